@@ -28,7 +28,7 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.debug.metrics": f"{_OURS}.metrics",
     "torch_xla.debug.profiler": f"{_OURS}.profiler",
     "torch_xla.distributed": None,
-    "torch_xla.distributed.fsdp": "spmd.fsdp",
+    "torch_xla.distributed.fsdp": f"{_OURS}.fsdp",
     "torch_xla.distributed.fsdp.utils": f"{_OURS}.fsdp_utils",
     "torch_xla.distributed.fsdp.wrap": "spmd.fsdp.wrap",
     "torch_xla.distributed.parallel_loader": f"{_OURS}.loader",

@@ -40,6 +40,7 @@ def set_up() -> torch.device:
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, operator in operators_that_make_from_nothing():
         _library.impl(name, _kernel(operator), "PrivateUse1")
+    _library.impl("_pin_memory", lambda tensor, device=None: tensor, "CPU")  # workers take from any memory
     _library.impl("_copy_from", HANDLERS[aten._copy_from.default], "PrivateUse1")
     # what it is composed of is chosen above autograd, and for devices of others always the same
     attention = aten.scaled_dot_product_attention.default

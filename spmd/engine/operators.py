@@ -188,6 +188,7 @@ def _mesh(key: MeshKey) -> DeviceMesh:
 
 _KNOWN: Final = (Replicate, Shard, Partial, _StridedShard)
 
+_NOTHING: Final = (0,)
 _MOST_TRIED: Final = 400
 """Without a rule for an operator, DTensor tries all placements of all tensors on what it is composed of, at
 some milliseconds each."""
@@ -207,6 +208,9 @@ _ALL_IF_EMPTY: Final = (
 def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     if is_view(call.op) and 0 in call.tensors[0].shape:
         return (call.tensors[0].layout,), (REPLICATED,)
+    of_nothing = [each.shape == _NOTHING for each in call.tensors]
+    if call.op.name() == "aten::cat" and any(of_nothing) and not all(of_nothing):
+        return _ask_of_others(call, key)
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     tables = (
         propagator.op_to_rules,
@@ -261,6 +265,14 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
                 raise _NoRuleError("it moves elements between workers")
     _refuse_other_shapes(call, needed, placed, key)
     return needed, placed
+
+
+def _ask_of_others(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """``cat`` takes tensors of shape ``[0]`` beside those of other dimensions, and gives nothing of them."""
+    kept = [each for each in call.tensors if each.shape != _NOTHING]
+    needed, placed = _ask_dtensor(Call(call.op, (kept, *call.args[1:]), call.kwargs, tuple(kept)), key)
+    of_kept = iter(needed)
+    return tuple(REPLICATED if each.shape == _NOTHING else next(of_kept) for each in call.tensors), placed
 
 
 def _with_whole_sums(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+import rpc
 from rpc.agent.futures import Future
 from rpc.functions import async_execution
 from rpc.runtime.current import current_agent
@@ -27,27 +28,28 @@ __all__ = ["ServedWorker", "make"]
 _EXTENSION: Final = "spmd.engine"
 
 
-def make(workers: Sequence[str], rank: int, name: str) -> RRef[ServedWorker]:
+def make(driver: str, workers: Sequence[str], rank: int, name: str) -> RRef[ServedWorker]:
     """Begin to be a worker. Called remotely, on all workers at the same time.
 
     Args:
+        driver: the name of the caller; when that is gone, the work ends.
         workers: the names of all, by number.
         rank: this one's number.
         name: of the session.
     """
-    return RRef(ServedWorker(workers, rank, name))
+    return RRef(ServedWorker(driver, workers, rank, name))
 
 
 class ServedWorker:
     """A worker's engine behind calls, which may arrive out of order."""
 
-    def __init__(self, workers: Sequence[str], rank: int, name: str) -> None:
+    def __init__(self, driver: str, workers: Sequence[str], rank: int, name: str) -> None:
         if dist.is_initialized():
             raise SpmdError(
                 f"worker '{workers[rank]}' has a default process group already, and SPMD mode makes its "
                 "workers one: call torch.distributed.destroy_process_group() there first"
             )
-        self._workers, self._rank, self._name = workers, rank, name
+        self._driver, self._workers, self._rank, self._name = driver, workers, rank, name
         self._meshes: dict[MeshKey, _Mesh] = {}
         self._group(0)
         self._engine = WorkerEngine(rank, self._mesh)
@@ -57,6 +59,7 @@ class ServedWorker:
         self._changed = threading.Condition()
         agent: Any = current_agent()
         agent.on_close(self._stop)
+        self._watch = rpc.on_worker_lost(self._lost)
         self._thread = threading.Thread(target=self._work, name="farcall-spmd-worker", daemon=True)
         self._thread.start()
 
@@ -120,6 +123,12 @@ class ServedWorker:
         self._engine.relink()
         self._group(generation)
 
+    def _lost(self, worker: rpc.WorkerInfo, reason: str) -> None:
+        """If the driver is gone, others may never get the step in which this worker waits for them."""
+        if worker.name == self._driver:
+            self._stop()
+            self.abort(reason)
+
     def _stop(self) -> None:
         with self._changed:
             self._closed = True
@@ -127,6 +136,7 @@ class ServedWorker:
 
     def close(self) -> None:
         """Leave the mode: values are freed, and the process group ends."""
+        self._watch.close()
         self._stop()
         self._thread.join()
         if dist.is_initialized():

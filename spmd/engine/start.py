@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import secrets
 import shutil
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import rpc
+from rpc.agent import departure
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, RpcTimeoutError
 from rpc.options import AgentOptions
@@ -90,9 +92,10 @@ class _Mode:
         self.processes = processes
         self.owns_agent = owns_agent
         name = f"spmd-{secrets.token_hex(8)}"
+        own = rpc.get_worker_info().name
         made = wait_futures(
             [
-                rpc.rpc_async(each, make, args=(list(names), rank, name), timeout=0)
+                rpc.rpc_async(each, make, args=(own, list(names), rank, name), timeout=0)
                 for rank, each in enumerate(names)
             ]
         )
@@ -247,6 +250,7 @@ def serve(
     """Be a worker until the driver ends the mode, and exit."""
     options = None if init_method is None else AgentOptions(init_method=init_method)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    departure.logger.setLevel(logging.ERROR)  # a driver may be idle as long as it likes: nothing to warn of
     rpc.shutdown()
     raise SystemExit(0)
 

@@ -26,12 +26,17 @@ def count() -> int:
 
 
 def attributes() -> list[dict[str, Any]]:
-    """Of each worker: ``name``, ending in its number; with several hosts, ``slice_index``, its host's."""
+    """Of each worker: ``name``, ending in its number; with several hosts, ``slice_index``, its host's.
+
+    Raises:
+        NotInSpmdModeError: :func:`spmd.use_spmd` was not called.
+    """
     from rpc.runtime.current import current_agent
     from spmd.engine.start import worker_names
 
+    names = worker_names()
     agent: Any = current_agent()
-    hosts = [agent.peers.find(name).member.host for name in worker_names()]
+    hosts = [agent.peers.find(name).member.host for name in names]
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return [
         {"name": f"CPU:{number}", **({"slice_index": numbers[host]} if len(numbers) > 1 else {})}

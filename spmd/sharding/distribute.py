@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from spmd.engine import api as engine
 from spmd.engine.start import device
 from spmd.sharding.marks import is_marked, mark_of, mark_sharding, op_sharding, remember
-from spmd.sharding.mesh import Mesh
+from spmd.sharding.mesh import Mesh, check_mesh
 from spmd.sharding.movement import laid_out
 from spmd.sharding.op_sharding import ShardingType
 from spmd.sharding.partition_spec import PartitionSpec
@@ -32,8 +32,9 @@ __all__ = [
 
 def mesh_of(mesh: Mesh | DeviceMesh) -> Mesh:
     """The mesh of a ``DeviceMesh`` whose numbers are those of the workers."""
-    if isinstance(mesh, Mesh):
-        return mesh
+    if isinstance(mesh, Mesh) or not hasattr(mesh, "mesh_dim_names"):
+        check_mesh(mesh)
+        return mesh  # type: ignore[return-value]
     numbers = mesh.mesh.flatten().tolist()
     return Mesh(numbers, tuple(mesh.mesh.shape), mesh.mesh_dim_names)
 

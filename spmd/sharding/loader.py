@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from queue import Empty, Full, Queue
+from types import NoneType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -35,13 +38,16 @@ class DeviceLoader:
     is sent off there, so that workers compute while the next step is recorded.
 
     Args:
-        loader: gives batches: tensors in tuples, lists and dicts, with other things between.
+        loader: gives batches: tensors in tuples, lists, mappings and dataclasses, with other things between.
         device: the logical device.
         input_sharding: one spec cuts every tensor that has as many dimensions as it; the others are
             replicated. A dict has a spec, or None, for each entry of a batch.
         loader_prefetch_size: how many batches to read ahead.
         batches_per_execution: how many batches are between two cuts.
         options: others of PyTorch/XLA's loader are taken and mean nothing here.
+
+    Raises:
+        TypeError: an option is unknown, or ``input_sharding`` is of another kind.
 
     Raises, while iterating:
         ValueError: a dict of specs, and a batch is no dict.
@@ -70,6 +76,15 @@ class DeviceLoader:
             raise TypeError(f"DeviceLoader has no option {', '.join(sorted(unknown))}")
         self._loader = loader
         self._device = torch.device(device)
+        several: Iterable[Any] = (
+            input_sharding.values() if isinstance(input_sharding, Mapping) else [input_sharding]
+        )
+        wrong = next((each for each in several if not isinstance(each, (ShardingSpec, NoneType))), None)
+        if wrong is not None:
+            raise TypeError(
+                "input_sharding is a spmd.ShardingSpec(mesh, spec), or a dict with one for each entry; got "
+                f"{wrong!r}"
+            )
         self._sharding = input_sharding
         self._ahead = max(loader_prefetch_size, 1)
         self._every = max(batches_per_execution, 1)
@@ -151,17 +166,38 @@ def _empty(batches: Queue[Any]) -> None:
 def send(batch: Any, device: torch.device, sharding: InputSharding = None) -> Any:
     """A batch with its tensors moved to a device and cut; see :class:`DeviceLoader`."""
     if not isinstance(sharding, Mapping):
-        return pytree.tree_map_only(Tensor, lambda t: _moved(t, device, sharding), batch)
+        return pytree.tree_map(lambda leaf: _moved(leaf, device, sharding), batch)
     if not isinstance(batch, Mapping):
         raise ValueError("input batch should be a dict when input sharding is a dict.")
     missing = [key for key in batch if key not in sharding]
     if missing:
         raise KeyError(f"Keys: {missing} are missing from input_sharding.")
-    moved = {key: send(value, device, sharding[key]) for key, value in batch.items()}
-    return moved if isinstance(batch, dict) else type(batch)(moved)  # type: ignore[call-arg]
+    return _with(batch, {key: send(value, device, sharding[key]) for key, value in batch.items()})
 
 
-def _moved(t: Tensor, device: torch.device, spec: ShardingSpec | None) -> Tensor:
+def _with(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """A batch of the same kind with these entries."""
+    if type(batch) is dict:
+        return entries
+    if not isinstance(batch, MutableMapping):
+        return type(batch)(entries)  # type: ignore[call-arg]
+    copied = copy.copy(batch)
+    copied.update(entries)
+    return copied
+
+
+def _moved(t: Any, device: torch.device, spec: ShardingSpec | None) -> Any:
+    """What is no tensor stays, but for mappings and dataclasses that PyTorch's trees do not know."""
+    if isinstance(t, Mapping):
+        return _with(t, {key: send(value, device, spec) for key, value in t.items()})
+    if dataclasses.is_dataclass(t) and not isinstance(t, type):
+        copied = copy.copy(t)
+        for field in dataclasses.fields(t):
+            if hasattr(t, field.name):
+                object.__setattr__(copied, field.name, send(getattr(t, field.name), device, spec))
+        return copied
+    if not isinstance(t, Tensor):
+        return t
     if spec is not None:
         spec.xla_spec(t)  # complains before anything moves
     moved = t.to(device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from spmd.engine import api as engine
 from spmd.engine.logical_tensor import alias_of, know_gradient
 from spmd.engine.program import REPLICATED
-from spmd.sharding.mesh import Mesh
+from spmd.sharding.mesh import Mesh, check_mesh
 from spmd.sharding.op_sharding import MANUAL, OpSharding, ShardingType
 from spmd.sharding.partition_spec import PartitionSpec, check_length
 
@@ -55,8 +55,10 @@ def mark_sharding(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tenso
         ``t``.
 
     Raises:
-        RuntimeError: there is no logical device, or ``t`` is not on it, or is cut in another way.
+        RuntimeError: there is no logical device, or ``t`` is not on it, or is cut in another way, or stands
+            for workers' parts.
         AssertionError, ValueError: the spec does not fit the tensor or the mesh.
+        TypeError: an argument is of another kind.
 
     Example::
 
@@ -191,6 +193,9 @@ def _mark(t: Tensor, mesh: Mesh, spec: PartitionSpec, sharding: OpSharding) -> T
 
 def _checked(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> OpSharding:
     workers = engine.workers_count()
+    check_mesh(mesh)
+    if not isinstance(t, Tensor):
+        raise TypeError(f"expected a tensor, got {type(t).__name__}: of a module, mark the parameters")
     if not engine.is_logical(t):
         raise RuntimeError(f"a tensor on {t.device} cannot be marked: move it with .to(spmd.device()) first")
     if mesh.size() != workers:
@@ -198,6 +203,12 @@ def _checked(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> OpSharding
             f"{mesh.mesh_shape} is not mappable over {workers} devices: a mesh has all workers"
         )
     check_length(partition_spec, t.dim())
+    mark = mark_of(t)
+    if mark is not None and mark.sharding.type is ShardingType.MANUAL:
+        raise RuntimeError(
+            "this tensor stands for each worker's part, and has no whole that could be cut: call "
+            "spmd.disable_manual_sharding first"
+        )
     return mesh.get_op_sharding(tuple(partition_spec))
 
 

@@ -15,7 +15,7 @@ from spmd.sharding.devices import count, known_count
 from spmd.sharding.op_sharding import WHOLE, OpSharding, layout_of
 from spmd.sharding.partition_spec import PartitionSpec, resolve
 
-__all__ = ["Mesh", "get_1d_mesh", "get_global_mesh", "set_global_mesh"]
+__all__ = ["Mesh", "check_mesh", "get_1d_mesh", "get_global_mesh", "set_global_mesh"]
 
 
 class Mesh:
@@ -53,6 +53,11 @@ class Mesh:
         axis_names: Sequence[str] | None = None,
     ) -> None:
         ids = np.asarray(list(device_ids) if not isinstance(device_ids, np.ndarray) else device_ids)
+        if ids.size and ids.dtype.kind not in "iu":
+            raise AssertionError(f"Device IDs must be whole numbers, got: {ids.tolist()}")
+        sizes = np.asarray(mesh_shape)
+        if sizes.ndim != 1 or (sizes.size and sizes.dtype.kind not in "iu") or not all(sizes > 0):
+            raise AssertionError(f"A mesh has a size of 1 or more along each axis, got: {mesh_shape}")
         size = math.prod(mesh_shape)
         if axis_names is not None:
             if len(axis_names) != len(mesh_shape):
@@ -95,13 +100,21 @@ class Mesh:
             return None
         return self.axis_names.index(name)
 
-    @functools.cache  # noqa: B019  as long as the mesh, of which a program has few
     def get_op_sharding(self, partition_spec: PartitionSpec) -> OpSharding:
         """How this spec cuts a tensor of as many dimensions over the mesh.
 
         Raises:
             ValueError, AssertionError: see :func:`spmd.sharding.partition_spec.resolve`.
         """
+        spec = tuple(partition_spec)
+        try:
+            return self._op_sharding(spec)
+        except TypeError:  # what cannot be hashed is no entry of a spec
+            resolve(spec, self.axis_names, len(self.mesh_shape))
+            raise
+
+    @functools.cache  # noqa: B019  as long as the mesh, of which a program has few
+    def _op_sharding(self, partition_spec: PartitionSpec) -> OpSharding:
         axes = resolve(partition_spec, self.axis_names, len(self.mesh_shape))
         if not axes:
             return WHOLE
@@ -138,12 +151,24 @@ class Mesh:
             return None
 
 
+def check_mesh(mesh: object) -> None:
+    """Is it one?
+
+    Raises:
+        TypeError: no.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"expected a spmd.Mesh, got {type(mesh).__name__}: {mesh!r}")
+
+
 _global_mesh: Mesh | None = None
 
 
 def set_global_mesh(mesh: Mesh | None) -> None:
     """Set the mesh that is meant where none is given, for this process. None takes it away."""
     global _global_mesh
+    if mesh is not None:
+        check_mesh(mesh)
     _global_mesh = mesh
 
 

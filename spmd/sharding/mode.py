@@ -30,6 +30,7 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
             parameters; see :mod:`spmd.sharding.auto`.
 
     Raises:
+        TypeError: ``workers`` is a bool: XLA's first argument is ``auto``.
         AlreadyInSpmdModeError: it has been called.
         SpmdError: there are not as many workers, or a worker has a process group of its own already.
 
@@ -38,6 +39,10 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
         spmd.use_spmd(workers=4)
         model = model.to(spmd.device())
     """
+    if isinstance(workers, bool):
+        raise TypeError(
+            f"expected a number of workers or their names, got {workers}: did you mean auto={workers}?"
+        )
     start.use_spmd(workers)
     install(LogicalTensor)
     try:

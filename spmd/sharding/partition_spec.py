@@ -24,7 +24,13 @@ def check_length(spec: PartitionSpec, dims: int) -> None:
 
     Raises:
         AssertionError: no.
+        TypeError: it is no tuple.
     """
+    if not isinstance(spec, (tuple, list)):
+        raise TypeError(
+            f"a partition spec is a tuple with an entry for each of {dims} dimensions, as ('data', None); "
+            f"got {spec!r}"
+        )
     if len(spec) != dims:
         raise AssertionError(
             f"Partition spec length ({len(spec)}) should be equal to the input rank ({dims}). Write None "

@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
-from spmd.sharding.loader import DeviceLoader as MpDeviceLoader
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from spmd.sharding.loader import DeviceLoader
 
 __all__ = ["MpDeviceLoader"]
+
+
+class MpDeviceLoader(DeviceLoader):
+    """Ours, with its options where libraries change them before they iterate: transformers' ``Trainer`` sets
+    ``input_sharding`` there.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device | str, **options: Any) -> None:
+        super().__init__(loader, device, **options)
+        self._parallel_loader_kwargs = options
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DeviceLoader(self._loader, self._device, **self._parallel_loader_kwargs))

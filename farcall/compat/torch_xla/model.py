@@ -9,15 +9,32 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from farcall.compat.torch_xla.replicas import (
+    REDUCE_MAX,
+    REDUCE_MIN,
+    REDUCE_SUM,
+    _fetch_gradients,
+    _maybe_convert_to_cpu,
+    all_gather,
+    all_reduce,
+    collective_broadcast,
+    set_replication,
+)
 from spmd.engine import start
 from spmd.sharding.loader import InputSharding, send
 
 __all__ = [
+    "REDUCE_MAX",
+    "REDUCE_MIN",
+    "REDUCE_SUM",
     "RateTracker",
+    "_fetch_gradients",
+    "_maybe_convert_to_cpu",
     "add_step_closure",
+    "all_gather",
+    "all_reduce",
+    "collective_broadcast",
     "get_local_ordinal",
     "get_ordinal",
     "get_rng_state",
@@ -30,6 +47,7 @@ __all__ = [
     "rendezvous",
     "save",
     "send_cpu_data_to_device",
+    "set_replication",
     "set_rng_state",
     "wait_device_ops",
     "xla_device",
@@ -111,7 +129,7 @@ def optimizer_step(
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
     """Save with all tensors on the CPU."""
-    torch.save(pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), data), file_or_path)
+    torch.save(_maybe_convert_to_cpu(data), file_or_path)
 
 
 def set_rng_state(seed: int, device: object = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -13,6 +13,7 @@ from farcall.compat.torch_xla.model import mark_step
 from spmd.engine import start
 
 __all__ = [
+    "__version__",
     "compile",
     "device",
     "device_count",
@@ -23,6 +24,9 @@ __all__ = [
     "step",
     "sync",
 ]
+
+__version__: Final = "2.9.0"
+"""The release whose names are lent: libraries ask for it."""
 
 
 def device(index: int | None = None) -> torch.device:

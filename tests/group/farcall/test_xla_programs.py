@@ -316,6 +316,48 @@ for _ in range(4):
     assert abs(found[0] - found[1]) < 1e-5, found
 """
 
+TRAINER = """
+import sys
+import numpy as np
+import torch
+import torch_xla.distributed.spmd as xs
+from torch_xla import runtime as xr
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+
+class SetsOptimizer(Trainer):
+    def _wrap_model(self, model, *args, **options):  # transformers makes none for FSDPv2
+        wrapped = super()._wrap_model(model, *args, **options)
+        if wrapped is not self.model and self.optimizer is None:
+            self.create_optimizer(wrapped)
+        return wrapped
+
+
+def losses(**options):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    ))
+    words = torch.randint(96, (16, 12))
+    arguments = TrainingArguments(
+        output_dir=sys.argv[1], per_device_train_batch_size=8, max_steps=2, logging_steps=1,
+        learning_rate=1e-2, save_strategy="no", report_to=[], disable_tqdm=True, **options,
+    )
+    data = [{"input_ids": each, "labels": each} for each in words]
+    trainer = SetsOptimizer(model, arguments, train_dataset=data)
+    trainer.train()
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+xr.use_spmd()
+whole = losses()
+n = xr.global_runtime_device_count()
+xs.set_global_mesh(xs.Mesh(np.arange(n), (n, 1), ("fsdp", "model")))
+cut = losses(fsdp=True, fsdp_config={"xla": True, "xla_fsdp_v2": True, "xla_fsdp_grad_ckpt": True})
+assert len(whole) == 2 and np.allclose(whole, cut, atol=1e-4), (whole, cut)
+"""
+
 
 def run(tmp_path: Path, program: str) -> None:
     script = tmp_path / "program.py"
@@ -346,6 +388,11 @@ def test_a_vision_model_is_trained_data_parallel(tmp_path: Path) -> None:
 
 def test_a_language_model_is_trained_saved_and_restored_with_fsdp(tmp_path: Path) -> None:
     run(tmp_path, LANGUAGE)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_hugging_faces_trainer_trains_with_fsdp(tmp_path: Path) -> None:
+    run(tmp_path, TRAINER)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Replicate
 from torch.nn.functional import pad
 
 import spmd
@@ -182,6 +183,24 @@ def test_specs_that_do_not_fit_are_refused() -> None:
         spmd.mark_sharding(torch.randn(4), mesh(WORKERS), (0,))
     with pytest.raises(AssertionError, match="must match the global number of devices"):
         spmd.Mesh(range(2), (2,))
+
+
+@driven
+def test_arguments_of_other_kinds_are_refused() -> None:
+    t: Any = on_device(torch.randn(4, 4))
+    wrong: Any
+    for arguments, message in (
+        ((t, None, (0, None)), r"expected a spmd\.Mesh, got NoneType"),
+        ((nn.Linear(2, 2), mesh(WORKERS), (0, None)), "got Linear: of a module, mark the parameters"),
+        ((t, mesh(WORKERS), 0), "a partition spec is a tuple with an entry for each of 2 dimensions"),
+        ((t, mesh(WORKERS), "ab"), "a partition spec is a tuple with an entry for each of 2 dimensions"),
+    ):
+        wrong = arguments
+        with pytest.raises(TypeError, match=message):
+            spmd.mark_sharding(*wrong)
+    placements: Any = (torch.ones(4), None, [Replicate()])
+    with pytest.raises(TypeError, match=r"expected a spmd\.Mesh, got NoneType"):
+        spmd.distribute_tensor(*placements)
 
 
 # ---- what workers hold

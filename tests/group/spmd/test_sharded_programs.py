@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import threading
 import weakref
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import spmd
 from spmd.fsdp import FSDPv2, checkpoint_module
@@ -341,6 +345,51 @@ def test_a_loader_takes_a_spec_for_each_entry() -> None:
         list(spmd.DeviceLoader(batches(), spmd.device(), input_sharding=specs))
 
 
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    x: Tensor
+    name: str
+
+
+@driven
+def test_a_loader_moves_what_is_in_mappings_and_dataclasses_and_keeps_their_kind() -> None:
+    rows = spmd.ShardingSpec(spmd.get_1d_mesh("data"), ("data", None))
+    data: list[Any] = [
+        UserDict(x=torch.ones(8, 2)),
+        OrderedDict(x=torch.ones(8, 2)),
+        MappingProxyType({"x": torch.ones(8, 2)}),
+    ]
+    for specs in (rows, {"x": rows}):
+        for batch, given in zip(
+            spmd.DeviceLoader(data[:2], spmd.device(), input_sharding=specs), data[:2], strict=True
+        ):
+            assert type(batch) is type(given)
+            assert batch["x"].sharding_spec == ROWS
+            assert given["x"].device.type == "cpu"
+    (batch,) = spmd.DeviceLoader([data[2]], spmd.device(), input_sharding=rows)
+    assert batch["x"].sharding_spec == ROWS
+    (pair,) = spmd.DeviceLoader([Pair(torch.ones(8, 2), "a")], spmd.device(), input_sharding=rows)
+    assert pair.x.sharding_spec == ROWS
+    assert pair.name == "a"
+
+
+@driven
+def test_what_is_no_spec_is_refused_before_anything_is_read() -> None:
+    wrong: Any
+    for wrong in (("data", None), {"x": ("data", None)}):
+        with pytest.raises(TypeError, match=r"input_sharding is a spmd\.ShardingSpec\(mesh, spec\)"):
+            spmd.DeviceLoader(batches(), spmd.device(), input_sharding=wrong)
+
+
+@driven
+def test_a_loader_may_ask_for_pinned_memory() -> None:
+    data = torch.arange(8.0)
+    (batch,) = spmd.DeviceLoader(
+        DataLoader(TensorDataset(data), batch_size=8, pin_memory=True), spmd.device()
+    )
+    assert batch[0].cpu().equal(data)
+
+
 @driven
 def test_a_minibatch_must_divide() -> None:
     mesh = spmd.get_1d_mesh("data")
@@ -469,6 +518,15 @@ def test_data_is_no_manual_shard() -> None:
         spmd.disable_manual_sharding(on_device(torch.ones(2, 2)), (0, None), (8, 2), mesh=mesh)
     with pytest.raises(RuntimeError, match="not manual sharded"):
         spmd.disable_manual_sharding(on_device(torch.ones(3, 2)) + 1, (0, None), (8, 2), mesh=mesh)
+
+
+@driven
+def test_parts_of_workers_cannot_be_cut_themselves() -> None:
+    mesh = spmd.get_1d_mesh("data")
+    part = spmd.enable_manual_sharding(on_device(torch.arange(8.0)), (0,), mesh=mesh)
+    with pytest.raises(RuntimeError, match="stands for each worker's part"):
+        spmd.mark_sharding(part, mesh, (0,))
+    assert spmd.disable_manual_sharding(part, (0,), (8,), mesh=mesh).cpu().equal(torch.arange(8.0))
 
 
 # ---- DTensor's functions

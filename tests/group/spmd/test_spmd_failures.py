@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +17,8 @@ from torch.distributed.tensor.placement_types import Shard
 import rpc
 import spmd
 from rpc.errors import WorkerLostError
+from rpc.runtime import notices
+from spmd.engine import start
 from spmd.engine.api import constrain, value_layout
 from spmd.engine.errors import (
     AlreadyInSpmdModeError,
@@ -227,3 +233,75 @@ def begin_too_late(worker: Worker) -> None:
 
 def test_the_mode_begins_before_the_first_backward(run_workers: RunWorkers) -> None:
     run_workers(begin_too_late, 2)
+
+
+_asked = threading.Event()
+
+
+def ask() -> None:
+    _asked.set()
+
+
+def drive_idly(worker: Worker) -> None:
+    with worker.group():
+        spmd.use_spmd()
+        for name in ("worker1", "worker2"):
+            rpc.rpc_sync(name, ask)
+        worker.report("idle")
+        worker.wait_for("on")
+        assert there([1.0, 2.0]).sum().item() == 3.0
+        spmd.shutdown()
+
+
+def serve_idly(worker: Worker) -> None:
+    """Reports what the log has of its wait, which is looked at every 10 ms."""
+    looked, shown = itertools.count(1), []
+
+    class Log(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            shown.append(record.getMessage())
+
+    def due(self: notices.Notices) -> bool:
+        is_due = plain(self)
+        if is_due and _asked.is_set() and next(looked) == 4:
+            worker.report("idle", [each for each in shown if "in shutdown" in each])
+        return is_due
+
+    logging.getLogger("rpc").addHandler(Log(logging.WARNING))
+    plain = notices.Notices.due
+    with (
+        mock.patch.multiple(notices, FIRST_SECONDS=0.01, _LONGEST_SECONDS=0.01),
+        mock.patch.object(notices.Notices, "due", due),
+        pytest.raises(SystemExit),
+    ):
+        start.serve(worker.name, worker.rank, worker.world_size, worker.init_method)
+
+
+def test_workers_do_not_warn_of_an_idle_driver(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([drive_idly, serve_idly, serve_idly])
+    workers[0].wait_for("idle")
+    assert [each.wait_for("idle") for each in (workers[1], workers[2])] == [[], []]
+    workers[0].tell("on")
+    workers.results()
+
+
+def die_between_sends(worker: Worker) -> None:
+    worker.join()
+    spmd.use_spmd()
+    rows = there([[1.0], [2.0]], ROWS)
+    spmd.sync()
+
+    def die(*_: object) -> None:
+        rpc.rpc_sync("worker1", ask)  # it has what was sent before
+        worker.die()
+
+    last = start._current().ports[1]
+    with mock.patch.object(last, "send", die):
+        rows.sum().item()
+
+
+def test_workers_of_a_driver_that_dies_between_its_sends_do_not_wait_for_each_other(
+    run_workers: RunWorkers,
+) -> None:
+    workers = run_workers.start([die_between_sends, serve, serve])
+    assert [each.result() for each in (workers[1], workers[2])] == [None, None]

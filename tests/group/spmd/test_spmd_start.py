@@ -55,6 +55,12 @@ def test_a_worker_that_ends_while_it_begins_ends_the_start(monkeypatch: pytest.M
     assert not spmd.is_spmd()
 
 
+def test_the_first_argument_is_no_flag() -> None:
+    with pytest.raises(TypeError, match="did you mean auto=True"):
+        spmd.use_spmd(True)
+    assert not spmd.is_spmd()
+
+
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_rank_0_drives_under_torchrun(tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ def cases() -> Iterator[Any]:
     yield case(aten.view.default, [last], r(4, 0), [0, 7])
     for op in (aten.squeeze.dim, aten.squeeze_copy.dim):
         yield case(op, [last], r(3, 2), 1)
+    for dim in (-2, 1):
+        for where in (first, last):
+            yield case(aten.cat.default, [None, where, where], [r(0), r(2, 4, 3), r(2, 4, 3)], dim)
+            yield case(aten.cat.default, [where, first], [r(2, 4, 3), r(0)], dim)
 
 
 @pytest.mark.parametrize(("op", "where", "args", "kwargs"), list(cases()))

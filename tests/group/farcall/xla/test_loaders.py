@@ -92,3 +92,12 @@ def test_data_is_sent_with_a_spec() -> None:
     half = sent / 0.5
     x.torch_xla.sync(wait=True)
     assert half.cpu().equal(whole / 0.5)
+
+
+@driven
+def test_a_library_may_say_how_batches_are_cut_when_the_loader_is_there() -> None:
+    x = theirs()
+    loader = x.pl.MpDeviceLoader([torch.ones(8, 2)], x.torch_xla.device())
+    loader._parallel_loader_kwargs["input_sharding"] = x.xs.ShardingSpec(mesh_of(4), (0, None))
+    (batch,) = loader
+    assert said(batch) == f"{{devices=[4,1]{IN_ORDER}}}"

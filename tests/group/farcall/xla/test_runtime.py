@@ -133,3 +133,24 @@ def test_names_of_tools_around_training_do_what_one_process_needs() -> None:
     assert isinstance(metrics.metrics_report(), str)
     assert x.xm.rendezvous("here", b"one") == [b"one"]
     assert x.xm.mesh_reduce("loss", t.sum().item(), max) == 8.0
+
+
+@driven
+def test_names_that_libraries_ask_for_are_those_of_one_replica() -> None:
+    x = theirs()
+    fsdp: Any = importlib.import_module("torch_xla.distributed.fsdp")
+    assert x.torch_xla.__version__ >= "2.2"
+    t = torch.full((4,), 3.0, device="xla", requires_grad=True)
+    optimizer = torch.optim.SGD([t])
+    assert x.xm._fetch_gradients(optimizer) == []
+    torch.autograd.backward(t.sum())
+    x.xm.all_reduce(x.xm.REDUCE_SUM, x.xm._fetch_gradients(optimizer), scale=0.5)
+    assert t.grad is not None
+    assert t.grad.tolist() == [0.5] * 4
+    assert x.xm.all_reduce(x.xm.REDUCE_MAX, t).tolist() == [3.0] * 4
+    assert x.xm.all_gather(t) is t
+    x.xm.collective_broadcast([t])
+    x.xm.set_replication(t.device, x.xm.get_xla_supported_devices())
+    assert x.xm._maybe_convert_to_cpu({"t": [t]})["t"][0].device.type == "cpu"
+    with pytest.raises(RuntimeError, match="in SPMD mode there is one process"):
+        fsdp.XlaFullyShardedDataParallel(torch.nn.Linear(2, 2))

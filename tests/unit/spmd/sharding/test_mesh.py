@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spmd.engine.errors import NotInSpmdModeError
 from spmd.sharding.hybrid_mesh import HybridMesh, assign_torus
 from spmd.sharding.mesh import Mesh, get_global_mesh, set_global_mesh
 
@@ -31,6 +32,11 @@ def test_workers_fill_a_mesh_row_by_row() -> None:
         (([0, 1], (2, 2)), r"Number of device IDs \(2\) must match mesh size \(4\)"),
         (([0, 0], (1, 2)), "Device IDs must be unique, got: "),
         (([10, 11], (1, 2)), r"Device IDs must be less than mesh size \(2\), got: "),
+        (([0.5, 1], (1, 2)), "Device IDs must be whole numbers, got: "),
+        (("01", (1, 2)), "Device IDs must be whole numbers, got: "),
+        ((range(4), (-2, -2)), "A mesh has a size of 1 or more along each axis, got: "),
+        ((range(4), (2.0, 2)), "A mesh has a size of 1 or more along each axis, got: "),
+        ((range(4), 4), "A mesh has a size of 1 or more along each axis, got: "),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(arguments: Any, message: str) -> None:
@@ -56,6 +62,7 @@ def test_text_that_describes_no_mesh_gives_none(text: str) -> None:
     [
         (("z", None), ValueError, "Axis name z is not defined in the given mesh"),
         ((1.5, None), ValueError, "Spec type .* is not supported in partition spec"),
+        ((["x", "y"], None), ValueError, "Spec type <class 'list'> is not supported in partition spec"),
         ((2, None), AssertionError, "contains out of bound index into mesh_shape."),
         ((0, 0), AssertionError, "Each device mesh dimension should appear at most once in partition_spec"),
         ((("x", 0), None), AssertionError, "Each device mesh dimension should appear at most once"),
@@ -89,6 +96,18 @@ def test_the_global_mesh_is_the_one_that_was_set() -> None:
     assert get_global_mesh() is mesh
     set_global_mesh(None)
     assert get_global_mesh() is None
+
+
+def test_only_a_mesh_is_the_global_mesh() -> None:
+    wrong: Any = "data"
+    with pytest.raises(TypeError, match=r"expected a spmd\.Mesh, got str: 'data'"):
+        set_global_mesh(wrong)
+    assert get_global_mesh() is None
+
+
+def test_a_hybrid_mesh_is_of_workers_that_are_there() -> None:
+    with pytest.raises(NotInSpmdModeError, match=r"call spmd\.use_spmd"):
+        HybridMesh((2, 2))
 
 
 def workers(*places: tuple[int, int, int]) -> list[dict[str, Any]]:
