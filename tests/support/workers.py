@@ -299,8 +299,8 @@ class RunWorkers:
 
 
 def _module_of(task: Task) -> str:
-    """What a worker is going to import for its task."""
-    while isinstance(task, functools.partial):
+    """What a worker imports for its task: the module of a partial one's function, unless it names another."""
+    while isinstance(task, functools.partial) and "__module__" not in vars(task):
         task = task.func
     return getattr(task, "__module__", "builtins")
 
