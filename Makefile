@@ -13,7 +13,7 @@
 #   make clean        remove caches and builds; `make distclean` removes the environment too
 #
 # Another interpreter:        make test PYTHON=/path/to/python3.12
-# Arguments for pytest:       make test PYTEST_ARGS="-k shutdown -x"
+# Arguments for pytest:       make test PYTEST_ARGS="-k shutdown -x" (which then runs once, not in shares)
 # A CPU build of PyTorch where PyPI's would bring CUDA along:
 #                             PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 
@@ -39,8 +39,16 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 demo: $(READY)
 	@$(BIN)/python examples/parameter_server.py
 
+# Shares of the tests run side by side, as groups of processes often wait; each is printed when it has ended.
 test: lint
+ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
+else
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-share-1 test-share-2 test-share-3
+endif
+
+test-share-%: $(READY)
+	$(BIN)/python -m pytest -m "not nightly" --share $*/3
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not processes and not nightly" $(PYTEST_ARGS)

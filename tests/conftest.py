@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -32,6 +33,25 @@ _FIXTURE = "run_workers"
 
 # A job in the background is started with SIGINT ignored, and would pass that on to all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--share 2/3``: every third file, from the second on."""
+    parser.addoption("--share", metavar="I/N", help="collect every Nth file of tests only, from the Ith on")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the files of other shares."""
+    share = config.getoption("share")
+    if not share or collection_path not in (files := _test_files(config.rootpath)):
+        return None
+    number, shares = map(int, share.split("/"))
+    return files.index(collection_path) % shares != number - 1 or None
+
+
+@functools.cache
+def _test_files(root: Path) -> list[Path]:
+    return sorted(root.glob("tests/**/test_*.py"))
 
 
 @pytest.hookimpl(tryfirst=True)

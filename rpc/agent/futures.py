@@ -470,18 +470,8 @@ def wait_futures(futures: list[Any]) -> list[Any]:
     Raises:
         The error of the first one that is seen to fail.
     """
-    changed = threading.Event()
-    done: list[torch.futures.Future[Any]] = []
-    if any(not future.done() for future in futures):
-        check_may_block()
-    for future in futures:
-        future.add_done_callback(functools.partial(_note, future, done, changed))
-    for index in range(len(futures)):
-        while len(done) <= index:
-            changed.clear()
-            if len(done) <= index:
-                wait_for_event(changed)
-        done[index].value()
+    for future in as_completed(futures):
+        future.value()
     return [cast("torch.futures.Future[Any]", future).value() for future in futures]
 
 

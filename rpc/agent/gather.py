@@ -19,7 +19,7 @@ from typing import Any
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
-from rpc.agent.standstill import ANSWER_SECONDS, Standstill
+from rpc.agent.standstill import Standstill
 from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.blocking import INFINITE, check_may_block
@@ -222,14 +222,8 @@ class Gathering:
     def _tell_all(self, key: Key, error: RpcError) -> None:
         """Have all others who take part fail; returns when they know."""
         names, number = key
-        told = [
-            self._caller.call_async(name, _fail, (names, number, error), {}, ANSWER_SECONDS)
-            for name in names
-            if name != self._peers.own.name
-        ]
-        for call in told:
-            with contextlib.suppress(RpcError):
-                call.wait()
+        others = [name for name in names if name != self._peers.own.name]
+        self._standstill.tell(others, _fail, names, number, error)
 
     def missing(self, names: Names, number: int) -> list[str]:
         """On the leader: who has not come yet."""

@@ -28,9 +28,9 @@ from rpc.runtime.current import current_agent
 from rpc.runtime.executor import Executor
 from rpc.serialization.serializer import Serializer
 
-__all__ = ["ANSWER_SECONDS", "InVain", "Standing", "Standstill"]
+__all__ = ["InVain", "Standing", "Standstill"]
 
-ANSWER_SECONDS: Final = 5.0
+_ANSWER_SECONDS: Final = 5.0
 """How long another worker may take to say how a wait stands."""
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class Standstill:
         """Ask another worker how a wait stands, by a function that says ``inquired`` there."""
         with self._lock:
             self._inquiries += 1
-        return self._caller.call_async(name, function, args, {}, ANSWER_SECONDS)
+        return self._caller.call_async(name, function, args, {}, _ANSWER_SECONDS)
 
     def inquired(self) -> None:
         """Another worker has asked how a wait stands."""
@@ -161,10 +161,18 @@ class Standstill:
         )
 
     def end_shutdowns(self, found: InVain) -> None:
-        """Have those raise who wait in shutdown."""
-        for name in found.in_shutdown:
+        """Have those raise who wait in shutdown; returns when they know, before this worker may leave."""
+        self.tell(found.in_shutdown, _give_up_shutdown, found.to_others)
+
+    def tell(self, names: Sequence[str], function: Callable[..., object], *args: Any) -> None:
+        """Have workers call a function; returns when they have, or are gone, or do not answer."""
+        told = []
+        for name in names:
             with contextlib.suppress(RpcError):
-                self._caller.call_async(name, _give_up_shutdown, (found.to_others,), {}, ANSWER_SECONDS)
+                told.append(self._caller.call_async(name, function, args, {}, _ANSWER_SECONDS))
+        for call in told:
+            with contextlib.suppress(RpcError):
+                call.wait()
 
     def _is_stuck(self) -> bool:
         """Whether this worker waits in barriers, and nothing else is under way."""

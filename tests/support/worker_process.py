@@ -78,6 +78,10 @@ class WorkerProcess:
             raise WorkersFailed([Failure(self.name, f"ended without reporting {event!r}", self.output())])
         return events.popleft()
 
+    def restart_clock(self) -> None:
+        """The time limit of its run counts from now."""
+        self._run.restart_clock()
+
     def tell(self, event: str, value: object = None) -> None:
         """Releases this worker from ``worker.wait_for(event)``, which returns the value."""
         self._channel.send_bytes(cloudpickle.dumps((event, value)))

@@ -23,6 +23,7 @@ the time limit is over, and the stacks of all its threads are printed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
 import time
@@ -127,7 +128,7 @@ class Workers:
         )
         mine, theirs = Pipe()
         with theirs, open(self._folder / f"{spec.name}.log", "ab") as log:
-            modules = [*PRELOADED, getattr(task, "__module__", "builtins")]
+            modules = [*PRELOADED, _module_of(task)]
             pid = self._server.fork(theirs.fileno(), log.fileno(), modules)
         worker = WorkerProcess(self, spec, mine, pid)
         self._workers.append(worker)
@@ -295,6 +296,13 @@ class RunWorkers:
             stray.kill()
         if failures:
             raise WorkersFailed(failures)
+
+
+def _module_of(task: Task) -> str:
+    """What a worker imports for its task: the module of a partial one's function, unless it names another."""
+    while isinstance(task, functools.partial) and "__module__" not in vars(task):
+        task = task.func
+    return getattr(task, "__module__", "builtins")
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def test_a_side_that_fails_has_fresh_workers_for_what_comes_next(
 @pytest.mark.processes
 def test_command_measures_and_saves_and_prints_nothing_else(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
-    options = ["--repeats", "1", "--peer", "HEAD", "--timeout", "30", "--output", str(output)]
+    options = ["--repeats", "1", "--peer", "HEAD", "--timeout", "60", "--output", str(output)]
     command = [sys.executable, "-m", "benchmarks", "null", *options]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

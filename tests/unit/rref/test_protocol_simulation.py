@@ -4,14 +4,11 @@
 same each time.
 """
 
-import os
-
 import pytest
 
+from tests.support.effort import EFFORT
 from tests.unit.rref.moves import live
 from tests.unit.rref.stories import Story, wander
-
-EFFORT = int(os.environ.get("FARCALL_TEST_EFFORT", "1"))
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -35,6 +35,7 @@ from spmd.engine.program import REPLICATED, Layout, MeshKey
 from spmd.engine.recorder import LIMIT
 from spmd.engine.repetition import Repetition
 from spmd.engine.session import Session
+from tests.support.effort import EFFORT, PROFILE
 from tests.support.spmd_session import InlinePort, inline_session
 
 pytestmark = pytest.mark.logical_device
@@ -357,7 +358,7 @@ def test_parts_are_fetched_and_loaded(both: tuple[Session, InlinePort]) -> None:
 # ---- pure parts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(PROFILE, max_examples=60 * EFFORT)
 @given(
     st.lists(
         st.tuples(
@@ -381,7 +382,7 @@ def test_both_ends_guess_the_same_ids_and_numbers(runs: list[tuple[int, list[flo
         assert pickle.dumps(found_numbers) == pickle.dumps(list(numbers))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(PROFILE, max_examples=100 * EFFORT)
 @given(
     shape=st.lists(st.integers(0, 7), min_size=1, max_size=3),
     mesh=st.sampled_from([(4,), (2, 2), (4, 2), (2, 1, 3)]),

@@ -15,6 +15,7 @@ from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.wire import chunking
 from rpc.wire.chunking import CHUNK_BYTES, Room, Target
 from rpc.wire.frames import Kind, chunk_prefix, encode
+from tests.support.effort import EFFORT, PROFILE
 from tests.unit.rpc.bulk.wired import End, Pair, message
 
 TAG = 7
@@ -75,7 +76,7 @@ def test_a_message_fills_its_post_whenever_that_is_made(posts: str) -> None:
     assert buffer.has(numbers())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(PROFILE, max_examples=40 * EFFORT)
 @given(st.data())
 def test_however_sender_and_receiver_divide_a_message(data: st.DataObject) -> None:
     def divided(whole: np.ndarray) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
 from rpc.group.termination import Action, CutOff, Failed, Leave, Quiescent, Report, Send, Termination, Waits
+from tests.support.effort import EFFORT, PROFILE
 from tests.support.termination_world import World, members
 
 IDLE = Report(0)
@@ -48,7 +49,7 @@ def at_work(count: int, chance: Random, depth: int = 2) -> World:
 
 
 @given(st.integers(1, 5), st.integers(0, 1 << 32))
-@settings(max_examples=150, deadline=None)
+@settings(PROFILE, max_examples=150 * EFFORT)
 def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count: int, seed: int) -> None:
     chance = Random(seed)
     world = at_work(count, chance)
@@ -57,7 +58,7 @@ def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count:
 
 
 @given(st.integers(2, 5), st.integers(0, 1 << 32))
-@settings(max_examples=250, deadline=None)
+@settings(PROFILE, max_examples=250 * EFFORT)
 def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> None:
     chance = Random(seed)
     world = at_work(count, chance)
@@ -71,7 +72,7 @@ def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> No
 
 
 @given(st.integers(2, 5), st.integers(0, 1 << 32))
-@settings(max_examples=150, deadline=None)
+@settings(PROFILE, max_examples=150 * EFFORT)
 def test_the_same_with_connections_that_break(count: int, seed: int) -> None:
     chance = Random(seed)
     world = at_work(count, chance)
@@ -85,7 +86,7 @@ def test_the_same_with_connections_that_break(count: int, seed: int) -> None:
 
 
 @given(st.integers(2, 4), st.integers(0, 1 << 32))
-@settings(max_examples=100, deadline=None)
+@settings(PROFILE, max_examples=100 * EFFORT)
 def test_with_a_timeout_it_ends_though_one_never_enters(count: int, seed: int) -> None:
     chance = Random(seed)
     world = World(count, chance)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,8 @@ from rpc.rendezvous.address import _address_towards
 from rpc.rendezvous.init_method import Place, _TcpStore, job_key, open_store, resolve_group
 from rpc.rendezvous.static import join_static
 from tests.unit.rpc.rendezvous.conftest import Workers, in_thread, results
+
+_LISTENS = "0A"  # a state in those tables
 
 # Rank, world size, job
 
@@ -106,8 +107,17 @@ def serve(port: int = 0) -> TCPStore:
 
 
 def _listening_on(port: int) -> str:
-    lines = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return " ".join(line.split()[3] for line in lines if line.split()[3].endswith(f":{port}"))
+    """The addresses at which some process listens on a port, by the kernel's tables; IPv6 ones as there."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, number = local.partition(":")
+            if state == _LISTENS and int(number, 16) == port:
+                if table == "tcp":
+                    address = socket.inet_ntoa(int(address, 16).to_bytes(4, sys.byteorder))
+                found.append(f"{address}:{port}")
+    return " ".join(found)
 
 
 # TCP

@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.serialization.memory import layout_of
 from rpc.serialization.safe import AllowList
+from tests.support.effort import PROFILE
 from tests.unit.rpc.serialization.callees import null
 from tests.unit.rpc.serialization.journey import safely, send, send_call
 
@@ -25,8 +26,6 @@ DTYPES = [
     torch.complex64,
     torch.float8_e4m3fn,
 ]
-
-PROFILE = settings(derandomize=True, deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 
 
 @st.composite

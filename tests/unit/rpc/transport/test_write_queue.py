@@ -18,6 +18,7 @@ from rpc.transport.session import Session
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import CHUNK_BYTES, WHOLE_BYTES
 from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode, encode_small
+from tests.support.effort import EFFORT, PROFILE
 from tests.support.streams import SOON, until
 
 LARGE = 2 * CAPTURED_BYTES
@@ -150,7 +151,7 @@ def test_a_frame_is_written_by_who_sends_it() -> None:
     assert not queue.loop.soon
 
 
-@settings(max_examples=60, deadline=None)
+@settings(PROFILE, max_examples=60 * EFFORT)
 @given(
     sizes=st.lists(st.sampled_from([0, 9, 3000, 70_000, 300_000, 700_000]), min_size=1, max_size=12),
     rooms=st.lists(st.sampled_from([0, 1, 13, 5000, 66_000, 300_000]), max_size=12),

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
 from rpc.wire import chunking, frames
 from rpc.wire.chunking import CHUNK_BYTES, MAX_OPEN, SHORT_CHUNK_BYTES, Outgoing, Reassembly, Room
 from rpc.wire.frames import Kind, chunk_prefix, chunked, encode
+from tests.support.effort import EFFORT, PROFILE
 from tests.support.frames import (
     LIMIT,
     Message,
@@ -30,7 +31,7 @@ from tests.support.frames import (
     u64,
 )
 
-PROFILE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(PROFILE, max_examples=60 * EFFORT)
 
 lengths = st.sampled_from(
     [
@@ -71,7 +72,7 @@ def call(*segments: bytes, call_id: int = 1) -> Message:
 # ---- there and back
 
 
-@PROFILE
+@EXAMPLES
 @given(messages=st.lists(large, min_size=1, max_size=10), small=st.lists(small_messages), sizes=reads)
 def test_messages_whose_chunks_alternate_arrive_whole(
     messages: list[Message], small: list[Message], sizes: list[int]
@@ -91,7 +92,7 @@ def test_messages_whose_chunks_alternate_arrive_whole(
     assert [frame for frame in frames if frame in sent] == [frame for frame in sent if frame in frames]
 
 
-@PROFILE
+@EXAMPLES
 @given(segments=segments, header=headers)
 def test_segments_of_many_bytes_have_memory_of_their_own(
     segments: list[bytes], header: dict[str, Any]
@@ -228,7 +229,7 @@ openings = st.builds(opening, few, body=bodies, header=few, segments=few, kind=k
 chunk_frames = st.builds(chunk, few, st.binary(max_size=60))
 
 
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=300 * EFFORT)
 @given(
     frames=st.lists(openings | chunk_frames | small_messages.map(encoded), max_size=12),
     cut=st.integers(0, 200),
@@ -255,7 +256,7 @@ mostly_valid = st.builds(
 in_order = st.lists(segments.filter(lambda each: all(len(part) < CHUNK_BYTES for part in each)), max_size=2)
 
 
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=300 * EFFORT)
 @given(
     frames=st.lists(mostly_valid, max_size=12),
     messages=in_order,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
 from rpc.wire.chunking import SHORT_CHUNK_BYTES, Outgoing, Reassembly, allocate
 from rpc.wire.frames import Decoder, Frame, Kind, chunk_prefix, chunked, encode
+from tests.support.effort import EFFORT, PROFILE
 from tests.support.frames import LIMIT, feed, greeted, prefix
 
 LANES = 3
@@ -34,7 +35,7 @@ def chunk(number: int, offset: int, data: bytes) -> bytes:
     return chunk_prefix(number, offset, len(data)) + data
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(PROFILE, max_examples=60 * EFFORT)
 @given(
     sizes=st.lists(st.sampled_from([1, 130_000, 600_000, 1_700_000]), min_size=1, max_size=5),
     small=st.booleans(),
@@ -107,7 +108,7 @@ def test_what_a_peer_must_not_send_on_any_lane_is_refused(lane: int, said: bytes
         feed(decoders[lane], said)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(PROFILE, max_examples=200 * EFFORT)
 @given(
     said=st.lists(
         st.tuples(
