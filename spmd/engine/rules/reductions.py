@@ -1,10 +1,10 @@
-"""Means, norms, and positions of the largest."""
+"""Means, norms, truths, and positions of the largest."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -78,6 +78,43 @@ def _arg_rows(call: Call) -> list[Row]:
         for dim in range(len(call.tensors[0].shape))
         if dim not in reduced
     ]
+
+
+_TRUTHS: Final = ("any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
+
+
+def _reduced_truths(call: Call) -> list[int]:
+    """As of others; but an empty list names none here."""
+    by_list = call.op._overloadname == "dims" and call["dim"] is not None
+    return [] if by_list and not call["dim"] else _reduced(call)
+
+
+@placement_rule(*_TRUTHS)
+def _truth_rows(call: Call) -> list[Row]:
+    """Whole at once: a sum of truths would be multiplied and counted as one of numbers."""
+    reduced, keep = _reduced_truths(call), _keeps(call)
+    return [
+        Row((Shard(dim),), (Replicate() if dim in reduced else Shard(_after(dim, reduced, keep)),))
+        for dim in range(len(call.tensors[0].shape))
+    ]
+
+
+@local_rule(*_TRUTHS)
+def _truth(site: Site) -> Local | None:
+    reduced = _reduced_truths(site.call)
+    groups = site.groups(site.call.tensors[0].layout, *reduced) if reduced else []
+    if not groups:
+        return None
+    operation = "max" if "any" in site.call.op.name() else "min"
+
+    def truth(*args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = site.call.op(*args, **kwargs)
+        numbers = found.to(torch.uint8)
+        for group in groups:
+            all_reduce(numbers, operation, group)
+        return numbers.to(found.dtype)
+
+    return Local(truth, site.args, site.kwargs)
 
 
 @placement_rule("linalg_vector_norm")

@@ -51,6 +51,13 @@ def cases() -> Iterator[Any]:
     yield case(aten.view.default, [last], r(4, 0), [0, 7])
     for op in (aten.squeeze.dim, aten.squeeze_copy.dim):
         yield case(op, [last], r(3, 2), 1)
+    for op in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default):
+        yield case(op, [last], r(3, 5), -1)
+    yield case(aten.cat.default, [None, last], [r(0), r(3, 5)], -1)
+    yield case(aten.select_backward.default, [last], r(3, 5), [3, 5, 2], -1, 0)
+    yield case(aten.select_backward.default, [first], r(5, 2), [3, 5, 2], -3, 1)
+    yield case(aten.slice_backward.default, [last], r(3, 3), [3, 5], -1, 1, 4, 1)
+    yield case(aten.index_select.default, [Partial(), first], r(), 0, torch.tensor([0]))
 
 
 @pytest.mark.parametrize(("op", "where", "args", "kwargs"), list(cases()))
@@ -72,6 +79,17 @@ def test_operators_on_parts(op: Any, where: list[Placement | None], args: Any, k
     args, kwargs = pytree.tree_map_only(Value, as_sum, given)
     for result in pytree.tree_leaves(recorder.op(op, *args, **kwargs)):
         recorder.redistribute(result, REPLICATED)
+    recorder.check(size=2)
+
+
+@pytest.mark.parametrize("where", [Shard(0), Shard(1)])
+@pytest.mark.parametrize("op", [aten.any.dim, aten.all.dim])
+def test_truths_that_are_found_in_parts_count_once(op: Any, where: Placement) -> None:
+    recorder = Recorder()
+    x = recorder.input(torch.tensor([[1.0, -1, 2, 3], [1, 2, 3, 4]]), Layout(LINE, (where,)))
+    found = recorder.op(op, recorder.op(aten.gt.Scalar, x, 0.0), -1, True)
+    recorder.op(aten._to_copy.default, found, dtype=torch.float32)
+    recorder.redistribute(recorder.op(aten.mul.Tensor, x, found), REPLICATED)
     recorder.check(size=2)
 
 
