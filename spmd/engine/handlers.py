@@ -101,7 +101,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 @_handles(aten.as_strided.default)
-def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | None = None) -> Tensor:
+def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | None = None) -> LogicalTensor:
     recorder = engine().recorder
     alias = tensor._alias
     offset = int(tensor.storage_offset()) if offset is None else offset
@@ -117,6 +117,12 @@ def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | Non
             known = spec if place == len(steps) else infer(operator, (base.spec, *args), {})
             base = Alias(None, known, base, (Operation.of(operator), args))
         return wrap(base)
+
+
+@_handles(aten.as_strided_.default)
+def _as_strided_in_place(tensor: LogicalTensor, *args: Any) -> Tensor:
+    show_instead(tensor, _as_strided(tensor, *args))
+    return tensor
 
 
 @_handles(aten.detach_.default)

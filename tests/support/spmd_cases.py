@@ -145,6 +145,15 @@ def views_changed_in_place(device: torch.device) -> Any:
 
 
 @case
+def views_reshaped_in_place(device: torch.device) -> Any:
+    x = torch.arange(20.0, device=device).view(4, 5)
+    y = x[1]
+    y.as_strided_((2, 2), (1, 2), 10)
+    y.add_(1)
+    return x, y
+
+
+@case
 def lists_changed_in_place(device: torch.device) -> Any:
     x, y = torch.ones(2, device=device), torch.ones(2, device=device)
     torch._foreach_add_([x, y, x], [1.0, 2.0, 3.0])

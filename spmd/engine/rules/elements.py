@@ -59,6 +59,14 @@ def _unfold_rows(call: Call) -> list[Row]:
     return [Row((Shard(dim),), (Shard(dim),)) for dim in dims]
 
 
+@placement_rule("constant_pad_nd")
+def _pad_rows(call: Call) -> list[Row]:
+    """Along dimensions that keep their length. A sum is done first: each addend would be padded."""
+    rank, pad = len(call.tensors[0].shape), call["pad"]
+    padded = {rank - 1 - place // 2 for place, count in enumerate(pad) if count}
+    return [Row((Shard(dim),), (Shard(dim),)) for dim in range(rank) if dim not in padded]
+
+
 @placement_rule("gather")
 def _gather_rows(call: Call) -> list[Row]:
     source, index = call.tensors

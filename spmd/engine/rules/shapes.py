@@ -43,7 +43,16 @@ _VIEWS: Final = ("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy
 
 def is_view(op: Any) -> bool:
     """Whether an operator gives the same elements in another shape."""
-    return op._schema.name.removeprefix("aten::") in _VIEWS
+    return op._schema.name.removeprefix("aten::") in _VIEWS and op._schema.overload_name != "dtype"
+
+
+@placement_rule("view.dtype")
+def _retyped_rows(call: Call) -> list[Row]:
+    """The last dimension is cut only where it keeps its length. Bits of addends say nothing of those of a sum."""
+    (meta,) = call.tensors
+    rank = len(meta.shape)
+    dims = range(rank if meta.dtype.itemsize == call["dtype"].itemsize else rank - 1)
+    return [Row((Shard(dim),), (Shard(dim),)) for dim in dims]
 
 
 @placement_rule("slice_backward", "select_backward")

@@ -57,6 +57,15 @@ def cases() -> Iterator[Any]:
     yield case(aten.select_backward.default, [last], r(3, 5), [3, 5, 2], -1, 0)
     yield case(aten.select_backward.default, [first], r(5, 2), [3, 5, 2], -3, 1)
     yield case(aten.slice_backward.default, [last], r(3, 3), [3, 5], -1, 1, 4, 1)
+    for pad in ([1, 1], [0, 0, 1, 2]):
+        for where in (Partial(), first, last):
+            yield case(aten.constant_pad_nd.default, [where], r(3, 5), pad, 2.0)
+    for where in (Partial(), first, last):
+        yield case(aten.view.dtype, [where], r(3, 6), torch.int32)
+        yield case(aten.view.dtype, [where], r(3, 6), torch.float64)
+        yield case(aten.view.dtype, [where], r(3, 6), torch.int16)
+    for op in (aten.mean.default, aten.mul.Scalar, aten.add.Scalar):
+        yield case(op, [Partial("max")], r(3, 5), *([] if op is aten.mean.default else [-2.0]))
     yield case(aten.index_select.default, [Partial(), first], r(), 0, torch.tensor([0]))
 
 
