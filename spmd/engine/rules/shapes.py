@@ -48,7 +48,7 @@ def is_view(op: Any) -> bool:
 
 @placement_rule("view.dtype")
 def _retyped_rows(call: Call) -> list[Row]:
-    """The last dimension is cut only where it keeps its length. Bits of addends say nothing of those of a sum."""
+    """Not along a last dimension whose length changes; and bits of addends are not those of a sum."""
     (meta,) = call.tensors
     rank = len(meta.shape)
     dims = range(rank if meta.dtype.itemsize == call["dtype"].itemsize else rank - 1)
