@@ -66,6 +66,13 @@ def cases() -> Iterator[Any]:
         yield case(aten.view.dtype, [where], r(3, 6), torch.int16)
     for op in (aten.mean.default, aten.mul.Scalar, aten.add.Scalar):
         yield case(op, [Partial("max")], r(3, 5), *([] if op is aten.mean.default else [-2.0]))
+    many = torch.full((5, 16000), 1.5, dtype=torch.float16)
+    yield case(aten.mean.default, [first], many)
+    yield case(aten.mean.dim, [last], many, [1])
+    yield case(aten.mse_loss.default, [first, first], many, -many)
+    yield case(aten.linalg_vector_norm.default, [last], many)
+    yield case(aten._foreach_norm.Scalar, [last], [many])
+    yield case(aten.linalg_vector_norm.default, [last], r(3, 1), -2.0)
     yield case(aten.index_select.default, [Partial(), first], r(), 0, torch.tensor([0]))
 
 
@@ -100,6 +107,23 @@ def test_truths_that_are_found_in_parts_count_once(op: Any, where: Placement) ->
     recorder.op(aten._to_copy.default, found, dtype=torch.float32)
     recorder.redistribute(recorder.op(aten.mul.Tensor, x, found), REPLICATED)
     recorder.check(size=2)
+
+
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+def test_gradients_of_convolutions_of_a_batch_stay_in_parts(spatial: int) -> None:
+    grad, x, weight = (
+        Meta(shape, (), torch.float32, layout)
+        for shape, layout in (
+            ((4, 6, *[5] * spatial), Layout(LINE, (Shard(0),))),
+            ((4, 3, *[7] * spatial), Layout(LINE, (Shard(0),))),
+            ((6, 3, *[3] * spatial), REPLICATED),
+        )
+    )
+    each = [1] * spatial
+    rest = ([6], each, [0] * spatial, each, False, [0] * spatial, 1, [True, True, True])
+    found = propagate(aten.convolution_backward.default, (grad, x, weight, *rest), {})
+    assert found.note is None
+    assert [str(each.placements) for each in found.results] == ["(Shard(dim=0),)", *["(Partial(sum),)"] * 2]
 
 
 def test_memory_like_that_of_a_sum_is_none() -> None:
