@@ -34,6 +34,8 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     handler = operation.handler
     if handler is not None:
         return handler(*args, **(kwargs or {}))
+    if operation.is_indexing:
+        args = _with_indices_here(args)
     with recorder.lock:
         if operation.is_view:
             return _view(operation, args, kwargs)
@@ -65,6 +67,16 @@ def _first_seen(operator: Any) -> Operation:
 def is_composite(name: str) -> bool:
     """Whether PyTorch composes an operator of others, whatever its tensors are."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
+def _with_indices_here(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Indices may be on the CPU, as for other devices."""
+    first, indices, *others = args
+    return first, [uploaded(each.detach().clone()) if _is_of_cpu(each) else each for each in indices], *others
+
+
+def _is_of_cpu(index: Any) -> bool:
+    return isinstance(index, Tensor) and not isinstance(index, LogicalTensor) and index.device.type == "cpu"
 
 
 def _returned(structure: Any, results: list[Any]) -> Any:

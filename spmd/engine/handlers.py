@@ -249,6 +249,18 @@ def _sum_as_its_parameter_lies(recorder: Recorder, gradient: Tensor) -> None:
         alias.value, alias.spec = recorder.moved(value, layout), alias.spec.laid_out(layout)
 
 
+@_handles(aten.is_same_size.default)
+def _is_same_size(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape
+
+
+@_handles(aten._pack_padded_sequence.default)
+def _pack(padded: LogicalTensor, lengths: Tensor, batch_first: bool) -> Any:
+    """As PyTorch composes it of others: lengths are on the CPU, whatever device sequences are on."""
+    composed: Any = aten._pack_padded_sequence.default._op_dk
+    return composed(torch._C.DispatchKey.CompositeExplicitAutograd, padded, lengths, batch_first)
+
+
 @_handles(aten.is_pinned.default)
 def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
     return False
