@@ -169,8 +169,8 @@ def _functional(overload: OpOverload) -> OpOverload:
             found: OpOverload = candidate
             return found
     raise NotImplementedError(
-        f"{overload.name()} changes its arguments, and no form of it does not, so that it cannot be done on "
-        "spmd:0: call it without out=, or in place, on the CPU"
+        f"{schema.name}.{schema.overload_name} changes its arguments, and no form of it does not, so that it "
+        "cannot be done on spmd:0: call it without out=, or compute this part on the CPU"
     )
 
 

@@ -31,6 +31,7 @@ def r(*shape: int) -> Tensor:
 
 def cases() -> Iterator[Any]:
     first, last = Shard(0), Shard(1)
+    where: Placement
     for op in (aten.channel_shuffle.default, aten.native_channel_shuffle.default):
         yield case(op, [first], r(1, 4, 2, 2), 2)
     yield case(aten.convolution.default, [last], r(1, 1, 6), r(1, 1, 3), None, [1], [0], [1], False, [0], 1)
