@@ -143,7 +143,13 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
         return None
     if operation.is_out:
         kwargs = {name: arg for name, arg in kwargs.items() if name not in operation.mutated}
-    _, results = recorder.enter(operation.pure, args, kwargs)
+    try:
+        _, results = recorder.enter(operation.pure, args, kwargs)
+    except (DynamicOutputShapeException, DataDependentOutputException):
+        if not operation.is_out:
+            raise
+        made = _on_driver(operation.pure.overload, args, kwargs)
+        results = [each._alias for each in (made if isinstance(made, (list, tuple)) else (made,))]
     results = [each for each in results if each is not None]
     others = results[: len(results) - len(targets)]
     for target, result in zip(targets, results[len(others) :], strict=True):

@@ -125,6 +125,11 @@ def _as_strided_in_place(tensor: LogicalTensor, *args: Any) -> Tensor:
     return tensor
 
 
+@_handles(aten.as_strided_copy.default)
+def _as_strided_copy(tensor: LogicalTensor, *args: Any) -> Tensor:
+    return _as_strided(tensor, *args).clone()
+
+
 @_handles(aten.detach_.default)
 def _detach(tensor: LogicalTensor) -> Tensor:
     return tensor

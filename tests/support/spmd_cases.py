@@ -200,6 +200,15 @@ def draws_in_the_order_of_memory(device: torch.device) -> Any:
 
 
 @case
+def results_of_unknown_shape_written(device: torch.device) -> Any:
+    x = torch.tensor([3.0, -1.0, 2.0], device=device)
+    kept, places = torch.empty(0, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    torch.masked_select(x, x > 0, out=kept)
+    torch.nonzero(x, out=places)
+    return kept, places, torch.as_strided_copy(x[1:], (2,), (1,), 0)
+
+
+@case
 def lists_changed_in_place(device: torch.device) -> Any:
     x, y = torch.ones(2, device=device), torch.ones(2, device=device)
     torch._foreach_add_([x, y, x], [1.0, 2.0, 3.0])
