@@ -34,6 +34,8 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     handler = operation.handler
     if handler is not None:
         return handler(*args, **(kwargs or {}))
+    if operation.is_indexing:
+        args = _with_indices_here(args)
     with recorder.lock:
         if operation.is_view:
             return _view(operation, args, kwargs)
@@ -65,6 +67,16 @@ def _first_seen(operator: Any) -> Operation:
 def is_composite(name: str) -> bool:
     """Whether PyTorch composes an operator of others, whatever its tensors are."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
+def _with_indices_here(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Indices may be on the CPU, as for other devices."""
+    first, indices, *others = args
+    return first, [uploaded(each.detach().clone()) if _is_of_cpu(each) else each for each in indices], *others
+
+
+def _is_of_cpu(index: Any) -> bool:
+    return isinstance(index, Tensor) and not isinstance(index, LogicalTensor) and index.device.type == "cpu"
 
 
 def _returned(structure: Any, results: list[Any]) -> Any:
@@ -131,7 +143,13 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
         return None
     if operation.is_out:
         kwargs = {name: arg for name, arg in kwargs.items() if name not in operation.mutated}
-    _, results = recorder.enter(operation.pure, args, kwargs)
+    try:
+        _, results = recorder.enter(operation.pure, args, kwargs)
+    except (DynamicOutputShapeException, DataDependentOutputException):
+        if not operation.is_out:
+            raise
+        made = _on_driver(operation.pure.overload, args, kwargs)
+        results = [each._alias for each in (made if isinstance(made, (list, tuple)) else (made,))]
     results = [each for each in results if each is not None]
     others = results[: len(results) - len(targets)]
     for target, result in zip(targets, results[len(others) :], strict=True):

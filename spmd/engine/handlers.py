@@ -101,7 +101,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 @_handles(aten.as_strided.default)
-def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | None = None) -> Tensor:
+def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | None = None) -> LogicalTensor:
     recorder = engine().recorder
     alias = tensor._alias
     offset = int(tensor.storage_offset()) if offset is None else offset
@@ -117,6 +117,17 @@ def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | Non
             known = spec if place == len(steps) else infer(operator, (base.spec, *args), {})
             base = Alias(None, known, base, (Operation.of(operator), args))
         return wrap(base)
+
+
+@_handles(aten.as_strided_.default)
+def _as_strided_in_place(tensor: LogicalTensor, *args: Any) -> Tensor:
+    show_instead(tensor, _as_strided(tensor, *args))
+    return tensor
+
+
+@_handles(aten.as_strided_copy.default)
+def _as_strided_copy(tensor: LogicalTensor, *args: Any) -> Tensor:
+    return _as_strided(tensor, *args).clone()
 
 
 @_handles(aten.detach_.default)
@@ -241,6 +252,18 @@ def _sum_as_its_parameter_lies(recorder: Recorder, gradient: Tensor) -> None:
     if value.spec.layout.is_partial():
         layout = read(recorder, parameter._alias).spec.layout
         alias.value, alias.spec = recorder.moved(value, layout), alias.spec.laid_out(layout)
+
+
+@_handles(aten.is_same_size.default)
+def _is_same_size(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape
+
+
+@_handles(aten._pack_padded_sequence.default)
+def _pack(padded: LogicalTensor, lengths: Tensor, batch_first: bool) -> Any:
+    """As PyTorch composes it of others: lengths are on the CPU, whatever device sequences are on."""
+    composed: Any = aten._pack_padded_sequence.default._op_dk
+    return composed(torch._C.DispatchKey.CompositeExplicitAutograd, padded, lengths, batch_first)
 
 
 @_handles(aten.is_pinned.default)

@@ -157,7 +157,7 @@ class _Plan:
         for each in sorted(undone):
             self._place(each)
         for each in sums:
-            if self._now[each].is_partial():
+            if not _same(self._now[each], self._want[each]):
                 self._reduce(each)
 
     def _length(self, axis: int, dim: int) -> int:

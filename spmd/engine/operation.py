@@ -38,6 +38,7 @@ class Operation:
         pure: for one that changes arguments, the operation that returns what they become.
         rules_of: the overload whose sharding rules hold, where that is another one.
         is_reshaping: it makes its first argument a view of what that was.
+        is_indexing: its second argument is a list of indices.
         is_of_lists: it is one operation for each index of its lists.
         is_random: it draws random numbers.
         is_uninitialized: what it returns has no content.
@@ -83,6 +84,7 @@ class Operation:
         self.is_view = not self.mutated and bool(marks) and marks[0] is not None
         self.is_out = bool(self.mutated) and isinstance(self.mutated[0], str)
         self.is_reshaping = torch.Tag.inplace_view in overload.tags and packet not in ("set_", "resize_")
+        self.is_indexing = packet.strip("_") in ("index", "index_put", "index_put_impl")
         self.is_of_lists = packet.startswith("_foreach_")
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags
         self.is_uninitialized = packet in (
@@ -167,7 +169,8 @@ def _functional(overload: OpOverload) -> OpOverload:
             found: OpOverload = candidate
             return found
     raise NotImplementedError(
-        f"{schema.name}.{schema.overload_name} changes its arguments, and no form of it does not"
+        f"{schema.name}.{schema.overload_name} changes its arguments, and no form of it does not, so that it "
+        "cannot be done on spmd:0: call it without out=, or compute this part on the CPU"
     )
 
 

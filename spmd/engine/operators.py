@@ -228,7 +228,7 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
         placements = meta.layout.placements or whole
         return DTensorSpec(mesh, placements, known, use_strided_shard_as_shard_order=False)
 
-    args, kwargs = pytree.tree_map_only(Meta, spec, (call.args, call.kwargs))
+    args, kwargs = pytree.tree_map_only(Meta, spec, _from_the_first(call))
     args = tuple(list(each) if isinstance(each, tuple) else each for each in args)
     if functional_name(call.op) in _ALL_IF_EMPTY and args[1:] and args[1] == []:
         args = (args[0], None, *args[2:])
@@ -273,6 +273,28 @@ def _ask_of_others(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[
     needed, placed = _ask_dtensor(Call(call.op, (kept, *call.args[1:]), call.kwargs, tuple(kept)), key)
     of_kept = iter(needed)
     return tuple(REPLICATED if each.shape == _NOTHING else next(of_kept) for each in call.tensors), placed
+
+
+_DIMENSIONS: Final = ("dim", "dims", "dim0", "dim1", "dim2", "dimension")
+_ADD_ONE: Final = ("aten::unsqueeze", "aten::stack", "aten::diag_embed")
+
+
+def _from_the_first(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Its arguments, with dimensions counted from the first: many of DTensor's rules take others for none."""
+    rank = max(len(meta.shape) for meta in call.tensors) + (call.op._schema.name in _ADD_ONE)
+    arguments = call.op._schema.arguments
+    for sizes in {"input_sizes", "sizes"}.intersection(each.name for each in arguments):
+        rank = len(call[sizes])
+    args, kwargs = list(call.args), dict(call.kwargs)
+    count = max(rank, 1)
+    for place, argument in enumerate(arguments):
+        if argument.name in _DIMENSIONS:
+            counted = pytree.tree_map_only(int, lambda dim: dim % count, call[argument.name])
+            if place < len(args):
+                args[place] = counted
+            elif argument.name in kwargs:
+                kwargs[argument.name] = counted
+    return tuple(args), kwargs
 
 
 def _with_whole_sums(
@@ -362,7 +384,7 @@ def _layout(key: MeshKey, spec: DTensorSpec | None) -> Layout:
     if spec is None:
         return REPLICATED
     for each in spec.placements:
-        if type(each) not in _KNOWN:
+        if type(each) not in _KNOWN or (is_shard(each) and each.dim not in range(len(spec.shape))):
             raise _NoRuleError(f"it gives {each}")
         if isinstance(each, _StridedShard):
             length = spec.shape[each.dim]

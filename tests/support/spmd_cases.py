@@ -145,6 +145,70 @@ def views_changed_in_place(device: torch.device) -> Any:
 
 
 @case
+def views_reshaped_in_place(device: torch.device) -> Any:
+    x = torch.arange(20.0, device=device).view(4, 5)
+    y = x[1]
+    y.as_strided_((2, 2), (1, 2), 10)
+    y.add_(1)
+    return x, y
+
+
+@case
+def indices_from_the_cpu(device: torch.device) -> Any:
+    x = torch.arange(20.0, device=device).view(4, 5).requires_grad_()
+    order, mask = torch.tensor([2, 0, 3]), torch.tensor([True, False, False, True])
+    y = x.clone()
+    y[order[:2]] = x[order][1:]
+    y[order, torch.tensor(1)] = -1
+    y[mask] *= 2
+    torch.autograd.backward(y.square().sum())
+    return y, x[mask], x.grad
+
+
+@case
+def packed_sequences(device: torch.device) -> Any:
+    torch.manual_seed(0)
+    layer, padded = nn.GRU(3, 4), torch.randn(5, 3, 3).to(device)
+    layer = layer.to(device)
+    lengths = torch.tensor([2, 5, 3])
+    packed = nn.utils.rnn.pack_padded_sequence(padded, lengths, enforce_sorted=False)
+    found, hidden = layer(packed)
+    y, back = nn.utils.rnn.pad_packed_sequence(found)
+    torch.autograd.backward(y.sum() + hidden.sum())
+    return back, [(each * 1000).round() for each in (y, hidden, *(p.grad for p in layer.parameters()))]
+
+
+@case
+def derivatives_forward(device: torch.device) -> Any:
+    x = torch.arange(6.0, device=device).view(2, 3)
+    return torch.func.jvp(lambda x: (x * x).sum(0).sin(), (x,), (x + 1,))
+
+
+@case
+def draws_in_the_order_of_memory(device: torch.device) -> Any:
+    torch.manual_seed(7)
+    images = torch.arange(96.0).view(2, 3, 4, 4).contiguous(memory_format=torch.channels_last).to(device)
+    half = torch.zeros(6, 8, device=device)[:, :4]
+    filled = torch.zeros(6, 8, device=device)
+    filled[:, :4].normal_()
+    return (
+        *(torch.randn_like(each) for each in (images, half, half.t())),
+        *(nn.functional.dropout(each, 0.4) for each in (images, half + 1)),
+        torch.rand_like(images, dtype=torch.float64),
+        filled,
+    )
+
+
+@case
+def results_of_unknown_shape_written(device: torch.device) -> Any:
+    x = torch.tensor([3.0, -1.0, 2.0], device=device)
+    kept, places = torch.empty(0, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    torch.masked_select(x, x > 0, out=kept)
+    torch.nonzero(x, out=places)
+    return kept, places, torch.as_strided_copy(x[1:], (2,), (1,), 0)
+
+
+@case
 def lists_changed_in_place(device: torch.device) -> Any:
     x, y = torch.ones(2, device=device), torch.ones(2, device=device)
     torch._foreach_add_([x, y, x], [1.0, 2.0, 3.0])

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from spmd.engine.program import Meta
 from spmd.engine.rules.local import Local, Site, local_rule
 from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.rules.reductions import accumulated_in
 
 __all__: list[str] = []
 
@@ -57,6 +58,14 @@ def _unfold_rows(call: Call) -> list[Row]:
     rank = len(call.tensors[0].shape)
     dims = [dim for dim in range(rank) if dim != call["dimension"] % rank]
     return [Row((Shard(dim),), (Shard(dim),)) for dim in dims]
+
+
+@placement_rule("constant_pad_nd")
+def _pad_rows(call: Call) -> list[Row]:
+    """Along dimensions that keep their length. A sum is done first: each addend would be padded."""
+    rank, pad = len(call.tensors[0].shape), call["pad"]
+    padded = {rank - 1 - place // 2 for place, count in enumerate(pad) if count}
+    return [Row((Shard(dim),), (Shard(dim),)) for dim in range(rank) if dim not in padded]
 
 
 @placement_rule("gather")
@@ -140,15 +149,17 @@ def _loss_rows(call: Call) -> list[Row]:
 def _loss(site: Site) -> Local | None:
     """A mean is a sum, divided by how many there are in the whole."""
     meta: Meta = site.call["self"]
-    if site.call["reduction"] != _MEAN or not site.groups(meta.layout):
+    (result,) = site.results
+    if site.call["reduction"] != _MEAN or not site.groups(meta.layout) or result is None:
         return None
-    count = math.prod(meta.shape)
+    count, dtype = math.prod(meta.shape), result.dtype
+    wide = accumulated_in(dtype)
 
     def mean(*args: Any, **kwargs: Any) -> Tensor:
-        total: Tensor = site.call.op(*args, **kwargs)
-        return total.div_(count)
+        losses: Tensor = site.call.op(*args, **kwargs)
+        return losses.sum(dtype=wide).div_(count).to(dtype)
 
-    return site.runs(mean, reduction=_SUM)
+    return site.runs(mean, reduction=_SUM if wide is dtype else _NONE)
 
 
 @local_rule(*_LOSSES_BACKWARD)

@@ -216,7 +216,10 @@ _SHORT: Final = {
 @placement_rule(*_SHORT)
 def _short(call: Call) -> list[Row] | None:
     name = call.op.name().removeprefix("aten::")
-    if not name.startswith("native_group_norm"):
+    if name == "convolution_backward":
+        if len(call["input"].shape) != len(call["weight"].shape):
+            return []  # without a batch
+    elif not name.startswith("native_group_norm"):
         spatial = 3 if "3d" in name else 1 if "1d" in name else 2
         if len(call.tensors[0].shape) != spatial + 2:
             return []  # without a batch

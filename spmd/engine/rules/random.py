@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
-from spmd.engine.program import Meta
 from spmd.engine.redistribution import take_shard
 from spmd.engine.rules.local import Local, Site, local_rule
 from spmd.engine.rules.placing import Call, Row, placement_rule
@@ -54,34 +53,47 @@ def _rows(call: Call) -> list[Row]:
     return [Row((Shard(dim),), (Shard(dim),) * results) for dim in dims]
 
 
-def _whole(meta: Meta, dtype: torch.dtype | None = None) -> Tensor:
-    """A new tensor, in memory as one process has it: numbers are drawn in the order of memory."""
+def _whole(site: Site, dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor, in memory as one process has it: numbers are drawn in the order of memory.
+
+    That is what the result's strides say, where it is used: those of an argument are of its value, which may
+    lie otherwise than the tensor that the user sees.
+    """
+    meta = site.results[0] or site.call.tensors[0]
     if 0 in meta.stride:
         return torch.empty(meta.shape, dtype=dtype or meta.dtype)
     return torch.empty_strided(meta.shape, meta.stride, dtype=dtype or meta.dtype)
 
 
+def _whole_in_place(site: Site) -> Tensor:
+    """As ``_whole``, for what fills a tensor: a view has the gaps of its base."""
+    meta = site.call.tensors[0]
+    if 0 in meta.stride:
+        return torch.empty(meta.shape, dtype=meta.dtype)
+    whole = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+    return _whole(site) if torch._prims_common.is_non_overlapping_and_dense_or_false(whole) else whole
+
+
 @local_rule(*_FILLS)
 def _fill(site: Site) -> Local:
-    meta, layout = site.call.tensors[0], site.call.tensors[0].layout
+    layout = site.call.tensors[0].layout
     fill = getattr(Tensor, _FILLS[site.call.op.name().removeprefix("aten::")])
     kwargs = site.kwargs | {"generator": site.generator}
 
     def draw(_: Tensor, *args: Any, **given: Any) -> Tensor:
-        return take_shard(fill(_whole(meta), *args, **given), layout, site.rank)
+        return take_shard(fill(_whole_in_place(site), *args, **given), layout, site.rank)
 
     return Local(draw, site.args, kwargs)
 
 
 @local_rule(*_LIKE)
 def _like(site: Site) -> Local:
-    meta, layout = site.call.tensors[0], site.call.tensors[0].layout
+    layout = site.call.tensors[0].layout
     name = site.call.op.name().removeprefix("aten::")
-    dtype = site.kwargs.get("dtype")
-    generator = site.generator
+    dtype, generator = site.kwargs.get("dtype"), site.generator
 
     def draw(_: Tensor, *bounds: int) -> Tensor:
-        whole = _whole(meta, dtype)
+        whole = _whole(site, dtype)
         if bounds:
             low, high = bounds if len(bounds) == 2 else (0, *bounds)
             whole.random_(low, high, generator=generator)
@@ -101,7 +113,7 @@ def _dropout(site: Site) -> Local:
             return local.clone(), torch.ones_like(local, dtype=torch.bool)
         if p == 1:
             return torch.zeros_like(local), torch.zeros_like(local, dtype=torch.bool)
-        whole = _whole(meta, torch.bool).bernoulli_(1 - p, generator=generator)
+        whole = _whole(site, torch.bool).bernoulli_(1 - p, generator=generator)
         mask = take_shard(whole, meta.layout, site.rank)
         return (local * mask).mul_(1 / (1 - p)), mask
 

@@ -1,10 +1,10 @@
-"""Means, norms, and positions of the largest."""
+"""Means, norms, truths, and positions of the largest."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -60,12 +60,17 @@ def _mean(site: Site) -> Local | None:
     if not site.groups(meta.layout, *reduced) or not reduced:
         return None
     count, keep = math.prod(meta.shape[dim] for dim in reduced), _keeps(site.call)
-    dtype = site.kwargs.get("dtype")
+    dtype = site.kwargs.get("dtype") or meta.dtype
 
     def mean(local: Tensor) -> Tensor:
-        return local.sum(reduced, keep, dtype=dtype).div_(count)
+        return local.sum(reduced, keep, dtype=accumulated_in(dtype)).div_(count).to(dtype)
 
     return Local(mean, site.args[:1], {})
+
+
+def accumulated_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for sums: one of 16 bits overflows where a mean, or a root, of the sum would not."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 @placement_rule("argmax", "argmin", "logsumexp")
@@ -78,6 +83,43 @@ def _arg_rows(call: Call) -> list[Row]:
         for dim in range(len(call.tensors[0].shape))
         if dim not in reduced
     ]
+
+
+_TRUTHS: Final = ("any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
+
+
+def _reduced_truths(call: Call) -> list[int]:
+    """As of others; but an empty list names none here."""
+    by_list = call.op._overloadname == "dims" and call["dim"] is not None
+    return [] if by_list and not call["dim"] else _reduced(call)
+
+
+@placement_rule(*_TRUTHS)
+def _truth_rows(call: Call) -> list[Row]:
+    """Whole at once: a sum of truths would be multiplied and counted as one of numbers."""
+    reduced, keep = _reduced_truths(call), _keeps(call)
+    return [
+        Row((Shard(dim),), (Replicate() if dim in reduced else Shard(_after(dim, reduced, keep)),))
+        for dim in range(len(call.tensors[0].shape))
+    ]
+
+
+@local_rule(*_TRUTHS)
+def _truth(site: Site) -> Local | None:
+    reduced = _reduced_truths(site.call)
+    groups = site.groups(site.call.tensors[0].layout, *reduced) if reduced else []
+    if not groups:
+        return None
+    operation = "max" if "any" in site.call.op.name() else "min"
+
+    def truth(*args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = site.call.op(*args, **kwargs)
+        numbers = found.to(torch.uint8)
+        for group in groups:
+            all_reduce(numbers, operation, group)
+        return numbers.to(found.dtype)
+
+    return Local(truth, site.args, site.kwargs)
 
 
 @placement_rule("linalg_vector_norm")
@@ -100,8 +142,8 @@ def _norm(site: Site) -> Local | None:
     def norm(*args: Any, **kwargs: Any) -> Tensor:
         return reduce_norms(aten.linalg_vector_norm.default(*args, **kwargs), order, groups)
 
-    # An empty part has no largest element: its norm is 0.
-    if order in (math.inf, -math.inf) and 0 in site.local_shape(site.call.tensors[0]):
+    # An empty part has no largest element, nor a smallest.
+    if (order < 0 or order == math.inf) and 0 in site.local_shape(site.call.tensors[0]):
         (result,) = site.results
         assert result is not None
         shape, nothing = site.local_shape(result), math.inf if order < 0 else 0.0
@@ -114,7 +156,7 @@ def _norm(site: Site) -> Local | None:
 
 
 def reduce_norms(norms: Tensor, order: float, groups: Sequence[Any]) -> Tensor:
-    """Norms of wholes, of those of parts; in place.
+    """Norms of wholes, of those of parts, which may be overwritten.
 
     Args:
         order: p of the p-norm.
@@ -125,7 +167,7 @@ def reduce_norms(norms: Tensor, order: float, groups: Sequence[Any]) -> Tensor:
         for group in groups:
             all_reduce(norms, operation, group)
         return norms
-    norms.pow_(order)
+    powers = norms.to(accumulated_in(norms.dtype)).pow_(order)
     for group in groups:
-        all_reduce(norms, "sum", group)
-    return norms.pow_(1 / order)
+        all_reduce(powers, "sum", group)
+    return powers.pow_(1 / order).to(norms.dtype)

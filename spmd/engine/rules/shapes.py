@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor.placement_types import Partial, Shard
 
 from spmd.engine.rules.local import Local, Site, local_rule
+from spmd.engine.rules.placing import Call, Row, placement_rule
 from spmd.engine.rules.uneven_views import rebalanced
 
 __all__ = ["is_view"]
@@ -41,7 +43,27 @@ _VIEWS: Final = ("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy
 
 def is_view(op: Any) -> bool:
     """Whether an operator gives the same elements in another shape."""
-    return op._schema.name.removeprefix("aten::") in _VIEWS
+    return op._schema.name.removeprefix("aten::") in _VIEWS and op._schema.overload_name != "dtype"
+
+
+@placement_rule("view.dtype")
+def _retyped_rows(call: Call) -> list[Row]:
+    """Not along a last dimension whose length changes; and bits of addends are not those of a sum."""
+    (meta,) = call.tensors
+    rank = len(meta.shape)
+    dims = range(rank if meta.dtype.itemsize == call["dtype"].itemsize else rank - 1)
+    return [Row((Shard(dim),), (Shard(dim),)) for dim in dims]
+
+
+@placement_rule("slice_backward", "select_backward")
+def _backward_rows(call: Call) -> list[Row]:
+    """Along all dimensions but the one that was sliced, also where that is counted from the last."""
+    rank = len(call["input_sizes"])
+    cut = call["dim"] % rank
+    is_gone = "select" in call.op.name()
+    others = [dim for dim in range(rank) if dim != cut]
+    rows = [Row((Shard(dim - (is_gone and dim > cut)),), (Shard(dim),)) for dim in others]
+    return [*rows, Row((Partial(),), (Partial(),))]
 
 
 @local_rule(*_SHAPES)

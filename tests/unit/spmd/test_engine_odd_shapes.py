@@ -31,6 +31,7 @@ def r(*shape: int) -> Tensor:
 
 def cases() -> Iterator[Any]:
     first, last = Shard(0), Shard(1)
+    where: Placement
     for op in (aten.channel_shuffle.default, aten.native_channel_shuffle.default):
         yield case(op, [first], r(1, 4, 2, 2), 2)
     yield case(aten.convolution.default, [last], r(1, 1, 6), r(1, 1, 3), None, [1], [0], [1], False, [0], 1)
@@ -55,6 +56,29 @@ def cases() -> Iterator[Any]:
         for where in (first, last):
             yield case(aten.cat.default, [None, where, where], [r(0), r(2, 4, 3), r(2, 4, 3)], dim)
             yield case(aten.cat.default, [where, first], [r(2, 4, 3), r(0)], dim)
+    for op in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default):
+        yield case(op, [last], r(3, 5), -1)
+    yield case(aten.cat.default, [None, last], [r(0), r(3, 5)], -1)
+    yield case(aten.select_backward.default, [last], r(3, 5), [3, 5, 2], -1, 0)
+    yield case(aten.select_backward.default, [first], r(5, 2), [3, 5, 2], -3, 1)
+    yield case(aten.slice_backward.default, [last], r(3, 3), [3, 5], -1, 1, 4, 1)
+    for pad in ([1, 1], [0, 0, 1, 2]):
+        for where in (Partial(), first, last):
+            yield case(aten.constant_pad_nd.default, [where], r(3, 5), pad, 2.0)
+    for where in (Partial(), first, last):
+        yield case(aten.view.dtype, [where], r(3, 6), torch.int32)
+        yield case(aten.view.dtype, [where], r(3, 6), torch.float64)
+        yield case(aten.view.dtype, [where], r(3, 6), torch.int16)
+    for op in (aten.mean.default, aten.mul.Scalar, aten.add.Scalar):
+        yield case(op, [Partial("max")], r(3, 5), *([] if op is aten.mean.default else [-2.0]))
+    many = torch.full((5, 16000), 1.5, dtype=torch.float16)
+    yield case(aten.mean.default, [first], many)
+    yield case(aten.mean.dim, [last], many, [1])
+    yield case(aten.mse_loss.default, [first, first], many, -many)
+    yield case(aten.linalg_vector_norm.default, [last], many)
+    yield case(aten._foreach_norm.Scalar, [last], [many])
+    yield case(aten.linalg_vector_norm.default, [last], r(3, 1), -2.0)
+    yield case(aten.index_select.default, [Partial(), first], r(), 0, torch.tensor([0]))
 
 
 @pytest.mark.parametrize(("op", "where", "args", "kwargs"), list(cases()))
@@ -77,6 +101,34 @@ def test_operators_on_parts(op: Any, where: list[Placement | None], args: Any, k
     for result in pytree.tree_leaves(recorder.op(op, *args, **kwargs)):
         recorder.redistribute(result, REPLICATED)
     recorder.check(size=2)
+
+
+@pytest.mark.parametrize("where", [Shard(0), Shard(1)])
+@pytest.mark.parametrize("op", [aten.any.dim, aten.all.dim])
+def test_truths_that_are_found_in_parts_count_once(op: Any, where: Placement) -> None:
+    recorder = Recorder()
+    x = recorder.input(torch.tensor([[1.0, -1, 2, 3], [1, 2, 3, 4]]), Layout(LINE, (where,)))
+    found = recorder.op(op, recorder.op(aten.gt.Scalar, x, 0.0), -1, True)
+    recorder.op(aten._to_copy.default, found, dtype=torch.float32)
+    recorder.redistribute(recorder.op(aten.mul.Tensor, x, found), REPLICATED)
+    recorder.check(size=2)
+
+
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+def test_gradients_of_convolutions_of_a_batch_stay_in_parts(spatial: int) -> None:
+    grad, x, weight = (
+        Meta(shape, (), torch.float32, layout)
+        for shape, layout in (
+            ((4, 6, *[5] * spatial), Layout(LINE, (Shard(0),))),
+            ((4, 3, *[7] * spatial), Layout(LINE, (Shard(0),))),
+            ((6, 3, *[3] * spatial), REPLICATED),
+        )
+    )
+    each = [1] * spatial
+    rest = ([6], each, [0] * spatial, each, False, [0] * spatial, 1, [True, True, True])
+    found = propagate(aten.convolution_backward.default, (grad, x, weight, *rest), {})
+    assert found.note is None
+    assert [str(each.placements) for each in found.results] == ["(Shard(dim=0),)", *["(Partial(sum),)"] * 2]
 
 
 def test_memory_like_that_of_a_sum_is_none() -> None:
