@@ -27,7 +27,7 @@ from farcall.job import Job
 from farcall.reporting import Failure, name_ranks, say
 from farcall.supervising import supervise
 from rpc import errors
-from rpc.rendezvous.address import is_here, listen_address
+from rpc.rendezvous.address import is_here, listen_address, may_be_known_soon, unknown_host
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.notices import Notices
 
@@ -91,12 +91,9 @@ def _check_name(job: Job) -> None:
     host = job.rdzv.rpartition(":")[0]
     try:
         socket.getaddrinfo(host or None, 0)
-    except socket.gaierror as error:
-        if error.errno != socket.EAI_AGAIN:
-            raise errors.RendezvousError(
-                f"the host {host!r} of --rdzv cannot be found: {error.strerror}. Check its spelling, and "
-                f"that this machine's name server knows it; or give its address as a number."
-            ) from error
+    except (socket.gaierror, UnicodeError) as error:
+        if not may_be_known_soon(error):
+            raise unknown_host(host, "--rdzv", error) from error
 
 
 def _run_as_one(job: Job, command: Sequence[str], folder: str) -> Failure | None:

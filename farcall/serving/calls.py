@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, Final, ParamSpec, TypeVar
 
 import grpc
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError, Message
 
@@ -87,6 +88,8 @@ def size_of(value: Any) -> int:
         match each:
             case torch.Tensor():
                 size += each.numel() * each.itemsize
+            case np.ndarray():
+                size += each.nbytes
             case str() | bytes() | bytearray() | memoryview():
                 size += len(each)
             case list() | tuple() | Mapping():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -151,6 +151,17 @@ class Endpoint:
         except (TypeError, ValueError):
             return None
 
+    @cached_property
+    def order(self) -> list[str]:
+        """The names of arguments by position: of parameters, and then of those of ``inputs`` that are no
+        parameters, which ``*args`` takes.
+        """
+        seen = self.signature
+        parameters: Iterable[inspect.Parameter] = () if seen is None else seen.parameters.values()
+        named = {each.name: each.kind for each in parameters if each.kind not in _VARIADIC}
+        by_position = [name for name, kind in named.items() if kind is not inspect.Parameter.KEYWORD_ONLY]
+        return by_position + [name for name in self.inputs if name not in named]
+
     @property
     def text(self) -> str:
         """What it does, for people."""
@@ -165,18 +176,14 @@ class Endpoint:
         Raises:
             BadArguments: it does not take them.
         """
-        signature = self.signature
-        given = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
-        if signature is not None:
+        if self.signature is not None:
             try:
-                bound = signature.bind(*args, **kwargs).arguments
+                self.signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise BadArguments(str(error)) from None
-            unseen = {name: each for name, each in given.items() if name not in signature.parameters}
-            given = {**unseen, **bound}
-        for name, spec in self.inputs.items():
-            if name in given:
-                spec.check(name, given[name])
+        for name, given in (*zip(self.order, args, strict=False), *kwargs.items()):
+            if name in self.inputs:
+                self.inputs[name].check(name, given)
 
     async def run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None, slots: Slots
@@ -209,16 +216,18 @@ class Endpoint:
                 while (each := await _next(results, slots)) is not _END:
                     yield each
             finally:
-                await results.aclose()
+                with contained():
+                    await results.aclose()
             return
         generator: Generator[Any, Any, Any] = self.call(*args, **kwargs)
         own = ThreadPoolExecutor(1, thread_name_prefix="farcall stream")
-        step = partial(slots.in_thread, next, generator, _END, abandoned=generator.close, executor=own)
-        while (each := await step()) is not _END:
+        own.submit(int)  # a stream for which there is no thread fails here, before it has a place
+        in_own = partial(slots.in_thread, abandoned=generator.close, executor=own)
+        while (each := await in_own(next, generator, _END)) is not _END:
             try:
                 yield each
             except GeneratorExit:
-                await slots.in_thread(generator.close, executor=own)
+                await in_own(generator.close)
                 raise
 
 

@@ -123,10 +123,9 @@ def _arguments(invocation: pb.Invocation) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _described(name: str, endpoint: Endpoint) -> pb.Description:
-    signature = endpoint.signature
-    seen = {} if signature is None else signature.parameters
-    parameters = [pb.Parameter(name=each) for each in endpoint.inputs if each not in seen]
-    parameters += [_parameter(each) for each in seen.values()]
+    seen = {} if endpoint.signature is None else endpoint.signature.parameters
+    names = [*endpoint.order, *(each for each in seen if each not in endpoint.order)]
+    parameters = [_parameter(seen[each]) if each in seen else pb.Parameter(name=each) for each in names]
     for parameter in parameters:
         if parameter.name in endpoint.inputs:
             parameter.tensor.CopyFrom(_spec(endpoint.inputs[parameter.name]))

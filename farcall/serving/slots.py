@@ -75,17 +75,25 @@ class Slots:
         """The result of a function that may block.
 
         A thread cannot be cancelled: if who waits is, the call keeps its place until it has ended, and
-        ``abandoned``, which is run then.
+        ``abandoned``, which is run then; at once if the call has not begun.
 
         Args:
             executor: whose threads run it; default: those that all calls share.
         """
-        await self._acquire()
+        executor = self._executor if executor is None else executor
+        try:
+            await self._acquire()
+        except asyncio.CancelledError:
+            if abandoned is not None and not self._closed:
+                executor.submit(abandoned)
+            raise
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._in_threads += 1
-        executor = self._executor if executor is None else executor
         executor.submit(self._run, executor, answer, abandoned, call, *args)
-        return await answer
+        try:
+            return await answer
+        finally:
+            del answer  # else error -> traceback -> this frame -> answer -> error, until collected
 
     def _run(
         self,

@@ -68,6 +68,22 @@ def is_here(host: str) -> bool:
     return True
 
 
+def may_be_known_soon(error: socket.gaierror | UnicodeError) -> bool:
+    """Whether a host's name was not found because nobody could say, for the moment. (It is a
+    ``UnicodeError`` where a name has parts that are empty or too long.)
+    """
+    return isinstance(error, OSError) and error.errno == socket.EAI_AGAIN
+
+
+def unknown_host(host: str, of: str, error: socket.gaierror | UnicodeError) -> RendezvousError:
+    """What to raise where a host's name is not known; ``of`` says where it was given."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    return RendezvousError(
+        f"the host {host!r} of {of} cannot be found: {reason}. Check its spelling, and that this machine's "
+        "name server knows it; or give its address as a number."
+    )
+
+
 def listen_address(master: str | None, *, single_host: bool = False) -> tuple[str, int]:
     """Choose where to listen for workers on other hosts, as narrow as the rendezvous allows: on loopback if
     it is there, else at this machine's address on the route to it. Never a wildcard.

@@ -30,7 +30,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
-from rpc.rendezvous.address import is_here, is_loopback
+from rpc.rendezvous.address import is_here, is_loopback, may_be_known_soon, unknown_host
 from rpc.rendezvous.store import (
     Backoff,
     Opener,
@@ -296,7 +296,7 @@ class _TcpStore:
                 if unanswered < len(_CONNECT_SECONDS):
                     unanswered += 1
                     return self._as_client(waiting, _CONNECT_SECONDS[unanswered - 1])
-            except socket.gaierror as error:
+            except (socket.gaierror, UnicodeError) as error:
                 self._check_name(error, unresolved)
                 reason = first_line(error)
             except RendezvousError:
@@ -320,14 +320,10 @@ class _TcpStore:
                 remedy = _STRANGERS_REMEDY if unanswered else _REMEDY
                 raise RendezvousTimeoutError(f"{self.description} {lasted}: {reason}. {remedy}")
 
-    def _check_name(self, error: socket.gaierror, patience: Waiting) -> None:
+    def _check_name(self, error: socket.gaierror | UnicodeError, patience: Waiting) -> None:
         """Raise unless the host's name may be known in a moment."""
-        if error.errno == socket.EAI_AGAIN and patience.remaining:
-            return
-        raise RendezvousError(
-            f"the host {self.host!r} of {self.description} cannot be found: {error.strerror}. Check its "
-            f"spelling, and that this machine's name server knows it; or give its address as a number."
-        ) from error
+        if not may_be_known_soon(error) or not patience.remaining:
+            raise unknown_host(self.host, self.description, error) from error
 
     def _taken(self, reason: str) -> str:
         """What to say when there is somebody, but no store."""

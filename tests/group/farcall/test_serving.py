@@ -107,6 +107,23 @@ def test_inputs_of_what_takes_any_arguments_are_described_and_checked_in_their_o
             client.call("any", *args, **kwargs)
 
 
+def test_inputs_of_what_takes_other_arguments_too_come_after_its_parameters(
+    serve: Serve, connect: Connect
+) -> None:
+    def scale(rows: torch.Tensor, *more: torch.Tensor, by: float = 1.0, **others: torch.Tensor) -> int:
+        return 1 + len(more) + len(others)
+
+    spec = TensorSpec("float32", (-1, 2))
+    client = connect(serve({"scale": Endpoint(scale, inputs={"mask": spec})}))
+    (found,) = client.describe()
+    assert [each.name for each in found.parameters] == ["rows", "mask", "*more", "by", "**others"]
+    rows, mask = np.ones((1, 3)), np.ones((1, 2), np.float32)
+    assert client.call("scale", rows, by=2.0) == 1
+    assert client.call("scale", rows, mask) == client.call("scale", rows, mask=mask) == 2
+    with pytest.raises(ServedError, match=r"mask must be a tensor float32\[-1, 2\], float64\[1, 3\] came"):
+        client.call("scale", rows, rows)
+
+
 def test_inputs_that_are_no_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="'images', but the parameters are called 'rows', 'shift'"):
         Endpoint(Scale(), inputs={"images": TensorSpec("float32", (1,))})

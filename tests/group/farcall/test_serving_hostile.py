@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,18 @@ async def leave_amid_async() -> AsyncIterator[int]:
     sys.exit(3)
 
 
+ENDED = threading.Event()
+
+
+async def leave_at_last_async() -> AsyncIterator[bytes]:
+    try:
+        while True:
+            yield bytes(1 << 20)  # more than is on its way to who does not read on
+    finally:
+        ENDED.set()
+        sys.exit(3)
+
+
 class Silent(Exception):
     def __str__(self) -> str:
         raise LookupError
@@ -113,7 +126,7 @@ with farcall.serve({"fork": fork}) as server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    functions = (*PLAIN, *ASYNC, leave_amid, leave_amid_async, fail)
+    functions = (*PLAIN, *ASYNC, leave_amid, leave_amid_async, leave_at_last_async, fail)
     joined = {
         f"{each.__name__}_joined": Endpoint(each, batching=Batching(2, 0.0)) for each in (leave, give_up)
     }
@@ -146,6 +159,17 @@ def test_nor_in_a_stream(server: Server, name: str) -> None:
             assert next(results) == 1
             with pytest.raises(ServedError, match="what is served raised SystemExit: 3"):
                 next(results)
+
+
+def test_nor_in_the_end_of_a_stream_that_nobody_reads_any_more(server: Server) -> None:
+    ENDED.clear()
+    with clients.connect(f"localhost:{server.port}") as client:
+        results = client.stream("leave_at_last_async", timeout=SECONDS)
+        assert next(results)
+        results.close()  # type: ignore[attr-defined]
+        assert ENDED.wait(SECONDS)
+        with pytest.raises(ServedError, match="what is served raised SystemExit: 3"):
+            client.call("leave", timeout=SECONDS)
 
 
 @pytest.mark.parametrize(

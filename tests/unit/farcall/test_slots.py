@@ -1,0 +1,97 @@
+"""Places for calls: what runs in threads, and streams, that end otherwise than by a result."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from farcall.serving.calls import size_of
+from farcall.serving.endpoint import Endpoint
+from farcall.serving.slots import Slots
+
+
+async def test_a_stream_that_is_given_up_as_it_waits_for_a_place_is_closed_by_its_own_thread() -> None:
+    loop, slots = asyncio.get_running_loop(), Slots(1)
+    closed: asyncio.Future[str] = loop.create_future()
+
+    def steps() -> Iterator[str]:
+        try:
+            yield threading.current_thread().name
+            yield "never"
+        finally:
+            loop.call_soon_threadsafe(closed.set_result, threading.current_thread().name)
+
+    stream = Endpoint(steps).stream((), {}, slots)
+    own = await anext(stream)
+    async with slots:
+        step = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)  # it has begun to wait
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert await asyncio.wait_for(closed, 60) == own
+    slots.close()
+
+
+async def test_a_stream_for_which_there_is_no_thread_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Slots(1)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await anext(Endpoint(lambda: (yield 1)).stream((), {}, slots))
+    async with asyncio.timeout(0), slots:  # without waiting
+        pass
+    assert slots.in_threads == 0
+    slots.close()
+
+
+class Watched(Exception):
+    """Builtin exceptions have no weak references."""
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+async def test_what_a_call_has_raised_is_gone_with_who_has_got_it() -> None:
+    slots, gone = Slots(1), threading.Event()
+
+    def watched() -> Watched:
+        error = Watched()
+        weakref.finalize(error, gone.set)
+        return error
+
+    def fail() -> None:
+        raise watched()
+
+    await _caught(slots, fail)
+    assert gone.wait(60)
+    slots.close()
+
+
+async def _caught(slots: Slots, call: Callable[[], None]) -> None:
+    try:
+        await slots.in_thread(call)
+    except Watched:
+        return
+    pytest.fail("it has raised nothing")
+
+
+@pytest.mark.parametrize("large", [torch.zeros(1 << 20), np.zeros(1 << 20), b"\0" * (1 << 20)])
+def test_what_is_large_is_known_to_be(large: object) -> None:
+    assert size_of({"result": [large]}) >= 1 << 20
