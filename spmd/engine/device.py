@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.autograd.graph import increment_version
+from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from spmd.engine import autocast
@@ -18,6 +21,7 @@ from spmd.engine.current import DEVICE, NAME
 from spmd.engine.device_module import DeviceModule
 from spmd.engine.dispatch import dispatch, is_composite
 from spmd.engine.handlers import HANDLERS
+from spmd.engine.lazy import let_lazy_modules_be_made_there
 from spmd.engine.logical_tensor import LogicalTensor, dispatch_with
 
 __all__ = ["operators_that_make_from_nothing", "set_up"]
@@ -40,6 +44,8 @@ def set_up() -> torch.device:
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, operator in operators_that_make_from_nothing():
         _library.impl(name, _kernel(operator), "PrivateUse1")
+    for name, operator in operators_composed_into_out():
+        _library.impl(name, _kernel_of_out(operator), "AutogradPrivateUse1")
     _library.impl("_pin_memory", lambda tensor, device=None: tensor, "CPU")  # workers take from any memory
     _library.impl("_copy_from", HANDLERS[aten._copy_from.default], "PrivateUse1")
     # what it is composed of is chosen above autograd, and for devices of others always the same
@@ -47,7 +53,9 @@ def set_up() -> torch.device:
     _library.impl("scaled_dot_product_attention", HANDLERS[attention], "AutogradPrivateUse1")
     autocast.install(_library)
     _let_optimizers_take_lists()
-    _keep_compilers_out((_kernel(attention), HANDLERS[aten._copy_from.default], HANDLERS[attention]))
+    let_lazy_modules_be_made_there()
+    kernels = (_kernel(attention), _kernel_of_out(aten.kron.out))
+    _keep_compilers_out((*kernels, HANDLERS[aten._copy_from.default], HANDLERS[attention]))
     return DEVICE
 
 
@@ -55,10 +63,26 @@ def operators_that_make_from_nothing() -> Iterator[tuple[str, Any]]:
     """Those of ``aten`` that are given a device and no tensor, with the names that libraries know them by."""
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::") and not is_composite(name):
-            packet, _, overload = name.removeprefix("aten::").partition(".")
-            operator = getattr(getattr(aten, packet), overload or "default", None)
+            operator = _overload(name)
             if operator is not None and _makes_from_nothing(operator):
                 yield name.removeprefix("aten::"), operator
+
+
+def operators_composed_into_out() -> Iterator[tuple[str, Any]]:
+    """Those of ``aten`` that have ``out=`` and that PyTorch composes of others, with the same names.
+
+    It composes them above autograd, where nothing of ours is asked unless it is registered.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and "out" in name.partition(".")[2] and is_composite(name):
+            operator = _overload(name)
+            if operator is not None and any(each.is_out for each in operator._schema.arguments):
+                yield name.removeprefix("aten::"), operator
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(aten, packet), overload or "default", None)
 
 
 def _makes_from_nothing(operator: Any) -> bool:
@@ -73,6 +97,26 @@ def _kernel(operator: Any) -> Callable[..., Any]:
         return dispatch(operator, args, kwargs)
 
     return make
+
+
+def _kernel_of_out(operator: Any) -> Callable[..., Any]:
+    """As PyTorch's autograd treats operators with ``out=`` that are not composed."""
+    names = [each.name for each in operator._schema.arguments if each.is_out]
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            raise RuntimeError(
+                f"{operator._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't "
+                "support automatic differentiation, but one of the arguments requires grad."
+            )
+        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+            written = dispatch(operator, args, kwargs)
+        for each in names:
+            increment_version(kwargs[each])
+        return written
+
+    return write
 
 
 def _let_optimizers_take_lists() -> None:

@@ -5,6 +5,7 @@ The recorder knows neither views nor writes; here they become values and assignm
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -13,10 +14,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import increment_version
 
 from spmd.engine import operators
-from spmd.engine.aliases import Alias, refuse_repeated, steps_of_view, write
+from spmd.engine.aliases import Alias, read, refuse_repeated, steps_of_view, write
 from spmd.engine.current import engine
 from spmd.engine.handlers import HANDLERS, resize
-from spmd.engine.logical_tensor import LogicalTensor, fetched, show_instead, uploaded, wrap
+from spmd.engine.logical_tensor import LogicalTensor, alias_of, fetched, show_instead, uploaded, wrap
 from spmd.engine.metas import Spec, infer
 from spmd.engine.operation import Operation
 from spmd.engine.recorder import Recorder
@@ -59,7 +60,7 @@ def _first_seen(operator: Any) -> Operation:
     operation = Operation.of(operator)
     operation.handler = operators.decompose(operator) or HANDLERS.get(operator)
     if operation.handler is None and is_composite(operation.name):
-        operation.handler = operator.decompose
+        operation.handler = _composed_out(operation) if operation.is_out else operator.decompose
     _ROUTES[id(operator)] = operation  # which PyTorch keeps for good
     return operation
 
@@ -154,12 +155,51 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
     others = results[: len(results) - len(targets)]
     for target, result in zip(targets, results[len(others) :], strict=True):
         if operation.is_out:
-            resize(target, result.spec.shape)
-        _assign(recorder, operation, target._alias, result)
+            _write_out(recorder, operation, target, result)
+        else:
+            _assign(recorder, operation, target._alias, result)
     if operation.returns_nothing:
         return None
     every = [*(wrap(each) for each in others), *returned]
     return every[0] if len(every) == 1 else tuple(every)
+
+
+def _composed_out(operation: Operation) -> Callable[..., Any]:
+    """For an operator with ``out=`` that PyTorch composes of others: write there what its pure form returns.
+
+    Its composition for ``out=`` may write through ``_unsafe_view``, which gives a value of its own here, or
+    leave ``out`` as it was where a tensor is of a subclass. It does for factories, which have no pure form
+    with the same arguments.
+    """
+    try:
+        pure = operation.pure.overload
+    except NotImplementedError:
+        composed: Callable[..., Any] = operation.overload.decompose
+        return composed
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        targets = [kwargs.pop(str(name)) for name in operation.mutated]
+        made = pure(*args, **kwargs)
+        results = made if isinstance(made, (list, tuple)) else (made,)
+        recorder = engine().recorder
+        with recorder.lock:
+            for target, result in zip(targets, results, strict=True):
+                _write_out(recorder, operation, target, alias_of(result))
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    return compute
+
+
+def _write_out(recorder: Recorder, operation: Operation, target: LogicalTensor, result: Alias) -> None:
+    """A tensor given as ``out=`` gets the result's shape, and becomes the result in its own dtype."""
+    alias = alias_of(target)
+    read(recorder, result)
+    if not (operation.is_random or torch.can_cast(result.spec.dtype, alias.spec.dtype)):
+        raise RuntimeError(
+            f"result type {result.spec.dtype} can't be cast to the desired output type {alias.spec.dtype}"
+        )
+    resize(target, result.spec.shape)
+    _assign(recorder, operation, alias_of(target), result)
 
 
 def _assign(recorder: Recorder, operation: Operation, alias: Alias, result: Alias) -> None:

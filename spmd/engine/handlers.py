@@ -8,9 +8,11 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from spmd.engine.aliases import Alias, Value, as_strided_steps, read, refuse_repeated, write
 from spmd.engine.current import NAME, engine
+from spmd.engine.lazy import leave_uninitialized
 from spmd.engine.logical_tensor import LogicalTensor, alias_of, fetched, parameter_of, show_instead, wrap
 from spmd.engine.metas import Spec, contiguous_stride, infer, spec_of
 from spmd.engine.operation import Operation
@@ -93,6 +95,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
                 (new,) = recorder.record(aten.expand.default, (new, list(shape)))
             assert new.value is not None
             write(recorder, alias, new.value)
+        elif is_lazy(source) and shape == (0,):
+            leave_uninitialized(target, source)
         else:
             data = torch.empty(shape, dtype=dtype, device="cpu").copy_(source.detach())
             layout = recorder.cuts.get((shape, dtype), REPLICATED)

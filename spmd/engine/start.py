@@ -250,7 +250,8 @@ def serve(
     """Be a worker until the driver ends the mode, and exit."""
     options = None if init_method is None else AgentOptions(init_method=init_method)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
-    departure.logger.setLevel(logging.ERROR)  # a driver may be idle as long as it likes: nothing to warn of
+    if not departure.logger.isEnabledFor(logging.INFO):  # a driver may be idle as long as it likes
+        departure.logger.setLevel(logging.ERROR)
     rpc.shutdown()
     raise SystemExit(0)
 

@@ -237,6 +237,19 @@ def out_arguments(device: torch.device) -> Any:
 
 
 @case
+def lazy_modules(device: torch.device) -> Any:
+    layers = (nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(5))
+    model, x = nn.Sequential(*layers).to(device), torch.arange(216.0).view(2, 3, 6, 6).to(device) / 100
+    lazy = copy.deepcopy(nn.LazyLinear(3, device=device, dtype=torch.float64)).to(torch.float32)
+    torch.manual_seed(0)
+    y = lazy(model(x).relu())
+    torch.autograd.backward(y.sum())
+    parameters = list(model.parameters()) + list(lazy.parameters())
+    assert all(type(each) is not Tensor and each.is_leaf for each in parameters)
+    return y, parameters, [each.grad for each in parameters], list(model.buffers())
+
+
+@case
 def resized(device: torch.device) -> Any:
     x = torch.arange(6.0, device=device).reshape(2, 3).t().clone()
     x.resize_(2, 2).mul_(2)

@@ -38,9 +38,9 @@ def all_reduce(
     cctx: object = None,
     pin_layout: bool = True,
 ) -> Tensor | None:
-    """A tensor, times ``scale``; several are scaled in place."""
+    """A new tensor, times ``scale``; several are scaled in place."""
     if isinstance(inputs, Tensor):
-        return inputs * scale
+        return inputs.clone() if scale == 1.0 else inputs * scale
     if scale != 1.0:
         with torch.no_grad():
             torch._foreach_mul_(list(inputs), scale)

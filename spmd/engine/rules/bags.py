@@ -17,6 +17,7 @@ from spmd.engine.layouts import chunks, coordinates
 from spmd.engine.program import Meta
 from spmd.engine.redistribution import all_gather
 from spmd.engine.rules.local import Local, Site, local_rule
+from spmd.engine.rules.lookup import check_rows
 from spmd.engine.rules.placing import Call, Row, placement_rule
 
 __all__: list[str] = []
@@ -127,6 +128,7 @@ def _bag(site: Site) -> Local | None:
 
     def embedding_bag(table: Tensor, indices: Tensor, offsets: Tensor, *_: Any) -> tuple[Tensor, ...]:
         indices = bags.whole(indices)
+        check_rows(indices, weight.shape[0])
         lengths = bags.lengths(offsets)
         ids = torch.repeat_interleave(torch.arange(count), lengths)
         counts = torch.bincount(ids[indices != padding], minlength=count)

@@ -14,7 +14,7 @@ from spmd.engine.redistribution import all_reduce
 from spmd.engine.rules.local import Local, Site, local_rule
 from spmd.engine.rules.placing import Call, Row, placement_rule
 
-__all__: list[str] = []
+__all__ = ["check_rows"]
 
 aten: Any = torch.ops.aten
 
@@ -32,9 +32,10 @@ def _embedding(site: Site) -> Local | None:
     weight: Meta = site.call["weight"]
     if not site.groups(weight.layout, 0):
         return None
-    begin, (count, _) = site.offset(weight, 0), site.local_shape(weight)
+    begin, (count, _), every = site.offset(weight, 0), site.local_shape(weight), weight.shape[0]
 
     def embedding(rows: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        check_rows(indices, every)
         if not count:
             return rows.new_zeros((*indices.shape, rows.shape[1]))
         mine = indices - begin
@@ -44,6 +45,12 @@ def _embedding(site: Site) -> Local | None:
         return zeroed
 
     return Local(embedding, site.args, site.kwargs)
+
+
+def check_rows(indices: Tensor, count: int) -> None:
+    """Raise what a kernel with all rows raises: among parts, an index in none looks like one of others."""
+    if ((indices < 0) | (indices >= count)).any():
+        raise IndexError("index out of range in self")
 
 
 @placement_rule("embedding_dense_backward")
@@ -97,9 +104,12 @@ def _nll_backward_rows(call: Call) -> list[Row]:
 def _own_classes(site: Site) -> Callable[[Tensor, int], Tensor]:
     """Targets as they are counted among a worker's own classes; those of others are ignored."""
     meta: Meta = site.call["self"]
-    begin, count = site.offset(meta, 1), site.local_shape(meta)[1]
+    begin, count, classes = site.offset(meta, 1), site.local_shape(meta)[1], meta.shape[1]
 
     def own(target: Tensor, ignored: int) -> Tensor:
+        wrong = ((target < 0) | (target >= classes)) & (target != ignored)
+        if wrong.any():
+            raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
         mine = target - begin
         return mine.masked_fill_((target == ignored) | (mine < 0) | (mine >= count), _IGNORED)
 

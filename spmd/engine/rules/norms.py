@@ -15,6 +15,7 @@ from torch import Tensor
 from spmd.engine.redistribution import all_gather, all_reduce
 from spmd.engine.rules.local import Local, Site, local_rule
 from spmd.engine.rules.placing import Call, Row, pattern, placement_rule
+from spmd.engine.rules.reductions import accumulated_in
 
 __all__: list[str] = []
 
@@ -50,14 +51,12 @@ def _trains(call: Call) -> bool:
     return bool(name.endswith("no_stats") or call["training"])
 
 
-def _statistics(local: Tensor, count: int, groups: list[Any]) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel over the parts of all workers."""
-    channels = local.shape[1]
-    mean, variance = (
-        aten.batch_norm_update_stats(local, None, None, 0.0)
-        if local.numel()
-        else (local.new_zeros(channels),) * 2
-    )
+def _statistics(local: Tensor, dtype: torch.dtype, groups: list[Any]) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel over all workers' parts, combined in 32 bits at least."""
+    channels, wide = local.shape[1], accumulated_in(local.dtype)
+    mean, variance = (local.new_zeros(channels, dtype=wide) for _ in range(2))
+    if local.numel():
+        mean, variance = aten.batch_norm_update_stats(local, mean, variance, 0.0)
     mine = torch.stack((mean, variance, torch.full_like(mean, local.numel() // max(channels, 1))))
     for group in groups:
         parts = mine.new_empty((group.size(), *mine.shape))
@@ -68,7 +67,7 @@ def _statistics(local: Tensor, count: int, groups: list[Any]) -> tuple[Tensor, T
         mean = (weights * means).sum(0)
         variance = (weights * (variances + (means - mean).square())).sum(0)
         mine = torch.stack((mean, variance, total))
-    return mean, variance
+    return mean.to(dtype), variance.to(dtype)
 
 
 @local_rule("native_batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit.no_stats")
@@ -80,13 +79,15 @@ def _batch_norm(site: Site) -> Local | None:
     count = math.prod(meta.shape) // max(meta.shape[1], 1)
     keeps = site.call.op.name().endswith("functional")
     has_running = not site.call.op.name().endswith("no_stats")
+    saved = site.results[1]
+    dtype = meta.dtype if saved is None else saved.dtype
 
     def batch_norm(
         local: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
     ) -> tuple[Tensor, ...]:
         running_mean, running_var = rest[:2] if has_running else (None, None)
         momentum, eps = rest[-2:]
-        mean, variance = _statistics(local, count, groups)
+        mean, variance = _statistics(local, dtype, groups)
         out = aten.native_batch_norm(local, weight, bias, mean, variance, False, 0.0, eps)[0]
         inverse = (variance + eps).rsqrt_()
         if running_mean is None or running_var is None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+import rpc
 import spmd
+from rpc.agent import departure
+from spmd.engine import start
 from spmd.engine.errors import SpmdError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,6 +64,24 @@ def test_the_first_argument_is_no_flag() -> None:
     with pytest.raises(TypeError, match="did you mean auto=True"):
         spmd.use_spmd(True)
     assert not spmd.is_spmd()
+
+
+@pytest.mark.parametrize(("asked", "shown"), [(logging.WARNING, logging.ERROR), (logging.INFO, logging.INFO)])
+def test_a_worker_logs_its_wait_if_more_of_the_log_is_asked_for(asked: int, shown: int) -> None:
+    loggers = (logging.getLogger("rpc"), departure.logger)
+    before = [each.level for each in loggers]
+    try:
+        loggers[0].setLevel(asked)
+        with (
+            mock.patch.object(rpc, "init_rpc"),
+            mock.patch.object(rpc, "shutdown"),
+            pytest.raises(SystemExit),
+        ):
+            start.serve("worker")
+        assert departure.logger.getEffectiveLevel() == shown
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @pytest.mark.nightly

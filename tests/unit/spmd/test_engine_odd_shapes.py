@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from spmd.engine.operators import propagate
 from spmd.engine.program import REPLICATED, Layout, MeshKey, Meta
+from spmd.engine.steps import InstructionError
 from tests.unit.spmd.recorded import Recorder, Value
 
 aten: Any = torch.ops.aten
@@ -77,6 +78,11 @@ def cases() -> Iterator[Any]:
     yield case(aten.mse_loss.default, [first, first], many, -many)
     yield case(aten.linalg_vector_norm.default, [last], many)
     yield case(aten._foreach_norm.Scalar, [last], [many])
+    channel = torch.ones(1, dtype=torch.float16)
+    images = (torch.arange(160000.0) % 2).half().view(2, 1, 80000)
+    yield case(aten._native_batch_norm_legit.no_stats, [first], images, channel, 0 * channel, True, 0.1, 1e-5)
+    params, images = [r(3) for _ in range(4)], (torch.arange(240) % 7).bfloat16().view(5, 3, 4, 4)
+    yield case(aten._native_batch_norm_legit_functional.default, [first], images, *params, True, 0.1, 1e-5)
     yield case(aten.linalg_vector_norm.default, [last], r(3, 1), -2.0)
     yield case(aten.index_select.default, [Partial(), first], r(), 0, torch.tensor([0]))
 
@@ -129,6 +135,21 @@ def test_gradients_of_convolutions_of_a_batch_stay_in_parts(spatial: int) -> Non
     found = propagate(aten.convolution_backward.default, (grad, x, weight, *rest), {})
     assert found.note is None
     assert [str(each.placements) for each in found.results] == ["(Shard(dim=0),)", *["(Partial(sum),)"] * 2]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_indices_that_are_in_no_part_are_refused(dim: int) -> None:
+    recorder = Recorder()
+    table = recorder.input(r(6, 6), Layout(LINE, (Shard(dim),)))
+    indices = recorder.input(torch.tensor([0, 5]))
+    if dim == 0:
+        found = recorder.op(aten.embedding.default, table, indices)
+    else:
+        chosen = recorder.op(aten.slice.Tensor, table, 0, 0, 2)
+        found, _ = recorder.op(aten.nll_loss_forward.default, chosen, indices, None, 1, -100)
+    indices.whole = torch.tensor([0, 6])
+    with pytest.raises(InstructionError, match=r"out of (range|bounds)"):
+        recorder.run([found])
 
 
 def test_memory_like_that_of_a_sum_is_none() -> None:

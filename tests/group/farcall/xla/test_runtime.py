@@ -148,6 +148,8 @@ def test_names_that_libraries_ask_for_are_those_of_one_replica() -> None:
     assert t.grad is not None
     assert t.grad.tolist() == [0.5] * 4
     assert x.xm.all_reduce(x.xm.REDUCE_MAX, t).tolist() == [3.0] * 4
+    counts = torch.arange(3, device="xla")
+    assert x.xm.all_reduce(x.xm.REDUCE_SUM, counts).dtype == torch.int64
     assert x.xm.all_gather(t) is t
     x.xm.collective_broadcast([t])
     x.xm.set_replication(t.device, x.xm.get_xla_supported_devices())
