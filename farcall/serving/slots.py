@@ -90,10 +90,7 @@ class Slots:
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._in_threads += 1
         executor.submit(self._run, executor, answer, abandoned, call, *args)
-        try:
-            return await answer
-        finally:
-            del answer  # else error -> traceback -> this frame -> answer -> error, until collected
+        return await answer
 
     def _run(
         self,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -54,42 +52,6 @@ async def test_a_stream_for_which_there_is_no_thread_takes_no_place(monkeypatch:
         pass
     assert slots.in_threads == 0
     slots.close()
-
-
-class Watched(Exception):
-    """Builtin exceptions have no weak references."""
-
-
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("uncollected")
-async def test_what_a_call_has_raised_is_gone_with_who_has_got_it() -> None:
-    slots, gone = Slots(1), threading.Event()
-
-    def watched() -> Watched:
-        error = Watched()
-        weakref.finalize(error, gone.set)
-        return error
-
-    def fail() -> None:
-        raise watched()
-
-    await _caught(slots, fail)
-    assert gone.wait(60)
-    slots.close()
-
-
-async def _caught(slots: Slots, call: Callable[[], None]) -> None:
-    try:
-        await slots.in_thread(call)
-    except Watched:
-        return
-    pytest.fail("it has raised nothing")
 
 
 @pytest.mark.parametrize("large", [torch.zeros(1 << 20), np.zeros(1 << 20), b"\0" * (1 << 20)])
