@@ -32,7 +32,7 @@ from rpc.agent.calls import PendingCall
 from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
-from rpc.serialization.exceptions import text_of
+from rpc.serialization.failures import text_of
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 
@@ -194,9 +194,10 @@ def _request(
 def failure_of(worker: WorkerInfo, error: BaseException) -> BackwardError:
     """What the failure of a worker's part is to the one who called ``backward``."""
     failure = BackwardError(
-        f"Error on Node {worker.id}: {error}\n(raised in the backward on worker '{worker.name}')", worker.name
+        f"Error on Node {worker.id}: {text_of(error)}\n(raised in the backward on worker '{worker.name}')",
+        worker.name,
     )
-    if "modified by an inplace operation" in str(error):
+    if "modified by an inplace operation" in text_of(error):
         failure.add_note(
             "If it was another trainer's step that came between this forward and its backward: without "
             "stale_gradients=False, which its DistributedOptimizer was given, such a backward goes on with "

@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from rpc.errors import RpcTimeoutError
+from rpc.errors import RemoteError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
+from rpc.serialization.failures import text_of
 from rref.turns import Turns
 
 __all__ = ["Fetch", "Value"]
@@ -118,6 +119,7 @@ class Value:
 
         Raises:
             RpcTimeoutError: it is not there in time.
+            RemoteError: making it raised what is no ``Exception``.
             Exception: the error of making it.
         """
         if not self._ready:
@@ -129,6 +131,10 @@ class Value:
             if not ready and not wait_for(done, began + timeout if timeout else INFINITE):
                 waited = (time.monotonic() - began) * 1000
                 raise RpcTimeoutError(f"RPC ran for more than its timeout: {what}, waited {waited:.0f} ms")
+        if self._error is not None and not isinstance(self._error, Exception):
+            # It was about the thread that made the object, and is not to end this one.
+            kind, said = type(self._error).__name__, text_of(self._error)
+            raise RemoteError(f"making the object raised {kind}: {said}", kind) from self._error
         return self.get()
 
 

@@ -31,6 +31,7 @@ from rpc.runtime.blocking import INFINITE, check_may_block, wait_for, wait_for_e
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.tasks import Task
+from rpc.serialization.failures import text_of
 
 __all__ = [
     "Completions",
@@ -283,7 +284,7 @@ class _Continuation:
                 self._tell_of(error)
             if not _is_done(self.future):
                 error.with_traceback(None)  # its frames refer to the future
-                _fail(self.future, RuntimeError(f"{type(error).__name__}: {error}"), error)
+                _fail(self.future, RuntimeError(f"{type(error).__name__}: {text_of(error)}"), error)
             if isinstance(error, KeyboardInterrupt):
                 _thread_state.interruption = error
         self._source = None  # which refers to this object
@@ -365,7 +366,7 @@ def _fail(
         error.__cause__ = cause
     if not isinstance(error, Exception):
         # PyTorch's futures hold Exceptions only; and it is not this thread that was interrupted or ends.
-        wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+        wrapped = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
         wrapped.__cause__ = error
         error = wrapped
     future.set_exception(error)

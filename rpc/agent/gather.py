@@ -14,18 +14,26 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
+from rpc import errors
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
 from rpc.agent.standstill import Standstill
-from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError
+from rpc.errors import (
+    NotInitializedError,
+    ProtocolError,
+    RpcError,
+    RpcTimeoutError,
+    SerializationError,
+)
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import protected
 from rpc.runtime.notices import wait_telling
+from rpc.serialization.failures import text_of
 from rpc.serialization.serializer import Serializer
 
 __all__ = ["Gathering"]
@@ -34,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 Names = tuple[str, ...]
 Key = tuple[Names, int]
+
+_MOST_ROUNDS: Final = 1 << 16
+"""So many may be under way, or have been begun by others only: names and numbers are anybody's."""
 
 
 class _Round:
@@ -153,12 +164,13 @@ class Gathering:
         """Tell others that the round fails; who contributes from now on is told then. Returns the error."""
         names, number = key
         me = self._peers.own.name
-        headline, _, what = str(error).partition(": ")
+        headline, _, what = text_of(error).partition(": ")
         if type(error) is SerializationError and headline.startswith("cannot call "):
             error = SerializationError(f"worker '{me}' cannot take part in _all_gather: {what}")
         told = copy.copy(error) if isinstance(error, RpcError) else None  # without its traceback
         if told is None:
-            told = RpcError(f"worker '{me}' gave up _all_gather: {error!r}")
+            why = f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
+            told = RpcError(f"worker '{me}' gave up _all_gather: {why}")
         with self._lock:
             self._next[names] = max(self._next.get(names, 0), number + 1)
             self._rounds.pop(key, None)
@@ -166,7 +178,7 @@ class Gathering:
         caller = self._caller
         for name in others:
             with contextlib.suppress(RpcError):
-                caller.call_async(name, _fail, (names, number, told), {}, UNSET_TIMEOUT)
+                caller.call_async(name, _fail, (names, number, *_described(told)), {}, UNSET_TIMEOUT)
         return error
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
@@ -223,7 +235,7 @@ class Gathering:
         """Have all others who take part fail; returns when they know."""
         names, number = key
         others = [name for name in names if name != self._peers.own.name]
-        self._standstill.tell(others, _fail, names, number, error)
+        self._standstill.tell(others, _fail, names, number, *_described(error))
 
     def missing(self, names: Names, number: int) -> list[str]:
         """On the leader: who has not come yet."""
@@ -242,7 +254,7 @@ class Gathering:
                     if error is None or given_up != number:
                         error = RpcError(f"the leader of all_gather among {list(names)} is ahead of '{name}'")
                     raise copy.copy(error)
-                state = self._rounds[key] = _Round()
+                state = self._begun_elsewhere(key)
             state.objects[name] = value
             if len(state.objects) == len(names):
                 state.complete.set()
@@ -261,9 +273,16 @@ class Gathering:
             key = (names, number)
             state = self._rounds.get(key)
             if state is None and number >= self._next.get(names, 0):
-                state = self._rounds[key] = _Round()
+                state = self._begun_elsewhere(key)
         if state is not None:
             state.fail(error)
+
+    def _begun_elsewhere(self, key: Key) -> _Round:
+        """A round that others have begun before this worker."""
+        if len(self._rounds) >= _MOST_ROUNDS:
+            raise RpcError(f"more than {_MOST_ROUNDS} rounds of all_gather wait for this worker")
+        state = self._rounds[key] = _Round()
+        return state
 
     def _closed(self) -> None:
         self._end_rounds(None, lambda what: NotInitializedError(f"RPC has been shut down: {what}"))
@@ -297,19 +316,46 @@ def _check_told(followers: dict[str, Future[Any]], timeout: float) -> None:
         raise first
 
 
+def _check_is_round(names: Any, number: Any, *taking_part: Any) -> None:
+    """Raise unless these can name a round, in which some others take part: members may say anything."""
+    are_names = type(names) is tuple and all(type(name) is str for name in names)
+    if not are_names or type(number) is not int or not all(name in names for name in taking_part):
+        raise ProtocolError("there is no such round of all_gather")
+
+
 def _contribute(names: Names, number: int, name: str, *, value: Any) -> None:
+    _check_is_round(names, number, name)
     current_agent().gathering.contribute(names, number, name, value)
 
 
 def _publish(names: Names, number: int, *, objects: dict[str, Any]) -> None:
+    objects = dict(objects)
+    _check_is_round(names, number, *objects)
     current_agent().gathering.publish(names, number, objects)
 
 
 def _missing(names: Names, number: int) -> list[str]:
+    _check_is_round(names, number)
     gathering: Gathering = current_agent().gathering
     gathering.inquired()
     return gathering.missing(names, number)
 
 
-def _fail(names: Names, number: int, error: RpcError) -> None:
+def _fail(names: Names, number: int, kind: str, text: str, attributes: dict[str, str]) -> None:
+    _check_is_round(names, number)
+    error = _ERRORS.get(kind, RpcError)(text)
+    vars(error).update((str(name), str(value)) for name, value in attributes.items())
     current_agent().gathering.fail(names, number, error)
+
+
+def _described(error: RpcError) -> tuple[str, str, dict[str, str]]:
+    """An error in what also a worker in safe mode takes."""
+    attributes = {name: value for name, value in vars(error).items() if type(value) is str}
+    return type(error).__name__, text_of(error), attributes
+
+
+_ERRORS: Final[dict[str, type[RpcError]]] = {
+    name: kind
+    for name, kind in ((name, getattr(errors, name)) for name in errors.__all__)
+    if isinstance(kind, type) and issubclass(kind, RpcError)
+}

@@ -29,7 +29,7 @@ from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
 from rpc.runtime.events import RequestEnded
 from rpc.runtime.loop import LoopThread
-from rpc.serialization.exceptions import text_of
+from rpc.serialization.failures import text_of
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 

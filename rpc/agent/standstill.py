@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 from rpc.agent.caller import Caller
 from rpc.agent.departure import Activity, Departure
 from rpc.agent.futures import Future
-from rpc.errors import RpcError
+from rpc.errors import ProtocolError, RpcError
 from rpc.group.peer import PeerTable
 from rpc.runtime import notices
 from rpc.runtime.blocking import wait_for_event
@@ -194,4 +194,6 @@ def _standing() -> tuple[bool, bool, int]:
 
 
 def _give_up_shutdown(reason: str) -> None:
+    if type(reason) is not str:
+        raise ProtocolError("a shutdown is given up for a reason in words")
     current_agent().departure.give_up(reason)

@@ -35,6 +35,7 @@ from rpc.lifecycle.startup import init_rpc
 from rpc.options import AgentOptions
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.current import current_agent, is_initialized
+from rpc.serialization.failures import text_of
 
 __all__ = ["LocalGroup", "local_group", "spawn"]
 
@@ -284,7 +285,9 @@ class _Processes:
         error, trace = worker.outcome
         if isinstance(error, SystemExit):
             return error
-        failure = RpcError(f"{worker.name} (process {pid}) raised {type(error).__name__}: {error}\n\n{trace}")
+        failure = RpcError(
+            f"{worker.name} (process {pid}) raised {type(error).__name__}: {text_of(error)}\n\n{trace}"
+        )
         failure.__cause__ = error
         return failure
 
@@ -402,7 +405,9 @@ def _say(pipe: Connection, what: Any) -> None:
             cloudpickle.loads(said)  # an exception's class may not take the arguments that it keeps
     except Exception as error:  # a value or an exception that cannot be sent
         trace = what[1] if len(what) > 1 else ""
-        said = cloudpickle.dumps((RpcError(f"{what[0]!r} cannot be sent to the parent: {error}"), trace))
+        said = cloudpickle.dumps(
+            (RpcError(f"{what[0]!r} cannot be sent to the parent: {text_of(error)}"), trace)
+        )
     with contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(said)
 

@@ -40,7 +40,7 @@ from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
 from rpc.runtime import file_limit
 from rpc.runtime.current import clear_current_agent, set_current_agent
-from rpc.serialization.exceptions import text_of
+from rpc.serialization.failures import text_of
 from rpc.serialization.functions import main_identity
 from rpc.transport.registry import load as load_transports
 from rpc.transport.tls import TlsContexts

@@ -27,11 +27,10 @@ from typing import Any, Final
 import torch
 
 from rpc.errors import RemoteError, RpcError, SerializationError
-from rpc.serialization.failures import type_name
+from rpc.serialization.failures import cut, encodable, text_of, type_name
 from rpc.serialization.payload import EXCEPTION, Payload, Source
 
 _MAX_TRACEBACK: Final = 256 << 10
-_MAX_TEXT: Final = 16 << 10
 _MAX_TYPE_ALONE: Final = 512
 _MAX_TEXT_ALONE: Final = 2 << 10
 _MAX_TRACEBACK_ALONE: Final = 8 << 10
@@ -60,8 +59,8 @@ def dump_exception(
 def shortened(header: dict[str, Any], reason: BaseException) -> dict[str, Any]:
     """The header of an exception that is too large to be sent: its description alone, cut, and the reason."""
     kind, text, remote_traceback, worker = header[EXCEPTION]
-    said = f"{_cut(text, _MAX_TEXT_ALONE)}\nIt was too large to be sent: {text_of(reason)}".lstrip()
-    described = [_cut(kind, _MAX_TYPE_ALONE), said, remote_traceback[-_MAX_TRACEBACK_ALONE:], worker]
+    said = f"{cut(text, _MAX_TEXT_ALONE)}\nIt was too large to be sent: {text_of(reason)}".lstrip()
+    described = [cut(kind, _MAX_TYPE_ALONE), said, remote_traceback[-_MAX_TRACEBACK_ALONE:], worker]
     return header | {EXCEPTION: described}
 
 
@@ -148,14 +147,6 @@ def _reason(error: BaseException) -> str:
     return text if isinstance(error, RpcError) else f"{type_name(type(error))}: {text}"
 
 
-def text_of(error: BaseException) -> str:
-    """What an exception says, cut if it is long. Never raises, whatever its ``__str__`` does."""
-    try:
-        return _encodable(_cut(str(error), _MAX_TEXT))
-    except BaseException:
-        return "(its text cannot be had)"
-
-
 def _traceback(error: BaseException) -> str:
     try:
         described = traceback.TracebackException.from_exception(error)
@@ -165,13 +156,7 @@ def _traceback(error: BaseException) -> str:
         text = "".join(described.format()).rstrip()
     except BaseException:
         return f"{type_name(type(error))} (its traceback cannot be formatted)"
-    return _encodable(_cut(text, _MAX_TRACEBACK))
-
-
-def _cut(text: str, limit: int) -> str:
-    """A text of which the middle is left out if it has more characters than that."""
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]}\n...\n{text[-half:]}"
+    return encodable(cut(text, _MAX_TRACEBACK))
 
 
 def _leave_out_own_frames(described: traceback.TracebackException | None, raised_by_us: bool) -> None:
@@ -185,8 +170,3 @@ def _leave_out_own_frames(described: traceback.TracebackException | None, raised
         if not frames:
             described.stack = None  # type: ignore[assignment]  # and so no headline either
         described = (described.__cause__ or described.__context__) if raised_by_us else None
-
-
-def _encodable(text: str) -> str:
-    """Text without lone surrogates, which msgpack cannot encode."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -18,6 +18,7 @@ Attempt = Callable[[Any], object]
 _MAX_DEPTH: Final = 12
 _MAX_TRIALS: Final = 1000
 _STATE_METHODS: Final = ("__getstate__", "__reduce__", "__reduce_ex__")
+_MAX_TEXT: Final = 16 << 10
 _MISSING: Final = re.compile(r"Can't get attribute '(?P<name>[^']*)' on <module '(?P<module>[^']*)'")
 
 
@@ -33,6 +34,25 @@ def describe(obj: Any) -> str:
 def type_name(kind: type) -> str:
     """A class's name as one would write it: without the module for builtins."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says, cut if it is long. Never raises, whatever its ``__str__`` does."""
+    try:
+        return encodable(cut(str(error), _MAX_TEXT))
+    except BaseException:
+        return "(its text cannot be had)"
+
+
+def cut(text: str, limit: int) -> str:
+    """A text of which the middle is left out if it has more characters than that."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}\n...\n{text[-half:]}"
+
+
+def encodable(text: str) -> str:
+    """Text without lone surrogates, which msgpack cannot encode."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def cannot_call(
@@ -91,7 +111,7 @@ def _explained(said: str, value: Any, cause: Exception, attempt: Attempt) -> Exc
 def _reason(cause: Exception) -> str:
     if isinstance(cause, RecursionError):
         return "it is nested too deeply: send something flat, such as a list whose items name others by place"
-    return str(cause) or type(cause).__name__
+    return text_of(cause) or type(cause).__name__
 
 
 def _try(obj: Any, attempt: Attempt) -> Exception | None:
@@ -147,9 +167,9 @@ def _variables(function: FunctionType) -> dict[str, Any]:
 
 def unreadable(error: Exception, what: str) -> RpcError:
     """The error to raise for what unpickling raised."""
-    if isinstance(error, AttributeError) and (missing := _MISSING.match(str(error))):
+    if isinstance(error, AttributeError) and (missing := _MISSING.match(text_of(error))):
         module, name = missing["module"], missing["name"]
         return not_found(module, name, f"module '{module}' has no '{name}'")
     if isinstance(error, ModuleNotFoundError) and error.name:
         return not_found(error.name, "", f"there is no module named '{error.name}'")
-    return SerializationError(f"{what} cannot be unpickled here: {type(error).__name__}: {error}")
+    return SerializationError(f"{what} cannot be unpickled here: {type(error).__name__}: {text_of(error)}")

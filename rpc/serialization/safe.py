@@ -21,8 +21,8 @@ those of admitted classes, called with the text; as a ``RemoteError`` where that
 *Methods* of objects that others refer to are called only if ``allow_methods`` names them for the object's
 class or one that it derives from; if messages may make instances of that class, only as the class has them,
 since such an instance may bring attributes that hide them. Of tensors those are named already that give a
-copy, or tell what kind of tensor it is. So what an allowed function returns gives no more to those who refer
-to it than its owner said.
+copy, unless that would take more memory than the tensor does, or tell what kind of tensor it is. So what an
+allowed function returns gives no more to those who refer to it than its owner said.
 
 What it does not protect from: what allowed functions and classes do with hostile arguments (attributes of
 an instance are set without its constructor being run; a tensor may have any shape and any values, also
@@ -38,6 +38,7 @@ from __future__ import annotations
 import builtins
 import collections
 import datetime as dt
+import math
 from collections import ChainMap
 from collections.abc import Callable
 from typing import Any, Final, TypeGuard
@@ -55,6 +56,10 @@ _OF_TENSORS: Final = frozenset(
     | {"storage_offset", "is_contiguous", "is_floating_point", "is_complex", "__len__"}
 )
 """What may be called of tensors: what gives a copy, or tells what kind of tensor it is."""
+
+_COPIES: Final = frozenset({"clone", "tolist"})
+_SMALL_BYTES: Final = 1 << 20
+"""So many may be made of a tensor that has fewer, as an expanded one."""
 
 
 class AllowList:
@@ -104,6 +109,8 @@ class AllowList:
                 f"'{name}' of this object of type '{type_name(kind)}' is no method of its class: a message "
                 "may have set it"
             )
+        if name in _COPIES and (kind is torch.Tensor or kind is torch.nn.Parameter):
+            _check_copy(obj, name)
 
     def exception(self, kind: str, text: str) -> Exception:
         """A failure, from what a header says of it; ``SerializationError`` if that type is not admitted."""
@@ -143,6 +150,22 @@ class AllowList:
             name = getattr(function, "__qualname__", type(function).__name__)
             raise SerializationError(f"'{name}' is not a function on this worker's allow-list")
         return function
+
+
+def _check_copy(tensor: Any, name: str) -> None:
+    """Raise ``SerializationError`` where a copy would take more memory than the tensor does: a message can
+    bring one of any shape in a few bytes.
+    """
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    size = tensor.itemsize * math.prod(
+        max(1, length) for length in tensor.shape
+    )  # empty lists take some, too
+    if size > max(tensor.untyped_storage().nbytes(), _SMALL_BYTES):
+        raise SerializationError(
+            f"the method '{name}' of a tensor of shape {tuple(tensor.shape)}, whose elements lie on each "
+            "other, is not called: its value would take more memory than the tensor does"
+        )
 
 
 def _name(obj: Any) -> tuple[str, str]:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import RemoteError, SerializationError
+from rpc.agent import gather as gather_rounds
+from rpc.agent import standstill
+from rpc.errors import ProtocolError, RemoteError, RpcError, RpcTimeoutError, SerializationError
 from rpc.group.workers import Member
 from rpc.runtime.current import current_agent
 from rpc.serialization import neutral as neutral_codec
@@ -205,6 +207,24 @@ def test_gathering_works(run_workers: RunWorkers) -> None:
     assert run_workers(gather, 2) == [[1, 1]] * 2
 
 
+def gather_in_vain(worker: Worker) -> str:
+    """Of three, the last does not come, and the first does not wait for long."""
+    with worker.group(**SAFE):
+        told = ""
+        if worker.rank < 2:
+            with pytest.raises(RpcTimeoutError) as caught:
+                rpc.barrier(timeout=0.5 if worker.rank == 0 else 0)
+            told = str(caught.value)
+        rpc.barrier({"worker0", "worker1"})  # so that it is not their leaving that is told
+        return told
+
+
+def test_who_gathers_in_vain_is_told(run_workers: RunWorkers) -> None:
+    first, second, _ = run_workers([gather_in_vain, gather_in_vain, serve_safely])
+    assert first == second
+    assert "'worker0' timed out in _all_gather after 0.50 seconds, waiting for ['worker2']" in second
+
+
 def join_late(worker: Worker) -> Any:
     with worker.group(dynamic=True, **SAFE):
         worker.report("ready")
@@ -302,6 +322,47 @@ def reach_through_references(worker: Worker) -> list[str]:
 def test_references_give_no_more_than_the_list_names(run_workers: RunWorkers) -> None:
     found = first_of_safe(run_workers, reach_through_references)
     assert [name for name in found if not name.startswith(("worker", "rendezvous"))] == []
+
+
+def serve_few_rounds(worker: Worker) -> None:
+    """As ``serve_safely``; few rounds of ``all_gather`` may wait."""
+    gather_rounds._MOST_ROUNDS = 5  # type: ignore[misc]
+    with worker.group(**SAFE):
+        rpc.barrier()
+
+
+def begin_rounds(count: int) -> None:
+    """That the other never comes to."""
+    for number in range(count):
+        names = ("worker0", f"x{number}")
+        rpc.rpc_sync("worker1", gather_rounds._contribute, (names, 9, "worker0"), {"value": 0})
+
+
+def call_what_is_always_allowed(_: Worker) -> None:
+    """The functions of farcall itself."""
+    names, contribute, give_up = (
+        ("worker0", "worker1"),
+        gather_rounds._contribute,
+        standstill._give_up_shutdown,
+    )
+    for args in (
+        (5, 1, "worker0"),
+        ("worker0", 1, "w"),
+        ((1, 2), 1, 2),
+        (names, 1.5, "worker0"),
+        (names, 1, "another"),
+    ):
+        refused(ProtocolError, "no such round", rpc.rpc_sync, "worker1", contribute, args, {"value": 0})
+    told: tuple[Any, ...] = ("RpcError", "text", {})
+    refused(ProtocolError, "no such round", rpc.rpc_sync, "worker1", gather_rounds._fail, (5, 9, *told))
+    refused(ProtocolError, "in words", rpc.rpc_sync, "worker1", give_up, ([1],))
+    with pytest.raises(RpcError, match="more than 5 rounds of all_gather wait"):
+        begin_rounds(6)
+    rpc.barrier()
+
+
+def test_what_is_always_allowed_stands_any_arguments(run_workers: RunWorkers) -> None:
+    run_workers([in_group(call_what_is_always_allowed, **SAFE), serve_few_rounds])
 
 
 HOSTILE_PICKLES = [

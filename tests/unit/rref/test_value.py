@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rpc.errors import RemoteError
 from rref.value import Value
 from tests.support.members import peer
 
@@ -25,3 +26,11 @@ def test_what_fails_stays_failed() -> None:
     for _ in range(2):
         with pytest.raises(LookupError, match="not today"):
             value.get()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_what_ended_the_thread_that_made_it_does_not_end_one_that_waits(error: BaseException) -> None:
+    value = Value()
+    value.fail(error)
+    with pytest.raises(RemoteError, match=f"making the object raised {type(error).__name__}"):
+        value.wait(0, "the object")

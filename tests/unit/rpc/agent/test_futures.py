@@ -81,6 +81,25 @@ def test_an_error_of_a_class_with_its_own_arguments_says_what_it_said() -> None:
     assert (caught.value.args, caught.value.code) == (("failed with code 5",), 5)
 
 
+class Speechless(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise AttributeError("detail")
+
+
+@pytest.mark.parametrize("base", [Speechless, type("End", (Speechless, SystemExit), {})])
+def test_an_error_without_a_text_completes_all_that_wait_for_it(base: type[BaseException]) -> None:
+    def fail(_: object) -> None:
+        raise base
+
+    future: Future[None] = Future()
+    after = future.then(fail)
+    future.set_result(None)
+    with pytest.raises(RuntimeError, match=rf"{base.__name__}: \(its text cannot be had\)"):
+        after.wait(SOON)
+
+
 # ---- waiting without a future, as rpc_sync does
 
 

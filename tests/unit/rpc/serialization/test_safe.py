@@ -217,6 +217,49 @@ def test_methods_are_admitted_by_class_and_for_those_derived_from_it(allow: Allo
             reader.check_method(obj, name)
 
 
+def wide(values: torch.Tensor) -> torch.Tensor:
+    """Of one sparse element, which is as wide as they are."""
+    return torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), values[None], (1, *values.shape))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1).expand(1 << 40),
+        torch.nn.Parameter(torch.zeros(2, 1).expand(2, 1 << 40)),
+        torch.empty(1 << 40, 0),
+        torch.zeros(8 << 20).as_strided((1 << 20, 1 << 20), (1, 1)),
+        wide(torch.zeros(1).expand(1 << 40)),
+    ],
+    ids=["expanded", "parameter", "empty", "overlapping", "sparse"],
+)
+@pytest.mark.parametrize("name", ["clone", "tolist"])
+def test_no_copy_of_a_tensor_is_made_that_takes_more_memory_than_it_does(
+    allow: AllowList, tensor: torch.Tensor, name: str
+) -> None:
+    reader = AllowList(allow)
+    with pytest.raises(SerializationError, match=f"the method '{name}' of a tensor of shape .* more memory"):
+        reader.check_method(tensor, name)
+    reader.check_method(tensor, "size")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3),
+        torch.zeros(4 << 20),
+        torch.zeros(1).expand(9),
+        torch.empty(9, 0),
+        torch.eye(3).to_sparse(),
+    ],
+)
+def test_a_copy_of_a_tensor_is_made_that_takes_as_much_as_it_does(
+    allow: AllowList, tensor: torch.Tensor
+) -> None:
+    for name in ("clone", "tolist"):
+        AllowList(allow).check_method(tensor, name)
+
+
 # ---- what is refused, though its sender means no harm
 
 
