@@ -56,6 +56,8 @@ _LINGER_SECONDS: Final = 1.0
 """How long the other side may take to notice that this one has ended a call."""
 _GRACE_SECONDS: Final = 10.0
 """How long connections may last after the listener has closed: longer than goodbyes take."""
+_UNUSED_SECONDS: Final = 5
+"""How long a connection may take to speak HTTP/2, and to begin a call: strangers hold it no longer."""
 _STREAMS: Final = 1000
 """On one connection of HTTP/2: a proxy may put many workers' on one."""
 
@@ -86,7 +88,9 @@ class GrpcTransport:
         family, _, _, _, (bound, *_) = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        server = grpc.aio.server(options=self._settings(is_loopback(host)))
+        unused = ("grpc.server_handshake_timeout_ms", "grpc.max_connection_idle_ms")
+        limits = [(setting, 1000 * _UNUSED_SECONDS) for setting in unused]
+        server = grpc.aio.server(options=[*self._settings(is_loopback(host)), *limits])
         refusals = LimitedLog(logger)
 
         async def connect(_: Any, call: Any) -> None:

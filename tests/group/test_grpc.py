@@ -152,6 +152,31 @@ def test_strangers_are_told_that_a_worker_is_there_and_nothing_else(run_workers:
 # ---- faults
 
 
+HELLO_OF_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+
+
+def connect_and_begin_no_call(worker: Worker) -> list[bytes]:
+    """The last that strangers hear who connect and wait."""
+    from farcall.transport import transport
+
+    transport._UNUSED_SECONDS = 1  # type: ignore[misc]
+    join(worker, token=TOKEN)
+    host, _, port = current_agent().addresses[0].removeprefix("grpc:").rpartition(":")
+    heard = []
+    for said in (b"", HELLO_OF_HTTP2):
+        with socket.create_connection((host, int(port)), timeout=20) as stranger:
+            stranger.sendall(said)
+            while last := stranger.recv(4096):
+                pass
+            heard.append(last)
+    rpc.shutdown()
+    return heard
+
+
+def test_a_connection_on_which_nobody_begins_a_call_is_closed(run_workers: RunWorkers) -> None:
+    assert run_workers(connect_and_begin_no_call, 1) == [[b"", b""]]
+
+
 def wait_for_the_other(worker: Worker, options: dict[str, Any]) -> str:
     join(worker, rpc_timeout=0, **options)
     if worker.rank:
