@@ -162,7 +162,7 @@ def connect_and_begin_no_call(worker: Worker) -> list[bytes]:
     transport._UNUSED_SECONDS = 1  # type: ignore[misc]
     join(worker, token=TOKEN)
     host, _, port = current_agent().addresses[0].removeprefix("grpc:").rpartition(":")
-    heard = []
+    heard: list[bytes] = []
     for said in (b"", HELLO_OF_HTTP2):
         with socket.create_connection((host, int(port)), timeout=20) as stranger:
             stranger.sendall(said)
