@@ -14,6 +14,7 @@ group.
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import errno
 import functools
 import logging
@@ -212,10 +213,18 @@ def _open_file(path: str) -> Store:
     if not os.access(path if os.path.exists(path) else directory, os.W_OK):
         raise RendezvousError(f"cannot use {path!r} as rendezvous file: no permission to write it")
     try:
-        store = FileStore(path, -1)  # -1: never delete it
+        store = _never_freed(FileStore(path, -1))  # -1: never delete it
     except RuntimeError as error:  # which does not say where
         raise RendezvousError(f"cannot use {path!r} as rendezvous file: {first_line(error)}") from error
     store.set_timeout(_FILE_TIMEOUT)
+    return store
+
+
+def _never_freed(store: FileStore) -> FileStore:
+    """PyTorch's file store writes to its file once more when it is freed. If that is another file by then, it
+    reads on where the first one had ended, in the middle of a record: for ever, with the file locked.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
     return store
 
 

@@ -43,6 +43,8 @@ _SLICE_SECONDS: Final = 0.2
 _MOST_ARRIVALS: Final = 1 << 16
 """So many may have come since the log was trimmed: counters are anybody's, and each place is looked at."""
 
+_END_BYTES: Final = 256
+
 _LINE_SECONDS: Final = 2.0
 """How long a TCP store may take to accept a connection."""
 
@@ -293,24 +295,32 @@ class SharedStore:
 
 
 class _FileIdentity:
-    """Notices that a store's file was removed or replaced, which a ``FileStore`` does not.
+    """Notices that a store's file, which only grows, was removed, replaced or emptied. A ``FileStore`` does not.
 
     It keeps the file open, so that its number cannot pass to another.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, descriptor)
-        self._file = os.fstat(descriptor)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._file = os.fstat(self._descriptor)
+        self._end = self._end_of(self._file.st_size)
 
     @classmethod
     def of(cls, store: Store) -> _FileIdentity | None:
         return cls(store.path) if isinstance(store, FileStore) else None  # type: ignore[attr-defined]
 
     def check(self) -> None:
-        if not os.path.samestat(os.stat(self._path), self._file):
-            raise StoreLost(f"{self._path} was replaced by another file")
+        found, size = os.stat(self._path), self._file.st_size
+        if not os.path.samestat(found, self._file) or self._end_of(size) != self._end:
+            raise StoreLost(f"{self._path} was replaced by another file, or emptied")
+        if found.st_size > size:
+            self._file, self._end = found, self._end_of(found.st_size)
+
+    def _end_of(self, size: int) -> bytes:
+        """The last that it holds, when it has so many bytes."""
+        return os.pread(self._descriptor, _END_BYTES, max(0, size - _END_BYTES))[:size]
 
 
 class _Line:

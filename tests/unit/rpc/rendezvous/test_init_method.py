@@ -305,6 +305,16 @@ def test_file_is_made_and_left(tmp_path: Path) -> None:
     assert open_store(f"file://{tmp_path}/meet", None, None, timeout=5).get("key") == b"value"
 
 
+def test_a_file_is_not_written_to_when_its_store_is_dropped(tmp_path: Path) -> None:
+    """It may be that of another group by then, which PyTorch's store would read from the middle."""
+    store = open_store(f"file://{tmp_path}/meet", None, None, timeout=5)
+    store.set("key", b"value")
+    written = (tmp_path / "meet").read_bytes()
+    del store
+    gc.collect()
+    assert (tmp_path / "meet").read_bytes() == written
+
+
 def test_store_object_is_used_as_it_is() -> None:
     shared = HashStore()
     store = open_store(PrefixStore("mine", shared), 0, 1, timeout=5)

@@ -3,10 +3,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from rpc.errors import RendezvousTimeoutError
 from rpc.group.workers import Member, WorkerInfo
@@ -81,11 +82,24 @@ def test_counters_and_values(connect: Connect) -> None:
     assert not store.has("n", "other")
 
 
-def test_file_that_is_replaced_is_noticed_and_opened_again(tmp_path: Path) -> None:
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(b"")
+    FileStore(str(path), -1).set("another", "group's" * 1000)
+
+
+@pytest.mark.parametrize("lose", [os.unlink, empty, overwrite])
+def test_file_that_is_replaced_is_noticed_and_opened_again(
+    tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
     url = f"file://{tmp_path}/meet"
     store = open_store(url, 0, 1, timeout=5)
     store.set("key", b"value" * 1000)
-    os.unlink(tmp_path / "meet")
+    assert store.get("key") == b"value" * 1000
+    lose(tmp_path / "meet")
     with pytest.raises(StoreLost):
         store.get("key")
     open_store(url, 0, 1, timeout=5).set("other", b"1")
