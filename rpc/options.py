@@ -186,7 +186,8 @@ def to_token(name: str, value: object) -> Token:
     """Check a token, named in errors: text or bytes, long enough that nobody guesses it."""
     if not isinstance(value, (str, bytes)):
         raise TypeError(f"incompatible constructor arguments: {name} must be a string or bytes")
-    token = Token(value.encode() if isinstance(value, str) else value)
+    # Bytes in the environment that are no UTF-8 are surrogates here, and count as what they are.
+    token = Token(value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value)
     if len(token) < _SHORTEST_TOKEN:
         raise InvalidOptionError(
             f"{name}: a token must have at least {_SHORTEST_TOKEN} characters, this one has "

@@ -295,7 +295,7 @@ class SharedStore:
 
 
 class _FileIdentity:
-    """Notices that a store's file, which only grows, was removed, replaced or emptied. A ``FileStore`` does not.
+    """Notices that a file store's file, which only grows, was removed, replaced or emptied.
 
     It keeps the file open, so that its number cannot pass to another.
     """

@@ -39,6 +39,15 @@ def test_the_environment_may_name_a_file(tmp_path: Path) -> None:
     assert find_credential(AgentOptions(), environ) == Credential(ONE.encode())
 
 
+def test_a_token_of_any_bytes_is_the_same_in_the_environment_and_in_a_file(tmp_path: Path) -> None:
+    secret = bytes(range(128, 160))
+    path = tmp_path / "token"
+    path.write_bytes(secret)
+    path.chmod(0o600)
+    for environ in ({"FARCALL_TOKEN": os.fsdecode(secret)}, {"FARCALL_TOKEN_FILE": str(path)}):
+        assert find_credential(AgentOptions(), environ) == Credential(secret)
+
+
 def test_a_token_is_not_read_from_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token", 0o600)
     writer = os.open(tmp_path / "token", os.O_RDWR)
