@@ -283,9 +283,14 @@ class Peer:
                 connection.send_small(frame, 0)
             if number > 1:
                 connection.send_sign(encode_small(Kind.ALIVE, self.received, {}, (), RESUMED))
-            for buffers, size in self._waiting:
-                connection.send(buffers, size, wait=False)
+            waiting = self._waiting.copy()
             self._forget_waiting()
+            for buffers, size in waiting:
+                try:
+                    connection.send(buffers, size, wait=False)
+                except ConnectionClosed:  # it has broken already, and takes no large ones: for the next one
+                    self._waiting.append((buffers, size))
+                    self._waiting_bytes += size
             self.connection, self.reader = connection, connection.reader
 
     def broke(self, reason: str) -> None:

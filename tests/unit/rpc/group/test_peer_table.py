@@ -14,7 +14,8 @@ from rpc.group.membership import Membership
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.runtime.events import Events
-from tests.support.members import ask_nobody, member
+from rpc.transport.base import ConnectionClosed, DirectConnection
+from tests.support.members import ask_nobody, member, peer
 
 
 def here(function: Callable[[Member], Peer], each: Member) -> Peer:
@@ -74,3 +75,30 @@ def test_a_member_can_be_named_while_the_loop_is_about_to_make_its_peer() -> Non
     found = peers.find("newcomer")
     assert found.member is newcomer
     assert peers.ensure(newcomer) is found
+
+
+class Recording(DirectConnection):
+    """A connection that remembers what is sent; one that is broken takes nothing large any more."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        super().__init__("the other side")
+        self.sent: list[bytes] = []
+        self._broken = broken
+
+    def pass_on(self, frame: bytearray) -> None:
+        if self._broken and len(frame) > 100:
+            raise ConnectionClosed("it has just failed to write")
+        self.sent.append(bytes(frame))
+
+
+def test_what_a_connection_that_breaks_at_once_does_not_take_goes_over_the_next() -> None:
+    other = peer()
+    for text in (b"a", b"b" * 1000, b"c"):
+        other.send((text,), len(text))
+    broken, good = Recording(broken=True), Recording()
+    other.established(broken)
+    assert broken.sent == [b"a", b"c"]
+    other.broke("a reset")
+    other.send((b"d",), 1)
+    other.established(good)
+    assert good.sent == [b"b" * 1000, b"d"]
