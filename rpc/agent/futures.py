@@ -56,6 +56,7 @@ _construct = torch._C.Future.__init__
 _is_done = torch._C.Future.done
 _set_result = torch._C.Future.set_result
 _value_of = torch._C.Future.wait
+_call_when_done = torch._C.Future.add_done_callback
 
 
 class _ThreadState(threading.local):
@@ -151,7 +152,7 @@ class Future(torch.futures.Future[T]):
             if not _is_done(self):  # it is no call's, or another thread is about to complete it
                 done = allocate_lock()
                 done.acquire()
-                self.add_done_callback(functools.partial(_release, done))
+                _call_when_done(self, functools.partial(_release, done))
                 if not wait_for(done, INFINITE if timeout is None else monotonic() + timeout):
                     raise RpcTimeoutError(f"{self!r} was not completed within {timeout:g} s; it goes on")
         return cast("T", _value_of(self))
@@ -242,9 +243,19 @@ class Future(torch.futures.Future[T]):
         if not callable(callback):
             super().then(callback)  # type: ignore[unreachable]  # PyTorch's own error
         continuation = _Continuation(self, callback)
-        self.add_done_callback(continuation)
+        _call_when_done(self, continuation)
         _raise_interruption()  # of the callback, if it has run here and now
         return cast("Future[S]", continuation.future)
+
+    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
+        """Have ``callback`` called with this future once it is completed, on a thread as for ``then``.
+
+        What it raises is printed; Ctrl-C that hits it is raised in the thread that waits.
+        """
+        if not callable(callback):
+            super().add_done_callback(callback)  # type: ignore[unreachable]  # PyTorch's own error
+        _call_when_done(self, functools.partial(_called_back, callback))
+        _raise_interruption()
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -259,7 +270,7 @@ class Future(torch.futures.Future[T]):
                 with contextlib.suppress(RuntimeError):  # that loop has ended: nobody waits any more
                     loop.call_soon_threadsafe(completed)
 
-            self.add_done_callback(wake)
+            _call_when_done(self, wake)
             yield from waiter
         return cast("T", _value_of(self))
 
@@ -302,6 +313,14 @@ class _Continuation:
     @interruptible
     def _run(self) -> Any:
         return self._context.run(self._callback, self._source)
+
+
+@interruptible
+def _called_back(callback: Callable[[Any], object], future: object) -> None:
+    try:
+        callback(future)
+    except KeyboardInterrupt as error:
+        _thread_state.interruption = error
 
 
 def _raise_interruption() -> None:

@@ -428,6 +428,19 @@ def test_ctrl_c_in_a_callback_that_runs_at_once_is_raised_by_then(owner: Owner) 
     assert later.wait() == 2
 
 
+def test_ctrl_c_in_a_done_callback_is_raised_by_who_adds_it_or_waits(owner: Owner) -> None:
+    done: Future[int] = Future()
+    done.set_result(1)
+    with pytest.raises(KeyboardInterrupt):
+        done.add_done_callback(press_ctrl_c)
+    call, future = owner.future()
+    future.add_done_callback(press_ctrl_c)
+    call.settle(Frame(6, call.call_id, {"value": 42}, []))
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    assert future.wait() == 42
+
+
 def test_ctrl_c_in_decoding_and_in_a_callback_is_raised_once(owner: Owner) -> None:
     call, future = owner.future()
     future.then(press_ctrl_c)
