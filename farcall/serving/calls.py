@@ -163,14 +163,14 @@ class Calls:
     def streaming(self, answers: Callable[[bytes, Caller], AsyncIterator[Message]]) -> Any:
         """A handler of a method with many answers."""
 
-        async def handle(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        async def handle(request: bytes, context: Any) -> None:
             caller = self._comes(context)
             try:
                 await self._open.wait()
                 results = answers(request, caller)
                 try:
                     async for each in results:
-                        yield each.SerializeToString()
+                        await _send(context, each.SerializeToString())
                 finally:
                     await results.aclose()  # type: ignore[attr-defined]
             except BaseException as error:
@@ -207,3 +207,15 @@ class Calls:
     def _ends(self, caller: Caller, code: grpc.StatusCode, text: str = "") -> None:
         served = caller.served if caller.served in self._host.endpoints else _NOT_SERVED
         self._host.metrics.ended(served, caller.name, code, perf_counter() - caller.began, text)
+
+
+async def _send(context: Any, data: bytes) -> None:
+    """Send one of many answers.
+
+    Raises:
+        CancelledError: the client is gone, which gRPC may find out here first; it would log it as an error.
+    """
+    try:
+        await context.write(data)
+    except grpc.aio.BaseError as error:
+        raise asyncio.CancelledError from error
