@@ -25,6 +25,9 @@ Place = tuple[str, int]
 # when it is imported, which this file does not do.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+# By default gRPC writes to stderr what strangers say as they go: GOAWAY's text, line breaks and all.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 _process: int | None = None
 """The one that uses gRPC."""
 

@@ -3,7 +3,7 @@
 A batch is open for calls of one kind: the same structure, dtypes and sizes beside the first. It is closed
 when it is full, or its first call has waited long enough and there is a place for it to run: until then, it
 can as well take more. A batch that fails is run again call by call, so that what is wrong with one is that
-one's error.
+one's error. A run for which nobody waits any more is cancelled.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class _Call:
     tensors: list[Tensor]
     rows: int
     answer: asyncio.Future[Any]
+    run: _Run | None = None
 
 
 @dataclass(slots=True)
@@ -39,6 +40,18 @@ class _Batch:
     calls: list[_Call] = field(default_factory=list)
     rows: int = 0
     timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class _Run:
+    """What runs for some calls."""
+
+    calls: list[_Call]
+    task: asyncio.Task[None]
+
+    def cancel_unless_awaited(self) -> None:
+        if all(call.answer.done() for call in self.calls):
+            self.task.cancel()
 
 
 class Batcher:
@@ -70,7 +83,12 @@ class Batcher:
             return await self._run(args, kwargs)
         call = _Call(leaves, rows, asyncio.get_running_loop().create_future())
         self._add(call, structure)
-        return await call.answer
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            if call.run is not None:
+                call.run.cancel_unless_awaited()
+            raise
 
     def _add(self, call: _Call, structure: pytree.TreeSpec) -> None:
         kind = (structure, tuple((tensor.dtype, tensor.shape[1:]) for tensor in call.tensors))
@@ -96,23 +114,30 @@ class Batcher:
         batch = self._open.pop(kind)
         assert batch.timer is not None
         batch.timer.cancel()
-        task = asyncio.create_task(self._answer(batch))
+        self._begin(batch.calls, batch.structure)
+
+    def _begin(self, calls: list[_Call], structure: pytree.TreeSpec) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._answer(calls, structure))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        run = _Run(calls, task)
+        for call in calls:
+            call.run = run
+        return task
 
-    async def _answer(self, batch: _Batch) -> None:
-        calls = [call for call in batch.calls if not call.answer.done()]
+    async def _answer(self, calls: list[_Call], structure: pytree.TreeSpec) -> None:
+        calls = [call for call in calls if not call.answer.done()]
         if not calls:
             return
         self._observe(len(calls))
         try:
-            results = _split(await self._run(*_joined(calls, batch.structure)), [call.rows for call in calls])
+            results = _split(await self._run(*_joined(calls, structure)), [call.rows for call in calls])
         except Exception as error:
             if len(calls) == 1:
                 _settle(calls[0], error=error)
             else:
                 for call in calls:
-                    await self._answer(_Batch(batch.structure, [call]))
+                    await asyncio.wait([self._begin([call], structure)])
             return
         for call, result in zip(calls, results, strict=True):
             _settle(call, result)

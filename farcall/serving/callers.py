@@ -8,12 +8,16 @@ from typing import Any, Final
 
 import grpc
 
+from farcall.serving.metrics import NOT_SERVED, Metrics
 from rpc.options import Token, to_token
 
 __all__ = ["BearerTokens", "Callers"]
 
 _HEADER: Final = "authorization"
 _SCHEME: Final = "bearer "
+
+_NAMES: Final = ("x509_common_name", "x509_subject_alternative_name")
+"""Where gRPC has the names in a certificate; many have nothing in the first."""
 
 OPEN: Final = ("/grpc.health.v1.Health/", "/inference.GRPCInferenceService/Server")
 """Methods that need no token: probes ask them, and they tell nothing but that the server lives."""
@@ -51,9 +55,10 @@ class Callers:
         if self._tokens and (owner := self._owner(context.invocation_metadata() or ())) is not None:
             return owner
         if self._certificates:
-            names = context.auth_context().get("x509_common_name")
-            if names:
-                name: str = names[0].decode(errors="replace")
+            shown = context.auth_context()
+            names: Iterable[bytes] = (each for kind in _NAMES for each in shown.get(kind, ()) if each)
+            for each in names:
+                name = each.decode(errors="replace")
                 return name if name.isprintable() else repr(name)  # it is a line of a log
         peer: str = context.peer()
         return peer.rpartition(":")[0]
@@ -69,10 +74,11 @@ class Callers:
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Refuses calls without a token before their message is read."""
+    """Refuses calls without a token before their message is read, and notes them."""
 
-    def __init__(self, callers: Callers) -> None:
+    def __init__(self, callers: Callers, metrics: Metrics) -> None:
         self._callers = callers
+        self._metrics = metrics
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
@@ -81,10 +87,10 @@ class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ha
         method: str = handler_call_details.method
         if method.startswith(OPEN) or self._callers.known(handler_call_details.invocation_metadata or ()):
             return await continuation(handler_call_details)
-        return grpc.stream_stream_rpc_method_handler(_refuse)
+        return grpc.stream_stream_rpc_method_handler(self._refuse)
 
-
-async def _refuse(_: Any, context: Any) -> None:
-    came = any(key == _HEADER for key, _ in context.invocation_metadata() or ())
-    what = "the token that came is none of this server's" if came else "this server wants a token"
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{what}: authorization: Bearer TOKEN")
+    async def _refuse(self, _: Any, context: Any) -> None:
+        came = any(key == _HEADER for key, _ in context.invocation_metadata() or ())
+        what = "the token that came is none of this server's" if came else "this server wants a token"
+        self._metrics.ended(NOT_SERVED, self._callers.name(context), grpc.StatusCode.UNAUTHENTICATED, 0.0)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{what}: authorization: Bearer TOKEN")

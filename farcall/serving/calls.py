@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from farcall.serving.callers import Callers
 from farcall.serving.errors import details_of, status_of, text_of
 from farcall.serving.host import Host
+from farcall.serving.metrics import NOT_SERVED
 from farcall.values import Malformed
 
 __all__ = ["Caller", "Calls", "beside_the_loop", "parse", "size_of"]
@@ -39,7 +40,6 @@ that came. Turns, since a machine that is busy may give the loop no time for sec
 """
 
 _DETAILS: Final = "grpc-status-details-bin"
-_NOT_SERVED: Final = "-"
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Caller:
     name: str
     seconds: float | None
     began: float
-    served: str = _NOT_SERVED
+    served: str = NOT_SERVED
 
 
 def parse(kind: type[M], request: bytes) -> M:
@@ -163,14 +163,14 @@ class Calls:
     def streaming(self, answers: Callable[[bytes, Caller], AsyncIterator[Message]]) -> Any:
         """A handler of a method with many answers."""
 
-        async def handle(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        async def handle(request: bytes, context: Any) -> None:
             caller = self._comes(context)
             try:
                 await self._open.wait()
                 results = answers(request, caller)
                 try:
                     async for each in results:
-                        yield each.SerializeToString()
+                        await _send(context, each.SerializeToString())
                 finally:
                     await results.aclose()  # type: ignore[attr-defined]
             except BaseException as error:
@@ -205,5 +205,17 @@ class Calls:
         )
 
     def _ends(self, caller: Caller, code: grpc.StatusCode, text: str = "") -> None:
-        served = caller.served if caller.served in self._host.endpoints else _NOT_SERVED
+        served = caller.served if caller.served in self._host.endpoints else NOT_SERVED
         self._host.metrics.ended(served, caller.name, code, perf_counter() - caller.began, text)
+
+
+async def _send(context: Any, data: bytes) -> None:
+    """Send one of many answers.
+
+    Raises:
+        CancelledError: the client is gone, which gRPC may find out here first; it would log it as an error.
+    """
+    try:
+        await context.write(data)
+    except grpc.aio.BaseError as error:
+        raise asyncio.CancelledError from error

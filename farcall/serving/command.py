@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -50,6 +51,8 @@ def run(
     """
     if (cert is None) != (key is None) or (ca is not None and cert is None):
         raise ValueError("TLS needs --cert and --key, and --ca if callers must have certificates")
+    if math.isnan(grace):
+        raise ValueError("--grace is a number of seconds, 0 or more")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     endpoints = load(target)
     if batch is not None:

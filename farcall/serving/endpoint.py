@@ -91,7 +91,7 @@ class Batching:
     max_delay: float = 0.002
 
     def __post_init__(self) -> None:
-        if self.max_batch_size < 1 or self.max_delay < 0:
+        if self.max_batch_size < 1 or not self.max_delay >= 0:  # it may be nan
             raise ValueError("max_batch_size is at least 1 and max_delay at least 0")
 
 

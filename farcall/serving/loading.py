@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -19,6 +19,12 @@ from farcall.serving.endpoint import Endpoint
 from farcall.serving.errors import beyond_the_server
 
 __all__ = ["load"]
+
+_MAKE_NOTHING: Final = (
+    inspect.iscoroutinefunction,
+    inspect.isgeneratorfunction,
+    inspect.isasyncgenfunction,
+)
 
 
 def load(target: str) -> dict[str, Endpoint]:
@@ -50,6 +56,8 @@ def load(target: str) -> dict[str, Endpoint]:
     if inspect.isroutine(found) or inspect.isclass(found):
         try:
             inspect.signature(found).bind()
+            if any(kind(found) for kind in _MAKE_NOTHING):
+                raise TypeError("it is an async function or a generator")
         except TypeError as error:
             raise ValueError(
                 f"{target} is called without arguments to make what is served, but {error}; to serve the "

@@ -10,10 +10,13 @@ from typing import Final
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-__all__ = ["ACCESS", "Metrics"]
+__all__ = ["ACCESS", "NOT_SERVED", "Metrics"]
 
 ACCESS: Final = logging.getLogger("farcall.access")
 """One line for each call, at INFO."""
+
+NOT_SERVED: Final = "-"
+"""The name of calls of what is not served."""
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _CALLS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -74,7 +77,7 @@ class Metrics:
         self._batches.labels(name).observe(calls)
 
     def ended(self, name: str, caller: str, code: grpc.StatusCode, seconds: float, text: str = "") -> None:
-        """Note a call. ``name`` is one that is served, or "-": strangers must not make up labels."""
+        """Note a call. ``name`` is one that is served, or ``NOT_SERVED``: strangers make up no labels."""
         self._calls_of(name, code.name).inc()
         self._seconds_of(name).observe(seconds)
         ACCESS.info("%s %s %s %.1f ms%s", caller, name, code.name, seconds * 1e3, f": {text}" if text else "")

@@ -196,7 +196,7 @@ class Server:
             self.metrics_port, end = served.metrics.publish(host, metrics_port)
             self._on_exit.callback(end)
         server = grpc.aio.server(
-            interceptors=[BearerTokens(self._callers)] if self._callers.have_tokens else [],
+            interceptors=[BearerTokens(self._callers, served.metrics)] if self._callers.have_tokens else [],
             options=[
                 ("grpc.max_receive_message_length", self._limits.message_bytes),
                 ("grpc.max_send_message_length", -1),

@@ -25,6 +25,7 @@ class Slots:
         self._free = asyncio.Semaphore(count)
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="farcall serving")
+        self._executor.submit(int)  # one thread at least, for what waits where no other can be started
         self._in_threads = 0
         self._closed = False
         self._told: list[Callable[[], None]] = []

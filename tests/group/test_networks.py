@@ -12,6 +12,7 @@ import rpc
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.runtime.current import current_agent
 from rpc.transport import tcp
+from tests.support import backend
 from tests.support.network_namespaces import Hosts, enter, hosts
 from tests.support.orders import ask, dismiss, follow_orders
 from tests.support.streams import until
@@ -31,7 +32,10 @@ def echo(value: Any) -> Any:
 def follow_orders_on(worker: Worker, names: list[str], addresses: list[str], silent_seconds: int) -> None:
     enter(names[worker.rank])
     tcp.SILENT_SECONDS = silent_seconds
-    follow_orders(worker, listen=addresses[worker.rank], reconnect_within=3)
+    options: dict[str, Any] = {"listen": addresses[worker.rank], "reconnect_within": 3}
+    if backend.NAME == "grpc":
+        options |= {"keepalive": silent_seconds, "keepalive_timeout": silent_seconds}
+    follow_orders(worker, **options)
 
 
 def start(run_workers: RunWorkers, hosts: Hosts, silent_seconds: int = 60) -> Workers:

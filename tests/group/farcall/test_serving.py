@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -207,12 +208,15 @@ def test_metrics_and_the_access_log(serve: Serve, connect: Connect, caplog: pyte
         client.call("fail", "a\nline")
     with pytest.raises(ServedError):
         client.call("made up")
+    with pytest.raises(CallError):
+        connect(server).call("scale", 1.0)
     server.stop()
     lines = [record.getMessage() for record in caplog.records if record.name == "farcall.access"]
     assert lines[0].startswith("ann scale OK ")
     assert lines[1].startswith("ann fail INTERNAL ")
     assert "\n" not in lines[1]
     assert lines[2].startswith("ann - NOT_FOUND ")
+    assert re.match(r"ipv[46]:\S+ - UNAUTHENTICATED ", lines[3])
 
 
 def test_metrics_are_served(serve: Serve, connect: Connect) -> None:

@@ -118,6 +118,8 @@ def test_a_second_signal_ends_the_command_at_once(tmp_path: Path) -> None:
 
 PROGRAMS = {
     "made.py": """def add(a, b): return a + b
+async def ask(): return add
+def words(): yield "one"
 nothing, number = {}, 3
 def raises():
     raise LookupError("no weights")
@@ -135,11 +137,13 @@ def raises():
         ("made.py", "is not FILE.py:NAME"),
         ("none.py:model", "there is no file none.py"),
         ("farcall_none:model", "there is no module 'farcall_none'"),
-        ("made.py:other", "made.py has no 'other'; it has add, nothing, number"),
+        ("made.py:other", "made.py has no 'other'; it has add, ask, words, nothing, number"),
         ("made.py:add", "missing a required argument: 'a'; to serve the function itself"),
+        ("made.py:ask", "an async function or a generator; to serve the function itself"),
+        ("made.py:words", "an async function or a generator; to serve the function itself"),
         ("made.py:number", "3 cannot be called"),
         ("made.py:nothing", "it is empty"),
-        ("made.py:raises", 'made.py", line 4, in raises\n    raise LookupError("no weights")'),
+        ("made.py:raises", 'made.py", line 6, in raises\n    raise LookupError("no weights")'),
         ("broken.py:model", 'broken.py", line 1\n    def model(:'),
         ("absent.py:model", "import farcall_none\nModuleNotFoundError: No module named 'farcall_none'"),
         ("lacking:model", "import farcall_none\nModuleNotFoundError: No module named 'farcall_none'"),
@@ -163,6 +167,18 @@ def test_what_cannot_be_served(
     told = capsys.readouterr().err
     assert text in told
     assert "farcall/serving" not in told
+
+
+@pytest.mark.parametrize(("option", "text"), [("--delay", "max_delay at least 0"), ("--grace", "0 or more")])
+def test_a_time_that_is_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, text: str
+) -> None:
+    from farcall.cli import main
+
+    made = tmp_path / "made.py"
+    made.write_text("served = {'print': print}\n")
+    assert main(["serve", f"{made}:served", "--port", "0", "--batch", "2", option, "nan"]) == 1
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

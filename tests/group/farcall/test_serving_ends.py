@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +53,37 @@ def test_a_client_that_vanishes_has_its_calls_cancelled(serve: Serve, gate: Gate
     process.kill()
     process.wait()
     assert gate.cancelled.wait(60)
+
+
+def test_a_client_that_vanishes_as_it_is_sent_streams_is_no_error(
+    serve: Serve, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    stepped, closed = threading.Semaphore(0), threading.Semaphore(0)
+
+    def endless() -> Iterator[bytes]:
+        try:
+            while True:
+                stepped.release()
+                yield bytes(1 << 20)
+        finally:
+            closed.release()
+
+    caplog.set_level("INFO")
+    server = serve({"endless": endless})
+    client = connect(server)
+    streams = [client.stream("endless") for _ in range(8)]
+    for each in streams:
+        assert len(next(each)) == 1 << 20
+    for _ in range(16):  # so that some are being sent
+        assert stepped.acquire(timeout=60)
+    client.close()
+    for _ in streams:
+        assert closed.acquire(timeout=60)
+    server.stop()
+    ends = [record.getMessage() for record in caplog.records if record.name == "farcall.access"]
+    assert len(ends) == 8
+    assert all("endless CANCELLED" in each for each in ends)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def code_of(client: Client, name: str) -> grpc.StatusCode:

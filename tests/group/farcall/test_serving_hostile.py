@@ -225,6 +225,33 @@ def test_what_is_served_may_fork(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
+FORGES = r"""
+import socket
+
+import farcall
+
+TEXT = b"gone\nfarcall.access ann transfer OK 1.0 ms\n"
+
+with farcall.serve({"print": print}) as server:
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000"))
+        stranger.sendall(bytes([0, 0, 8 + len(TEXT), 7]) + bytes(12) + b"\2" + TEXT)
+        stranger.sendall(bytes([0, 0, 8, 6, 0, 0, 0, 0, 0]) + b"pingpong")
+        got = b""
+        while b"pingpong" not in got and (more := stranger.recv(1 << 16)):
+            got += more
+"""
+
+
+def test_strangers_do_not_write_into_the_log() -> None:
+    """By the text of a GOAWAY, which gRPC logs; whether it does, is settled when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORGES], cwd=ROOT, check=False, timeout=80, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "transfer" not in done.stderr
+
+
 def test_who_watches_the_health_of_a_server_does_not_keep_it() -> None:
     server = farcall.serve({"fail": fail})
     with grpc.insecure_channel(f"localhost:{server.port}") as channel:

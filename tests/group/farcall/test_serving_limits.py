@@ -123,6 +123,18 @@ def test_certificates_of_the_same_authority_may_call(serve: Serve, connect: Conn
         assert caught.value.code is CODE.UNAVAILABLE
 
 
+def test_the_name_in_a_certificate_is_its_owners(
+    serve: Serve, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those here have no common name, only the names of hosts."""
+    caplog.set_level("INFO", "farcall.access")
+    tls = Authority(tmp_path, "ours").issue(host="localhost")
+    server = serve({"scale": Scale()}, tls=tls)
+    connect(server, tls=clients.Tls(tls.ca, tls.cert, tls.key)).call("scale", 1.0)
+    server.stop()
+    assert caplog.messages[-1].startswith("localhost scale OK ")
+
+
 def test_beyond_this_host_callers_must_be_known() -> None:
     with pytest.raises(ValueError, match=r"whoever reaches 0\.0\.0\.0 could call"):
         farcall.serve({"scale": Scale()}, host="0.0.0.0")

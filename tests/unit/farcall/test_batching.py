@@ -134,3 +134,45 @@ async def test_a_result_with_other_rows_is_an_error() -> None:
     joined, _ = batcher(summed, size=2)
     results = await asyncio.gather(*(joined.call([rows(1)], {}) for _ in range(2)), return_exceptions=True)
     assert all(isinstance(result, TypeError) and "as many rows" in str(result) for result in results)
+
+
+class Waiting:
+    """Fails for many rows; else waits until it is cancelled, and tells with how many rows."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.begun: asyncio.Queue[int] = asyncio.Queue()
+        self.cancelled: asyncio.Queue[int] = asyncio.Queue()
+
+    async def __call__(self, args: Sequence[Any], _: Mapping[str, Any]) -> Any:
+        count = len(args[0])
+        if count > self._most:
+            raise ValueError("too many rows")
+        self.begun.put_nowait(count)
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.cancelled.put_nowait(count)
+            raise
+
+
+async def test_a_batch_that_runs_is_cancelled_when_its_last_call_is_given_up() -> None:
+    model = Waiting(most=2)
+    joined, _ = batcher(model, size=2)
+    calls = [asyncio.create_task(joined.call([rows(1)], {})) for _ in range(2)]
+    assert await model.begun.get() == 2
+    calls[0].cancel()
+    await asyncio.wait([calls[0]])
+    assert model.cancelled.empty()
+    calls[1].cancel()
+    assert await asyncio.wait_for(model.cancelled.get(), 60) == 2
+
+
+async def test_a_call_that_runs_alone_after_its_batch_has_failed_is_cancelled_alone() -> None:
+    model = Waiting(most=1)
+    joined, _ = batcher(model, size=3)
+    calls = [asyncio.create_task(joined.call([rows(1)], {})) for _ in range(3)]
+    for call in calls:
+        assert await model.begun.get() == 1
+        call.cancel()
+        assert await asyncio.wait_for(model.cancelled.get(), 60) == 1
