@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from spmd.engine import autocast
+from spmd.engine.backward_errors import DeviceGuard, raise_what_was_taken
 from spmd.engine.current import DEVICE, NAME
 from spmd.engine.device_module import DeviceModule
 from spmd.engine.dispatch import dispatch, is_composite
@@ -39,7 +40,8 @@ def set_up() -> torch.device:
     global _library
     if _library is not None:
         return DEVICE
-    _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
+    _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule(), device_guard=DeviceGuard())
+    raise_what_was_taken()
     dispatch_with(dispatch)
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, operator in operators_that_make_from_nothing():
