@@ -127,7 +127,7 @@ def _foreach_norm(site: Site) -> Local | None:
 
 @local_rule("_amp_foreach_non_finite_check_and_unscale")
 def _unscale(site: Site) -> Local | None:
-    """What is infinite on one worker is so for all: a step is skipped by all of them, and their scale is one."""
+    """What is infinite on one worker is so for all: their scale stays one."""
     along = {
         (meta.layout.mesh, axis): None
         for meta in site.call.args[0]

@@ -593,7 +593,9 @@ def test_an_infinite_gradient_of_one_worker_halves_the_scale_of_all() -> None:
     optimizer, scaler = torch.optim.SGD([w], 0.5), torch.amp.GradScaler("spmd", init_scale=8.0)
     factors = torch.ones(WORKERS, 2)
     factors[1] = float("inf")
-    scaler.scale((w * on_device(factors)).sum()).backward()
+    cut = spmd.mark_sharding(on_device(factors), fsdp_mesh(), ("fsdp", None))
+    loss: Any = scaler.scale((w * cut).sum())
+    loss.backward()
     scaler.step(optimizer)
     scaler.update()
     assert w.tolist() == [[1.0, 1.0]] * WORKERS
