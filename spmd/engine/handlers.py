@@ -282,6 +282,13 @@ def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
     return False
 
 
+@_handles(aten._pin_memory.default)
+def _pin(tensor: Tensor, device: Any = None) -> Tensor:
+    raise RuntimeError(
+        "a tensor on spmd:0 cannot be pinned: leave out pin_memory, which is for tensors on the CPU"
+    )
+
+
 @_handles(aten.scaled_dot_product_attention.default)
 def _attention(
     query: Tensor,

@@ -446,3 +446,9 @@ def test_collectives_of_others_are_refused() -> None:
             dist.all_reduce(there(1.0))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("both")
+def test_pinning_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="leave out pin_memory"):
+        there(1.0).pin_memory()
