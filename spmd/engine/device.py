@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from spmd.engine import autocast
+from spmd.engine.backward_errors import DeviceGuard, raise_what_was_taken
 from spmd.engine.current import DEVICE, NAME
 from spmd.engine.device_module import DeviceModule
 from spmd.engine.dispatch import dispatch, is_composite
@@ -39,7 +40,8 @@ def set_up() -> torch.device:
     global _library
     if _library is not None:
         return DEVICE
-    _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
+    _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule(), device_guard=DeviceGuard())
+    raise_what_was_taken()
     dispatch_with(dispatch)
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, operator in operators_that_make_from_nothing():
@@ -48,14 +50,15 @@ def set_up() -> torch.device:
         _library.impl(name, _kernel_of_out(operator), "AutogradPrivateUse1")
     _library.impl("_pin_memory", lambda tensor, device=None: tensor, "CPU")  # workers take from any memory
     _library.impl("_copy_from", HANDLERS[aten._copy_from.default], "PrivateUse1")
-    # what it is composed of is chosen above autograd, and for devices of others always the same
-    attention = aten.scaled_dot_product_attention.default
-    _library.impl("scaled_dot_product_attention", HANDLERS[attention], "AutogradPrivateUse1")
+    # what they are composed of is chosen above autograd, and for devices of others always the same
+    composed = (aten.scaled_dot_product_attention.default, aten.ctc_loss.Tensor)
+    for operator in composed:
+        _library.impl(operator, HANDLERS[operator], "AutogradPrivateUse1")
     autocast.install(_library)
     _let_optimizers_take_lists()
     let_lazy_modules_be_made_there()
-    kernels = (_kernel(attention), _kernel_of_out(aten.kron.out))
-    _keep_compilers_out((*kernels, HANDLERS[aten._copy_from.default], HANDLERS[attention]))
+    kernels = (_kernel(aten.empty.memory_format), _kernel_of_out(aten.kron.out))
+    _keep_compilers_out((*kernels, *(HANDLERS[each] for each in (aten._copy_from.default, *composed))))
     return DEVICE
 
 

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from spmd.engine import operators
 from spmd.engine.aliases import Alias, read, refuse_repeated, steps_of_view, write
 from spmd.engine.current import engine
+from spmd.engine.errors import SpmdError
 from spmd.engine.handlers import HANDLERS, resize
 from spmd.engine.logical_tensor import LogicalTensor, alias_of, fetched, show_instead, uploaded, wrap
 from spmd.engine.metas import Spec, infer
@@ -57,6 +58,11 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 
 def _first_seen(operator: Any) -> Operation:
     """How an operator is recorded, settled when it is first met."""
+    if operator.namespace == "c10d":
+        raise SpmdError(
+            "collectives of torch.distributed take no tensors on spmd:0, those of all workers: leave "
+            "them out, as DistributedDataParallel, and say with spmd.mark_sharding how tensors are sharded"
+        )
     operation = Operation.of(operator)
     operation.handler = operators.decompose(operator) or HANDLERS.get(operator)
     if operation.handler is None and is_composite(operation.name):

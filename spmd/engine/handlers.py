@@ -270,9 +270,23 @@ def _pack(padded: LogicalTensor, lengths: Tensor, batch_first: bool) -> Any:
     return composed(torch._C.DispatchKey.CompositeExplicitAutograd, padded, lengths, batch_first)
 
 
+@_handles(aten.ctc_loss.Tensor)
+def _ctc(scores: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """As PyTorch composes it of others; targets and lengths may be on the CPU, as for other devices."""
+    there = [each.to(scores.device) for each in args[:3]]
+    return aten.ctc_loss.Tensor.decompose(scores, *there, *args[3:], **kwargs)
+
+
 @_handles(aten.is_pinned.default)
 def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
     return False
+
+
+@_handles(aten._pin_memory.default)
+def _pin(tensor: Tensor, device: Any = None) -> Tensor:
+    raise RuntimeError(
+        "a tensor on spmd:0 cannot be pinned: leave out pin_memory, which is for tensors on the CPU"
+    )
 
 
 @_handles(aten.scaled_dot_product_attention.default)

@@ -425,6 +425,16 @@ def hooks_and_functions(device: torch.device) -> Any:
 
 
 @case
+def ctc_with_targets_and_lengths_on_the_cpu(device: torch.device) -> Any:
+    scores = torch.linspace(-1, 1, 60, device=device).reshape(5, 3, 4).requires_grad_()
+    targets = torch.tensor([[1, 2], [3, 1], [2, 0]])
+    lengths = torch.tensor([5, 4, 5]), torch.tensor([2, 2, 1])
+    loss = functional.ctc_loss(scores.log_softmax(-1), targets, *lengths)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss, scores.grad
+
+
+@case
 def scaled_gradients(device: torch.device) -> Any:
     model = nn.Linear(3, 2)
     nn.init.ones_(model.weight)

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from spmd.engine.layouts import is_shard
 from spmd.engine.program import REPLICATED, Layout, Meta
+from spmd.engine.redistribution import all_reduce
 from spmd.engine.rules.local import Local, Site, local_rule
 from spmd.engine.rules.placing import Call
 from spmd.engine.rules.reductions import reduce_norms
@@ -122,6 +123,29 @@ def _foreach_norm(site: Site) -> Local | None:
         return found
 
     return Local(norms, site.args, site.kwargs)
+
+
+@local_rule("_amp_foreach_non_finite_check_and_unscale")
+def _unscale(site: Site) -> Local | None:
+    """What is infinite on one worker is so for all: their scale stays one."""
+    along = {
+        (meta.layout.mesh, axis): None
+        for meta in site.call.args[0]
+        if meta.layout.mesh is not None
+        for axis, placement in enumerate(meta.layout.placements)
+        if not placement.is_replicate()
+    }
+    groups = [site.meshes(mesh).get_group(axis) for mesh, axis in along]
+    if not groups:
+        return None
+
+    def unscale(*args: Any, **kwargs: Any) -> tuple[list[Tensor], Tensor]:
+        unscaled, found = site.call.op(*args, **kwargs)
+        for group in groups:
+            all_reduce(found, "max", group)
+        return unscaled, found
+
+    return Local(unscale, site.args, site.kwargs)
 
 
 @local_rule(*_FUSED, *(f"{name}.tensor_lr" for name in _FUSED))

@@ -584,3 +584,20 @@ def test_modules_are_distributed_by_a_function() -> None:
     assert module[0].weight.sharding_spec == "{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}"
     x = torch.randn(4, 8)
     torch.testing.assert_close(module(on_device(x)).detach().cpu(), 2 * alone(x).detach())
+
+
+@driven
+def test_an_infinite_gradient_of_one_worker_halves_the_scale_of_all() -> None:
+    w = nn.Parameter(on_device(torch.ones(WORKERS, 2)))
+    spmd.mark_sharding(w, fsdp_mesh(), ("fsdp", None))
+    optimizer, scaler = torch.optim.SGD([w], 0.5), torch.amp.GradScaler("spmd", init_scale=8.0)
+    factors = torch.ones(WORKERS, 2)
+    factors[1] = float("inf")
+    cut = spmd.mark_sharding(on_device(factors), fsdp_mesh(), ("fsdp", None))
+    loss: Any = scaler.scale((w * cut).sum())
+    loss.backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert w.tolist() == [[1.0, 1.0]] * WORKERS
+    scale: Any = scaler.scale(on_device(torch.ones(())))
+    assert [each.data.item() for each in scale.local_shards] == [4.0] * WORKERS

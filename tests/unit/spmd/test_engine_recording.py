@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -27,7 +28,7 @@ from spmd.engine.api import (
     uploaded_with,
     value_layout,
 )
-from spmd.engine.errors import NotInSpmdModeError, OperationError
+from spmd.engine.errors import NotInSpmdModeError, OperationError, SpmdError
 from spmd.engine.messages import Answer, Failure, Step
 from spmd.engine.metas import Spec, infer
 from spmd.engine.parts import cut, holders, put_together
@@ -434,3 +435,20 @@ def test_wrong_arguments_are_told_of_by_the_error_alone() -> None:
     finally:
         log.removeHandler(handler)
     assert not said
+
+
+@pytest.mark.usefixtures("both")
+def test_collectives_of_others_are_refused() -> None:
+    store: Any = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(SpmdError, match="say with spmd"):
+            dist.all_reduce(there(1.0))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("both")
+def test_pinning_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="leave out pin_memory"):
+        there(1.0).pin_memory()
