@@ -183,7 +183,8 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         for key, t in self.sharded_state_dict.items():
             saved = self.metadata.state_dict_metadata.get(key)
             if not isinstance(saved, TensorStorageMetadata):
-                raise RuntimeError(f"Missing key in checkpoint state_dict: {key}.")
+                fault = "Missing key in" if saved is None else "Not a tensor in"
+                raise RuntimeError(f"{fault} checkpoint state_dict: {key}.")
             if saved.size != t.shape:
                 raise ValueError(f"Size mismatch between saved {saved.size} and current: {t.shape} for {key}")
             items += [
@@ -254,14 +255,16 @@ def _is_cut(value: Any) -> bool:
 
 
 def _distinct(sharding: OpSharding, shape: Sequence[int]) -> list[tuple[int, ChunkStorageMetadata]]:
-    """The parts of a tensor, each with the first worker that has it. Empty ones are left out."""
+    """The parts of a tensor, each with the first worker that has it. Empty ones are left out, but for one of
+    a tensor that has no elements: without any, its key would not be saved.
+    """
     found: list[tuple[int, ChunkStorageMetadata]] = []
     if not sharding.tiles:
         return [(0, ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape)))]
     for worker in range(len(sharding.devices)):
         indices = sharding.indices(shape, worker)
         sizes = torch.Size(each.stop - each.start for each in indices)
-        if sharding.replica_id(worker) == 0 and sizes.numel():
+        if sharding.replica_id(worker) == 0 and (sizes.numel() or (0 in shape and not found)):
             found.append((worker, ChunkStorageMetadata(torch.Size(each.start for each in indices), sizes)))
     return found
 
