@@ -159,6 +159,14 @@ def test_a_snapshot_has_shards_only_of_what_is_cut() -> None:
 
 
 @driven
+def test_a_snapshot_has_each_shard_once() -> None:
+    mesh = spmd.Mesh(range(WORKERS), (2, WORKERS // 2))
+    t = spmd.mark_sharding(torch.randn(8, 3).to(spmd.device()), mesh, (1, None))
+    copied = sharded_cpu_state_dict({"t": t})["t"]
+    assert sum(part.numel() for part in copied.parts.values()) == t.numel()
+
+
+@driven
 def test_shards_arrive_together_when_all_is_read() -> None:
     model = sharded()
     alone = TwoLayers()
