@@ -101,6 +101,8 @@ def part(workers: int, folder: str, options: argparse.Namespace) -> Iterator[tup
     for step, loss in trained(model, optimizer, text, range(first, options.steps), mesh):
         yield step, loss
         manager.save_async(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        if manager.reached_preemption(step):  # after SIGTERM this step was saved
+            break
     manager.join()
 
 

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from spmd.checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, sharded_cpu_state_dict
+from spmd.engine.current import is_running
 from spmd.engine.start import sync
 
 __all__ = ["CheckpointManager"]
@@ -132,7 +133,8 @@ class CheckpointManager:
             return False
         terminated = self._terminated.is_set()
         self.join()
-        sync()
+        if is_running():
+            sync()
         self._save(step, dict(state_dict))
         self._has_saved_since = terminated
         return True
@@ -177,7 +179,7 @@ class CheckpointManager:
             target = name + _COMING if is_there else name
             for each in {*self._halves, target}:
                 self._remove(each)
-            self._halves.clear()
+            self._halves = [target]
             self._meet()
             with _alone(), _naming(f"{self.base_path}{target}"):
                 save(
@@ -195,8 +197,9 @@ class CheckpointManager:
                 metadata = f"{self._root}/{target}/{_METADATA}"
                 with _naming(metadata), self._files.open(metadata, "w") as file:
                     json.dump({"step": saved.step, "time": saved.time}, file)
-                if is_there:
-                    self._replace(name)
+            self._halves.clear()
+            if is_there and self._is_first():
+                self._replace(name)
             self._known = [*(each for each in self._known if each.step != step), saved]
             while 0 < self.max_to_keep < len(self._known):
                 oldest, *self._known = self._known
@@ -206,16 +209,17 @@ class CheckpointManager:
         """Put a step that has been saved again in the place of the one before."""
         folder = f"{self._root}/{name}"
         self._remove(name + _GOING)
-        self._files.mv(folder, folder + _GOING, recursive=True)
+        if self._files.exists(folder):  # the user may have removed it
+            self._files.mv(folder, folder + _GOING, recursive=True)
         self._files.mv(folder + _COMING, folder, recursive=True)
         self._remove(name + _GOING)
 
     def _remove(self, name: str) -> None:
         folder = f"{self._root}/{name}"
         if self._is_first() and self._files.exists(folder):
-            metadata = f"{folder}/{_METADATA}"
-            if self._files.exists(metadata):
-                self._files.rm(metadata)  # from here on it does not count
+            for each in (_METADATA, ".metadata"):  # without ours it does not count, without both it is a half
+                if self._files.exists(f"{folder}/{each}"):
+                    self._files.rm(f"{folder}/{each}")
             self._files.rm(folder, recursive=True)
 
     def _meet(self) -> None:
@@ -320,10 +324,17 @@ def _naming(folder: str) -> Iterator[None]:
         yield
     except (OSError, CheckpointException) as error:
         causes = [error] if isinstance(error, OSError) else [cause for cause, _ in error.failures.values()]
-        found = next((each for each in causes if isinstance(each, OSError)), None)
+        found = next((each for each in map(_system_error, causes) if each is not None), None)
         if found is None or found.filename is not None:
             raise
         raise OSError(found.errno, found.strerror, folder) from error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The error of the file system behind an error: PyTorch's writer of archives raises its own over it."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 A tensor that is cut is saved and loaded shard by shard: each distinct shard once, with its place in the whole
 tensor, so another mesh, or another number of workers, or a program without any, can load it. The driver has
-the shards of a tensor in memory while it passes them on, and not those of all tensors: what is loaded goes to
-the workers as soon as it is complete.
+one shard in memory while it is written, and the shards of one tensor until all are read, and then go to the
+workers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import io
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -45,16 +44,15 @@ from torch.utils import _pytree as pytree
 from spmd.engine import api as engine
 from spmd.sharding.marks import op_sharding
 from spmd.sharding.op_sharding import OpSharding
-from spmd.sharding.sharded_tensor import Shard
 
 __all__ = ["CpuShards", "SPMDLoadPlanner", "SPMDSavePlanner", "sharded_cpu_state_dict"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CpuShards:
-    """A snapshot of a tensor that is cut: its shards, and its whole shape."""
+    """A snapshot of a tensor that is cut: its distinct parts, by the first worker that has each."""
 
-    shards: Sequence[Shard]
+    parts: Mapping[int, Tensor]
     global_shape: torch.Size
     sharding: OpSharding
 
@@ -66,7 +64,10 @@ def sharded_cpu_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(t, Tensor):
             return copy.deepcopy(t)
         if _is_cut(t):
-            return CpuShards(t.local_shards, t.shape, op_sharding(t))  # type: ignore[attr-defined]
+            sharding = op_sharding(t)
+            holders = [worker for worker, _ in _distinct(sharding, t.shape)]
+            parts = engine.local_parts(t, holders)
+            return CpuShards(dict(zip(holders, parts, strict=True)), t.shape, sharding)
         return t.detach().cpu().clone() if not engine.is_logical(t) else t.detach().cpu()
 
     copied: dict[str, Any] = pytree.tree_map(snapshot, dict(state_dict))
@@ -90,10 +91,7 @@ class SPMDSavePlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._shards: dict[str, Sequence[Shard]] = {}
-        self._left: dict[str, int] = {}
         self._holders: dict[tuple[str, Any], int] = {}  # an index does not stay what it was planned with
-        self._lock = threading.Lock()  # writers may have several threads
 
     def set_up_planner(
         self,
@@ -119,7 +117,6 @@ class SPMDSavePlanner(DefaultSavePlanner):
         items = list(plan.items)
         for key, value in self.sharded_state_dict.items():
             found = _write_items(key, value)
-            self._left[key] = len(found)
             self._holders |= {(key, item.index.offset): item.index.index or 0 for item in found}
             items += found
         self.plan = dataclasses.replace(plan, items=items)
@@ -130,14 +127,8 @@ class SPMDSavePlanner(DefaultSavePlanner):
         if cut is None:
             found = super().lookup_object(index)
             return found.detach().cpu() if isinstance(found, Tensor) else found
-        with self._lock:
-            if index.fqn not in self._shards:
-                self._shards[index.fqn] = cut.shards if isinstance(cut, CpuShards) else cut.local_shards
-            data = self._shards[index.fqn][self._holders[index.fqn, index.offset]].unpadded_data
-            self._left[index.fqn] -= 1
-            if not self._left[index.fqn]:
-                del self._shards[index.fqn]
-        return data
+        holder = self._holders[index.fqn, index.offset]
+        return cut.parts[holder] if isinstance(cut, CpuShards) else engine.local_parts(cut, [holder])[0]
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  PyTorch's name
         if write_item.type is not WriteItemType.BYTE_IO:
@@ -183,7 +174,8 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         for key, t in self.sharded_state_dict.items():
             saved = self.metadata.state_dict_metadata.get(key)
             if not isinstance(saved, TensorStorageMetadata):
-                raise RuntimeError(f"Missing key in checkpoint state_dict: {key}.")
+                fault = "Missing key in" if saved is None else "Not a tensor in"
+                raise RuntimeError(f"{fault} checkpoint state_dict: {key}.")
             if saved.size != t.shape:
                 raise ValueError(f"Size mismatch between saved {saved.size} and current: {t.shape} for {key}")
             items += [
@@ -254,14 +246,16 @@ def _is_cut(value: Any) -> bool:
 
 
 def _distinct(sharding: OpSharding, shape: Sequence[int]) -> list[tuple[int, ChunkStorageMetadata]]:
-    """The parts of a tensor, each with the first worker that has it. Empty ones are left out."""
+    """The parts of a tensor, each with the first worker that has it. Empty ones are left out, but for one of
+    a tensor that has no elements: without any, its key would not be saved.
+    """
     found: list[tuple[int, ChunkStorageMetadata]] = []
     if not sharding.tiles:
         return [(0, ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape)))]
     for worker in range(len(sharding.devices)):
         indices = sharding.indices(shape, worker)
         sizes = torch.Size(each.stop - each.start for each in indices)
-        if sharding.replica_id(worker) == 0 and sizes.numel():
+        if sharding.replica_id(worker) == 0 and (sizes.numel() or (0 in shape and not found)):
             found.append((worker, ChunkStorageMetadata(torch.Size(each.start for each in indices), sizes)))
     return found
 
@@ -269,7 +263,7 @@ def _distinct(sharding: OpSharding, shape: Sequence[int]) -> list[tuple[int, Chu
 def _write_items(key: str, cut: Tensor | CpuShards) -> list[WriteItem]:
     if isinstance(cut, CpuShards):
         shape, sharding = cut.global_shape, cut.sharding
-        properties = TensorProperties(dtype=cut.shards[0].data.dtype)
+        properties = TensorProperties(dtype=next(iter(cut.parts.values())).dtype)
     else:
         shape, sharding = cut.shape, op_sharding(cut)
         properties = TensorProperties(dtype=cut.dtype)

@@ -88,8 +88,8 @@ def redistributed(tensor: Tensor, layout: Layout) -> Tensor:
         return wrap(Alias(value, alias.spec.laid_out(layout)))
 
 
-def local_parts(tensor: Tensor) -> list[Tensor]:
-    """Each worker's local tensor, by worker; waits for them.
+def local_parts(tensor: Tensor, workers: Sequence[int] | None = None) -> list[Tensor]:
+    """Each worker's local tensor, or those of some workers, in their order; waits for them.
 
     Uneven shards have the lengths that workers have: nothing is padded. Of a ``Partial`` tensor these are the
     addends.
@@ -101,8 +101,9 @@ def local_parts(tensor: Tensor) -> list[Tensor]:
     current = engine()
     with current.recorder.lock:
         value = read(current.recorder, alias_of(tensor))
-        parts = current.fetch_parts(value, range(current.workers))
-    return [parts[worker] for worker in range(current.workers)]
+        workers = range(current.workers) if workers is None else workers
+        parts = current.fetch_parts(value, workers)
+    return [parts[worker] for worker in workers]
 
 
 def load_local_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:

@@ -197,9 +197,10 @@ class LinkedProgram:
             return local
 
         step = Step(index, redistribute, (source,), {}, results, single=True, moves=tuple(moves))
-        if all(each.kind in ("slice", "part") for each, _ in moves):  # the others give memory of their own
+        kinds = {each.kind for each, _ in moves}
+        if kinds <= {"part"}:  # the others give memory of their own
             step.shared = tuple((result, source.index) for result in results if result is not None)
-            step.alone = True
+        step.alone = kinds <= {"slice", "part"}
         return step
 
     def _operation(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:

@@ -23,7 +23,7 @@ class Step:
         program: a number; None: nothing is run.
         definition: of a program that comes for the first time.
         run: the ids of its inputs, and its scalars, as ``Repetition`` packs them.
-        freed: ids of values that nobody needs after this step; inputs that the program uses up are not named.
+        freed: ids of values that nobody needs, nor this step; inputs that the program uses up are not named.
         wanted: ids of values that the answer is to bring.
     """
 

@@ -249,7 +249,8 @@ def _exchange(local: Tensor, step: Move, group: Any) -> Tensor:
 
 
 def _slice(local: Tensor, step: Move, group: Any = None) -> Tensor:
-    return _shards(local, step)[step.place].contiguous()
+    """In memory of its own: a view would keep the whole for as long as the shard lives."""
+    return _shards(local, step)[step.place].clone(memory_format=torch.contiguous_format)
 
 
 def _shards(local: Tensor, step: Move) -> list[Tensor]:

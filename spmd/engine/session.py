@@ -206,9 +206,12 @@ class Session:
             gone: ids that the program uses up.
             workers: those of which something is wanted.
         """
-        freed = []
-        while self._freed:
+        freed, used = [], set(under_way.inputs)
+        for _ in range(len(self._freed)):
             number = self._freed.popleft()
+            if number in used and number not in gone:
+                self._freed.append(number)  # since it was taken as an input: free it in the next step
+                continue
             del self._remotes[number]
             if number not in gone:
                 freed.append(number)
@@ -235,7 +238,7 @@ class Session:
     # ---- waiting for workers
 
     def sync(self) -> None:
-        """Run what is recorded, and wait until all workers have done it.
+        """Run what is recorded, and wait until all workers have done it, and freed what nobody has any more.
 
         Raises:
             OperationError: an operation has failed.
@@ -243,6 +246,8 @@ class Session:
         """
         self.recorder.flush()
         with self.recorder.lock:
+            if self._freed and self._broken is None:
+                self._send(_UnderWay([]), self._ids)
             self._wait()
 
     def _wait(self) -> None:

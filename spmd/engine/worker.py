@@ -45,15 +45,15 @@ class WorkerEngine:
         self._ended: Failure | None = None
 
     def run(self, step: Step) -> Answer:
-        """Do one step."""
+        """Do one step. What the user has dropped goes first, so that it does not lie beside what is made."""
+        for number in step.freed:
+            self.values.pop(number, None)
         for offset, part in enumerate(step.uploads):
             self.values[step.base + offset] = part
         if step.definition is not None and step.program is not None:
             self._programs[step.program] = _Known(step.definition)
         failures = () if step.program is None else self._run_program(step, self._programs[step.program])
         values = tuple([self.values[number] for number in step.wanted])
-        for number in step.freed:
-            self.values.pop(number, None)
         if any(each is _LOST for each in values):
             values = ()
         return Answer(values, failures)

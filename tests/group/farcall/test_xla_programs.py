@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-pytestmark = [pytest.mark.processes, pytest.mark.nightly]
+_TIME_LIMIT = 300.0
+"""Each program starts five processes that import PyTorch, which takes minutes on a loaded machine."""
+
+pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(_TIME_LIMIT + 20)]
 
 VISION = '''
 import itertools
@@ -368,7 +371,7 @@ def run(tmp_path: Path, program: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=_TIME_LIMIT,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -155,6 +159,14 @@ def test_a_snapshot_has_shards_only_of_what_is_cut() -> None:
 
 
 @driven
+def test_a_snapshot_has_each_shard_once() -> None:
+    mesh = spmd.Mesh(range(WORKERS), (2, WORKERS // 2))
+    t = spmd.mark_sharding(torch.randn(8, 3).to(spmd.device()), mesh, (1, None))
+    copied = sharded_cpu_state_dict({"t": t})["t"]
+    assert sum(part.numel() for part in copied.parts.values()) == t.numel()
+
+
+@driven
 def test_shards_arrive_together_when_all_is_read() -> None:
     model = sharded()
     alone = TwoLayers()
@@ -192,8 +204,36 @@ def test_what_does_not_fit_is_refused() -> None:
         t = spmd.mark_sharding(torch.ones(4, 4).to(spmd.device()), spmd.get_1d_mesh(), (0, None))
         with pytest.raises(CheckpointException, match="Size mismatch"):
             load({"weight": t}, path, SPMDLoadPlanner())
-        with pytest.raises(CheckpointException, match="Missing key"):
+        with pytest.raises(CheckpointException, match=r"Missing key.*: other"):
             load({"other": t}, path, SPMDLoadPlanner())
+        save({"weight": "none"}, path, None)
+        with pytest.raises(CheckpointException, match=r"Not a tensor.*: weight"):
+            load({"weight": t}, path, SPMDLoadPlanner())
+
+
+@driven
+def test_a_tensor_without_elements_is_saved_and_loaded() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        for spec in ((0, None), (None, 0)):
+            t = spmd.mark_sharding(torch.ones(0, 8).to(spmd.device()), spmd.get_1d_mesh(), spec)
+            save({"t": t}, path, SPMDSavePlanner())
+            load({"t": t}, path, SPMDLoadPlanner())
+            load({"t": torch.ones(0, 8)}, path, None)
+
+
+@driven
+def test_dropout_goes_on_where_the_devices_generator_was() -> None:
+    def dropped() -> Tensor:
+        return nn.functional.dropout(torch.ones(8, 8).to(spmd.device())).cpu()
+
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        manager.save(0, {"rng": torch.spmd.get_rng_state()})  # type: ignore[attr-defined]
+        before = dropped()
+        state = {"rng": torch.spmd.get_rng_state()}  # type: ignore[attr-defined]
+        manager.restore(0, state)
+        torch.spmd.set_rng_state(state["rng"])  # type: ignore[attr-defined]
+        assert dropped().equal(before)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
@@ -368,6 +408,73 @@ def test_a_step_that_fails_to_be_saved_again_is_still_what_it_was() -> None:
         manager.restore(5, state)
         assert state["x"].item() == 2
         assert os.listdir(path) == ["5"]
+
+
+@driven
+def test_what_a_failed_save_has_left_half_written_goes_with_the_next() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        with pytest.raises(CheckpointException):
+            manager.save(1, {"function": lambda: 0})
+        assert os.listdir(path) == ["1"]
+        manager.save(2, {"x": 0})
+        assert os.listdir(path) == ["2"]
+
+
+@driven
+def test_an_error_of_the_disk_in_the_middle_of_a_tensor_names_the_folder() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+        try:
+            with pytest.raises(OSError, match=r"File too large.*1'") as caught:
+                manager.save(1, {"x": torch.ones(100_000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, f"{path}/1")
+
+
+@driven
+def test_a_step_that_the_user_has_removed_can_be_saved_again() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        manager.save(5, {"x": 1})
+        shutil.rmtree(Path(path) / "5")
+        manager.save(5, {"x": 2})
+        state = {"x": 0}
+        manager.restore(5, state)
+        assert state == {"x": 2}
+
+
+def test_what_is_left_of_a_removal_that_was_ended_goes_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = LocalFileSystem.rm
+
+    def ended(files: LocalFileSystem, path: str, recursive: bool = False, **options: Any) -> None:
+        if recursive:
+            raise KeyboardInterrupt
+        remove(files, path, **options)
+
+    manager = CheckpointManager(tmp_path, 1, max_to_keep=1, chkpt_on_preemption=False)
+    manager.save(1, {"x": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFileSystem, "rm", ended)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(2, {"x": 2})
+    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
+    assert manager.all_steps() == [2]
+    manager.save(3, {"x": 3})
+    assert sorted(os.listdir(tmp_path)) == ["2", "3"]
+
+
+def test_a_program_without_the_mode_saves_and_restores(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
+    manager.save(1, {"x": torch.ones(2)})
+    state = {"x": torch.zeros(2)}
+    manager.restore(1, state)
+    assert state["x"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("left", ["5.going", "5.coming"])

@@ -137,6 +137,19 @@ def test_outputs_have_memory_of_their_own() -> None:
     assert 0 not in results[4].stride()
 
 
+@pytest.mark.parametrize("operator", [REDISTRIBUTE, "aten::uniform"])
+def test_a_shard_of_rows_does_not_keep_the_whole(operator: str) -> None:
+    cut = Layout(LINE, (Shard(0),))
+    whole, shard = Meta((6, 3), (3, 1), torch.float32), Meta((6, 3), (3, 1), torch.float32, cut)
+    args, given = ((Ref(0), cut), whole) if operator == REDISTRIBUTE else ((Ref(0),), shard)
+    program = Program((given,), (Instruction(operator, args, (), (shard,)),), (1,))
+    world = World()
+    linked = LinkedProgram(program, 0, lambda key: world.mesh(key, 0))
+    (part,) = linked.run([torch.rand(3 if given is shard else 6, 3)], ())
+    assert part.shape == (3, 3)
+    assert part.untyped_storage().nbytes() == part.nbytes
+
+
 def test_optimizers_on_lists_write_over_their_state() -> None:
     recorder = Recorder()
     weights = [recorder.input(torch.randn(3)), recorder.input(torch.randn(2, 2))]

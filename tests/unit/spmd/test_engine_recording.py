@@ -129,6 +129,41 @@ def test_workers_free_what_the_user_has_freed(both: tuple[Session, InlinePort]) 
     assert not port.engine.values.keys() - {max(port.engine.values, default=0)}
 
 
+def test_what_was_freed_goes_at_a_sync_with_nothing_else_to_do(both: tuple[Session, InlinePort]) -> None:
+    session, port = both
+    x = there(1, 2) + 1
+    session.sync()
+    del x
+    session.sync()
+    assert not port.engine.values
+    session.sync()
+    assert len(port.steps) == 2
+
+
+def test_what_was_freed_goes_before_more_is_made(both: tuple[Session, InlinePort]) -> None:
+    events = []
+
+    class Noted(dict[int, Tensor]):
+        def pop(self, number: int, *default: Any) -> Any:
+            events.append("gone")
+            return super().pop(number, *default)
+
+        def __setitem__(self, number: int, value: Tensor) -> None:
+            events.append("made")
+            super().__setitem__(number, value)
+
+    session, port = both
+    x = there(1, 2)
+    gradient = x * 2
+    session.sync()
+    port.engine.values = Noted(port.engine.values)
+    del gradient
+    gradient = x * 3
+    session.sync()
+    assert events == ["gone", "made"]
+    assert gradient.tolist() == [3, 6]
+
+
 def test_the_default_dtype_is_that_of_the_driver(both: tuple[Session, InlinePort]) -> None:
     before = torch.zeros(1, device=current.DEVICE)
     torch.set_default_dtype(torch.float64)
