@@ -273,13 +273,18 @@ class Connections:
 
     def _judge(self, greeting: Greeting, hello: Hello) -> None:
         assert self._view is not None
-        known = self._view.find(hello.member.incarnation)
-        if known is None and hello.group == self.group and not self._view.static:
-            self._replace(hello.member)
-        recent = self.loop.time() - greeting.began < _LEAVER_SECONDS
-        if recent and not self._view.static and self._view.rivals(hello.member):
-            self.loop.call_later(_LEAVER_PAUSE, self._judge_again, greeting, hello)
-            return
+        newcomer = hello.member
+        known, gone = self._view.find(newcomer.incarnation), self._view.gone_reason(newcomer.incarnation)
+        if known is None and gone is None and hello.group == self.group and not self._view.static:
+            rivals = self._replace(newcomer)
+            if rivals and self.loop.time() - greeting.began < _LEAVER_SECONDS:
+                self.loop.call_later(_LEAVER_PAUSE, self._judge_again, greeting, hello)
+                return
+            if rivals:
+                for rival in rivals:
+                    rival.claimed_by = newcomer.incarnation
+                greeting.connection.close("who has its name or id is connected: it has to come again")
+                return
         peer = self._events.peer_for(known) if known else None
         is_lost = peer is not None and peer.connected and _has_lost_it(hello, peer)
         refusal = judge(
@@ -310,17 +315,24 @@ class Connections:
         peer.process = greeting.connection.process
         self._establish(greeting, peer, (number, hello.session[1]))
 
-    def _replace(self, newcomer: Member) -> None:
-        """A newcomer is let into a dynamic group under a name or id only when who had it has ended: that one,
-        if there is no connection to it, is not about to have another.
+    def _replace(self, newcomer: Member) -> list[Peer]:
+        """A newcomer is let into a dynamic group under a name or id only when who had it has ended, or was
+        taken out: that one is lost, unless there is a connection to it, which is about to end. It does not
+        if its host has died. But it may be the newcomer's that has, whose hello came late, so that one has to
+        come again.
+
+        Returns those that keep the newcomer waiting.
         """
         assert self._view is not None
-        for rival in self._view.rivals(newcomer):
-            peer = self._events.peer_for(rival)
-            if not (peer.connected or peer.is_self):
+        rivals = [self._events.peer_for(each) for each in self._view.rivals(newcomer)]
+        if any(peer.is_self for peer in rivals):
+            return []
+        for peer in rivals:
+            if not peer.connected or peer.claimed_by == newcomer.incarnation:
                 self.lose(
                     peer, f"it has ended, as worker '{newcomer.name}' (id {newcomer.id}) has come since"
                 )
+        return [peer for peer in rivals if peer.lost is None]
 
     def _judge_again(self, greeting: Greeting, hello: Hello) -> None:
         if greeting in self._greetings:

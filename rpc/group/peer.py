@@ -105,6 +105,8 @@ class Peer:
         """Whether it is gone because it left, or its process has ended."""
         self.gave_up = False
         """Whether it is gone because it has lost this worker, and said so."""
+        self.claimed_by: int | None = None
+        """The incarnation that came under its name or id while it was connected."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._waiting: list[tuple[list[Any], int]] = []
         self._waiting_bytes = 0

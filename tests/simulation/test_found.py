@@ -87,6 +87,19 @@ def test_a_worker_that_has_returned_is_let_in_where_its_end_is_just_being_notice
         life.end()
 
 
+def test_a_worker_whose_host_has_died_may_return_elsewhere_before_its_silence_is_noticed() -> None:
+    life = Life(replace(QUIET, static=False))
+    with life.begun() as (here, there):
+        there.loop.paused_until = life.clock.now + 1.0
+        connect(life, here, there)
+        life.clock.run(0.1)
+        here.end()
+        life.network.kill(here.place, host=True)
+        life.clock.run(0.1)
+        life.join(here.member.id)
+        life.end()
+
+
 def test_an_object_that_is_given_up_while_it_is_made_leaves_nothing() -> None:
     def make(truth: Truth, here: Worker) -> None:
         for _ in range(20):
