@@ -63,6 +63,9 @@ class RRefCarrier:
             member = Member.from_wire(descriptor[3])
             if member.incarnation != descriptor[0]:
                 raise ProtocolError("a reference is described as one worker's and another's")
+            gone = agent.view.gone_reason(member.incarnation)
+            if gone is not None:
+                return self._references.gone_owner(member, gone)
             agent.view.join(member)
             owner = agent.peer_for(member)
         if owner is None:

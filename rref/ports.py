@@ -60,6 +60,9 @@ class Group(_Common, Protocol):
     def peer_for(self) -> Callable[[Member], Peer]: ...
 
     @property
+    def gone_peer(self) -> Callable[[Member, str], Peer]: ...
+
+    @property
     def peer_by_incarnation(self) -> Callable[[int], Peer | None]: ...
 
     @property

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError
 from rpc.group.peer import Peer
+from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
@@ -203,6 +204,13 @@ class References:
         self.steps.do(self._protocol.adopt, descriptor, source.incarnation)
         self._watch_late()
         return ref
+
+    def gone_owner(self, member: Member, reason: str) -> Peer:
+        """Whom a reference names that is gone and not known here: references to its objects have failed."""
+        self.steps.do(
+            self._protocol.peer_lost, member.incarnation, f"worker '{member.name}' is gone: {reason}"
+        )
+        return self.agent.gone_peer(member, reason)
 
     def release(self, ref: Ref) -> None:
         """The last Python object of a reference is gone. Safe in finalizers."""

@@ -133,7 +133,7 @@ class Agent:
         self.postponed, self.something_ended = self.activity.postponed, self.activity.ended
 
         self.peers = PeerTable(self._make_peer, self._connect, hooks.joined, self.events, self.on_loop)
-        self.peer, self.peer_for = self.peers.find, self.peers.ensure
+        self.peer, self.peer_for, self.gone_peer = self.peers.find, self.peers.ensure, self.peers.gone
         self.peer_by_incarnation = self.peers.by_incarnation
         self.connections = Connections(
             self.loop,

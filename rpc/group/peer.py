@@ -387,6 +387,13 @@ class PeerTable:
                 self._events.tell(self._events.peer_joined, PeerJoined(member.name, member.id))
         return peer
 
+    def gone(self, member: Member, reason: str) -> Peer:
+        """The peer of a member that is gone and was never met, or is forgotten. It stays out of the table."""
+        peer = self._make(member)
+        peer.step(Event.LOSE)
+        peer.gone(reason)
+        return peer
+
     def leave(self, peer: Peer, reason: str) -> None:
         """A worker is gone for good."""
         self.view.leave(peer.incarnation, reason)

@@ -100,6 +100,34 @@ def test_a_worker_whose_host_has_died_may_return_elsewhere_before_its_silence_is
         life.end()
 
 
+def test_a_reference_to_what_a_worker_had_that_is_known_to_be_gone_and_was_never_met_has_failed() -> None:
+    life = Life(replace(QUIET, static=False))
+    with life.begun() as (here, there):
+        connect(life, here, there)
+        life.clock.run(1.0)
+        made = life.truth.new_object(there.incarnation, here)
+        here.loop.call_soon(
+            lambda: life.truth.hold(here, made.tag, rpc.remote(there.name, Thing, (made.tag,)))
+        )
+        life.clock.run(1.0)
+        there.end()
+        life.network.kill(there.place, host=True)
+        life.join()
+        newcomer = life.truth.living[-1]
+        life.clock.run(1.0)
+        newcomer.agent.view.leave(there.incarnation, "another worker found it gone")
+
+        def call_with_the_reference() -> None:
+            begun = life.truth.begin("serve", here, newcomer.incarnation, 0.0)
+            ((_, ref),) = life.truth.held[here]
+            life.truth.follow(
+                begun, rpc.rpc_async(newcomer.name, serve, (begun.number, 1, [made.tag], [ref]))
+            )
+
+        here.loop.call_soon(call_with_the_reference)
+        life.end()
+
+
 def test_an_object_that_is_given_up_while_it_is_made_leaves_nothing() -> None:
     def make(truth: Truth, here: Worker) -> None:
         for _ in range(20):
