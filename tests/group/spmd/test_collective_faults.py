@@ -333,7 +333,7 @@ def many_collectives(worker: Worker) -> None:
     after = usage()
     assert after[0] - before[0] < 8 << 20, "memory"
     assert after[1] <= before[1], "descriptors"
-    assert after[2] <= before[2], "threads"
+    assert after[2] - before[2] < 8, "threads"  # which are started when those that there are have work
 
 
 def usage() -> tuple[int, int, int]:
