@@ -158,9 +158,8 @@ def _check_copy(tensor: Any, name: str) -> None:
     """
     if tensor.layout is not torch.strided:
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    size = tensor.itemsize * math.prod(
-        max(1, length) for length in tensor.shape
-    )  # empty lists take some, too
+    lengths = (max(1, length) for length in tensor.shape)  # empty lists take some, too
+    size = tensor.itemsize * math.prod(lengths)
     if size > max(tensor.untyped_storage().nbytes(), _SMALL_BYTES):
         raise SerializationError(
             f"the method '{name}' of a tensor of shape {tuple(tensor.shape)}, whose elements lie on each "

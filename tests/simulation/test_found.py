@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 import rpc
 from tests.simulation.life import Life, Plan
 from tests.simulation.programs import Thing, introduce, serve
@@ -74,27 +76,16 @@ def test_a_hello_that_comes_late_ends_no_later_connection() -> None:
         life.end()
 
 
-def test_a_worker_that_has_returned_is_let_in_where_its_end_is_just_being_noticed() -> None:
+@pytest.mark.parametrize("host", [False, True])
+def test_a_worker_that_has_returned_is_let_in_where_its_end_is_not_noticed_yet(host: bool) -> None:
+    """If its host has died, too, the connection to it does not end."""
     life = Life(replace(QUIET, static=False))
     with life.begun() as (here, there):
         there.loop.paused_until = life.clock.now + 1.0
         connect(life, here, there)
         life.clock.run(0.1)
         here.end()
-        life.network.kill(here.place, host=False)
-        life.clock.run(0.1)
-        life.join(here.member.id)
-        life.end()
-
-
-def test_a_worker_whose_host_has_died_may_return_elsewhere_before_its_silence_is_noticed() -> None:
-    life = Life(replace(QUIET, static=False))
-    with life.begun() as (here, there):
-        there.loop.paused_until = life.clock.now + 1.0
-        connect(life, here, there)
-        life.clock.run(0.1)
-        here.end()
-        life.network.kill(here.place, host=True)
+        life.network.kill(here.place, host=host)
         life.clock.run(0.1)
         life.join(here.member.id)
         life.end()
