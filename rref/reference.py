@@ -15,7 +15,7 @@ from rpc.errors import RRefError, SerializationError, with_article
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 from rpc.runtime.current import check_not_forked, current_agent
-from rpc.runtime.interrupts import protected
+from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
 from rref.protocol.messages import Ref, RRefId, State
@@ -183,6 +183,7 @@ class RRef(Generic[T]):
         return self._references.value(self._rref)
 
     def _check_open(self, doing: str) -> References:
+        ensure_deferred()
         shell = self._references
         if shell.released or shell.agent.closed:
             check_not_forked()

@@ -20,7 +20,7 @@ from rpc.agent.tape import note
 from rpc.errors import WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
-from rpc.runtime.interrupts import protected
+from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.serialization.payload import Payload
 from rpc.serialization.tracked import stand_ins
 from rpc.transport.base import INFINITE, QueueFull
@@ -97,6 +97,7 @@ class Caller:
 
         That a worker is gone is the call's outcome.
         """
+        ensure_deferred()
         call = self._begin(peer, payload, timeout, what, "async")
         call.coalesced = coalesce
         self.transmit(call, kind, payload)

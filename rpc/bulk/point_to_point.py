@@ -34,7 +34,7 @@ from rpc.bulk.matching import SEQUENCES, Inbound, Outbound
 from rpc.bulk.transfer import Transfer, as_bytes
 from rpc.errors import ForkedProcessError, NotInitializedError, ProtocolError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
-from rpc.runtime.interrupts import protected
+from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.transport.base import SMALL_BYTES
@@ -153,6 +153,7 @@ class Bulk:
             SerializationError: the message is larger than that worker accepts.
             WorkerLostError: it is gone.
         """
+        ensure_deferred()
         views = as_bytes(buffers)
         stream = self._stream(peer, tag)
         transfer = Transfer(peer, stream.outgoing, views, partial(self._withdraw, stream))
@@ -177,6 +178,7 @@ class Bulk:
         Raises:
             WorkerLostError: that worker is gone, and no message of its is left.
         """
+        ensure_deferred()
         targets = None if into is None else as_bytes(into)
         if targets is not None and any(each.readonly for each in targets):
             raise TypeError("a buffer to receive into is read-only")

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Final
 
 from rpc.errors import BlockingCallError
-from rpc.runtime.interrupts import interruptible
+from rpc.runtime.interrupts import ensure_deferred, interruptible
 
 INFINITE: Final = float("inf")
 _SLICE_SECONDS: Final = 0.5
@@ -28,7 +28,8 @@ this_thread: Final = _ThisThread()
 
 
 def check_may_block() -> None:
-    """Raise ``BlockingCallError`` on a thread that must not block."""
+    """Raise ``BlockingCallError`` on a thread that must not block. Each blocking wait begins with this."""
+    ensure_deferred()
     if this_thread.must_not_block is not None:
         raise BlockingCallError(this_thread.must_not_block)
 

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from rpc.errors import AlreadyInitializedError, ForkedProcessError, NotInitializedError
+from rpc.runtime.interrupts import ensure_deferred
 
 _agent: Any = None
 _forked_from: int | None = None
@@ -20,6 +21,7 @@ def current_agent() -> Any:
         NotInitializedError: there is none.
         ForkedProcessError: there is none because this process was forked from one that has it.
     """
+    ensure_deferred()
     agent = _agent
     if agent is None:
         check_not_forked()

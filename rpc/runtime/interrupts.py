@@ -8,13 +8,17 @@ innermost marked function decides. Below a protected one the signal is sent agai
 comes where it may raise; all that have come meanwhile count as one. A mark is a constant in the function's
 code, so it costs nothing until a signal comes. (Source of the idea: Trio, ``_core/_ki.py``.)
 
-This stands in for Python's default handler only: not for one that a program has installed, nor where the
-agent is started on another thread than the main one.
+Our handler wraps the one that it finds, Python's or the program's, and runs it outside protected sections. A
+program may install another one at any time: ipykernel installs Python's before each cell. So whatever begins
+work on the main thread calls ``ensure_deferred`` first, which wraps the new one. A signal that is ignored is
+left alone, and so is one that asyncio only forwards to a callback of its loop.
 """
 
 from __future__ import annotations
 
 import _thread
+import asyncio.unix_events
+import inspect
 import signal
 import threading
 import time
@@ -23,11 +27,28 @@ from types import FrameType
 from typing import Any, Final, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
+Handler = Callable[[int, FrameType | None], Any]
+
+_FORWARDS: Final = getattr(asyncio.unix_events, "_sighandler_noop", None)
+"""The handler that asyncio installs for ``loop.add_signal_handler``. Sent again, a signal would reach the
+callback twice.
+"""
 
 _RETRY_SECONDS: Final = 0.001
 
+_SIGINT: Final = int(signal.SIGINT)
+
+_handler_of: Final[Callable[[int], Any]] = inspect.unwrap(signal.getsignal)
+"""Returns a signal's handler as the interpreter has it, without ``enum``: in 50 ns, and not in 5 µs."""
+
 _is_deferred = False
 """Whether a signal is to be sent again. Signals belong to the process, and so does this."""
+
+_agents = 0
+"""Number of agents that need protection."""
+
+_installed: _Deferring | None = None
+"""The handler of ours that was installed last."""
 
 
 class _Mark:
@@ -64,34 +85,63 @@ def _marked(function: F, mark: _Mark) -> F:
     return function
 
 
-def defer_interrupts() -> bool:
-    """Install the handler; returns whether it is ours that is to be ``restore``d."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return False
-    signal.signal(signal.SIGINT, _interrupted)
-    return True
+def defer_interrupts() -> None:
+    """Protect from now on, until ``restore_interrupts`` was called as often. The handler is installed now, or
+    when the main thread next calls ``ensure_deferred``.
+    """
+    global _agents
+    _agents += 1
+    ensure_deferred()
 
 
 def restore_interrupts() -> None:
-    """Put Python's handler back, if ours is installed. Only the main thread can; on others it stays."""
-    if (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is _interrupted
-    ):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Undo one ``defer_interrupts``. The last one puts the wrapped handler back, if it is called on the main
+    thread; on other threads ours stays.
+    """
+    global _agents
+    _agents -= 1
+    found = _handler_of(_SIGINT)
+    if not _agents and type(found) is _Deferring and _is_main_thread():
+        signal.signal(_SIGINT, found.handler)
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    """The handler. It runs on the main thread, between two instructions of ``frame``."""
-    global _is_deferred
-    _is_deferred = False  # what was, has come with this one
-    if _is_protected(frame):
-        _is_deferred = True
-        _thread.start_new_thread(_send_again, ())  # a ``Thread`` takes locks, which this thread may hold
-        return
-    signal.default_int_handler(number, frame)
+def ensure_deferred() -> None:
+    """Install the handler again if the program has replaced it. From any thread; the main one installs it."""
+    if _handler_of(_SIGINT) is not _installed and _agents:
+        _install()
+
+
+def _install() -> None:
+    global _installed
+    found = _handler_of(_SIGINT)
+    if type(found) is _Deferring:
+        _installed = found
+    elif callable(found) and found is not _FORWARDS and _is_main_thread():
+        _installed = _Deferring(found)
+        signal.signal(_SIGINT, _installed)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+class _Deferring:
+    """A handler of SIGINT that runs another one, outside protected sections."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Runs on the main thread, between two instructions of ``frame``."""
+        global _is_deferred
+        _is_deferred = False  # what was, has come with this one
+        if _is_protected(frame):
+            _is_deferred = True
+            _thread.start_new_thread(_send_again, ())  # a ``Thread`` takes locks, which this thread may hold
+            return
+        self.handler(number, frame)
 
 
 def _is_protected(frame: FrameType | None) -> bool:

@@ -45,11 +45,13 @@ class ProcessTuning:
 
     switch_interval: float | None  # in seconds; None leaves the interpreter's alone. A shorter one stays
     kept_memory_bytes: int  # how much freed memory to keep; 0 leaves the allocator alone
+    _applied: bool = False
     _interval_before: float | None = None
     _libc: ctypes.CDLL | None = None
 
     def apply(self) -> None:
         """Put the settings into effect, until ``restore``."""
+        self._applied = True
         defer_interrupts()
         if self.switch_interval is not None:
             self._interval_before = sys.getswitchinterval()
@@ -64,7 +66,9 @@ class ProcessTuning:
 
     def restore(self, *, give_back: bool = True) -> None:
         """Undo ``apply``, and return to the kernel what lies free, unless that is a parent's memory."""
-        restore_interrupts()
+        if self._applied:
+            self._applied = False
+            restore_interrupts()
         if self._interval_before is not None:
             sys.setswitchinterval(self._interval_before)
         libc, self._libc = self._libc, None

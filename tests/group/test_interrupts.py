@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import threading
 import time
@@ -62,6 +63,33 @@ def test_ctrl_c_interrupts_every_wait_and_calls_go_on() -> None:
     for rank in (0, 1):
         rpc.rpc_sync(rank, open_gate)
     assert works()
+
+
+@protected
+def press_and_go_on(done: list[str]) -> None:
+    press()
+    done.append("all of it")
+
+
+@in_worker0()
+def test_the_next_use_restores_protection_when_the_program_has_replaced_the_handler() -> None:
+    """Jupyter installs Python's own handler before each cell."""
+    rref: rpc.RRef[list[int]] = rpc.remote("worker1", list)
+    uses: dict[str, Callable[[], Any]] = {
+        "rpc_sync": lambda: rpc.rpc_sync("worker1", int),
+        "rpc_async": lambda: rpc.rpc_async("worker1", int),
+        "remote": lambda: rpc.remote("worker1", list),
+        "to_here": rref.to_here,
+        "proxy": lambda: rref.rpc_async().append(1),
+    }
+    for name, use in uses.items():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        use()
+        done: list[str] = []
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            press_and_go_on(done)
+            threading.Event().wait(20)
+        assert done, name
 
 
 def test_ctrl_c_interrupts_a_followers_barrier(run_workers: RunWorkers) -> None:

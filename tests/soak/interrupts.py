@@ -20,7 +20,6 @@ import functools
 import gc
 import os
 import random
-import signal
 import sys
 import tempfile
 import threading
@@ -39,7 +38,7 @@ import dist_autograd
 import rpc
 from rpc.errors import NotInitializedError, RpcError
 from rpc.runtime.current import current_agent
-from rpc.runtime.interrupts import _interrupted, interruptible, protected
+from rpc.runtime.interrupts import defer_interrupts, interruptible, protected, restore_interrupts
 from tests.support.fork_server import ForkServer
 from tests.support.interrupting import press
 from tests.support.orders import follow_orders
@@ -267,14 +266,13 @@ def leave_until(over: threading.Event) -> None:
 
 def leave_in_storm(worker: Worker, storm: Storm) -> tuple[int, list[str]]:
     """Join, work, shut down in a storm; then start again alone, and leave nothing behind."""
-    # The agent's handler, but as another object, so that it stays when the agent ends before the storm does.
-    signal.signal(signal.SIGINT, functools.partial(_interrupted))
+    defer_interrupts()  # until the storm is over, which may be after the agent has ended
     worker.join()
     work(worker.name, "calls")
     worker.report("ready")
     worker.wait_for("storm")
     felt = outlast(storm, leave_until) if storm.all_workers or worker.rank == 0 else leave()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    restore_interrupts()
     assert not rpc.is_initialized()
     options = rpc.AgentOptions(init_method=f"file://{worker.folder}/alone{storm.seed}-{worker.rank}")
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)

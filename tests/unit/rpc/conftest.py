@@ -13,7 +13,7 @@ import pytest
 from rpc.group.handshake import Authenticator
 from rpc.runtime import loop as loop_module
 from rpc.runtime.executor import Executor
-from rpc.runtime.interrupts import defer_interrupts
+from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
 from rpc.runtime.loop import LoopThread
 from rpc.transport.base import Transport
 from tests.support.answering import Owner
@@ -116,6 +116,7 @@ def ctrl_c() -> Iterator[CtrlC]:
 def deferred() -> Iterator[None]:
     """Ctrl-C is deferred as while an agent runs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert defer_interrupts()
+    defer_interrupts()
     yield
+    restore_interrupts()
     signal.signal(signal.SIGINT, before)
