@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
@@ -23,13 +22,12 @@ import torch
 
 from rpc.agent.agent import Agent
 from rpc.device_maps import check_device_maps
-from rpc.errors import GroupMismatchError, RpcTimeoutError, WorkerLostError
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
-from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
+from rpc.lifecycle.neighbours import AgentNeighbours, introduce, noop
 from rpc.lifecycle.worker_watch import watch
-from rpc.options import UNSET_TIMEOUT, AgentOptions, parse_listen
+from rpc.options import AgentOptions, parse_listen
 from rpc.rendezvous.address import as_others_reach_it, host_identity, is_loopback, listen_address
 from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
@@ -124,7 +122,7 @@ def _start(
         )
         for extension in (*_OURS, *entry_points(group=EXTENSIONS)):
             extension.load()(agent)
-        agent.serializer.allow_function(_noop)
+        agent.serializer.allow_function(noop)
         group: Group
         keeper: Keeper | None = None
         timeout, job = options.rendezvous_timeout, job_key(os.environ)
@@ -154,8 +152,9 @@ def _start(
             ", ".join(agent.addresses),
         )
         if keeper is not None:
-            _introduce(agent, group.others)
+            introduce(agent, group.others)
             keeper.start()
+            keeper.wait_until_member()
     except BaseException:
         clear_current_agent(agent)
         agent.close("it could not join its group")
@@ -165,88 +164,11 @@ def _start(
 
 def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:
     """Has later joiners find this worker, and takes care of the store."""
-
-    def roster() -> list[Member]:
-        return agent.view.present()  # which is there once the agent has joined
-
-    def given_up(incarnation: int) -> bool:
-        return agent.view.gone_reason(incarnation) is not None
-
-    def worker_gone(peer: Peer, _: str) -> None:
-        keeper.worker_gone(Loss(peer.incarnation, not peer.has_ended, peer.gave_up))
-
-    keeper = Keeper(
-        joined,
-        timeout,
-        roster,
-        lambda found: _meet(agent, found),
-        lambda reason: _lose_all(agent, reason),
-        given_up,
-    )
-    agent.on_gone(worker_gone)
+    keeper = Keeper(joined, timeout, AgentNeighbours(agent))
+    agent.on_gone(lambda peer, _: keeper.worker_gone(Loss(peer.incarnation, left=peer.has_left)))
     agent.on_close(keeper.leave)
     agent.on_forked(keeper.abandon_after_fork)
     return keeper
-
-
-def _lose_all(agent: Agent, reason: str) -> None:
-    """This worker is in its group no more."""
-
-    def lose() -> None:
-        agent.connections.stop_listening()
-        for peer in agent.peers.all():
-            if not peer.is_self:
-                agent.connections.lose(peer, reason)
-
-    try:
-        agent.on_loop(lose)
-    except RuntimeError:
-        if not agent.closed:
-            raise
-
-
-def _meet(agent: Agent, members: Sequence[Member]) -> None:
-    """Connect to those members found in a dynamic group's log that this worker does not know."""
-
-    def admit() -> list[Member]:
-        found = []
-        for member in members:
-            try:
-                if agent.view.join(member):
-                    agent.peers.ensure(member)
-                    found.append(member)
-            except WorkerLostError:
-                pass  # it is still in the log
-            except GroupMismatchError as error:
-                logger.warning("worker '%s' cannot be let in: %s", member.name, error)
-        return found
-
-    try:
-        _introduce(agent, agent.on_loop(admit))
-    except RuntimeError:
-        if not agent.closed:
-            raise
-
-
-def _introduce(agent: Agent, members: Sequence[Member]) -> None:
-    """Connect to members of a dynamic group, so that they know this worker; who is gone is left out."""
-    calls = []
-    for member in members:
-        try:
-            calls.append(agent.caller.call(member.name, _noop, (), {}, UNSET_TIMEOUT))
-        except WorkerLostError as error:
-            logger.info("left out of the group: %s", error)
-    for call in calls:
-        try:
-            call.result()
-        except WorkerLostError as error:
-            logger.info("left out of the group: %s", error)
-        except RpcTimeoutError as error:
-            logger.warning("a worker does not answer: %s", error)
-
-
-def _noop() -> None:
-    """What is called to make a connection."""
 
 
 def _why_the_process_ends() -> str:

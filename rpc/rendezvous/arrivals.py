@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import msgpack
 
@@ -45,7 +46,8 @@ class Pace:
     latecomer: float = 2.0  # between looks at who has taken one's place
     farewell: float = 10.0  # for the others to read their verdict
     unwritten: float = 1.0  # for an earlier joiner of a dynamic group to write its arrival
-    undecided: float = 5.0  # for an earlier joiner to become a member
+    undecided: float = 5.0  # for an earlier joiner to be announced
+    answer: float = 7.0  # for a worker of a dynamic group to answer in the log: members look every 2 s
 
 
 DEFAULT_PACE = Pace()
@@ -100,13 +102,16 @@ class Kind(enum.StrEnum):
     """What becomes of an arrival; with it goes a detail, given here in brackets."""
 
     COMPLETE = "complete"  # its static group is complete (the group's key)
-    MEMBER = "member"  # it is in a dynamic group (its id)
+    ANNOUNCED = "announced"  # it is known in a dynamic group, and has not met a member yet (the same)
+    MEMBER = "member"  # it is in a dynamic group (its id, and a question to it, if there is one)
     GONE = "gone"  # it left, died or never finished joining (nothing)
     MISMATCH = "mismatch"  # it cannot be in the group (the reason)
     TIMEOUT = "timeout"  # the others have not come (who)
     INTERRUPTED = "interrupted"  # rank 0 no longer waits (that it does not)
     FOREIGN = "foreign"  # who has decided has another token (that it has); never written
 
+
+_PRESENT: Final = frozenset({Kind.ANNOUNCED, Kind.MEMBER})
 
 _ERRORS: dict[Kind, type[RendezvousError]] = {
     Kind.MISMATCH: GroupMismatchError,
@@ -127,6 +132,25 @@ class Verdict:
         """Raise the error that this verdict is to its worker, if it is one."""
         if self.kind in _ERRORS:
             raise _ERRORS[self.kind](self.detail)
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the worker is a member of a dynamic group, or about to become one."""
+        return self.kind in _PRESENT
+
+    @property
+    def worker_id(self) -> int:
+        """The id of a worker of a dynamic group."""
+        return int(self.detail.partition(" ")[0])
+
+    @property
+    def question(self) -> str:
+        """What that worker is asked by those that have lost it; empty: nothing."""
+        return self.detail.partition(" ")[2]
+
+    def asking(self, question: str) -> Verdict:
+        """The same verdict with a question, or with none."""
+        return replace(self, detail=f"{self.worker_id} {question}" if question else str(self.worker_id))
 
     def pack(self) -> bytes:
         """As a record for the store."""
@@ -175,21 +199,26 @@ class Entry:
     foreign: Arrival | None = None  # what is there instead, sealed with another token
 
     @property
-    def is_member(self) -> bool:
+    def is_present(self) -> bool:
+        """Whether it is a member of a dynamic group, or about to become one."""
+        return self.verdict is not None and self.verdict.is_present
+
+    @property
+    def is_established(self) -> bool:
         """Whether it is a member of a dynamic group."""
         return self.verdict is not None and self.verdict.kind is Kind.MEMBER
 
     @property
     def settled(self) -> bool:
         """Whether it concerns nobody who comes later, now and for ever."""
-        return self.verdict is not None and self.verdict.kind not in (Kind.MEMBER, Kind.FOREIGN)
+        return self.verdict is not None and self.verdict.kind not in (*_PRESENT, Kind.FOREIGN)
 
     def member(self) -> Member | None:
-        """The member of a dynamic group, with its id."""
-        if self.arrival is None or self.verdict is None or not self.is_member:
+        """The worker of a dynamic group, with its id."""
+        if self.arrival is None or self.verdict is None or not self.is_present:
             return None
         member = self.arrival.member
-        return replace(member, info=WorkerInfo(member.name, int(self.verdict.detail)))
+        return replace(member, info=WorkerInfo(member.name, self.verdict.worker_id))
 
 
 @dataclass(frozen=True, slots=True)

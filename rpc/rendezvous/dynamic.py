@@ -4,10 +4,11 @@ All workers that meet at one place for one job are one group, so its key is the 
 found a second group beside it, whatever has become of the store. ``keeping`` has what members do for those
 who come later.
 
-A joiner appends its arrival to the log, reads what is before it, and then decides about itself: it becomes a
-member, unless a living member has its name or rank. Since each waits until all earlier arrivals are
-decided, of two that join at once the later knows the earlier, and it is the later that connects and
-announces itself. A member found dead under the joiner's name or rank is replaced.
+A joiner appends its arrival to the log, reads what is before it, and then decides about itself: it is
+announced, unless a living member has its name or rank. Since each waits until all earlier arrivals are
+decided, of two that join at once the later knows the earlier, and connects to it. It becomes a member when
+that has succeeded (``watching``), or at once if there is nobody. A member found dead under the joiner's name
+or rank is replaced.
 
 An arrival that stays undecided, because its process died or stopped on the way, is decided by whoever has to
 wait for it: it is gone. Should its process be only slow, it finds that out and appends itself again.
@@ -33,7 +34,9 @@ from rpc.rendezvous.arrivals import (
     foreign,
     mixed,
 )
-from rpc.rendezvous.store import Abandoned, Backoff, Log, SharedStore, Waiting
+from rpc.rendezvous.log import Log
+from rpc.rendezvous.parting import Part
+from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, Waiting
 
 _GONE = Verdict(Kind.GONE)
 
@@ -44,6 +47,7 @@ class DynamicGroup(Group):
 
     store: SharedStore  # under the job's prefix
     place: int  # this worker's in the log
+    established: frozenset[int]  # incarnations of those that were members then, and not just announced
 
 
 def join_dynamic(
@@ -55,8 +59,8 @@ def join_dynamic(
     tell: Probe = probe,
     pace: Pace = DEFAULT_PACE,
 ) -> DynamicGroup:
-    """Join a dynamic group, or found it; arguments as for ``join_static``. With id -1, ``me`` gets the
-    smallest free one.
+    """Be announced in a dynamic group, or found it; arguments as for ``join_static``. With id -1, ``me`` gets
+    the smallest free one.
 
     Raises:
         GroupMismatchError: a living member has this worker's name or rank, or a static group lives in this
@@ -88,22 +92,25 @@ class Joining:
         log = Log(self.store)
         place = log.append(self.arrival)
         try:
-            members = self._members_before(log, place)
+            entries = self._members_before(log, place)
         except (RendezvousError, Abandoned):
             log.decide(place, _GONE)
             raise
-        me, taken = self.arrival.member, {member.id for member in members}
+        me, members = self.arrival.member, [member for member, _ in entries]
+        taken = {member.id for member in members}
         own_id = me.id if me.id >= 0 else min(set(range(len(taken) + 1)) - taken)
-        given = log.decide(place, Verdict(Kind.MEMBER, str(own_id)))
+        kind = Kind.ANNOUNCED if members else Kind.MEMBER
+        given = log.decide(place, Verdict(kind, str(own_id)))
         if given == _GONE:
             return None
         given.raise_if_refused()
         log.trim()
         me = replace(me, info=WorkerInfo(me.name, own_id))
         group = tuple(sorted([*members, me], key=lambda member: member.id))
-        return DynamicGroup(me, group, f"{job}/dynamic", False, self.store, place)
+        established = frozenset(member.incarnation for member, is_member in entries if is_member)
+        return DynamicGroup(me, group, f"{job}/dynamic", False, self.store, place, established)
 
-    def come_back(self, log: Log, roster: Iterable[Member]) -> list[Member]:
+    def come_back(self, log: Log, roster: Iterable[Member], kind: Kind = Kind.MEMBER) -> list[Member]:
         """Have a log in which they are missing, after the store was lost, show members of the group, me among
         them. Returns all members in it; of any two members who do this, the later one finds the other.
 
@@ -115,7 +122,7 @@ class Joining:
             if member.incarnation not in known:
                 told = f"as '{self.arrival.member.name}' has told, {self.arrival.process}"
                 index = log.append(Arrival(0, member, 0, told))
-                log.decide(index, Verdict(Kind.MEMBER, str(member.id)))
+                log.decide(index, Verdict(kind, str(member.id)))
         return self._members(log)
 
     def _members(self, log: Log) -> list[Member]:
@@ -135,23 +142,26 @@ class Joining:
         if alive:
             raise GroupMismatchError(mixed("a static group", alive))
 
-    def _members_before(self, log: Log, place: int) -> list[Member]:
-        """The members that arrived before. A dead one in our place is removed; a living one raises."""
+    def _members_before(self, log: Log, place: int) -> list[tuple[Member, bool]]:
+        """The workers that arrived before, and whether they are members. A dead one that has our name or rank
+        is removed; a living one raises.
+        """
         me = self.arrival.member
-        members: dict[int, Member] = {}
-        for entry in log.before(place):
-            if entry.foreign is not None:
-                if self.tell(entry.foreign.member) is not False:
-                    raise GroupMismatchError(foreign(entry.foreign))
+        members: dict[int, tuple[Member, bool]] = {}
+        for arrived in log.before(place):
+            if arrived.foreign is not None:
+                if self.tell(arrived.foreign.member) is not False:
+                    raise GroupMismatchError(foreign(arrived.foreign))
                 continue
-            if entry.arrival is not None and entry.arrival.member.incarnation == me.incarnation:
-                log.remove(entry.index)  # an attempt of ours that the store was lost in
+            if arrived.arrival is not None and arrived.arrival.member.incarnation == me.incarnation:
+                log.remove(arrived.index)  # an attempt of ours that the store was lost in
                 continue
-            member = self._decided(log, entry).member()
+            entry = self._decided(log, arrived)
+            member = entry.member()
             if member is None:
                 continue
             if member.name == me.name or member.id == me.id:
-                if self.tell(member) is not False:
+                if self.tell(member) is not False or self._answers(log, entry, place):
                     what = f"name '{member.name}'" if member.name == me.name else f"rank {member.id}"
                     process = entry.arrival.process if entry.arrival else ""
                     raise GroupMismatchError(
@@ -161,9 +171,25 @@ class Joining:
                     )
                 log.remove(entry.index)
             else:
-                members[member.incarnation] = member
+                members[member.incarnation] = member, entry.is_established
         self._check_alone(log)
         return list(members.values())
+
+    def _answers(self, log: Log, entry: Entry, place: int) -> bool:
+        """Whether a worker whose address refuses connections answers in the log: on another host, a firewall
+        may have refused them.
+        """
+        member, verdict = entry.member(), entry.verdict
+        if member is None or verdict is None or member.host == self.arrival.member.host:
+            return False
+        asking = verdict.asking(Part(place, frozenset({self.arrival.member.incarnation})).question())
+        found = log.swap(entry.index, verdict, asking)
+        backoff, began = Backoff(self.waiting), time.monotonic()
+        while found is not None and found.question and time.monotonic() - began < self.pace.answer:
+            if not backoff.pause():
+                return True
+            found = log.verdict(entry.index)
+        return found is not None and found.is_present and not found.question
 
     def _decided(self, log: Log, entry: Entry) -> Entry:
         """Wait until an arrival has a verdict; give it one, if its process does not."""

@@ -42,7 +42,8 @@ from rpc.rendezvous.arrivals import (
     foreign,
     mixed,
 )
-from rpc.rendezvous.store import Abandoned, Backoff, Log, SharedStore, Waiting
+from rpc.rendezvous.log import Log
+from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, Waiting
 from rpc.runtime.notices import Notices
 
 logger = logging.getLogger(__name__)

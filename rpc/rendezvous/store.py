@@ -1,35 +1,27 @@
-"""A c10d store that can be lost and opened again, the log of arrivals in it, and waiting with a deadline.
+"""A c10d store that can be lost and opened again, and waiting with a deadline.
 
 *Threads.* A c10d store waits in C++: Ctrl-C does not reach it, and a server that is stopped or is no store at
 all holds it far beyond its timeout. So all that touches a store runs on a helper thread, while the caller
 waits for it in Python, where a signal or the deadline ends the wait. The helper notices at its next pause.
-
-*The log.* A counter gives an arrival its place, then a key holds the record, and another its verdict, which
-is set once and by compare-and-set. Places are never used again, so nothing that an earlier group or attempt
-has left behind can be taken for an answer.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import logging
 import os
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
-import msgpack
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rpc.errors import RendezvousError, RendezvousTimeoutError
-from rpc.group.authentication import ForeignRecordError, Seal
-from rpc.group.workers import Member
-from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Verdict
+from rpc.group.authentication import Seal
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +31,6 @@ _GRACE_SECONDS: Final = 2.0
 """How long past the deadline the helper may take to say what was missing."""
 
 _SLICE_SECONDS: Final = 0.2
-
-_MOST_ARRIVALS: Final = 1 << 16
-"""So many may have come since the log was trimmed: counters are anybody's, and each place is looked at."""
 
 _END_BYTES: Final = 256
 
@@ -354,161 +343,3 @@ def first_line(error: BaseException) -> str:
     """What an error of PyTorch's says, without the C++ stack below it."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-class Log:
-    """The log of arrivals of one job, and the static groups made of them. ``store`` is under its prefix."""
-
-    def __init__(self, store: SharedStore) -> None:
-        self._store = store
-        self._next = 1
-        self._unread: tuple[int, ...] = ()  # before ``_next``
-        self._passed_over = 0
-        with contextlib.suppress(ForeignRecordError):
-            unsettled = store.get("unsettled")
-            if unsettled is not None:
-                self._next, self._unread = _unpack_unsettled(unsettled)
-        self._open: dict[int, Entry] = {}
-
-    def append(self, arrival: Arrival) -> int:
-        """Add an arrival at the end; returns its place."""
-        index = self._store.add("arrivals", 1)
-        self._store.set(f"arrival/{index}", arrival.pack())
-        return index
-
-    def read(self) -> list[Entry]:
-        """All entries that are not settled, in order. Only new ones are asked for, and those whose arrival
-        was not written the last time.
-        """
-        end = self._store.counter("arrivals") + 1
-        unwritten = [entry.index for entry in self._open.values() if entry.arrival is None]
-        for index in (*unwritten, *self._unread, *self._new(end)):
-            self.entry(index)
-        self._unread, self._next = (), max(self._next, end)
-        return [self._open[index] for index in sorted(self._open)]
-
-    def before(self, place: int) -> Iterator[Entry]:
-        """As ``read``, up to a place; each entry as it is when its turn comes."""
-        for index in (*self._unread, *self._new(place)):
-            entry = self.entry(index)
-            if not entry.settled:
-                yield entry
-        self._unread, self._next = (), place
-
-    def _new(self, end: int) -> range:
-        """The places from where it was read to up to one, which is another's word."""
-        if end - self._next > _MOST_ARRIVALS:
-            came = f"{end - self._next} workers have come since it was last looked through"
-            raise RendezvousError(self._store.spoilt(came))
-        return range(self._next, end)
-
-    def entry(self, index: int) -> Entry:
-        """What there is at a place now."""
-        known = self._open.pop(index, None)
-        entry = Entry(index, known.arrival if known else None, self.verdict(index))
-        if entry.settled:
-            self._passed_over += 1
-            return entry
-        if entry.arrival is None:
-            try:
-                packed = self._store.get(f"arrival/{index}")
-                if packed is not None:
-                    entry = replace(entry, arrival=Arrival.unpack(index, packed))
-            except ForeignRecordError as error:
-                entry = replace(entry, foreign=Arrival.claimed(index, error.claimed))
-            except ValueError as error:
-                logger.warning("passing over an arrival, of another version of farcall? %s", error)
-                return replace(entry, verdict=self.decide(index, Verdict(Kind.GONE)))
-        self._open[index] = entry
-        return entry
-
-    def verdict(self, index: int) -> Verdict | None:
-        """What has been decided about an arrival."""
-        try:
-            packed = self._store.get(f"arrival/{index}/verdict")
-        except ForeignRecordError as error:
-            return Verdict.claimed(error.claimed)
-        return None if packed is None else Verdict.unpack(packed)
-
-    def is_out(self, index: int, incarnation: int) -> bool:
-        """Whether the member that arrived at a place was taken out, by one of the job's workers."""
-        try:
-            said = self._store.get(f"arrival/{index}/verdict")
-            packed = self._store.get(f"arrival/{index}")
-        except ForeignRecordError:
-            return False
-        if said is None or packed is None or Verdict.unpack(said).kind is not Kind.GONE:
-            return False
-        return Arrival.unpack(index, packed).member.incarnation == incarnation
-
-    def decide(self, index: int, verdict: Verdict) -> Verdict:
-        """Give an arrival its verdict; returns the one that it has, which may be another's decision."""
-        try:
-            found = Verdict.unpack(self._store.swap(f"arrival/{index}/verdict", b"", verdict.pack()))
-        except ForeignRecordError as error:
-            found = Verdict.claimed(error.claimed)
-        if found.kind is not Kind.MEMBER:
-            self._close(index)
-        return found
-
-    def may_take_out(self, me: int, other: int) -> bool:
-        """Of two members that have lost each other and live, whether ``me`` takes the other out: the first to
-        ask does, and never both.
-        """
-        one, two = sorted((me, other))
-        mine = b"%x" % me
-        try:
-            return self._store.swap(f"parted/{one:x}-{two:x}", b"", mine) == mine
-        except ForeignRecordError:
-            return False
-
-    def remove(self, index: int) -> None:
-        """The member of a dynamic group is gone."""
-        self._store.set(f"arrival/{index}/verdict", Verdict(Kind.GONE).pack())
-        self._close(index)
-
-    def _close(self, index: int) -> None:
-        if self._open.pop(index, None) is not None:
-            self._passed_over += 1
-
-    def places(self, incarnation: int) -> list[int]:
-        """Where a worker has arrived, of the entries read."""
-        return [
-            entry.index
-            for entry in self._open.values()
-            if entry.arrival is not None and entry.arrival.member.incarnation == incarnation
-        ]
-
-    def trim(self) -> None:
-        """Have later readers pass over the settled entries that this one has read. (Of two who trim at once
-        the last counts, which at worst costs readers time: what is settled stays settled.)
-        """
-        if self._passed_over and not self._unread:
-            self._passed_over = 0
-            self._store.set("unsettled", msgpack.packb([self._next, sorted(self._open)]))
-
-    def form(self, incarnation: int, members: tuple[Member, ...]) -> str:
-        """Publish a static group; returns the text that names it."""
-        key = f"{self._store.add('generation', 1)}-{incarnation:x}"
-        self._store.set(f"group/{key}", msgpack.packb([member.to_wire() for member in members]))
-        self._store.set("last", key.encode())
-        return key
-
-    def members(self, key: str) -> tuple[Member, ...]:
-        """The members of a static group, by rank."""
-        packed = self._store.get(f"group/{key}")
-        return tuple(map(Member.from_wire, msgpack.unpackb(packed))) if packed else ()
-
-    def last_group(self) -> tuple[Member, ...]:
-        """The members of the static group that was formed last; none if there was none of this token."""
-        try:
-            key = self._store.get("last")
-            return self.members(key.decode()) if key else ()
-        except ForeignRecordError:
-            return ()
-
-
-def _unpack_unsettled(packed: bytes) -> tuple[int, tuple[int, ...]]:
-    """From where on entries are to be read, and which before."""
-    following, unsettled = msgpack.unpackb(packed)
-    return int(following), tuple(map(int, unsettled))

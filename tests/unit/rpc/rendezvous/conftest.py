@@ -16,10 +16,20 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rpc.group.workers import Member, WorkerInfo
 from rpc.rendezvous.address import host_identity
+from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.store import SharedStore
 
-__all__ = ["Connect", "Listening", "StartWorker", "Workers", "errors", "in_thread", "results"]
+__all__ = [
+    "Acquaintances",
+    "Connect",
+    "Listening",
+    "StartWorker",
+    "Workers",
+    "errors",
+    "in_thread",
+    "results",
+]
 
 
 class Listening:
@@ -36,6 +46,36 @@ class Listening:
 
     def die(self) -> None:
         self._socket.close()
+
+
+class Acquaintances:
+    """``Neighbours`` of which a test says who is met, and who is lost."""
+
+    def __init__(self, group: Group) -> None:
+        self.present = {member.incarnation: member for member in group.members}
+        self.met = {group.me.incarnation}
+        self.gone: dict[int, str] = {}
+        self.out: list[str] = []
+
+    def roster(self) -> list[Member]:
+        return [self.present[each] for each in sorted(self.present)]
+
+    def has_met(self, incarnation: int) -> bool:
+        return incarnation in self.met
+
+    def gone_reason(self, incarnation: int) -> str | None:
+        return self.gone.get(incarnation)
+
+    def meet(self, members: Sequence[Member]) -> None:
+        self.met |= {member.incarnation for member in members}
+        self.present |= {member.incarnation: member for member in members}
+
+    def put_out(self, reason: str) -> None:
+        self.out.append(reason)
+
+    def lose(self, incarnation: int, reason: str = "no answer") -> None:
+        self.present.pop(incarnation, None)
+        self.gone[incarnation] = reason
 
 
 StartWorker = Callable[[str, int], Listening]

@@ -10,8 +10,9 @@ from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival, Group, Kind, Pace, Verdict
 from rpc.rendezvous.dynamic import join_dynamic
 from rpc.rendezvous.init_method import open_store
+from rpc.rendezvous.log import Log
 from rpc.rendezvous.static import join_static
-from rpc.rendezvous.store import Log, SharedStore
+from rpc.rendezvous.store import SharedStore
 from rpc.runtime import notices
 from tests.unit.rpc.rendezvous.conftest import Connect, StartWorker, Workers, errors, in_thread, results
 

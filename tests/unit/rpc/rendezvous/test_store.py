@@ -13,9 +13,9 @@ from rpc.errors import RendezvousTimeoutError
 from rpc.group.workers import Member, WorkerInfo
 from rpc.rendezvous.arrivals import Arrival, Kind, Verdict
 from rpc.rendezvous.init_method import open_store
+from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import (
     Abandoned,
-    Log,
     SharedStore,
     StoreLost,
     Waiting,
