@@ -18,6 +18,7 @@ __all__ = [
     "InvalidNameError",
     "InvalidOptionError",
     "MessageLostError",
+    "NoMemoryError",
     "NotInitializedError",
     "ProtocolError",
     "RRefError",
@@ -134,6 +135,12 @@ class MessageLostError(RpcError, ConnectionError):
     def __init__(self, message: str, worker: str = "") -> None:
         super().__init__(message)
         self.worker = worker
+
+
+class NoMemoryError(RpcError, MemoryError):
+    """There was no memory for a large message where it arrived: a call, which has not run, or an answer. Its
+    call ends; the connection is used further.
+    """
 
 
 class AutogradError(RpcError):

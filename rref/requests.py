@@ -74,8 +74,8 @@ def creation(frame: Frame, creator: Peer) -> tuple[RRefId, ForkId, Frame]:
     """
     kind, call_id, header, segments, codec = frame
     rref, fork = _numbers(segments)
-    call = Frame(kind, call_id, header, [memoryview(segments[0])[_NUMBERS.size :], *segments[1:]], codec)
-    return (creator, rref), (creator, fork), call
+    segments[0] = memoryview(segments[0])[_NUMBERS.size :]
+    return (creator, rref), (creator, fork), Frame(kind, call_id, header, segments, codec)
 
 
 def fetch(rref: RRefId) -> Payload:

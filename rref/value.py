@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import time
 import traceback
@@ -13,6 +12,7 @@ from typing import Any, Final, TypeVar
 from rpc.errors import RemoteError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
+from rpc.serialization.exception_state import twin
 from rpc.serialization.failures import text_of
 from rref.turns import Turns
 
@@ -107,7 +107,7 @@ class Value:
     def get(self) -> Any:
         """The object; raises the error of making it. Only once it ``is_ready``."""
         if self._error is not None:
-            raise _copy_of(self._error)
+            raise twin(self._error)  # frames that it passes may hold the reference, and are not kept with it
         return self._content
 
     def wait(self, timeout: float, what: str) -> Any:
@@ -154,19 +154,6 @@ def _took_back(entries: list[T], entry: T) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _copy_of(error: BaseException) -> BaseException:
-    """One to be raised: frames that it passes, which may hold the reference, shall not be kept with it."""
-    try:
-        copied = copy.copy(error)
-    except Exception:  # of the user's class, whose constructor takes something else
-        return error
-    if type(copied) is not type(error):
-        return error
-    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
-    copied.__suppress_context__ = error.__suppress_context__
-    return copied.with_traceback(error.__traceback__)
 
 
 def _let_go(error: BaseException) -> None:

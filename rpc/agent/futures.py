@@ -17,8 +17,6 @@ from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextvars import copy_context
-from copy import copy
-from struct import calcsize
 from time import monotonic
 from typing import Any, Final, NoReturn, TypeVar, cast
 
@@ -31,6 +29,7 @@ from rpc.runtime.blocking import INFINITE, check_may_block, wait_for, wait_for_e
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.tasks import Task
+from rpc.serialization.exception_state import twin
 from rpc.serialization.failures import text_of
 
 __all__ = [
@@ -50,7 +49,6 @@ S = TypeVar("S")
 F = TypeVar("F", bound="torch.futures.Future[Any]")
 
 _NO_DEVICES: Final[list[torch.device]] = []
-_POINTER_BYTES: Final = calcsize("P")
 # PyTorch's methods in Python only call these.
 _construct = torch._C.Future.__init__
 _is_done = torch._C.Future.done
@@ -356,26 +354,9 @@ def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | N
 
 def _raise_twin(error: Exception) -> NoReturn:
     """Raise an error like the one that a future has: by its traceback, what is raised refers to the frames of
-    who waits, and these mostly refer to the future, into which the garbage collector cannot look.
+    the waiting thread, and these mostly refer to the future, into which the garbage collector cannot look.
     """
-    raise _twin(error)
-
-
-def _twin(error: Exception) -> Exception:
-    kind = type(error)
-    weak = _POINTER_BYTES if kind.__weakrefoffset__ > 0 else 0
-    try:
-        if kind.__basicsize__ - weak == Exception.__basicsize__:  # it has its arguments and a dict, no more
-            twin = kind.__new__(kind, *error.args)
-            twin.__dict__.update(error.__dict__)
-        else:
-            twin = copy(error)
-        twin.args = error.args  # whatever its class makes of what it is given
-    except Exception:
-        return error
-    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
-    twin.__suppress_context__ = error.__suppress_context__
-    return twin.with_traceback(error.__traceback__)
+    raise twin(error)
 
 
 def _fail(

@@ -38,7 +38,7 @@ from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.transport.base import SMALL_BYTES
-from rpc.wire.chunking import Target
+from rpc.wire.chunking import Incomplete, Target
 from rpc.wire.frames import Frame, Kind, encode, encode_small
 
 __all__ = ["MAX_TAG", "RESERVED_TAGS", "Bulk"]
@@ -366,6 +366,9 @@ class Bulk:
     def received(self, peer: Peer, frame: Frame) -> Task | None:
         """A message has come. May return what is to be done on an executor thread: a long copy."""
         tag, sequence = divmod(frame.call_id, SEQUENCES)
+        if isinstance(frame.buffers, Incomplete):
+            self._lose(peer, frame.buffers.reason)  # whoever waits for this message must not wait longer
+            return None
         first, *rest = frame.buffers or [None]
         if first is None or frame.header or (rest and len(first) > 1):
             raise ProtocolError("a malformed bulk message")

@@ -1,12 +1,16 @@
 """How exceptions travel.
 
-The caller gets an exception of the same type, with the same arguments, attributes and notes; the callee's
-traceback, with those of its causes, is a note of it. Attributes that cannot be sent are left out, and a note
-says so. It gets a ``RemoteError`` instead, with the same text and the same note, if the exception cannot be
-rebuilt as itself: its class is missing here, or does not take the arguments that it leaves in ``args``. And
-always for what is no ``Exception`` (``SystemExit``, ``KeyboardInterrupt``, ``asyncio.CancelledError``), which
-is about the thread or task that raised it, and for ``torch.jit.Error``, since ``torch.distributed.rpc``
-raises a ``RuntimeError`` when TorchScript fails.
+The caller gets an exception of the same type, with the same text, arguments, attributes, notes and causes;
+the callee's traceback, with those of its causes, is a note of it. ``exception_state`` says how it is rebuilt.
+Attributes that cannot be sent are left out, arguments that cannot be sent are replaced by what prints in the
+same way, and notes say so. If an exception cannot be rebuilt from its state, because the class of an
+attribute is missing here, or methods of its own class fail that pickle calls, the caller gets one of the same
+class with the text as its argument.
+
+It gets a ``RemoteError`` with the same text and the same note if the class is missing here. And always for
+what is no ``Exception`` (``SystemExit``, ``KeyboardInterrupt``, ``asyncio.CancelledError``), which is about
+the thread or task that raised it, and for ``torch.jit.Error``, since ``torch.distributed.rpc`` raises a
+``RuntimeError`` when TorchScript fails.
 
 In safe mode only the type, the text and the traceback count: see ``safe``.
 
@@ -18,7 +22,9 @@ is too long, a header has the beginning and the end.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +33,9 @@ from typing import Any, Final
 import torch
 
 from rpc.errors import RemoteError, RpcError, SerializationError
+from rpc.serialization.exception_state import Partly, add_note, new_exception, restore
 from rpc.serialization.failures import cut, encodable, text_of, type_name
+from rpc.serialization.functions import MAIN_NAMES
 from rpc.serialization.payload import EXCEPTION, Payload, Source
 
 _MAX_TRACEBACK: Final = 256 << 10
@@ -48,10 +56,10 @@ def dump_exception(
     it in errors; without, the exception goes as its description alone.
     """
     header = [type_name(type(error)), text_of(error), _traceback(error), worker]
-    payload = Payload({}, [])
+    payload = None
     if dumps is not None and isinstance(error, Exception) and not isinstance(error, torch.jit.Error):
-        with contextlib.suppress(BaseException):  # what cannot be pickled is described by the header
-            payload = _dump(error, dumps)
+        payload = _dump(error, dumps)
+    payload = payload or Payload({}, [])  # the header describes what cannot be pickled
     payload.header[EXCEPTION] = header
     return payload
 
@@ -64,35 +72,11 @@ def shortened(header: dict[str, Any], reason: BaseException) -> dict[str, Any]:
     return header | {EXCEPTION: described}
 
 
-def _dump(error: Exception, dumps: Callable[[Any, object], Payload]) -> Payload:
-    try:
-        return dumps(error, None)
-    except Exception:
-        if not error.__dict__:
-            raise
-    return dumps(_Reduced(error, dumps), None)
-
-
-class _Reduced:
-    """An exception without those of its attributes that cannot be sent."""
-
-    def __init__(self, error: Exception, dumps: Callable[[Any, object], Payload]) -> None:
-        self.error = error
-        self.dumps = dumps
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        reduced: Any = self.error.__reduce__()
-        constructor, arguments, attributes = reduced
-        kept = {}
-        notes = list(attributes.get("__notes__", ()))
-        for name, value in attributes.items():
-            try:
-                self.dumps(value, f"attribute '{name}'")
-            except Exception as reason:
-                notes.append(f"attribute '{name}' is missing: {reason}")
-            else:
-                kept[name] = value
-        return constructor, arguments, kept | {"__notes__": notes}
+def _dump(error: Exception, dumps: Callable[[Any, object], Payload]) -> Payload | None:
+    for attempt in (error, Partly(error), Partly(error, bare=True)):
+        with contextlib.suppress(BaseException):  # what its own methods raise
+            return dumps(attempt, None)
+    return None
 
 
 def load_exception(
@@ -100,9 +84,12 @@ def load_exception(
     source: Source,
     load: Callable[[], Any] | None,
     make: Callable[[str, str], Exception] | None = None,
+    *,
+    by_name: bool = False,
 ) -> Exception:
     """See ``Serializer.load_exception``. ``load`` rebuilds the exception itself, if it has been sent;
-    ``make`` makes one of the name of a type and a text.
+    ``make`` makes one of the name of a type and a text. If it cannot be rebuilt, its class may be looked up
+    ``by_name``.
     """
     try:
         kind, text, remote_traceback, worker = map(str, header[EXCEPTION])
@@ -123,6 +110,7 @@ def load_exception(
             raise
         except BaseException as reason:
             why = _reason(reason)
+            error = _of_class(kind, text, why) if by_name else None
     if error is None:
         error = RemoteError(
             f"Original exception on remote side was {kind}, raised by worker '{worker}'"
@@ -131,12 +119,39 @@ def load_exception(
             kind,
             remote_traceback,
         )
-    try:
-        error.add_note(f"\nTraceback on worker '{worker}':\n\n{remote_traceback}")
-    except Exception:
-        # It has spoilt its own notes.
-        return RemoteError(f"{kind}, raised by worker '{worker}': {text}", kind, remote_traceback)
+    add_note(error, f"\nTraceback on worker '{worker}':\n\n{remote_traceback}")
     return error
+
+
+def _of_class(kind: str, text: str, why: str) -> Exception | None:
+    """An exception of the class of that name, with the text as its argument; None if no module that has been
+    imported has such a class, in which case no ``except`` clause of this process names it.
+    """
+    found = _imported(kind)
+    if not isinstance(found, type) or not issubclass(found, Exception):
+        return None
+    try:
+        error = new_exception(found)
+    except TypeError:
+        return None
+    restore(error, ((text,), {}, {}))
+    said = "" if text_of(error) == text else f" Its text was: {text}"
+    add_note(error, f"its arguments and attributes are missing: {why}{said}")
+    return error if isinstance(error, Exception) else None
+
+
+def _imported(name: str) -> Any:
+    """What an imported module holds under the name that ``type_name`` gives a class; None if nothing."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, -1, -1):
+        module = ".".join(parts[:count]) or "builtins"
+        found: Any = sys.modules.get("__main__" if module in MAIN_NAMES else module)
+        if found is not None:
+            with contextlib.suppress(AttributeError):
+                for part in parts[count:]:
+                    found = inspect.getattr_static(found, part)
+                return found
+    return None
 
 
 def _reason(error: BaseException) -> str:

@@ -9,12 +9,13 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rpc.errors import RpcError, SerializationError
+from rpc.errors import NoMemoryError, RpcError, SerializationError
 from rpc.serialization.codecs import Load
 from rpc.serialization.failures import unreadable
 from rpc.serialization.payload import TRACKED, Arrivals, Connect, Source
 from rpc.serialization.pickler import Read, load
 from rpc.serialization.tracked import rebuilt
+from rpc.wire.chunking import Incomplete
 
 __all__ = ["Reading", "load_tensors", "loader"]
 
@@ -54,6 +55,8 @@ def loader(build: Callable[[C, Any, Connect | None], R], what: str) -> Load[R]:
         if _inference():
             with torch.inference_mode(False):  # a received tensor is as it was sent, whoever reads it
                 return loads(self, header, buffers, arrivals, source, connect=connect)
+        if type(buffers) is Incomplete:
+            raise _without_memory(buffers, what.format(source.name))
         try:
             if arrivals is None and len(buffers) == 1:
                 return build(self, self.read(buffers[0]), connect)
@@ -66,6 +69,13 @@ def loader(build: Callable[[C, Any, Connect | None], R], what: str) -> Load[R]:
             raise unreadable(error, what.format(source.name)) from error
 
     return loads  # type: ignore[return-value]  # without ``self``, once it is a method
+
+
+def _without_memory(buffers: Incomplete, what: str) -> NoMemoryError:
+    return NoMemoryError(
+        f"{what} was dropped when it arrived: there was no memory for its {buffers.size:,} bytes "
+        f"({buffers.reason}). Send it in smaller parts, or give the receiving worker more memory"
+    )
 
 
 class _Loading(Protocol):

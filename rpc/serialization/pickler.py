@@ -25,6 +25,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from rpc.errors import SerializationError, with_article
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.serialization.carriers import Carrier, arrived, receiving
+from rpc.serialization.exception_state import Partly, reduce_exception, reduce_partly
 from rpc.serialization.functions import (
     reduce_importable,
     reduce_method,
@@ -81,6 +82,8 @@ _BUILT_IN: Final[dict[type, Reducer]] = _by_cloudpickle() | {
     torch.jit.ScriptModule: reduce_script_module,
     OpOverload: reduce_operator,
     OpOverloadPacket: reduce_operator,
+    BaseException: reduce_exception,
+    Partly: reduce_partly,
 }
 
 
@@ -111,6 +114,8 @@ class Departing:
     trial = False  # nothing will be sent: nothing departs
     tracked: Tracked = None  # where tensors that require grad go, if they do not stay in the message
     carried: dict[str, tuple[Carrier, list[Any]]] | None = None  # by kind: its carrier, and the descriptors
+    rebuilds_exceptions = False  # the receiver rebuilds exceptions from their state
+    sends_chains = False  # exceptions bring their causes and contexts
 
     @functools.cached_property
     def by_value(self) -> Any:
@@ -139,10 +144,33 @@ class Departing:
 class Pickler(Departing, pickle.Pickler):
     """Pickles one message. Made by ``dump``, which also sets the attributes."""
 
+    rebuilds_exceptions = True
+
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for every object that is no plain scalar or container."""
         reducer = self.reducers[type(obj)]
         return NotImplemented if reducer is None else reducer(obj, self)
+
+    def attempt(self, obj: Any) -> None:
+        """Pickle an object without sending it, or raise what prevents it."""
+        dump(obj, self.to, self.reducers, trial=True)
+
+    def apart(self, obj: Any) -> bytes:
+        """A pickle within this message's pickle. If it cannot be read, the rest of the message still can."""
+        stream = io.BytesIO()
+        pickler = _Apart(stream, PROTOCOL)
+        pickler.host, pickler.reducers, pickler.to, pickler.trial = self, self.reducers, self.to, self.trial
+        pickler.dump(obj)
+        return stream.getvalue()
+
+
+class _Apart(Pickler):
+    """Pickles a part of a message. What travels beside it travels with the message."""
+
+    host: Pickler
+
+    def carry(self, obj: Any, carrier: Carrier) -> tuple[Any, ...]:
+        return self.host.carry(obj, carrier)
 
 
 class _Sending(threading.local):
@@ -193,6 +221,7 @@ def dump(
     stream = io.BytesIO()
     pickler = pickler_to(stream)
     pickler.trial = trial
+    pickler.sends_chains = not trial
     pickler.tracked = tracked
     header: dict[str, Any] = {}
     outer, sending.pickler = sending.pickler, pickler

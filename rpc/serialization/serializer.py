@@ -156,7 +156,8 @@ class Serializer:
 
         if codec == NEUTRAL:
             return exceptions.load_exception(header, source, None, self._exceptions)
-        return exceptions.load_exception(header, source, load if buffers else None)
+        safe = self.allow is not None
+        return exceptions.load_exception(header, source, load if buffers else None, by_name=not safe)
 
     def without_exception(self, header: dict[str, Any], reason: BaseException) -> Payload:
         """What is sent in the place of a serialized exception that is too large to be sent: the caller gets a

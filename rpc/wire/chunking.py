@@ -14,6 +14,9 @@ the bytes of a chunk go: straight to where they stay. Each larger buffer gets me
 tensor can be made over it without keeping the rest of the message alive; or the message goes to a ``Target``,
 memory that somebody has ready for it.
 
+If there is no memory for a message, its chunks are dropped as they come, and it arrives ``Incomplete``: with
+its header, and without its buffers. So only what needs them fails, and the connection goes on.
+
 What a peer may promise is limited: ``MAX_OPEN`` messages at a time on each lane, of which no more is still to
 come than the largest message that is accepted, and what may be on its way on the lanes, if there are several.
 """
@@ -44,6 +47,8 @@ __all__ = [
     "WHOLE_BYTES",
     "ArrivingMessage",
     "ChunkedMessage",
+    "Incomplete",
+    "NoMemory",
     "Outgoing",
     "Reassembly",
     "Room",
@@ -73,6 +78,9 @@ MAX_BUFFERS: Final = 1 << 20
 
 _UNDER_WAY_BYTES: Final = 32 << 20
 """What queues and kernels may hold back on one of several lanes."""
+
+_KEPT_BYTES: Final = 4 << 10
+"""Number of bytes kept of an incomplete message's first buffer, which begins with ids in some kinds."""
 
 _SENT_AT_ONCE: Final = 8
 _OWN_MEMORY_BYTES: Final = 128 << 10
@@ -259,7 +267,26 @@ def allocate(length: int) -> memoryview:
                 pages.madvise(_HUGE_PAGES)
         return memoryview(pages)
     except (MemoryError, OSError, OverflowError) as error:
-        raise ProtocolError(f"there is no memory for a frame of {length} bytes ({error})") from error
+        raise NoMemory(f"there is no memory for a frame of {length} bytes ({error})") from error
+
+
+class NoMemory(ProtocolError):
+    """The receiver cannot allocate what a frame or a message needs."""
+
+
+class Incomplete(list[Any]):
+    """The buffers of a message for which there was no memory: of the first one its beginning, of the others
+    nothing.
+
+    Attributes:
+        size: bytes that all buffers have.
+        reason: why they could not be kept.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview], size: int, reason: str) -> None:
+        super().__init__(buffers)
+        self.size = size
+        self.reason = reason
 
 
 class Target:
@@ -327,12 +354,28 @@ class ArrivingMessage:
         self.target = target
         """Where it goes, unless that was taken back."""
         self._rooms, self._lead, self._allocate = rooms, lead, allocate
+        try:
+            self._find_memory(target)
+        except NoMemory as error:
+            self._use_none(str(error))
+
+    def _find_memory(self, target: Target | None) -> None:
+        rooms = self._rooms
         if target is None:
             self._use(*self._own_memory(rooms))
         else:
             buffers, memory = self._own_memory(rooms[:1])
             self._use([*buffers, *target.buffers], memory + self._memory_of(target))
             target.attach(self)
+
+    def _use_none(self, reason: str) -> None:
+        first, *others = self._rooms
+        kept = memoryview(bytearray(min(first.length, _KEPT_BYTES)))
+        sink = memoryview(bytearray(min(self.size, SHORT_CHUNK_BYTES)))
+        times, rest = divmod(self.size - len(kept), len(sink))
+        self.target = None
+        self._use([], [part for part in (kept, *[sink] * times, sink[:rest]) if part])
+        self.buffers = Incomplete([kept, *[kept[:0]] * len(others)], self.size, reason)
 
     def _use(self, buffers: list[memoryview], memory: list[memoryview]) -> None:
         self.buffers[:] = buffers

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import RemoteError, RpcTimeoutError, SerializationError
+from rpc.errors import NoMemoryError, RemoteError, RpcTimeoutError, SerializationError
 from tests.support import backend
 from tests.support.orders import ask, dismiss, start_followers
 from tests.support.serving import WAIT_SECONDS, first_of, in_group, in_worker0, serve
@@ -44,6 +44,52 @@ def test_a_reference_can_be_used_before_its_large_arguments_are_there() -> None:
 
 def _numel(reference: rpc.RRef[torch.Tensor]) -> int:
     return reference.to_here().numel()
+
+
+# ---- no memory
+
+_HUGE = 256 * MIB
+
+
+def has_room_for(size: int) -> None:
+    """Let this process have that many bytes of memory more than it has, or any number for -1."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if size >= 0:
+        with open("/proc/self/statm") as statm:
+            size += int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+
+
+def huge() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8).expand(_HUGE).clone()
+
+
+@in_worker0(**ACROSS)
+def test_a_message_without_memory_fails_its_call_and_the_connection_goes_on() -> None:
+    rpc.rpc_sync("worker1", has_room_for, args=(_HUGE // 2,))
+    for ask_for in (
+        lambda tensor: rpc.rpc_sync("worker1", torch.numel, args=(tensor,)),
+        lambda tensor: rpc.rpc_async("worker1", torch.numel, args=(tensor,)).wait(),
+        lambda tensor: rpc.remote("worker1", echo, args=(tensor,)).to_here(),
+    ):
+        with pytest.raises(NoMemoryError, match=r"a call from worker 'worker0' was dropped .* 268,435,"):
+            ask_for(huge())
+        assert rpc.rpc_sync("worker1", echo, args=(1,)) == 1
+    rpc.rpc_sync("worker1", has_room_for, args=(-1,))
+    assert rpc.rpc_sync("worker1", torch.numel, args=(huge(),)) == _HUGE
+
+
+@in_worker0(**ACROSS)
+def test_an_answer_without_memory_fails_its_call_and_the_connection_goes_on() -> None:
+    made = rpc.remote("worker1", huge)
+    assert made.rpc_sync().numel() == _HUGE
+    has_room_for(_HUGE // 2)
+    for ask_for in (lambda: rpc.rpc_sync("worker1", huge), made.to_here):
+        with pytest.raises(MemoryError, match=r"what worker 'worker1' sent was dropped .* 268,435,"):
+            ask_for()
+        assert made.rpc_sync().numel() == _HUGE
+    has_room_for(-1)
+    assert made.to_here().numel() == _HUGE
 
 
 # ---- limits

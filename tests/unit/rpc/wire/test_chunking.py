@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
 from rpc.wire import chunking, frames
-from rpc.wire.chunking import CHUNK_BYTES, MAX_OPEN, SHORT_CHUNK_BYTES, Outgoing, Reassembly, Room
+from rpc.wire.chunking import CHUNK_BYTES, MAX_OPEN, SHORT_CHUNK_BYTES, Incomplete, Outgoing, Reassembly, Room
 from rpc.wire.frames import Kind, chunk_prefix, chunked, encode
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.frames import (
@@ -220,6 +221,28 @@ def test_what_a_peer_must_not_send_is_refused(data: bytes, complaint: str) -> No
 def test_nothing_is_opened_for_who_may_send_no_message_so_large_that_it_comes_in_chunks() -> None:
     with pytest.raises(ProtocolError, match="none over 65536 bytes"):
         feed(greeted(64 << 10), opening(1, body=10))
+
+
+def test_a_message_without_memory_arrives_incomplete_and_the_next_one_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise OSError(12, "Cannot allocate memory")
+
+    large = bytes([7]) * (4 << 20)
+    decoder = greeted(16 << 20)
+    with monkeypatch.context() as patched:
+        patched.setattr(mmap, "mmap", refuse)
+        stream = in_chunks((Kind.CALL, 5, {"key": 1}, [b"first", large]), 1)
+        stream += encoded((Kind.CALL, 6, {}, [b"small"]))
+        lost, small = feed(decoder, stream)
+    assert (lost.kind, lost.call_id, lost.header) == (Kind.CALL, 5, {"key": 1})
+    assert isinstance(lost.buffers, Incomplete)
+    assert len(lost.buffers) == 2
+    assert "no memory for a frame of 4194304 bytes" in lost.buffers.reason
+    assert bytes(small.buffers[0]) == b"small"
+    (whole,) = feed(decoder, in_chunks((Kind.CALL, 7, {}, [b"first", large]), 2))
+    assert bytes(whole.buffers[1]) == large
 
 
 few = st.integers(0, 3)

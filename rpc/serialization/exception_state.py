@@ -1,0 +1,363 @@
+"""How exceptions are taken apart and rebuilt, without a call of their class.
+
+Pickle rebuilds an exception by calling its class on ``args``. A class whose constructor builds its message,
+counts its instances, or takes other arguments than it passes on, then gives another text, runs twice, or
+fails. Here the new exception is allocated by the constructor of the nearest base class that is written in C,
+and its state is put back:
+
+- ``args``;
+- slots: attributes that are not in ``__dict__``, such as ``OSError.errno`` or ``SystemExit.code``, and those
+  of ``__slots__``. Without ``AttributeError.obj``, which CPython does not pickle either;
+- ``__dict__``, in which the notes are; passed to ``__setstate__`` if the class defines one, as pickle does;
+- the chain of causes and contexts, as far as a traceback would print it.
+
+No other code of the class runs. A class that defines how it is reduced (``__reduce__``, ``__reduce_ex__`` or
+``copyreg``) is reduced and rebuilt in its own way, and gets its chain and its notes back; a class with a base
+class in C of which Python's own exceptions know nothing is left to pickle.
+
+Each link of the chain is pickled apart from the rest. Otherwise, a cause whose class only the sender can
+import would keep its exception from being rebuilt. A ``RemoteError`` with the same text replaces such a link.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import pickle
+from collections.abc import Iterator
+from types import BuiltinFunctionType, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType
+from typing import Any, Final, Protocol
+
+from rpc.errors import RemoteError
+from rpc.serialization.failures import cannot_send, text_of, type_name
+from rpc.serialization.payload import Destination
+
+__all__ = ["Partly", "add_note", "new_exception", "reduce_exception", "reduce_partly", "restore", "twin"]
+
+_MAX_LINKS: Final = 32
+"""Maximum number of causes and contexts that travel with an exception."""
+_MAX_LINK_BYTES: Final = 64 << 10
+"""Maximum size of the pickle of one of them, in bytes."""
+
+_Descriptor = MemberDescriptorType | GetSetDescriptorType
+_args: Final[Any] = BaseException.args
+_cause: Final[Any] = BaseException.__cause__
+_context: Final[Any] = BaseException.__context__
+_suppress: Final[Any] = BaseException.__suppress_context__
+# Used as descriptors: the class may have a property of that name, or refuse that its attributes are set.
+_NOT_SENT: Final = (vars(AttributeError)["obj"],)
+
+Link = tuple[bool, bytes, str, str]
+"""One exception of a chain: whether it is a cause, its pickle (empty if there is none), type and text."""
+
+
+class Writing(Protocol):
+    """What reducing needs of the pickler that runs."""
+
+    to: Destination | None
+    rebuilds_exceptions: bool
+    sends_chains: bool
+
+    def apart(self, obj: Any) -> bytes: ...
+
+    def attempt(self, obj: Any) -> object: ...
+
+
+def reduce_exception(error: BaseException, pickler: Writing) -> Any:
+    """Reduce an exception for ``new_exception`` and ``restore``."""
+    if not pickler.rebuilds_exceptions:
+        return NotImplemented
+    if _reduces_itself(type(error)):
+        return _with_chain(_own_reduction(error), error, pickler)
+    if _base_in_c(type(error)) is None:
+        return NotImplemented
+    return new_exception, _needed(error), (*_state(error), _chain(error, pickler)), None, None, restore
+
+
+def new_exception(kind: type[BaseException], *needed: Any) -> BaseException:
+    """Allocate an exception without running code of its class; ``TypeError`` if that is impossible. Named in
+    pickles.
+    """
+    base = _base_in_c(kind)
+    if base is None:
+        raise TypeError(f"{type_name(kind)} is no exception class that can be rebuilt from its state")
+    return base.__new__(kind, *needed)  # type: ignore[no-any-return]
+
+
+def restore(error: BaseException, state: tuple[Any, ...]) -> None:
+    """Put the state back that an exception had. Named in pickles."""
+    args, slots, attributes, *chain = state
+    _args.__set__(error, args)
+    for name, value in slots.items():
+        descriptor = next((each for each in _descriptors(type(error)) if each.__name__ == name), None)
+        if descriptor is None:  # the class here has no such slot
+            error.__dict__[name] = value
+        else:
+            descriptor.__set__(error, value)
+    if attributes:
+        if type(error).__setstate__ is BaseException.__setstate__:
+            error.__dict__.update(attributes)
+        else:
+            error.__setstate__(attributes)
+    if chain:
+        _link(error, chain[0])
+
+
+def restore_own(error: BaseException, state: tuple[Any, ...]) -> None:
+    """Put back what an exception has beside what its own ``__reduce__`` returned. Named in pickles."""
+    own_state, notes, chain = state
+    if own_state is not None:
+        error.__setstate__(own_state)
+    if notes:
+        error.__dict__.setdefault("__notes__", notes)
+    _link(error, chain)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note, whatever the class makes of its attributes."""
+    notes = error.__dict__.get("__notes__")
+    error.__dict__["__notes__"] = [*notes, note] if isinstance(notes, list) else [note]
+
+
+def twin(error: BaseException) -> BaseException:
+    """A shallow copy with the same traceback and causes, or the error itself if it cannot be copied.
+
+    A raised exception refers to the frames that it passes, so an error that is kept and raised several times
+    would keep the frames of everything that waited for it.
+    """
+    kind = type(error)
+    try:
+        if _reduces_itself(kind) or _base_in_c(kind) is None:
+            copied = copy.copy(error)
+            if type(copied) is not kind:
+                return error
+        else:
+            copied = new_exception(*_needed(error))
+            restore(copied, _state(error))
+    except Exception:  # raised by the class's own methods
+        return error
+    _cause.__set__(copied, error.__cause__)
+    _context.__set__(copied, error.__context__)
+    _suppress.__set__(copied, error.__suppress_context__)
+    return copied.with_traceback(error.__traceback__)
+
+
+class Partly:
+    """An exception of which only those parts are pickled that can be.
+
+    Args:
+        error: the exception.
+        bare: leave out all parts; ``args`` is the text.
+    """
+
+    def __init__(self, error: BaseException, *, bare: bool = False) -> None:
+        self.error = error
+        self.bare = bare
+
+
+def reduce_partly(partly: Partly, pickler: Writing) -> Any:
+    """Reduce an exception without those of its parts that cannot be pickled; notes say what is missing."""
+    error, bare = partly.error, partly.bare
+    kind = type(error)
+    if _base_in_c(kind) is None:
+        raise TypeError(f"{type_name(kind)} cannot be rebuilt from its state")
+    needed = _needed(error)
+    if isinstance(error, BaseExceptionGroup):
+        needed = (kind, error.message, [Partly(each, bare=bare) for each in error.exceptions])
+    if bare:
+        note = "its arguments and attributes are missing: they cannot be pickled"
+        state: Any = needed[1:] or (text_of(error),), {}, {"__notes__": [note]}, []
+        return new_exception, needed, state, None, None, restore
+    if _reduces_itself(kind):
+        return _with_chain(_partial_reduction(error, pickler), error, pickler)
+    args, slots, attributes = _state(error)
+    notes = list(attributes.get("__notes__", ()))
+    if isinstance(error, BaseExceptionGroup):
+        args = (error.message, list(error.exceptions))
+        kept_args: list[Any] = list(needed[1:])
+    else:
+        kept_args = []
+        for place, value in enumerate(args):
+            why = _refusal(value, f"argument {place}", pickler)
+            kept_args.append(value if why is None else Unsent(value))
+            notes += [] if why is None else [f"argument {place} is missing: {why}"]
+    slots = dict(_sendable(slots, notes, pickler))
+    kept = dict(_sendable(attributes, notes, pickler))
+    missing = {name: Unsent(value) for name, value in attributes.items() if name not in kept}
+    if missing and not _has_same_text(error, (args, slots, kept)):
+        kept |= missing  # else it could not say its text
+    kept["__notes__"] = notes
+    state = tuple(kept_args), slots, kept, _chain(error, pickler)
+    return new_exception, needed, state, None, None, restore
+
+
+class Unsent:
+    """Stands for a value that could not be sent, and prints as that value does."""
+
+    def __init__(self, value: object) -> None:
+        self._texts: list[str] = []
+        for function in (str, repr):
+            try:
+                self._texts.append(function(value))
+            except Exception:
+                self._texts.append(f"<{type_name(type(value))}>")
+
+    def __str__(self) -> str:
+        return self._texts[0]
+
+    def __repr__(self) -> str:
+        return self._texts[1]
+
+
+# ---- what an exception is made of
+
+
+def _needed(error: BaseException) -> tuple[Any, ...]:
+    """The arguments of ``new_exception``: groups cannot be given their content later."""
+    kind = type(error)
+    return (kind, error.message, error.exceptions) if isinstance(error, BaseExceptionGroup) else (kind,)
+
+
+def _state(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    slots = {}
+    for descriptor in _descriptors(type(error)):
+        try:
+            value = descriptor.__get__(error)
+        except AttributeError:  # it has not been set
+            continue
+        if value is not None or descriptor.__objclass__.__module__ != "builtins":
+            slots[descriptor.__name__] = value
+    return _args.__get__(error), slots, error.__dict__
+
+
+def _descriptors(kind: type) -> Iterator[Any]:
+    """Those of an exception's slots."""
+    for each in kind.__mro__:
+        if each not in (BaseException, BaseExceptionGroup, object):
+            for name, descriptor in vars(each).items():
+                if isinstance(descriptor, _Descriptor) and not (
+                    (name.startswith("__") and name.endswith("__")) or descriptor in _NOT_SENT
+                ):
+                    yield descriptor
+
+
+def _base_in_c(kind: type) -> Any:
+    """The class of Python's own by which instances of an exception class are allocated; None if another
+    class in C does this.
+    """
+    base: type | None = kind
+    while base is not None:
+        if type(vars(base).get("__new__")) is BuiltinFunctionType:
+            return base if issubclass(base, BaseException) and base.__module__ == "builtins" else None
+        base = base.__base__
+    return None
+
+
+def _reduces_itself(kind: type) -> bool:
+    """Whether a class says how it is pickled."""
+    reduce: Any = kind.__reduce__
+    reduce_ex: Any = kind.__reduce_ex__
+    return (
+        kind in copyreg.dispatch_table
+        or reduce_ex is not object.__reduce_ex__
+        or not (isinstance(reduce, MethodDescriptorType) and reduce.__objclass__.__module__ == "builtins")
+    )
+
+
+def _own_reduction(error: BaseException) -> Any:
+    reduce = copyreg.dispatch_table.get(type(error))
+    return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(error)
+
+
+def _with_chain(reduced: Any, error: BaseException, pickler: Writing) -> Any:
+    """What a class's own way has reduced, with the chain of the exception and its notes."""
+    chain, notes = _chain(error, pickler), getattr(error, "__notes__", None)
+    if not (chain or notes) or type(reduced) is not tuple or len(reduced) > 3:
+        return reduced
+    made_by, arguments, *state = reduced
+    return made_by, arguments, (state[0] if state else None, notes, chain), None, None, restore_own
+
+
+# ---- what of it can be sent
+
+
+def _partial_reduction(error: BaseException, pickler: Writing) -> Any:
+    made_by, arguments, attributes = _own_reduction(error)
+    notes = list(attributes.get("__notes__", ()))
+    kept = dict(_sendable(attributes, notes, pickler))
+    return made_by, arguments, kept | {"__notes__": notes}
+
+
+def _sendable(attributes: dict[str, Any], notes: list[str], pickler: Writing) -> Iterator[tuple[str, Any]]:
+    """Those attributes that can be pickled; the others are added to the notes."""
+    for name, value in attributes.items():
+        why = _refusal(value, f"attribute '{name}'", pickler)
+        if why is None:
+            yield name, value
+        else:
+            notes.append(f"attribute '{name}' is missing: {why}")
+
+
+def _refusal(value: Any, what: str, pickler: Writing) -> Exception | None:
+    """Why a value cannot be pickled; None if it can."""
+    try:
+        pickler.attempt(value)
+    except Exception as error:
+        return cannot_send(error, value, pickler.to, what, pickler.attempt)
+    return None
+
+
+def _has_same_text(error: BaseException, state: tuple[Any, ...]) -> bool:
+    try:
+        rebuilt = new_exception(*_needed(error))
+        restore(rebuilt, state)
+        return str(rebuilt) == str(error)
+    except Exception:  # raised by the class's own methods
+        return False
+
+
+# ---- the chain of causes and contexts
+
+
+def _chain(error: BaseException, pickler: Writing) -> list[Link]:
+    if not pickler.sends_chains:
+        return []
+    links: list[Link] = []
+    seen = {id(error)}
+    while len(links) < _MAX_LINKS:
+        is_cause = error.__cause__ is not None
+        linked = error.__cause__ if is_cause or error.__suppress_context__ else error.__context__
+        if linked is None or id(linked) in seen:
+            break
+        error = linked
+        seen.add(id(error))
+        links.append((is_cause, _link_of(error, pickler), type_name(type(error)), text_of(error)))
+    return links
+
+
+def _link_of(error: BaseException, pickler: Writing) -> bytes:
+    for attempt in (error, Partly(error), Partly(error, bare=True)):
+        try:
+            data = pickler.apart(attempt)
+        except Exception:  # less of it is tried next
+            continue
+        return data if len(data) <= _MAX_LINK_BYTES else b""
+    return b""
+
+
+def _link(error: BaseException, chain: list[Link]) -> None:
+    for is_cause, data, kind, text in chain:
+        linked = _linked(data, kind, text)
+        (_cause if is_cause else _context).__set__(error, linked)
+        error = linked
+
+
+def _linked(data: bytes, kind: str, text: str) -> BaseException:
+    if data:
+        try:
+            linked = pickle.loads(data)
+        except Exception:  # its class is missing here, for one
+            linked = None
+        if isinstance(linked, BaseException):
+            return linked
+    return RemoteError(f"Original exception on remote side was {kind}: {text}", kind)
