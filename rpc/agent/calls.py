@@ -161,8 +161,11 @@ class PendingCall(Awaited):
                 if self.coalesced:
                     self.peer.flush()
                 reader = self.peer.reader
-                if reader is not None and self.outcome is None and not self.keeps_place:
-                    turn = reader.claim()
+                if reader is not None and self.outcome is None:
+                    if self.keeps_place:
+                        reader.leave()  # where a finalizer or a signal handler waits in the middle of a turn
+                    else:
+                        turn = reader.claim()
             if turn is not None:
                 turn.reader.wait_for(self, self.deadline, turn)
             if self.outcome is None and not self.sleep(INFINITE if self.watched else self.deadline):
