@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,6 +151,14 @@ def test_a_token_that_no_client_can_send(serve: Serve, connect: Connect) -> None
 def test_a_certificate_without_its_key() -> None:
     with pytest.raises(ValueError, match="cert and key belong together"):
         clients.Tls("ca.pem", "cert.pem")
+
+
+@pytest.mark.parametrize("place", ["fifo", "/dev/zero", "empty"])
+def test_a_client_reads_certificates_from_regular_files_only(tmp_path: Path, place: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match=f"{place} is no file in PEM"):
+        clients.connect("localhost:8443", tls=clients.Tls(str(tmp_path / place)))
 
 
 def test_no_token_is_not_an_empty_one() -> None:
