@@ -27,6 +27,7 @@ class Host:
 
     def __init__(self, endpoints: Mapping[str, Endpoint], limits: Limits) -> None:
         self.endpoints = dict(endpoints)
+        self.request_bytes = limits.message_bytes
         self.admission = Admission(limits)
         self.metrics = Metrics(lambda: self.admission.admitted)
         self.slots = Slots(limits.in_flight)

@@ -16,7 +16,8 @@ import torch
 import farcall
 from farcall import client as clients
 from farcall.client import CallError, ServedError
-from farcall.serving import Batching, Endpoint, Limits
+from farcall.serving import Batching, Endpoint, Limits, Server
+from farcall.v1 import service_pb2
 from tests.support.certificates import Authority
 from tests.support.gateway import Connect, Gate, Scale, Serve
 
@@ -81,6 +82,34 @@ def test_a_message_that_is_too_large_is_refused(serve: Serve, connect: Connect) 
         client.call("scale", np.zeros(4096))
     assert caught.value.code is CODE.RESOURCE_EXHAUSTED
     assert float(client.call("scale", 1.0)) == 3.0
+
+
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_compressed_requests_are_refused_unless_the_server_takes_them(
+    serve: Serve, algorithm: grpc.Compression
+) -> None:
+    asked = service_pb2.CallRequest(call=service_pb2.Invocation(name="size"))
+    asked.call.args.add().binary = bytes(1 << 20)
+
+    def ask(server: Server) -> Any:
+        with grpc.insecure_channel(f"localhost:{server.port}", compression=algorithm) as channel:
+            call = channel.unary_unary("/farcall.v1.FarcallService/Call")
+            return service_pb2.CallResponse.FromString(call(asked.SerializeToString(), timeout=60))
+
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(serve({"size": len}))
+    assert caught.value.code() is CODE.UNIMPLEMENTED
+    assert ask(serve({"size": len}, limits=Limits(compressed=True))).value.integer == 1 << 20
+
+
+def test_a_request_of_too_many_small_values_is_refused(serve: Serve, connect: Connect) -> None:
+    client = connect(serve({"size": len}, limits=Limits(message_bytes=1 << 20)))
+    assert client.call("size", [None] * 5_000) == 5_000
+    with pytest.raises(
+        ServedError, match="values in the request would take more than the 1048576 bytes"
+    ) as caught:
+        client.call("size", [None] * 50_000)
+    assert caught.value.code is CODE.RESOURCE_EXHAUSTED
 
 
 def test_calls_that_come_together_are_run_as_one(serve: Serve, connect: Connect) -> None:
