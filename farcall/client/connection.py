@@ -131,7 +131,7 @@ class _Stubs:
             )
 
     def __call__(self, name: str, request: Any, seconds: float | None) -> Any:
-        timeout = None if seconds is None or seconds > _LONGEST else seconds
+        timeout = None if not seconds or seconds > _LONGEST else seconds
         return self._methods[name](request, timeout=timeout, metadata=self.metadata)
 
 
@@ -151,7 +151,7 @@ class Client:
         Args:
             name: under which it is served.
             args: its arguments.
-            timeout: seconds; None: wait for ever.
+            timeout: seconds; None or 0: no limit, as for ``rpc.rpc_sync``.
             kwargs: its arguments by name.
         """
         request = pb.CallRequest()
@@ -181,7 +181,7 @@ class Client:
 
         Args:
             calls: name, arguments and arguments by name of each.
-            timeout: seconds for all of them.
+            timeout: seconds for all of them, as for ``call``.
         """
         return _results(self._ask("Batch", _batch(calls), timeout))
 

@@ -144,7 +144,12 @@ def documented(given: int) -> int:
         ("nobody", [], CODE.NOT_FOUND, "nothing is served as 'nobody'; there are count, fail, scale"),
         ("scale", [], CODE.INVALID_ARGUMENT, "missing a required argument: 'rows'"),
         ("scale", [1.0], CODE.INVALID_ARGUMENT, "rows must be a tensor float32[-1, 2], float came"),
-        ("count", [3], CODE.INVALID_ARGUMENT, "'count' is called by StreamCall"),
+        (
+            "count",
+            [3],
+            CODE.INVALID_ARGUMENT,
+            "'count' is a generator, whose results come one by one: use client.stream()",
+        ),
         ("fail", ["as told"], CODE.INTERNAL, "as told"),
     ],
 )

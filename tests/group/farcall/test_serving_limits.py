@@ -19,7 +19,7 @@ from farcall.client import CallError, ServedError
 from farcall.serving import Batching, Endpoint, Limits, Server
 from farcall.v1 import service_pb2
 from tests.support.certificates import Authority
-from tests.support.gateway import Connect, Gate, Scale, Serve
+from tests.support.gateway import Connect, Gate, Scale, Serve, count
 
 CODE = grpc.StatusCode
 TOKEN = "a token of one caller"
@@ -110,6 +110,21 @@ def test_a_request_of_too_many_small_values_is_refused(serve: Serve, connect: Co
     ) as caught:
         client.call("size", [None] * 50_000)
     assert caught.value.code is CODE.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, None])
+def test_a_timeout_of_0_is_none(serve: Serve, connect: Connect, timeout: float | None) -> None:
+    client = connect(serve({"same": float, "count": count}))
+    assert client.call("same", 2.0, timeout=timeout) == 2.0
+    assert client.batch([("same", [2.0])], timeout=timeout) == [2.0]
+    assert list(client.stream("count", 2, timeout=timeout)) == [0, 1]
+    assert [each.name for each in client.describe("same", timeout=timeout)] == ["same"]
+
+
+def test_a_stream_of_what_is_no_generator_says_how_to_call_it(serve: Serve, connect: Connect) -> None:
+    client = connect(serve({"scale": Scale()}))
+    with pytest.raises(ServedError, match=r"'scale' is no generator, and has one result: use client\.call"):
+        list(client.stream("scale", 1.0))
 
 
 def test_calls_that_come_together_are_run_as_one(serve: Serve, connect: Connect) -> None:
