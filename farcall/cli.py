@@ -221,7 +221,9 @@ def doctor(meet: str | None, seconds: float) -> int:
     "--in-flight", type=click.IntRange(1), default=16, show_default=True, help="Calls that run at a time."
 )
 @click.option("--queue", type=click.IntRange(0), default=256, show_default=True, help="Calls that may wait.")
+@click.option("--compressed", is_flag=True, help="Accept compressed requests.")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Prometheus metrics.")
+@click.option("--metrics-host", default="127.0.0.1", show_default=True, help="The address of that port.")
 @click.option(
     "--grace",
     type=click.FloatRange(0),

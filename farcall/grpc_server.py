@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -13,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rpc import TlsOptions
-from rpc.transport.tls import TlsContexts
+from rpc.transport.tls import TlsContexts, pem_file
 
 __all__ = ["OPTIONS", "Probes", "bind", "server_credentials"]
 
@@ -28,8 +27,8 @@ def server_credentials(tls: TlsOptions, client_certificates: bool = True) -> Any
         InvalidOptionError: the files are not what they must be; gRPC would not say which, or why.
     """
     TlsContexts.of(tls)
-    pair = (Path(tls.key).read_bytes(), Path(tls.cert).read_bytes())
-    authority = Path(tls.ca).read_bytes() if client_certificates else None
+    pair = (pem_file("key", tls.key), pem_file("cert", tls.cert))
+    authority = pem_file("ca", tls.ca) if client_certificates else None
     return grpc.ssl_server_credentials([pair], authority, require_client_auth=client_certificates)
 
 

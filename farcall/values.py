@@ -22,6 +22,7 @@ __all__ = [
     "dtype_name",
     "dtype_number",
     "from_value",
+    "shape_of",
     "to_value",
 ]
 
@@ -94,18 +95,27 @@ def dtype_number(name: str) -> pb.DType:
     return _DTYPE_NUMBERS[name]
 
 
+def shape_of(sizes: Sequence[int]) -> tuple[int, ...]:
+    """A tensor's shape as it was received; ``sizes`` may be a field with many millions of numbers.
+
+    Raises:
+        Malformed: no tensor has as many dimensions.
+    """
+    if len(sizes) > _DIMENSIONS:
+        raise Malformed(f"a tensor has {len(sizes)} dimensions; there may be {_DIMENSIONS}")
+    return tuple(sizes)
+
+
 def byte_count(name: str, shape: Sequence[int]) -> int:
     """How many bytes the elements of a tensor have.
 
     Args:
         name: PyTorch's, of its dtype.
-        shape: as it was received.
+        shape: as ``shape_of`` gives it.
 
     Raises:
         Malformed: no tensor has this shape.
     """
-    if len(shape) > _DIMENSIONS:
-        raise Malformed(f"a tensor has {len(shape)} dimensions; there may be {_DIMENSIONS}")
     if min(shape, default=0) < 0:
         raise Malformed(f"a tensor's shape is {list(shape)}; sizes are 0 or more")
     count = prod(shape) * ITEM_SIZES[name]
@@ -212,7 +222,7 @@ def from_value(message: pb.Value, tensors: TensorCodec) -> Any:
 
 def _tensor(message: pb.Tensor, tensors: TensorCodec) -> Any:
     """The bytes are asked for once: each time, they are copied out of the message."""
-    name, shape, data = dtype_name(message.dtype), tuple(message.shape), message.data
+    name, shape, data = dtype_name(message.dtype), shape_of(message.shape), message.data
     expected = byte_count(name, shape)
     if len(data) != expected:
         raise Malformed(f"a tensor {name}{list(shape)} has {expected} bytes, but {len(data)} came")

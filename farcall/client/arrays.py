@@ -33,8 +33,12 @@ _DTYPES: Final = _dtypes()
 _NAMES: Final = {dtype.newbyteorder("="): name for name, dtype in _DTYPES.items()}
 
 
+_PLAIN: Final = (np.ndarray, np.memmap, np.matrix)
+"""Classes of arrays that are nothing but their elements."""
+
+
 class NumpyTensors:
-    """Arrays of any layout there, new contiguous arrays back."""
+    """Arrays of any layout and byte order there, new contiguous arrays back."""
 
     kinds = "NumPy's arrays"
 
@@ -42,14 +46,24 @@ class NumpyTensors:
         """As ``TensorCodec`` says.
 
         Raises:
-            TypeError: an array of this dtype has no message.
+            TypeError: an array of this class or dtype has no message.
         """
         if not isinstance(value, (np.ndarray, np.generic)):
             return None
         array = np.asarray(value)
-        name = _NAMES.get(array.dtype.newbyteorder("="))
+        name = _name(array.dtype)
         if name is None:
             raise TypeError(f"an array of {array.dtype} has no counterpart in PyTorch; convert it first")
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(
+                "a masked array cannot be sent with its mask: send array.filled(value), or array.data and "
+                "numpy.ma.getmaskarray(array) as two arrays"
+            )
+        if isinstance(value, np.ndarray) and type(value) not in _PLAIN:
+            raise TypeError(
+                f"an array of the class {type(value).__qualname__} would lose what it has besides its "
+                "elements: send numpy.asarray(array)"
+            )
         return name, array.shape, array.astype(_DTYPES[name], copy=False).tobytes()
 
     def decode(self, name: str, shape: Sequence[int], data: bytes) -> np.ndarray[Any, Any]:
@@ -60,3 +74,11 @@ class NumpyTensors:
         else:
             elements = np.frombuffer(bytearray(data), _DTYPES[name])
         return elements.reshape(shape)
+
+
+def _name(dtype: np.dtype[Any]) -> str | None:
+    """PyTorch's name of a dtype of any byte order."""
+    try:
+        return _NAMES.get(dtype.newbyteorder("="))
+    except TypeError:  # those of strings of any length have no byte order
+        return None

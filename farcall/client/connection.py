@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Self
 
 import grpc
@@ -20,6 +21,9 @@ __all__ = ["AsyncClient", "Client", "Tls", "connect", "connect_async"]
 _SERVICE: Final = "/farcall.v1.FarcallService/"
 _OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _TENSORS: Final = NumpyTensors()
+
+_LARGEST_FILE: Final = 4 << 20
+"""Bytes of a file in PEM."""
 
 _LONGEST: Final = 1e9
 """Seconds, some thirty years: gRPC takes what is far more, such as infinity, for a time that is over."""
@@ -55,8 +59,18 @@ class Tls:
 
     def credentials(self) -> Any:
         """For a channel."""
-        key, cert = (None if each is None else Path(each).read_bytes() for each in (self.key, self.cert))
-        return grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, cert)
+        key, cert = (None if each is None else _read(each) for each in (self.key, self.cert))
+        return grpc.ssl_channel_credentials(_read(self.ca), key, cert)
+
+
+def _read(path: str) -> bytes:
+    """The content of a file in PEM; neither a fifo nor a device is waited for."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        content = file.read(_LARGEST_FILE + 1) if is_regular else b""
+    if not 0 < len(content) <= _LARGEST_FILE:
+        raise ValueError(f"{path} is no file in PEM: it is empty, too large, or no regular file")
+    return content
 
 
 def connect(address: str, *, token: str | None = None, tls: Tls | None = None) -> Client:
@@ -68,7 +82,8 @@ def connect(address: str, *, token: str | None = None, tls: Tls | None = None) -
         tls: encrypt.
 
     Raises:
-        ValueError: the address or the token cannot be as it is.
+        ValueError: the address or the token cannot be as it is, or a file of ``tls`` is not in PEM.
+        OSError: a file of ``tls`` cannot be read.
 
     Example::
 
@@ -116,7 +131,7 @@ class _Stubs:
             )
 
     def __call__(self, name: str, request: Any, seconds: float | None) -> Any:
-        timeout = None if seconds is None or seconds > _LONGEST else seconds
+        timeout = None if not seconds or seconds > _LONGEST else seconds
         return self._methods[name](request, timeout=timeout, metadata=self.metadata)
 
 
@@ -136,7 +151,7 @@ class Client:
         Args:
             name: under which it is served.
             args: its arguments.
-            timeout: seconds; None: wait for ever.
+            timeout: seconds; None or 0: no limit, as for ``rpc.rpc_sync``.
             kwargs: its arguments by name.
         """
         request = pb.CallRequest()
@@ -166,7 +181,7 @@ class Client:
 
         Args:
             calls: name, arguments and arguments by name of each.
-            timeout: seconds for all of them.
+            timeout: seconds for all of them, as for ``call``.
         """
         return _results(self._ask("Batch", _batch(calls), timeout))
 

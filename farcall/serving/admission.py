@@ -23,13 +23,16 @@ class Limits:
         in_flight: calls, or batches of calls, that run at once.
         queue: calls that wait for that, or for others of their batch.
         per_caller: calls of one caller that run or wait; default: no limit of his own.
-        message_bytes: of one request.
+        message_bytes: of one request, and of the memory that its values may take when it is read.
+        compressed: take compressed requests. One of 300 KB can fill ``message_bytes`` of memory before
+            anything of it can be checked.
     """
 
     in_flight: int = 16
     queue: int = 256
     per_caller: int | None = None
     message_bytes: int = 256 << 20
+    compressed: bool = False
 
     def __post_init__(self) -> None:
         if self.in_flight < 1 or self.queue < 0 or self.message_bytes < 1024:

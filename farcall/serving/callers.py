@@ -46,6 +46,10 @@ class Callers:
         """Who calls must have one."""
         return bool(self._tokens)
 
+    def has_token(self, authorization: str) -> bool:
+        """The value of the header ``authorization`` has one of the tokens."""
+        return self.known([(_HEADER, authorization)])
+
     def known(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """The metadata of a call has one of the tokens."""
         return self._owner(metadata) is not None

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from farcall.serving.callers import Callers
 from farcall.serving.errors import details_of, status_of, text_of
 from farcall.serving.host import Host
+from farcall.serving.memory import check_memory
 from farcall.serving.metrics import NOT_SERVED
 from farcall.values import Malformed
 
@@ -59,12 +60,19 @@ class Caller:
     served: str = NOT_SERVED
 
 
-def parse(kind: type[M], request: bytes) -> M:
+def parse(kind: type[M], request: bytes, limit: int) -> M:
     """Read a request.
+
+    Args:
+        kind: of message that it is.
+        request: its bytes.
+        limit: bytes of memory that its values may take.
 
     Raises:
         Malformed: it is none.
+        Refused: its values take more memory.
     """
+    check_memory(kind.DESCRIPTOR, request, limit)
     try:
         return kind.FromString(request)
     except (DecodeError, UnicodeDecodeError) as error:

@@ -8,14 +8,13 @@ import os
 import signal
 import threading
 from dataclasses import replace
-from typing import Any
 
 import click
 
 from farcall.serving.admission import Limits
 from farcall.serving.endpoint import Batching, Endpoint
 from farcall.serving.loading import load
-from farcall.serving.server import serve
+from farcall.serving.server import LOOPBACK, serve
 from rpc.options import TlsOptions
 from rpc.rendezvous.token import token_in_file
 
@@ -36,7 +35,9 @@ def run(
     delay: float,
     in_flight: int,
     queue: int,
+    compressed: bool,
     metrics_port: int | None,
+    metrics_host: str,
     grace: float,
     tracebacks: bool,
 ) -> int:
@@ -66,15 +67,19 @@ def run(
         tls=None if cert is None or key is None else TlsOptions(cert=cert, key=key, ca=ca or cert),
         client_certificates=ca is not None,
         insecure=insecure,
-        limits=Limits(in_flight=in_flight, queue=queue),
+        limits=Limits(in_flight=in_flight, queue=queue, compressed=compressed),
         tracebacks=tracebacks,
         metrics_port=metrics_port,
+        metrics_host=metrics_host,
     )
     asked = threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: asked.set())
     names = ", ".join(endpoints)
-    click.echo(f"serving {names} at {host}:{server.port}" + _metrics(host, server.metrics_port))
+    click.echo(
+        f"serving {names} at {host}:{server.port}"
+        + _metrics(metrics_host, server.metrics_port, encrypted=cert is not None)
+    )
     asked.wait()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_DFL)
@@ -90,5 +95,6 @@ def _batched(endpoint: Endpoint, batching: Batching) -> Endpoint:
     return endpoint if endpoint.batching or endpoint.streams else replace(endpoint, batching=batching)
 
 
-def _metrics(host: str, port: Any) -> str:
-    return "" if port is None else f", metrics at http://{host}:{port}/metrics"
+def _metrics(host: str, port: int | None, *, encrypted: bool) -> str:
+    scheme = "https" if encrypted and host not in LOOPBACK else "http"
+    return "" if port is None else f", metrics at {scheme}://{host}:{port}/metrics"

@@ -27,6 +27,7 @@ class Host:
 
     def __init__(self, endpoints: Mapping[str, Endpoint], limits: Limits) -> None:
         self.endpoints = dict(endpoints)
+        self.request_bytes = limits.message_bytes
         self.admission = Admission(limits)
         self.metrics = Metrics(lambda: self.admission.admitted)
         self.slots = Slots(limits.in_flight)
@@ -52,8 +53,13 @@ class Host:
         if endpoint is None:
             raise Unknown(f"nothing is served as {name!r}; there are {', '.join(sorted(self.endpoints))}")
         if streams is not None and streams != endpoint.streams:
-            way = "StreamCall" if endpoint.streams else "Call"
-            raise BadArguments(f"{name!r} is called by {way}")
+            way = (
+                "is a generator, whose results come one by one: use client.stream()"
+                if endpoint.streams
+                else "is no generator, and has one result: use client.call()"
+            )
+            method = "StreamCall" if endpoint.streams else "Call"
+            raise BadArguments(f"{name!r} {way}, in other languages the method {method}")
         return endpoint
 
     async def call(

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, Final
 
 import grpc
+import numpy as np
 import torch
 
 import farcall
@@ -22,7 +23,7 @@ from farcall.serving.endpoint import Endpoint, TensorSpec
 from farcall.serving.errors import Unknown
 from farcall.serving.host import Host
 from farcall.serving.tensors import TorchTensors
-from farcall.values import Malformed, byte_count
+from farcall.values import Malformed, byte_count, shape_of
 
 __all__ = ["handlers"]
 
@@ -76,23 +77,23 @@ class _Service:
         self._host = host
 
     async def server_live(self, request: bytes, _: Caller) -> pb.ServerLiveResponse:
-        parse(pb.ServerLiveRequest, request)
+        parse(pb.ServerLiveRequest, request, self._host.request_bytes)
         return pb.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: bytes, _: Caller) -> pb.ServerReadyResponse:
-        parse(pb.ServerReadyRequest, request)
+        parse(pb.ServerReadyRequest, request, self._host.request_bytes)
         return pb.ServerReadyResponse(ready=not self._host.admission.draining)
 
     async def model_ready(self, request: bytes, _: Caller) -> pb.ModelReadyResponse:
-        name = parse(pb.ModelReadyRequest, request).name
+        name = parse(pb.ModelReadyRequest, request, self._host.request_bytes).name
         return pb.ModelReadyResponse(ready=name in self._host.endpoints and not self._host.admission.draining)
 
     async def server_metadata(self, request: bytes, _: Caller) -> pb.ServerMetadataResponse:
-        parse(pb.ServerMetadataRequest, request)
+        parse(pb.ServerMetadataRequest, request, self._host.request_bytes)
         return pb.ServerMetadataResponse(name="farcall", version=farcall.__version__)
 
     async def model_metadata(self, request: bytes, _: Caller) -> pb.ModelMetadataResponse:
-        name = parse(pb.ModelMetadataRequest, request).name
+        name = parse(pb.ModelMetadataRequest, request, self._host.request_bytes).name
         endpoint = self._host.find(name)
         return pb.ModelMetadataResponse(
             name=name,
@@ -103,7 +104,9 @@ class _Service:
         )
 
     async def infer(self, request: bytes, caller: Caller) -> pb.ModelInferResponse:
-        message = await beside_the_loop(len(request), parse, pb.ModelInferRequest, request)
+        message = await beside_the_loop(
+            len(request), parse, pb.ModelInferRequest, request, self._host.request_bytes
+        )
         caller.served = message.model_name
         endpoint = self._host.find(message.model_name, streams=False)
         inputs = await beside_the_loop(len(request), _inputs, message)
@@ -137,7 +140,7 @@ def _inputs(message: pb.ModelInferRequest) -> dict[str, Any]:
 
 
 def _input(message: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Any:
-    datatype, shape = message.datatype, list(message.shape)
+    datatype, shape = message.datatype, shape_of(message.shape)
     if datatype != _BYTES and datatype not in _DTYPES:
         raise Malformed(f"input {message.name!r} has the datatype {datatype!r}, which is not known here")
     if any(size < 0 for size in shape):
@@ -160,9 +163,10 @@ def _input(message: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) ->
     if datatype == _BYTES:
         return list(elements)
     try:
-        return torch.tensor(list(elements), dtype=getattr(torch, _DTYPES[datatype])).reshape(shape)
-    except (RuntimeError, OverflowError) as error:
+        array = np.fromiter(elements, _DTYPES[datatype], len(elements))
+    except OverflowError as error:
         raise Malformed(f"input {message.name!r} has elements that {datatype} cannot hold: {error}") from None
+    return torch.from_numpy(array).reshape(shape)
 
 
 def _fits(name: str, what: str, expected: int, came: int, unit: str) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Final
 
 import grpc
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 __all__ = ["ACCESS", "NOT_SERVED", "Metrics"]
 
@@ -48,29 +48,6 @@ class Metrics:
         self._seconds_of = cache(self._seconds.labels)
         gauge = Gauge("farcall_calls_admitted", "Calls that run or wait.", registry=self.registry)
         gauge.set_function(admitted)
-
-    def publish(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Serve them over HTTP.
-
-        Returns:
-            The port, and what ends it.
-
-        Raises:
-            OSError: the port is taken.
-        """
-        try:
-            server, thread = start_http_server(port, host, registry=self.registry)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"metrics cannot be served at {host}:{port}: {error.strerror or error}"
-            ) from error
-
-        def end() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return server.server_port, end
 
     def batch(self, name: str, calls: int) -> None:
         """Note a batch."""

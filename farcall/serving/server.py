@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import ssl
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -21,13 +22,16 @@ from farcall.serving.callers import BearerTokens, Callers
 from farcall.serving.calls import Calls
 from farcall.serving.endpoint import Endpoint
 from farcall.serving.host import Host
+from farcall.serving.scraping import Admits, published
 from rpc import TlsOptions
 from rpc.runtime.loop import new_loop
+from rpc.transport.tls import TlsContexts
 
-__all__ = ["Server", "serve"]
+__all__ = ["LOOPBACK", "Server", "serve"]
 
 _SERVICES: Final = (service.SERVICE, inference.SERVICE)
-_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+"""Names of this host that other hosts cannot reach."""
 _NO_END: Final = 1e9
 """Seconds; gRPC takes none to be 0."""
 
@@ -37,6 +41,9 @@ who watches its health, are cut off then."""
 
 _GATHERING: Final = 3.0
 """Seconds at most for calls to cease, once all that were taken are answered."""
+
+_UNCOMPRESSED: Final = (("grpc.compression_enabled_algorithms_bitset", 1),)
+"""Only the first algorithm, which is none. Others are refused as UNIMPLEMENTED, and nothing is expanded."""
 
 _STREAMS: Final = 1000
 """Calls that one connection may have under way."""
@@ -54,6 +61,7 @@ def serve(
     limits: Limits | None = None,
     tracebacks: bool = False,
     metrics_port: int | None = None,
+    metrics_host: str = "127.0.0.1",
 ) -> Server:
     """Serve functions and modules to clients in any language, over gRPC, in this process.
 
@@ -67,7 +75,9 @@ def serve(
         insecure: listen beyond this host although whoever reaches the port may call.
         limits: how many calls are taken at once.
         tracebacks: errors carry them to callers.
-        metrics_port: serve Prometheus metrics at this port of the same host; 0: one that is free.
+        metrics_port: serve Prometheus metrics at this port; 0: one that is free.
+        metrics_host: the address to serve them at. Beyond this host, they need one of ``tokens``, or a
+            certificate where callers need one, and are encrypted where calls are.
 
     Returns:
         The server, which has begun; it ends with ``stop()`` or the end of its ``with``.
@@ -92,9 +102,14 @@ def serve(
     if port and port == metrics_port:
         raise ValueError(f"port and metrics_port are both {port}; give metrics one of their own")
     trusted = bool(tokens) or (tls is not None and client_certificates)
-    if host not in _LOOPBACK and not trusted and not insecure:
+    if host not in LOOPBACK and not trusted and not insecure:
         raise ValueError(
             f"whoever reaches {host} could call what is served. Give tokens (--token-file), or TLS with "
+            "certificates for callers (--cert, --key and --ca), or say insecure=True (--insecure)"
+        )
+    if metrics_port is not None and metrics_host not in LOOPBACK and not trusted and not insecure:
+        raise ValueError(
+            f"whoever reaches {metrics_host} could read the metrics. Give tokens (--token-file), or TLS with "
             "certificates for callers (--cert, --key and --ca), or say insecure=True (--insecure)"
         )
     named = tokens if isinstance(tokens, Mapping) else {"caller": tokens} if tokens else {}
@@ -104,8 +119,18 @@ def serve(
     }
     credentials = None if tls is None else server_credentials(tls, client_certificates)
     server = Server(served, limits or Limits(), callers, tracebacks=tracebacks)
-    server._start(host, port, credentials, metrics_port)
+    metrics = None if metrics_port is None else (metrics_host, metrics_port)
+    encrypted = None if tls is None or metrics_host in LOOPBACK else _https(tls, client_certificates)
+    server._start(host, port, credentials, metrics, encrypted)
     return server
+
+
+def _https(tls: TlsOptions, client_certificates: bool) -> ssl.SSLContext:
+    if client_certificates:
+        return TlsContexts.of(tls).server
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.cert, tls.key)
+    return context
 
 
 class Server:
@@ -165,11 +190,9 @@ class Server:
 
     # ---- its thread
 
-    def _start(self, host: str, port: int, credentials: Any, metrics_port: int | None) -> None:
+    def _start(self, *where: Any) -> None:
         begun: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(host, port, credentials, metrics_port, begun), name="farcall serving"
-        )
+        self._thread = threading.Thread(target=self._run, args=(*where, begun), name="farcall serving")
         self._thread.daemon = True
         self._thread.start()
         begun.result()
@@ -188,19 +211,34 @@ class Server:
             self._ended.set()
 
     async def _serve(
-        self, host: str, port: int, credentials: Any, metrics_port: int | None, begun: Future[None]
+        self,
+        host: str,
+        port: int,
+        credentials: Any,
+        metrics: tuple[str, int] | None,
+        encrypted: ssl.SSLContext | None,
+        begun: Future[None],
     ) -> None:
         served = Host(self._endpoints, self._limits)
         self._on_exit.callback(served.slots.close)
-        if metrics_port is not None:
-            self.metrics_port, end = served.metrics.publish(host, metrics_port)
-            self._on_exit.callback(end)
+        async with contextlib.AsyncExitStack() as until_end:
+            if metrics is not None:
+                is_open = metrics[0] in LOOPBACK or not self._callers.have_tokens
+                admits: Admits = (lambda _: True) if is_open else self._callers.has_token
+                published_at = published(served.metrics.registry, *metrics, admits=admits, tls=encrypted)
+                self.metrics_port = await until_end.enter_async_context(published_at)
+            await self._serve_calls(served, host, port, credentials, begun)
+
+    async def _serve_calls(
+        self, served: Host, host: str, port: int, credentials: Any, begun: Future[None]
+    ) -> None:
         server = grpc.aio.server(
             interceptors=[BearerTokens(self._callers, served.metrics)] if self._callers.have_tokens else [],
             options=[
                 ("grpc.max_receive_message_length", self._limits.message_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_concurrent_streams", _STREAMS),
+                *(() if self._limits.compressed else _UNCOMPRESSED),
                 *OPTIONS,
             ],
         )

@@ -51,19 +51,19 @@ class _Service:
         self._tracebacks = tracebacks
 
     async def describe(self, request: bytes, _: Caller) -> pb.DescribeResponse:
-        name = parse(pb.DescribeRequest, request).name
+        name = parse(pb.DescribeRequest, request, self._host.request_bytes).name
         found = {name: self._host.find(name)} if name else self._host.endpoints
         served = [_described(each, endpoint) for each, endpoint in sorted(found.items())]
         return pb.DescribeResponse(served=served, version=farcall.__version__)
 
     async def call(self, request: bytes, caller: Caller) -> pb.CallResponse:
         response = pb.CallResponse()
-        name, args, kwargs = await beside_the_loop(len(request), _read, pb.CallRequest, request, caller)
+        name, args, kwargs = await self._read(pb.CallRequest, request, caller)
         await self._put_result(response.value, name, args, kwargs, caller)
         return response
 
     async def stream(self, request: bytes, caller: Caller) -> AsyncIterator[pb.StreamCallResponse]:
-        name, args, kwargs = await beside_the_loop(len(request), _read, pb.StreamCallRequest, request, caller)
+        name, args, kwargs = await self._read(pb.StreamCallRequest, request, caller)
         results = self._host.stream(name, args, kwargs, caller=caller.name, seconds=caller.seconds)
         try:
             async for each in results:
@@ -74,7 +74,9 @@ class _Service:
             await results.aclose()  # type: ignore[attr-defined]
 
     async def batch(self, request: bytes, caller: Caller) -> pb.BatchResponse:
-        message = await beside_the_loop(len(request), parse, pb.BatchRequest, request)
+        message = await beside_the_loop(
+            len(request), parse, pb.BatchRequest, request, self._host.request_bytes
+        )
         invocations = message.calls
         self._host.admission.check_together(len(invocations))
         names = {each.name for each in invocations}
@@ -84,6 +86,11 @@ class _Service:
             *(self._put_outcome(response.results.add(), each, len(request), caller) for each in invocations)
         )
         return response
+
+    async def _read(
+        self, kind: type[pb.CallRequest | pb.StreamCallRequest], request: bytes, caller: Caller
+    ) -> tuple[str, list[Any], dict[str, Any]]:
+        return await beside_the_loop(len(request), _read, kind, request, self._host.request_bytes, caller)
 
     async def _put_outcome(
         self, into: pb.Result, invocation: pb.Invocation, size: int, caller: Caller
@@ -106,10 +113,10 @@ async def _put(into: value_pb2.Value, result: Any) -> None:
 
 
 def _read(
-    kind: type[pb.CallRequest | pb.StreamCallRequest], request: bytes, caller: Caller
+    kind: type[pb.CallRequest | pb.StreamCallRequest], request: bytes, limit: int, caller: Caller
 ) -> tuple[str, list[Any], dict[str, Any]]:
     """What is called, and its arguments."""
-    invocation = parse(kind, request).call
+    invocation = parse(kind, request, limit).call
     caller.served = invocation.name
     return invocation.name, *_arguments(invocation)
 

@@ -51,7 +51,13 @@ class TorchTensors:
         dense = value if value.layout == torch.strided else value.detach().to_dense()
         same = _IN_NUMPY.get(dense.dtype)
         memory = dense if same is None else dense.detach().resolve_conj().view(same)
-        return _NAMES[value.dtype], dense.shape, memory.numpy(force=True).tobytes()
+        try:
+            elements = memory.numpy(force=True)
+        except RuntimeError as error:  # such as of a masked or a fake tensor
+            raise TypeError(
+                f"a tensor of the class {type(value).__qualname__} cannot be sent: {error}"
+            ) from None
+        return _NAMES[value.dtype], dense.shape, elements.tobytes()
 
     def decode(self, name: str, shape: Sequence[int], data: bytes) -> torch.Tensor:
         """As ``TensorCodec`` says.

@@ -9,7 +9,6 @@ import os
 import re
 import socket
 from collections.abc import Callable, Coroutine, Iterable
-from pathlib import Path
 from typing import Any, Final
 
 from farcall import forking  # before gRPC
@@ -31,6 +30,7 @@ from rpc.rendezvous.address import ADVERTISED, host_identity, is_loopback
 from rpc.runtime.limited_log import LimitedLog
 from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext, Unreachable
 from rpc.transport.stream import StreamConnection
+from rpc.transport.tls import pem_file
 
 __all__ = ["SERVICE", "GrpcTransport"]
 
@@ -170,7 +170,7 @@ class GrpcTransport:
             return grpc.aio.insecure_channel(place, settings)
         files = tls.options
         credentials = grpc.ssl_channel_credentials(
-            *(Path(path).read_bytes() for path in (files.ca, files.key, files.cert))
+            *(pem_file(name, getattr(files, name)) for name in ("ca", "key", "cert"))
         )
         if name:
             settings.append(("grpc.ssl_target_name_override", name))

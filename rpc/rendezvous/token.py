@@ -20,6 +20,7 @@ from typing import Final
 
 from rpc.errors import InvalidOptionError, RendezvousError
 from rpc.options import AgentOptions, to_token
+from rpc.runtime.regular_files import open_regular_file
 
 __all__ = ["WAYS", "Credential", "find_credential", "user_key"]
 
@@ -79,7 +80,7 @@ def token_in_file(what: str, path: str) -> bytes:
         InvalidOptionError: it cannot be read, is too short, or others can read or change it.
     """
     try:
-        with open(path, "rb", opener=_open_to_read) as file:
+        with open_regular_file(path) as file:
             _check_private(path, os.fstat(file.fileno()))
             text = file.read(_LARGEST_FILE + 1)
     except OSError as error:
@@ -89,13 +90,7 @@ def token_in_file(what: str, path: str) -> bytes:
     return to_token(f"{what} {path!r}", text.strip())
 
 
-def _open_to_read(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
 def _check_private(path: str, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise InvalidOptionError(f"{path!r} is no regular file: the token cannot be read from it")
     if status.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(status.st_mode) & 0o077:
         raise InvalidOptionError(
             f"{path!r} is user {status.st_uid}'s, with mode {stat.S_IMODE(status.st_mode):o}: others could "
@@ -182,13 +177,13 @@ def _key_in(directory: int, name: str) -> bytes:
 
 def _read_key(directory: int, name: str) -> bytes | None:
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        file = open_regular_file(name, dir_fd=directory, flags=os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
-    with open(descriptor, "rb") as file:
-        _check_own(name, os.fstat(descriptor))
+    with file:
+        _check_own(name, os.fstat(file.fileno()))
         key = file.read(_KEY_BYTES + 1)
-        os.utime(descriptor)  # what sweeps old files out of /tmp is to leave it
+        os.utime(file.fileno())  # what sweeps old files out of /tmp is to leave it
     if len(key) != _KEY_BYTES:
         raise OSError(errno.EINVAL, "it is no key", name)
     return key

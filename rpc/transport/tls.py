@@ -20,9 +20,10 @@ from typing import Any, Final
 
 from rpc.errors import InvalidOptionError
 from rpc.options import TlsOptions
+from rpc.runtime.regular_files import read_regular_file
 from rpc.transport.byte_stream import DescriptorStream
 
-__all__ = ["Acceptor", "TlsContexts", "TlsStream", "shake_hands"]
+__all__ = ["Acceptor", "TlsContexts", "TlsStream", "pem_file", "shake_hands"]
 
 _AT_ONCE: Final = 64 << 10
 """Bytes in one write: ``ssl`` makes records of up to 16 KiB of them."""
@@ -31,6 +32,8 @@ _PER_CALL: Final = 256 << 10
 _HANDSHAKE_SECONDS: Final = 5.0
 _MAX_HANDSHAKES: Final = 256
 _SLOW_SECONDS: Final = 1.0
+_LARGEST_FILE: Final = 4 << 20
+"""Bytes of a file in PEM; the certificates of all public authorities have a quarter of a MiB."""
 
 _NOT_NOW: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -51,6 +54,8 @@ class TlsContexts:
     @classmethod
     def of(cls, options: TlsOptions) -> TlsContexts:
         """Raises ``InvalidOptionError`` if the files are not what they must be."""
+        for name in ("cert", "key", "ca"):
+            pem_file(name, getattr(options, name))
         server, client = (ssl.SSLContext(side) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
         client.check_hostname = False
         server.num_tickets = 0
@@ -59,13 +64,11 @@ class TlsContexts:
             context.verify_mode = ssl.CERT_REQUIRED
             wrong = "cert and key are not in PEM, or do not belong together"
             try:
-                context.load_cert_chain(options.cert, options.key)
+                context.load_cert_chain(options.cert, options.key, password=_refuse_to_ask)
                 wrong = "ca is not in PEM"
                 context.load_verify_locations(options.ca)
             except ssl.SSLError as error:
                 raise InvalidOptionError(f"{options}: {wrong}: {error.strerror}") from error
-            except OSError as error:
-                raise InvalidOptionError(f"{options}: {error.strerror or error}") from error
         return cls(server, client, options)
 
     def own_name(self) -> str:
@@ -89,6 +92,25 @@ class TlsContexts:
                 if kind == wanted:
                     return str(name)
         raise InvalidOptionError(f"{self.options}: the certificate has no name")
+
+
+def pem_file(name: str, path: str) -> bytes:
+    """The content of a file with certificates or a key; ``name`` is the option, for errors.
+
+    Raises:
+        InvalidOptionError: it cannot be read, or is no regular file of reasonable size.
+    """
+    try:
+        return read_regular_file(path, _LARGEST_FILE)
+    except OSError as error:
+        raise InvalidOptionError(f"TLS: {name} {path!r} cannot be read: {error.strerror or error}") from error
+
+
+def _refuse_to_ask() -> str:
+    """OpenSSL would ask for the password of a key on the terminal, and wait."""
+    raise InvalidOptionError(
+        "TLS: the key is encrypted, and must not be: openssl pkey -in KEY -out PLAIN_KEY"
+    )
 
 
 class TlsStream(DescriptorStream):

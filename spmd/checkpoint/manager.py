@@ -1,14 +1,13 @@
 """Checkpoints step by step: every so many steps, in the background, on SIGTERM, the last few kept.
 
-A step's folder counts once ``.manager_metadata`` is in it, which is written last. A step that is saved again
-is written beside the old one, and takes its place when it is complete. So there is a whole checkpoint at any
-time, and ``kill -9`` costs the one under way at most. What it leaves half-written goes with the next save.
+There is a complete checkpoint at any time, and ``kill -9`` costs at most the one under way
+(:mod:`spmd.checkpoint.folders`). The next save removes what such a save has left. Nothing else is removed or
+overwritten but what a manager has made.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -17,35 +16,23 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
 import torch.distributed as dist
-from fsspec.core import url_to_fs
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from spmd.checkpoint.folders import Checkpoint, Folders, naming
 from spmd.checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, sharded_cpu_state_dict
+from spmd.checkpoint.reading import RestrictedReader
 from spmd.engine.current import is_running
 from spmd.engine.start import sync
 
 __all__ = ["CheckpointManager"]
 
 _log: Final = logging.getLogger(__name__)
-_METADATA: Final = ".manager_metadata"
-_COMING: Final = ".coming"
-"""Behind the number of a step that is being saved again."""
-_GOING: Final = ".going"
-"""Behind that of the one before, while the two change places."""
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    step: int
-    time: float
 
 
 class CheckpointManager:
@@ -88,13 +75,12 @@ class CheckpointManager:
         self.num_of_threads = num_of_threads
         self.chkpt_on_preemption = chkpt_on_preemption
         self.pg = process_group
-        self._files, self._root = url_to_fs(self.base_path)
-        self._root = self._root.rstrip("/")
+        self._folders = Folders(self.base_path)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="spmd checkpoint")
         self._room = threading.Semaphore(max_pending_async)
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
-        self._halves: list[str] = []
+        self._interrupted: list[str] = []
         self._known = self._found()
         self._terminated = threading.Event()
         self._has_saved_since = False
@@ -174,14 +160,16 @@ class CheckpointManager:
 
     def _save(self, step: int, state_dict: dict[str, Any]) -> None:
         with self._lock:
-            name = str(step)
             is_there = any(each.step == step for each in self._known)
-            target = name + _COMING if is_there else name
-            for each in {*self._halves, target}:
-                self._remove(each)
-            self._halves = [target]
+            target = self._folders.target(step, again=is_there)
+            self._meet()  # before the first process changes what the others look at
+            if self._is_first():
+                for each in self._interrupted:
+                    self._folders.remove(each)
+                self._folders.begin(target, step)
+            self._interrupted = [target]
             self._meet()
-            with _alone(), _naming(f"{self.base_path}{target}"):
+            with _alone(), naming(f"{self.base_path}{target}"):
                 save(
                     state_dict,
                     storage_writer=FsspecWriter(
@@ -192,38 +180,17 @@ class CheckpointManager:
                     no_dist=not dist.is_initialized(),
                 )
             last = max((each.time for each in self._known), default=0.0)
-            saved = _Checkpoint(step, max(time.time(), last + 1e-3))  # clocks may be set back
+            saved = Checkpoint(step, max(time.time(), last + 1e-3))  # clocks may be set back
             if self._is_first():
-                metadata = f"{self._root}/{target}/{_METADATA}"
-                with _naming(metadata), self._files.open(metadata, "w") as file:
-                    json.dump({"step": saved.step, "time": saved.time}, file)
-            self._halves.clear()
-            if is_there and self._is_first():
-                self._replace(name)
+                self._folders.complete(target, saved)
+            self._interrupted.clear()
             self._known = [*(each for each in self._known if each.step != step), saved]
             while 0 < self.max_to_keep < len(self._known):
                 oldest, *self._known = self._known
-                self._remove(str(oldest.step))
-
-    def _replace(self, name: str) -> None:
-        """Put a step that has been saved again in the place of the one before."""
-        folder = f"{self._root}/{name}"
-        self._remove(name + _GOING)
-        if self._files.exists(folder):  # the user may have removed it
-            self._files.mv(folder, folder + _GOING, recursive=True)
-        self._files.mv(folder + _COMING, folder, recursive=True)
-        self._remove(name + _GOING)
-
-    def _remove(self, name: str) -> None:
-        folder = f"{self._root}/{name}"
-        if self._is_first() and self._files.exists(folder):
-            for each in (_METADATA, ".metadata"):  # without ours it does not count, without both it is a half
-                if self._files.exists(f"{folder}/{each}"):
-                    self._files.rm(f"{folder}/{each}")
-            self._files.rm(folder, recursive=True)
+                if self._is_first():
+                    self._folders.remove(str(oldest.step))
 
     def _meet(self) -> None:
-        """What the first process has removed, no other has begun to write."""
         if dist.is_initialized():
             dist.barrier(self.pg)
 
@@ -236,13 +203,23 @@ class CheckpointManager:
         """The steps that can be restored, in order."""
         return sorted(each.step for each in self._known)
 
-    def restore(self, step: int, state_dict: dict[str, Any]) -> None:
+    def restore(self, step: int, state_dict: dict[str, Any], *, weights_only: bool = True) -> None:
         """Load a step into the tensors of a state dict, in place; other entries are replaced.
 
         What is being saved in the background is waited for, so that nothing is removed meanwhile.
 
+        Args:
+            step: one of ``all_steps()``.
+            state_dict: as it was saved.
+            weights_only: as for ``torch.load``. True: nothing runs that the checkpoint names, and entries
+                other than tensors may have only objects that ``torch.load`` admits, or that the program
+                declares with ``torch.serialization.add_safe_globals``. False: whoever wrote the checkpoint
+                can run code.
+
         Raises:
             AssertionError: there is no such step.
+            pickle.UnpicklingError: the checkpoint's metadata names what no metadata has.
+            CheckpointException: the checkpoint does not fit the state dict, or an entry is not admitted.
         """
         with self._lock, _alone():
             _check(
@@ -251,8 +228,10 @@ class CheckpointManager:
             )
             load(
                 state_dict,
-                storage_reader=FsspecReader(f"{self.base_path}{step}"),
-                planner=SPMDLoadPlanner(),
+                storage_reader=(RestrictedReader if weights_only else FsspecReader)(
+                    f"{self.base_path}{step}"
+                ),
+                planner=SPMDLoadPlanner(weights_only=weights_only),
                 process_group=self.pg,
                 no_dist=not dist.is_initialized(),
             )
@@ -270,71 +249,21 @@ class CheckpointManager:
         )
         return self._terminated.is_set()
 
-    def _found(self) -> list[_Checkpoint]:
+    def _found(self) -> list[Checkpoint]:
         """What an earlier manager has saved, the oldest first."""
-        found, others = [], []
-        self._files.makedirs(self._root, exist_ok=True)
-        paths = [str(path).rstrip("/") for path in self._files.ls(self._root, detail=False)]
-        for path in list(paths):
-            place, _, state = path.rpartition(".")
-            if f".{state}" in (_COMING, _GOING) and place not in paths and self._read(path) is not None:
-                self._files.mv(path, place, recursive=True)  # two were changing places
-                paths[paths.index(path)] = place
-        for path in paths:
-            said = self._read(path)
-            name = path.rpartition("/")[2]
-            if self._is_half(path, name, said is not None):
-                self._halves.append(name)
-            elif said is None or name != str(said.step):
-                others.append(path)
-            else:
-                found.append(said)
+        found, self._interrupted, others = self._folders.found()
         if others:
-            _log.warning("Ignoring invalid checkpoints: %s", ", ".join(others))
-        if self._halves:
             _log.warning(
-                "%s: saves that were ended in the middle. They do not count, and the next save removes them",
-                ", ".join(self._halves),
+                "Ignoring invalid checkpoints: %s. They were not made by a CheckpointManager, or are "
+                "damaged; they stay as they are",
+                ", ".join(others),
             )
-        return sorted(found, key=lambda each: each.time)
-
-    def _is_half(self, path: str, name: str, is_complete: bool) -> bool:
-        """Whether a manager that was killed has left that, and it is no checkpoint of somebody else's."""
-        number, _, state = name.partition(".")
-        if not number.isdecimal() or f".{state}" not in (".", _COMING, _GOING):
-            return False
-        return bool(state) or not (is_complete or self._files.exists(f"{path}/.metadata"))
-
-    def _read(self, path: str) -> _Checkpoint | None:
-        """What a folder holds, if it is complete."""
-        try:
-            with self._files.open(f"{path}/{_METADATA}", "r") as file:
-                said = json.load(file)
-            return _Checkpoint(int(said["step"]), float(said["time"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-
-@contextlib.contextmanager
-def _naming(folder: str) -> Iterator[None]:
-    """An error of the file system that does not say where it happened, such as that of a full disk, names the
-    folder.
-    """
-    try:
-        yield
-    except (OSError, CheckpointException) as error:
-        causes = [error] if isinstance(error, OSError) else [cause for cause, _ in error.failures.values()]
-        found = next((each for each in map(_system_error, causes) if each is not None), None)
-        if found is None or found.filename is not None:
-            raise
-        raise OSError(found.errno, found.strerror, folder) from error
-
-
-def _system_error(error: BaseException | None) -> OSError | None:
-    """The error of the file system behind an error: PyTorch's writer of archives raises its own over it."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
+        if self._interrupted:
+            _log.warning(
+                "%s: saves that were interrupted. They do not count, and the next save removes them",
+                ", ".join(self._interrupted),
+            )
+        return found
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.utils import _pytree as pytree
 
+from spmd.checkpoint.reading import only_data
 from spmd.engine import api as engine
 from spmd.sharding.marks import op_sharding
 from spmd.sharding.op_sharding import OpSharding
@@ -141,6 +142,10 @@ class SPMDSavePlanner(DefaultSavePlanner):
 class SPMDLoadPlanner(DefaultLoadPlanner):
     """Loads into tensors on the logical device, in place, whatever mesh they were saved from.
 
+    Args:
+        weights_only: load entries other than tensors as ``torch.load(weights_only=True)`` does. PyTorch's own
+            planner, and its readers, load pickles: whoever wrote the checkpoint can run code.
+
     Attributes:
         sharded_state_dict: by their keys, the tensors that are cut.
         unsharded_state_dict: everything else.
@@ -154,8 +159,9 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
     sharded_state_dict: dict[str, Tensor]
     unsharded_state_dict: dict[str, Any]
 
-    def __init__(self) -> None:
+    def __init__(self, *, weights_only: bool = False) -> None:
         super().__init__()
+        self._weights_only = weights_only
         self._arriving: dict[str, _Arriving] = {}
 
     def set_up_planner(
@@ -184,6 +190,11 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
                 for item in create_read_items_for_chunk_list(key, saved, [chunk])
             ]
         return LoadPlan(items, plan.storage_data, plan.planner_data)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        super().load_bytes(
+            read_item, only_data(read_item.dest_index.fqn, value) if self._weights_only else value
+        )
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         key = read_item.dest_index.fqn

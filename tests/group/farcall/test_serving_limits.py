@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch
 import farcall
 from farcall import client as clients
 from farcall.client import CallError, ServedError
-from farcall.serving import Batching, Endpoint, Limits
+from farcall.serving import Batching, Endpoint, Limits, Server
+from farcall.v1 import service_pb2
 from tests.support.certificates import Authority
-from tests.support.gateway import Connect, Gate, Scale, Serve
+from tests.support.gateway import Connect, Gate, Scale, Serve, count
 
 CODE = grpc.StatusCode
 TOKEN = "a token of one caller"
@@ -80,6 +82,49 @@ def test_a_message_that_is_too_large_is_refused(serve: Serve, connect: Connect) 
         client.call("scale", np.zeros(4096))
     assert caught.value.code is CODE.RESOURCE_EXHAUSTED
     assert float(client.call("scale", 1.0)) == 3.0
+
+
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_compressed_requests_are_refused_unless_the_server_takes_them(
+    serve: Serve, algorithm: grpc.Compression
+) -> None:
+    asked = service_pb2.CallRequest(call=service_pb2.Invocation(name="size"))
+    asked.call.args.add().binary = bytes(1 << 20)
+
+    def ask(server: Server) -> Any:
+        with grpc.insecure_channel(f"localhost:{server.port}", compression=algorithm) as channel:
+            call = channel.unary_unary("/farcall.v1.FarcallService/Call")
+            return service_pb2.CallResponse.FromString(call(asked.SerializeToString(), timeout=60))
+
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(serve({"size": len}))
+    assert caught.value.code() is CODE.UNIMPLEMENTED
+    assert ask(serve({"size": len}, limits=Limits(compressed=True))).value.integer == 1 << 20
+
+
+def test_a_request_of_too_many_small_values_is_refused(serve: Serve, connect: Connect) -> None:
+    client = connect(serve({"size": len}, limits=Limits(message_bytes=1 << 20)))
+    assert client.call("size", [None] * 5_000) == 5_000
+    with pytest.raises(
+        ServedError, match="values in the request would take more than the 1048576 bytes"
+    ) as caught:
+        client.call("size", [None] * 50_000)
+    assert caught.value.code is CODE.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, None])
+def test_a_timeout_of_0_is_none(serve: Serve, connect: Connect, timeout: float | None) -> None:
+    client = connect(serve({"same": float, "count": count}))
+    assert client.call("same", 2.0, timeout=timeout) == 2.0
+    assert client.batch([("same", [2.0])], timeout=timeout) == [2.0]
+    assert list(client.stream("count", 2, timeout=timeout)) == [0, 1]
+    assert [each.name for each in client.describe("same", timeout=timeout)] == ["same"]
+
+
+def test_a_stream_of_what_is_no_generator_says_how_to_call_it(serve: Serve, connect: Connect) -> None:
+    client = connect(serve({"scale": Scale()}))
+    with pytest.raises(ServedError, match=r"'scale' is no generator, and has one result: use client\.call"):
+        list(client.stream("scale", 1.0))
 
 
 def test_calls_that_come_together_are_run_as_one(serve: Serve, connect: Connect) -> None:
@@ -150,6 +195,14 @@ def test_a_token_that_no_client_can_send(serve: Serve, connect: Connect) -> None
 def test_a_certificate_without_its_key() -> None:
     with pytest.raises(ValueError, match="cert and key belong together"):
         clients.Tls("ca.pem", "cert.pem")
+
+
+@pytest.mark.parametrize("place", ["fifo", "/dev/zero", "empty"])
+def test_a_client_reads_certificates_from_regular_files_only(tmp_path: Path, place: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match=f"{place} is no file in PEM"):
+        clients.connect("localhost:8443", tls=clients.Tls(str(tmp_path / place)))
 
 
 def test_no_token_is_not_an_empty_one() -> None:

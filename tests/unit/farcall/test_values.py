@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.masked import masked_tensor
 
 from farcall import values
 from farcall.client.arrays import NumpyTensors
@@ -102,6 +104,54 @@ def test_arrays_that_pytorch_cannot_read(back: Any) -> None:
     assert sent(np.arange(3).astype(ml_dtypes.bfloat16), NUMPY, back).dtype == ml_dtypes.bfloat16
     with pytest.raises(TypeError, match=r"datetime64\[D\] has no counterpart in PyTorch; convert it first"):
         to_value(np.array(["2026-11-25"], "datetime64[D]"), back)
+
+
+class WithUnit(np.ndarray[Any, Any]):
+    """Such as libraries of physical quantities have."""
+
+
+@pytest.mark.parametrize("back", [TORCH, NUMPY], ids=["server", "client"])
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        (np.ma.array([1.0, 2.0], mask=[False, True]), "a masked array cannot be sent with its mask"),
+        (np.ma.array([1.0, 2.0]), "a masked array"),
+        (np.ma.masked, "a masked array"),
+        (np.ones(2).view(WithUnit), "an array of the class WithUnit would lose"),
+        (np.zeros(2, [("a", "i4")]), "has no counterpart in PyTorch"),
+        (np.array([1, None], object), "object has no counterpart in PyTorch"),
+        (np.array(["a"]), "<U1 has no counterpart in PyTorch"),
+        (np.array(["a"], np.dtypes.StringDType()), "StringDType.. has no counterpart in PyTorch"),
+        (np.datetime64("2026-11-25"), "has no counterpart in PyTorch"),
+        (np.longdouble(1), "float128 has no counterpart in PyTorch"),
+    ],
+)
+def test_arrays_with_more_than_their_elements_are_refused(array: Any, text: str, back: Any) -> None:
+    for value in (array, [array], {"x": array}):
+        with pytest.raises(TypeError, match=text):
+            to_value(value, back)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("back", [TORCH, NUMPY], ids=["server", "client"])
+def test_arrays_of_any_layout_have_their_elements(back: Any, tmp_path: Path) -> None:
+    plain = np.arange(6.0).reshape(2, 3)
+    mapped = np.memmap(tmp_path / "mapped", plain.dtype, "w+", shape=plain.shape)
+    mapped[:] = plain
+    constant = plain.copy()
+    constant.flags.writeable = False
+    views = [plain.T, plain[::-1], plain[:, ::2], np.broadcast_to(plain, (2, 2, 3)), plain[:0], plain[0, 0]]
+    kinds = [mapped, constant, np.matrix(plain), np.asfortranarray(plain), plain.astype(">f4"), np.array(2.5)]
+    for array in (*views, *kinds):
+        assert np.array_equal(sent(array, NUMPY, back), np.asarray(array))
+        assert np.array_equal(sent(array, TORCH, back), np.asarray(array))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_tensors_of_other_classes_are_refused_by_name() -> None:
+    masked = masked_tensor(torch.tensor([1.0, 2.0]), torch.tensor([True, False]))
+    with pytest.raises(TypeError, match="a tensor of the class MaskedTensor cannot be sent"):
+        to_value(masked, TORCH)
 
 
 def test_members_of_enumerations_are_what_they_are_made_of() -> None:

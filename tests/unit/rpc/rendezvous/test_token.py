@@ -166,7 +166,12 @@ def chosen_by_another(directory: Path) -> None:
     (directory / f"key-{token._boot()}").symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("prepare", [readable, linked, anothers, not_a_key, chosen_by_another])
+def pipe(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    os.mkfifo(directory / f"key-{token._boot()}", 0o600)
+
+
+@pytest.mark.parametrize("prepare", [readable, linked, anothers, not_a_key, chosen_by_another, pipe])
 def test_a_directory_that_others_may_have_prepared_is_refused(
     tmp_path: Path, prepare: Callable[[Path], None]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import select
 import socket
@@ -14,6 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from rpc.errors import InvalidOptionError
 from rpc.options import TlsOptions
@@ -271,6 +278,38 @@ def test_files_that_are_not_there_are_named(authority: Authority, missing: str) 
     wrong = TlsOptions(**(vars(options) | {missing: "/no/such.pem"}))
     with pytest.raises(InvalidOptionError, match=r"/no/such\.pem.*No such file"):
         TlsContexts.of(wrong)
+
+
+@pytest.mark.parametrize("option", ["cert", "key", "ca"])
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("fifo", "no regular file, but a pipe"),
+        ("/dev/zero", "no regular file, but a device"),
+        (".", "no regular file, but a folder"),
+        ("large", "more than 4194304 bytes"),
+    ],
+)
+def test_files_of_other_kinds_are_refused_at_once(
+    authority: Authority, tmp_path: Path, option: str, place: str, text: str
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with (tmp_path / "large").open("wb") as large:
+        large.truncate(1 << 40)
+    wrong = TlsOptions(**(vars(authority.issue()) | {option: str(tmp_path / place)}))
+    with pytest.raises(InvalidOptionError, match=f"{option} .* cannot be read: it .*{text}"):
+        TlsContexts.of(wrong)
+
+
+def test_no_password_is_asked_for_where_a_key_is_encrypted(authority: Authority, tmp_path: Path) -> None:
+    options = authority.issue()
+    key = load_pem_private_key(Path(options.key).read_bytes(), None)
+    encrypted = tmp_path / "encrypted.pem"
+    encrypted.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    )
+    with pytest.raises(InvalidOptionError, match="the key is encrypted"):
+        TlsContexts.of(TlsOptions(options.cert, str(encrypted), options.ca))
 
 
 def connected(authority: Authority, sockets: Sockets, buffer: int) -> tuple[TlsStream, ssl.SSLSocket]:

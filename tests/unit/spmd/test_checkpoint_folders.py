@@ -1,0 +1,209 @@
+"""What a ``CheckpointManager`` removes, what it leaves alone, and what it refuses to load."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from spmd.checkpoint import CheckpointManager
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def manager(path: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(path, 1, chkpt_on_preemption=False, **options)
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    return {"x": torch.full((2,), value)}
+
+
+def interrupt(saving: CheckpointManager, step: int) -> None:
+    """Leave what a process leaves that is killed while it saves."""
+    with pytest.raises(CheckpointException):
+        saving.save(step, {"function": lambda: 0})
+
+
+# ---- folders
+
+
+@pytest.mark.parametrize("name", ["2024", "7", "7.coming", "2.going"])
+def test_a_folder_of_the_user_stays(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").write_text("precious")
+    saving = manager(tmp_path, max_to_keep=1)
+    for step in (1, 2, 3):
+        saving.save(step, state())
+    assert (tmp_path / name / "notes.txt").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == sorted(["3", name])
+
+
+@pytest.mark.parametrize("name", ["7", "7.coming", "7.going"])
+def test_a_step_is_not_saved_over_a_folder_of_the_user(tmp_path: Path, name: str) -> None:
+    saving = manager(tmp_path)
+    if name != "7":
+        saving.save(7, state())
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").write_text("precious")
+    with pytest.raises(FileExistsError, match="not made by a CheckpointManager") as caught:
+        saving.save(7, state())
+    assert caught.value.filename == str(tmp_path / name)
+    assert os.listdir(tmp_path / name) == ["notes.txt"]
+    assert saving.save(8, state())
+
+
+def test_a_checkpoint_of_another_program_is_neither_listed_nor_overwritten(tmp_path: Path) -> None:
+    save(state(3.0), storage_writer=FileSystemWriter(tmp_path / "3", sync_files=False), no_dist=True)
+    before = sorted(os.listdir(tmp_path / "3"))
+    saving = manager(tmp_path)
+    saving.save(4, state())
+    assert saving.all_steps() == [4]
+    with pytest.raises(FileExistsError):
+        saving.save(3, state())
+    assert sorted(os.listdir(tmp_path / "3")) == before
+
+
+def test_a_copy_of_a_checkpoint_under_another_number_is_the_users(tmp_path: Path) -> None:
+    manager(tmp_path).save(10, state())
+    shutil.copytree(tmp_path / "10", tmp_path / "11")
+    saving = manager(tmp_path, max_to_keep=1)
+    assert saving.all_steps() == [10]
+    with pytest.raises(FileExistsError):
+        saving.save(11, state())
+    saving.save(12, state())
+    assert sorted(os.listdir(tmp_path)) == ["11", "12"]
+
+
+def test_an_empty_folder_can_be_saved_to(tmp_path: Path) -> None:
+    (tmp_path / "5").mkdir()
+    saving = manager(tmp_path)
+    saving.save(5, state())
+    assert saving.all_steps() == [5]
+
+
+def test_the_next_save_removes_interrupted_ones(tmp_path: Path) -> None:
+    manager(tmp_path).save(1, state())
+    first, second = manager(tmp_path), manager(tmp_path)
+    interrupt(first, 1)
+    interrupt(second, 2)
+    shutil.copytree(tmp_path / "1", tmp_path / "1.going")
+    later = manager(tmp_path)
+    assert later.all_steps() == [1]
+    assert sorted(os.listdir(tmp_path)) == ["1", "1.coming", "1.going", "2"]  # to look removes nothing
+    later.save(4, state())
+    assert sorted(os.listdir(tmp_path)) == ["1", "4"]
+    assert manager(tmp_path).all_steps() == [1, 4]
+
+
+def test_a_replacement_that_was_interrupted_is_finished(tmp_path: Path) -> None:
+    manager(tmp_path).save(1, state(5.0))
+    (tmp_path / "1").rename(tmp_path / "1.coming")
+    found, restored = manager(tmp_path), state()
+    found.restore(1, restored)
+    assert restored["x"].tolist() == [5.0, 5.0]
+
+
+# ---- what is loaded
+
+
+class RunsOnLoad:
+    """Unpickles as a call of a function."""
+
+    def __init__(self, call: Callable[..., Any], *args: object) -> None:
+        self._call = call, args
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def metadata_of(path: Path) -> Metadata:
+    found = pickle.loads((path / ".metadata").read_bytes())
+    assert isinstance(found, Metadata)
+    return found
+
+
+@pytest.mark.parametrize("place", ["whole", "planner", "key"])
+def test_metadata_that_runs_code_is_refused(tmp_path: Path, place: str) -> None:
+    saving = manager(tmp_path)
+    saving.save(1, state())
+    evil = RunsOnLoad(os.mkdir, str(tmp_path / "ran"))
+    metadata: Any = metadata_of(tmp_path / "1")
+    if place == "whole":
+        metadata = evil
+    elif place == "planner":
+        metadata.planner_data["x"] = evil
+    else:
+        metadata.storage_data[evil] = metadata.storage_data.popitem()[1]
+    (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(pickle.UnpicklingError, match=r"names posix\.mkdir"):
+        saving.restore(1, state())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_entry_that_runs_code_is_refused(tmp_path: Path) -> None:
+    saving = manager(tmp_path)
+    saving.save(1, {**state(), "extra": RunsOnLoad(os.mkdir, str(tmp_path / "ran"))})
+    with pytest.raises(CheckpointException, match=r"entry 'extra'.*names posix\.mkdir.*weights_only=False"):
+        saving.restore(1, {**state(), "extra": None})
+    assert not (tmp_path / "ran").exists()
+    saving.restore(1, {**state(), "extra": None}, weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("other", ["/etc/hostname", "../other/__0_0.distcp"])
+def test_metadata_that_names_a_file_elsewhere_is_refused(tmp_path: Path, other: str) -> None:
+    saving = manager(tmp_path)
+    saving.save(1, state())
+    metadata: Any = metadata_of(tmp_path / "1")
+    next(iter(metadata.storage_data.values())).relative_path = other
+    (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(pickle.UnpicklingError, match="a file outside the checkpoint"):
+        saving.restore(1, state())
+
+
+def test_classes_that_the_program_declares_are_restored(tmp_path: Path) -> None:
+    saving = manager(tmp_path)
+    saving.save(1, {"options": argparse.Namespace(lr=0.5)})
+    restored: dict[str, Any] = {"options": None}
+    with pytest.raises(CheckpointException, match=r"names argparse\.Namespace"):
+        saving.restore(1, restored)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        saving.restore(1, restored)
+    assert restored == {"options": argparse.Namespace(lr=0.5)}
+
+
+def test_what_a_training_loop_saves_is_restored(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    saved = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2).state_dict(),
+        "rng": torch.get_rng_state(),
+        "step": 7,
+        "names": ("a", None, 1.5, {"b": [True, b"c"]}),
+        "nested": [torch.zeros(2), torch.zeros(0, dtype=torch.int64)],
+        "dtype": torch.float16,
+        "shape": torch.Size([2, 3]),
+    }
+    saving = manager(tmp_path)
+    saving.save(1, saved)
+    restored = {**saved, "step": 0, "names": None, "dtype": None, "shape": None}
+    saving.restore(1, restored)
+    assert {name: restored[name] for name in ("step", "names", "dtype", "shape")} == {
+        name: saved[name] for name in ("step", "names", "dtype", "shape")
+    }
