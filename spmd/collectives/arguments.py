@@ -5,6 +5,7 @@ A message says the operation, the rank, what was expected and what came.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,6 +61,12 @@ class Arguments:
                 raise ValueError(
                     f"{_text(what)} at rank {self.rank}: process group '{self.group}' takes dense "
                     f"tensors on the CPU, got {describe(tensor)}, {tensor.layout}, on {tensor.device}"
+                )
+            if layout is torch.strided and not tensor.is_contiguous() and not _can_be_copied(tensor.dtype):
+                raise TypeError(
+                    f"{_text(what)} at rank {self.rank}: expected a contiguous tensor, since PyTorch cannot "
+                    f"copy elements of this dtype, got {describe(tensor)}: pass its view(torch.uint8), "
+                    "contiguous"
                 )
 
     def check_writable(self, what: str | bytes, tensors: Tensors) -> None:
@@ -158,6 +165,15 @@ def _reduce_op(opts: Any) -> Any:
 
 def _text(what: str | bytes) -> str:
     return what if isinstance(what, str) else text_of(what)
+
+
+@functools.cache
+def _can_be_copied(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(2, dtype=dtype)[::2].clone()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

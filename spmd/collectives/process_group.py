@@ -102,7 +102,7 @@ class FarcallProcessGroup(ProcessGroup):
         field = signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
-            flat = tensor.contiguous()
+            flat = _flat(tensor)
             algorithms.all_reduce(field, deadline, flat, reduction)
             _settle(flat, tensor)
 
@@ -158,7 +158,7 @@ class FarcallProcessGroup(ProcessGroup):
         field = signature("reduce", tensor.dtype, tensor.shape, reduction.name, root)
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
-            flat = tensor.contiguous()
+            flat = _flat(tensor)
             algorithms.reduce(field, deadline, flat, reduction, root)
             if self.getRank() == root:
                 _settle(flat, tensor)
@@ -171,7 +171,7 @@ class FarcallProcessGroup(ProcessGroup):
         field = signature("broadcast", tensor.dtype, tensor.shape, "", root)
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
-            flat = tensor.contiguous()
+            flat = _flat(tensor)
             algorithms.broadcast(field, deadline, flat, root)
             if self.getRank() != root:
                 _settle(flat, tensor)
@@ -219,7 +219,7 @@ class FarcallProcessGroup(ProcessGroup):
         self, outputs: Tensors, mine: torch.Tensor, algorithms: Algorithms, field: bytes, deadline: float
     ) -> None:
         flat = [_room(each) for each in outputs]
-        algorithms.all_gather(field, deadline, flat, mine.contiguous())
+        algorithms.all_gather(field, deadline, flat, _flat(mine))
         for part, output in zip(flat, outputs, strict=True):
             _settle(part, output)
 
@@ -245,7 +245,7 @@ class FarcallProcessGroup(ProcessGroup):
                     field,
                     deadline,
                     list(flat.view(-1).chunk(size)) if flat.numel() else [flat] * size,
-                    mine.contiguous(),
+                    _flat(mine),
                 )
                 _settle(flat, output)
 
@@ -281,7 +281,7 @@ class FarcallProcessGroup(ProcessGroup):
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = [_room(each) for each in targets] if is_root else None
-            algorithms.gather(field, deadline, flat, mine.contiguous(), root)
+            algorithms.gather(field, deadline, flat, _flat(mine), root)
             for part, target in zip(flat or [], targets, strict=True):
                 _settle(part, target)
 
@@ -298,7 +298,7 @@ class FarcallProcessGroup(ProcessGroup):
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = _room(output)
-            given = [each.contiguous() for each in sources] if is_root else None
+            given = [_flat(each) for each in sources] if is_root else None
             algorithms.scatter(field, deadline, flat, given, root)
             _settle(flat, output)
 
@@ -327,7 +327,7 @@ class FarcallProcessGroup(ProcessGroup):
                 )
         self._arguments.check_tensors("reduce_scatter_single", inputs)
         sources = [
-            list(mine.contiguous().view(-1).chunk(size)) if mine.numel() else [mine] * size for mine in inputs
+            list(_flat(mine).view(-1).chunk(size)) if mine.numel() else [mine] * size for mine in inputs
         ]
         return self._reduce_scatter("reduce_scatter_single", outputs, sources, opts)
 
@@ -348,9 +348,7 @@ class FarcallProcessGroup(ProcessGroup):
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             for output, parts in zip(outputs, sources, strict=True):
                 flat = _room(output)
-                algorithms.reduce_scatter(
-                    field, deadline, flat, [each.contiguous() for each in parts], reduction
-                )
+                algorithms.reduce_scatter(field, deadline, flat, [_flat(each) for each in parts], reduction)
                 _settle(flat, output)
 
         return self._run(field, list(outputs), perform, opts, [each for parts in sources for each in parts])
@@ -370,7 +368,7 @@ class FarcallProcessGroup(ProcessGroup):
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = _room(output)
-            algorithms.all_to_all(field, deadline, pieces(flat, takes), pieces(mine.contiguous(), gives))
+            algorithms.all_to_all(field, deadline, pieces(flat, takes), pieces(_flat(mine), gives))
             _settle(flat, output)
 
         return self._run(field, [output], perform, opts, [mine])
@@ -383,7 +381,7 @@ class FarcallProcessGroup(ProcessGroup):
 
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             flat = [_room(each) for each in outputs]
-            algorithms.all_to_all(field, deadline, flat, [each.contiguous() for each in inputs])
+            algorithms.all_to_all(field, deadline, flat, [_flat(each) for each in inputs])
             for part, output in zip(flat, outputs, strict=True):
                 _settle(part, output)
 
@@ -396,7 +394,7 @@ class FarcallProcessGroup(ProcessGroup):
         self._arguments.check_rank(to, "send to")
         self._arguments.check_tag(tag, "send")
         self._arguments.check_tensors("send", [tensor])
-        return self.group.messages.send(tensor.contiguous(), to, tag, self.group.timeout)
+        return self.group.messages.send(_flat(tensor), to, tag, self.group.timeout)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> GroupWork:
         self._arguments.check_rank(source, "receive from")
@@ -446,11 +444,21 @@ def _describe_all(tensors: Tensors) -> str:
     return "; ".join(map(describe, tensors))
 
 
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor whose memory has these elements: itself, if it is one."""
+    return (tensor.resolve_conj().resolve_neg() if _is_lazy(tensor) else tensor).contiguous()
+
+
 def _room(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor to receive into: itself, if it is one."""
-    return (
-        tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    )
+    if tensor.is_contiguous() and not _is_lazy(tensor):
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether its memory has the conjugates or the negatives of its elements."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _settle(flat: torch.Tensor, tensor: torch.Tensor) -> None:

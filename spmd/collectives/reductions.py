@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,8 +23,6 @@ _KERNELS: Final[dict[Any, tuple[str, Callable[..., torch.Tensor]]]] = {
     ReduceOp.BXOR: ("bitwise xor", torch.bitwise_xor),
     ReduceOp.PREMUL_SUM: ("scaled sum", torch.add),
 }
-_BITWISE: Final = ("bitwise and", "bitwise or", "bitwise xor")
-_ORDERED: Final = ("minimum", "maximum")
 _NARROW: Final = (torch.float16, torch.bfloat16)
 
 
@@ -42,14 +41,7 @@ class Reduction:
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise ``TypeError`` if tensors of this dtype cannot be reduced so."""
-        floating = dtype.is_floating_point or dtype.is_complex
-        if (
-            (self.name in _BITWISE and floating)
-            or (self.name in _ORDERED and dtype.is_complex)
-            or (dtype.is_floating_point and dtype.itemsize == 1)
-            or (self._averages and dtype is torch.bool)
-            or (self._factor is not None and not floating)
-        ):
+        if not (_performs(self, dtype) if self._factor is None else _performs.__wrapped__(self, dtype)):
             raise TypeError(f"tensors of {dtype} cannot be reduced by {self.name}")
 
     def reduce(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -88,6 +80,29 @@ class Reduction:
                 tensor.div_(count, rounding_mode="trunc")
 
 
+@functools.cache
+def _performs(reduction: Reduction, dtype: torch.dtype) -> bool:
+    """Whether PyTorch has the kernels that a reduction of this dtype needs, found by reducing one element.
+
+    Kernels differ between dtypes, operations and versions of PyTorch. One that is missing must be noticed on
+    the calling rank: once ranks exchange data, an error is final for the group.
+    """
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return False  # the product exists, rounded at each step
+    try:
+        with torch.inference_mode():
+            terms = [torch.zeros(1, dtype=dtype) for _ in range(3)]
+            for count in (2, 3):
+                total = torch.empty_like(terms[0])
+                reduction.reduce(terms[:count], total)
+                reduction.finish(total, count)
+            reduction.prepare(total)
+            reduction.merge(total, terms[0])
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 def reduction_of(operation: Any) -> Reduction:
     """The reduction that a ``torch.distributed.ReduceOp`` names.
 
@@ -101,8 +116,8 @@ def reduction_of(operation: Any) -> Reduction:
         known = ", ".join(each for each, _ in _KERNELS.values())
         raise ValueError(f"expected a reduction ({known}), got {operation}") from None
     factor = getattr(operation, "factor", None) if kind == ReduceOp.PREMUL_SUM else None
-    if factor is not None:
-        name = (
-            f"{name} by {float(factor):g}" if not isinstance(factor, torch.Tensor) else f"{name} by a tensor"
-        )
+    if isinstance(factor, torch.Tensor):
+        name, factor = f"{name} by a tensor", factor.detach().reshape(())  # it has one element
+    elif factor is not None:
+        name = f"{name} by {float(factor):g}"
     return Reduction(name, kernel, kind == ReduceOp.AVG, factor)
