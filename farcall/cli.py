@@ -114,6 +114,30 @@ def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
     is_flag=True,
     help="A dynamic group: WORLD_SIZE is not set, and the others keep running when one fails.",
 )
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0.1, 1e9),
+    default=900.0,
+    show_default=True,
+    help="Seconds to wait for the other machines.",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(0, 1e9),
+    default=30.0,
+    show_default=True,
+    help="Seconds from SIGTERM to SIGKILL, for workers that are ended.",
+)
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False),
+    help="Folder for a file with the output of each rank, beside what is printed.",
+)
+@click.option(
+    "--outlive",
+    is_flag=True,
+    help="Workers keep running if this launcher is killed; with --log-dir, where alone their output goes.",
+)
 @click.option("--lend-names", is_flag=True, help="torch.distributed.rpc means farcall, as in `farcall run`.")
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
 @click.argument("target", type=click.Path(), callback=_program)
@@ -126,6 +150,10 @@ def launch(
     job: str | None,
     restart: int,
     dynamic: bool,
+    timeout: float,
+    grace: float,
+    log_dir: str | None,
+    outlive: bool,
     lend_names: bool,
     module: bool,
     target: str,
@@ -143,10 +171,15 @@ def launch(
     srun --ntasks-per-node=1 farcall launch -n 4 train.py             # under Slurm
     farcall launch -n 4 --dynamic --restart 100 train.py              # restarts workers that fail
     """  # noqa: D301
-    from farcall.job import under_slurm
+    from farcall.launch.job import under_slurm
 
     given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job}
-    found = under_slurm(workers, os.environ, **given, restarts=restart, dynamic=dynamic)
+    chosen = {"restarts": restart, "dynamic": dynamic, "timeout": timeout, "grace": grace}
+    found = under_slurm(workers, os.environ, **given, **chosen, log_dir=log_dir, outlive=outlive)
+    if outlive and log_dir is None:
+        raise click.UsageError(
+            "--outlive needs --log-dir: nobody reads the output of workers without a launcher"
+        )
     if (found.nodes > 1 or found.node_rank) and not found.rdzv:
         raise click.UsageError("several machines need --rdzv HOST:PORT, where they meet")
     if dynamic and found.rdzv and found.node_rank is None:
@@ -155,13 +188,10 @@ def launch(
         raise click.UsageError(f"--node-rank is from 0 to {found.nodes - 1} here, not {found.node_rank}")
     if not module and not os.path.exists(target):
         raise click.UsageError(f"there is no file {os.path.abspath(target)}")
-    # Each try of C++ to reach the meeting place would print its stack; we say ourselves what we wait for.
-    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    # C++ prints a stack for each failed attempt to reach a store; the launcher says itself what it waits for.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from farcall.launching import launch as launch_job  # which takes a second
+    from farcall.launch.launcher import launch as launch_job  # which takes a second
 
-    if quiet:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the workers' is their own
     return launch_job(found, target, arguments, module=module, lend_names=lend_names)
 
 

@@ -57,6 +57,10 @@ _MAX_UNRESOLVED_SECONDS: Final = 2.0
 _FILE_TIMEOUT: Final = timedelta(seconds=5)
 
 
+class ServedTCPStore(TCPStore):
+    """A TCP store whose server is this process."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A worker's place in the group, as far as arguments and environment tell."""
@@ -399,7 +403,7 @@ class _TcpStore:
         return store
 
     def _made(self, seconds: float, *, serve: bool, listener: int | None = None) -> Store:
-        return TCPStore(
+        return (ServedTCPStore if serve else TCPStore)(
             self.host,
             self.port,
             is_master=serve,

@@ -9,7 +9,7 @@ import pytest
 import farcall
 from farcall.cli import main
 from farcall.doctor import Finding
-from farcall.job import Job, slurm_hosts, under_slurm
+from farcall.launch.job import Job, slurm_hosts, under_slurm
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farcall.reporting import Failure
+from farcall.launch.failures import Failure
 
 RAISED = Failure(0, 10, 1, 3.0, "LookupError: bad luck", "Traceback ...")
 LOST_ANOTHER = Failure(1, 11, 1, 2.0, "WorkerLostError: worker0 is lost", "Traceback ...")

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m farcall.worker [--lend-names] [-m] TARGET [ARGUMENTS ...]
+    python -m farcall.launch.worker_main [--lend-names] [-m] TARGET [ARGUMENTS ...]
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import traceback
 
+from farcall.launch.failures import record
 from farcall.program import run_module, run_script
-from farcall.reporting import record
 
 __all__ = ["main"]
 

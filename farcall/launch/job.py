@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +18,18 @@ class Job:
     """What is to be launched, and this machine's part in it.
 
     Attributes:
-        workers: how many processes run on this machine.
-        nodes: how many machines take part.
-        node_rank: which of them this is; None if that does not matter.
+        workers: number of processes on this machine.
+        nodes: number of machines that take part.
+        node_rank: rank of this machine; None if that does not matter.
         rdzv: HOST:PORT where the machines meet, served by the one that has this name; "" on one machine.
         restarts: how often all workers are started again when one fails; of a dynamic group, how often any
             one of this machine's is, while the others go on.
         dynamic: workers come and go: none waits for the others, and each may be started again alone.
-        name: the same on all machines, and another for another job.
+        name: name of the job, the same on all machines.
+        grace: seconds from the signal that ends a worker to SIGKILL.
+        timeout: seconds to wait for the other machines.
+        log_dir: folder for a file with the output of each rank; None: there are none.
+        outlive: workers keep running if their launcher is killed.
     """
 
     workers: int
@@ -34,6 +39,15 @@ class Job:
     restarts: int = 0
     dynamic: bool = False
     name: str = "farcall"
+    grace: float = 30.0
+    timeout: float = 900.0
+    log_dir: str | None = None
+    outlive: bool = False
+
+    @property
+    def run_id(self) -> str:
+        """What separates this job from others at one store."""
+        return self.name if self.nodes > 1 else f"{self.name}-{os.getpid()}"
 
 
 def under_slurm(workers: int, environ: Mapping[str, str], **given: Any) -> Job:

@@ -1,0 +1,123 @@
+"""The workers of a dynamic group on this machine: each is watched, and started again alone.
+
+A dynamic group is for workers that live on when another dies. Machines do not wait for each other either: a
+worker joins when it comes.
+
+The launcher of the first machine serves the store where workers meet, so the store outlives any of them, and a
+worker that is started again finds the group there, under its old rank and name. ``WORLD_SIZE`` is not set: by
+that ``init_rpc`` knows that the group is dynamic.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from farcall.launch.failures import Failure, signal_name
+from farcall.launch.job import Job
+from farcall.launch.processes import WorkerProcess, WorkerProcesses
+from farcall.launch.rounds import Kind, Order
+from farcall.launch.signals import ENDING
+from farcall.launch.terminal import name_ranks, say
+from rpc.rendezvous.init_method import open_store
+from rpc.rendezvous.store import SharedStore
+
+__all__ = ["DynamicGroup"]
+
+_LOOK_SECONDS: Final = 0.05
+_STORE_SECONDS: Final = 30.0
+
+
+class DynamicGroup:
+    """This machine's workers of a dynamic group. For the main thread.
+
+    Args:
+        job: how many there are, where they meet, and how often in all one may be started again.
+        make: makes the worker of a rank.
+        news: gets the numbers of signals.
+    """
+
+    def __init__(
+        self, job: Job, make: Callable[[int, str], WorkerProcess], news: queue.SimpleQueue[Any]
+    ) -> None:
+        self.let_go = True
+        self._job = job
+        self._news = news
+        first = (job.node_rank or 0) * job.workers
+        self._ranks = range(first, first + job.workers)
+        self._workers = WorkerProcesses([make(rank, "") for rank in self._ranks], job.grace)
+        self._used = 0
+        self._end: Order | None = None
+
+    def run(self) -> Order:
+        """Run until all workers have ended; returns how. No process is left.
+
+        Raises:
+            RendezvousError: the store cannot be served where it should.
+        """
+        store, place = _serve(self._job)
+        say(f"{name_ranks(self._ranks)} of a dynamic group run here; they meet at {place}")
+        try:
+            self._workers.start({rank: self._environment(place, rank, 0) for rank in self._ranks})
+            while self._workers.running:
+                self._take_in_news()
+                for worker in self._workers.poll():
+                    if worker.failure is not None and self._end is None:
+                        self._start_again(worker, worker.failure, place)
+        finally:
+            self._workers.kill()
+            del store  # it is served until now
+        return self._end or Order(Kind.END)
+
+    def _take_in_news(self) -> None:
+        try:
+            number = self._news.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            return
+        if number not in ENDING:
+            self._workers.send(number)
+        elif self._end is None:
+            ranks, grace = name_ranks(self._workers.running), f"in {self._job.grace:g} s at most"
+            say(f"ended by {signal_name(number)}; {ranks} still run here and are ended, {grace}")
+            self._end = Order(Kind.END, status=128 + number)
+            self._workers.end(number)
+        elif number == signal.SIGINT:
+            self._workers.kill()
+
+    def _start_again(self, worker: WorkerProcess, failure: Failure, place: str) -> None:
+        """Start a failed worker again; if no restart is left, have all end."""
+        if self._used == self._job.restarts:
+            self._end = Order(Kind.END, failure=failure, status=failure.exit_status)
+            self._workers.end()
+            return
+        self._used += 1
+        count = f"{self._used} of {self._job.restarts} restarts"
+        say(f"{failure.process} {failure.what}; it is started again ({count})")
+        worker.start(self._environment(place, worker.rank, worker.starts))
+
+    def _environment(self, place: str, rank: int, restart: int) -> dict[str, str]:
+        host, _, port = place.rpartition(":")
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % self._job.workers),
+            "LOCAL_WORLD_SIZE": str(self._job.workers),
+            "GROUP_RANK": str(self._job.node_rank or 0),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RESTART_COUNT": str(restart),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._job.restarts),
+            "TORCHELASTIC_RUN_ID": self._job.name,
+        }
+
+
+def _serve(job: Job) -> tuple[SharedStore | None, str]:
+    """The store where they meet, if it is this machine's, and HOST:PORT."""
+    if job.rdzv and job.node_rank:
+        return None, job.rdzv
+    store = open_store(f"tcp://{job.rdzv or '127.0.0.1:0'}", 0, None, timeout=_STORE_SECONDS)
+    assert isinstance(store.store, TCPStore)
+    return store, job.rdzv or f"127.0.0.1:{store.store.port}"

@@ -1,0 +1,117 @@
+"""How a process of ``farcall launch`` failed, and the record that it leaves for its launcher.
+
+A process that raises writes a record to the file that its launcher has named, so that one summary can name
+the failure that was the cause, with its traceback. Imports nothing heavy: each worker's process needs it before
+its program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from farcall.launch.terminal import say
+
+__all__ = ["Failure", "record", "signal_name"]
+
+_FILE: Final = "FARCALL_ERROR_FILE"
+"""Environment variable that names the file for the record."""
+
+_LOSS: Final = "WorkerLostError"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one process failed.
+
+    Attributes:
+        rank: rank of the worker.
+        pid: its process.
+        status: as in ``subprocess``: the exit status, or the negative number of the signal that ended it.
+        at: time of the failure, in seconds since 1970.
+        message: the exception, on one line; "" if the process left no record.
+        trace: traceback of the exception.
+        host: name of the machine, where there are several; else "".
+    """
+
+    rank: int
+    pid: int
+    status: int
+    at: float
+    message: str = ""
+    trace: str = ""
+    host: str = ""
+
+    @classmethod
+    def of(cls, rank: int, pid: int, status: int, file: Path, host: str = "") -> Failure:
+        """The failure of a process that has just ended, with its record if it left one."""
+        try:
+            left = json.loads(file.read_text())
+        except FileNotFoundError:
+            return cls(rank, pid, status, time.time(), host=host)
+        return cls(rank, pid, status, left["at"], left["message"], left["trace"], host)
+
+    @classmethod
+    def first(cls, failures: Iterable[Failure]) -> Failure:
+        """The failure that is most likely the cause of the others."""
+        return min(failures, key=lambda failure: (failure._rarely_a_cause(), failure.at))
+
+    def _rarely_a_cause(self) -> int:
+        if self.message:
+            return 2 if self.message.startswith(_LOSS) else 1
+        return 4 if self.status == -signal.SIGTERM else 0 if self.status < 0 else 3
+
+    @property
+    def exit_status(self) -> int:
+        """The status that a shell would report."""
+        if self.message:
+            return 1
+        return self.status if self.status > 0 else 128 - self.status
+
+    @property
+    def process(self) -> str:
+        """Rank and process, for people."""
+        return f"rank {self.rank} (process {self.pid}{f' on {self.host}' if self.host else ''})"
+
+    @property
+    def what(self) -> str:
+        """What happened to the process."""
+        if self.message:
+            return f"raised {self.message}"
+        if self.status < 0:
+            return f"was killed by {signal_name(-self.status)}"
+        return f"ended with status {self.status}"
+
+    def sum_up(self, remark: str = "") -> None:
+        """Print the one summary of a job that has failed."""
+        say(f"{self.process} failed first{remark}: it {self.what}")
+        if self.trace:
+            print(self.trace.rstrip(), file=sys.stderr, flush=True)
+
+
+def record(error: BaseException, trace: str) -> None:
+    """In a worker's process: leave a record of an exception for the launcher."""
+    file = os.environ.get(_FILE)
+    if file:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+        written = Path(f"{file}.{os.getpid()}")
+        try:
+            written.write_text(json.dumps({"at": time.time(), "message": said, "trace": trace}))
+            written.replace(file)  # as a whole: this process may be ended at any moment
+        except OSError as failure:  # the exception itself is printed all the same
+            say(f"cannot write {written} for the launcher: {failure.strerror}")
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM``; ``signal 40`` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,101 @@
+"""``farcall launch``: all workers of a program on this machine, or this machine's part of them.
+
+Each worker finds its place in the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and so on, as under
+torchrun), where ``init_rpc`` looks by default. On the terminal there is one line that says which ranks run
+here and where they meet, the rank before each line of output, and one summary of the failure that came first,
+with its traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from farcall.launch.dynamic_group import DynamicGroup
+from farcall.launch.job import Job
+from farcall.launch.output import Output
+from farcall.launch.processes import Guard, WorkerProcess
+from farcall.launch.rounds import Order
+from farcall.launch.signals import ENDING, received_in
+from farcall.launch.static_group import StaticGroup
+from farcall.launch.terminal import say
+from rpc.errors import RendezvousError
+from rpc.runtime.cpu_quota import usable_cores
+
+__all__ = ["launch"]
+
+_LOOK_SECONDS: Final = 0.05
+
+
+def launch(job: Job, target: str, arguments: Sequence[str], *, module: bool, lend_names: bool) -> int:
+    """Run a program in all processes of this machine, and wait for their end.
+
+    Args:
+        job: how many there are, and where they meet.
+        target: a script, or with ``module`` the name of one.
+        arguments: the program's own.
+        module: as ``python -m``.
+        lend_names: ``torch.distributed.rpc`` means farcall, as with ``farcall run``.
+
+    Returns:
+        The exit status: 0 if all processes succeeded, else that of the one that failed first; 128 and the
+        signal's number if a signal ended it.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // job.workers)))
+
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    if job.dynamic:
+        os.environ.pop("WORLD_SIZE", None)
+    flags = [*(["--lend-names"] if lend_names else []), *(["-m"] if module else [])]
+    command = [sys.executable, "-m", "farcall.launch.worker_main", *flags, target, *arguments]
+    logging.getLogger("rpc").addHandler(_OnTerminal(logging.WARNING))
+    news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="farcall-") as folder, received_in(news):
+        output = Output(None if job.log_dir is None else Path(job.log_dir))
+        guard = None if job.outlive else Guard(job.grace)
+
+        def make(rank: int, host: str) -> WorkerProcess:
+            return WorkerProcess(rank, command, Path(folder), output, guard, host=host)
+
+        group = (DynamicGroup if job.dynamic else StaticGroup)(job, make, news)
+        try:
+            end = group.run()
+        except RendezvousError as error:
+            say(str(error))
+            return 1
+        finally:
+            if guard is not None:
+                guard.close()
+            output.close()
+            _wait_for_output(output, news)
+    status = _sum_up(job, end)
+    if not group.let_go:  # a thread waits in C++ for a store that does not answer: Python's end would abort
+        os._exit(status)
+    return status
+
+
+def _wait_for_output(output: Output, news: queue.SimpleQueue[Any]) -> None:
+    """Until all has been written; a signal ends that, since nobody may be reading."""
+    while not output.closed.wait(_LOOK_SECONDS):
+        while not news.empty():
+            if news.get() in ENDING:
+                return
+
+
+def _sum_up(job: Job, end: Order) -> int:
+    if end.failure is not None:
+        end.failure.sum_up(f", and no restart of {job.restarts} is left" if job.restarts else "")
+    return end.status
+
+
+class _OnTerminal(logging.Handler):
+    """What the rendezvous logs, as lines of the launcher's own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())

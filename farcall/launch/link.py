@@ -1,0 +1,365 @@
+"""What the launchers of a job tell each other, through the store in which their workers meet, too.
+
+The launcher on the machine at ``--rdzv`` serves the store and is the coordinator. It writes there who it is,
+the launchers by rank, its orders, and that it lives. The others write that they have come, their reports, and
+that they live. Each looks several times a second, on a thread of its own; none waits in the store.
+
+With a token in the environment, records are sealed with it, so that no one else gives orders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, NoReturn
+
+from farcall.launch.job import Job
+from farcall.launch.rounds import (
+    SILENT_SECONDS,
+    Coordinator,
+    Kind,
+    Launcher,
+    Order,
+    Report,
+    State,
+    placed,
+)
+from farcall.launch.terminal import say
+from rpc.errors import RendezvousError
+from rpc.group.authentication import ForeignRecordError
+from rpc.group.handshake import legible
+from rpc.options import AgentOptions
+from rpc.rendezvous.init_method import ServedTCPStore, open_store
+from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, Waiting
+from rpc.rendezvous.token import WAYS, Credential, find_credential
+from rpc.runtime.notices import Notices
+
+__all__ = ["Link", "Lost", "Plan"]
+
+_LOOK_SECONDS: Final = 0.2
+_BEAT_SECONDS: Final = 1.0
+_MARGIN_SECONDS: Final = 2 * SILENT_SECONDS
+"""Time that a launcher has to stop, beyond its workers' grace."""
+
+
+class Lost(Exception):
+    """This launcher has no part in the job, or no longer; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the workers of this machine have their place.
+
+    Attributes:
+        me: this launcher.
+        world_size: number of workers on all machines.
+        nodes: number of machines.
+        place: HOST:PORT of the store.
+    """
+
+    me: Launcher
+    world_size: int
+    nodes: int
+    place: str
+
+
+class Link:
+    """One launcher's part in what they tell each other.
+
+    Args:
+        job: the job.
+        news: gets the ``Plan``, then each ``Order``; and ``Lost`` if this launcher has no part any more.
+    """
+
+    def __init__(self, job: Job, news: queue.SimpleQueue[Any]) -> None:
+        self._job = job
+        self._news = news
+        self._report = Report(State.WAITING)
+        self._wake = threading.Event()
+        self._waiting = Waiting(job.timeout)
+        self._exchanged_at: float | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="farcall-link", daemon=True)
+        self._thread.start()
+
+    def report(self, report: Report) -> None:
+        """Tell the coordinator. From any thread."""
+        self._report = report
+        self._wake.set()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the store has not answered for long, which may be so without an error."""
+        then = self._exchanged_at
+        return then is not None and not self._over.is_set() and time.monotonic() - then > SILENT_SECONDS
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether this launcher is one of the job's."""
+        return self._exchanged_at is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to tell or to hear."""
+        return self._over.is_set()
+
+    def close(self, seconds: float) -> bool:
+        """Tell and hear nothing more.
+
+        Returns:
+            Whether no thread uses the store any more.
+        """
+        self._waiting.abandon()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    # ---- on the link's thread
+
+    def _run(self) -> None:
+        try:
+            self._take_part()
+        except Abandoned:
+            pass
+        except (Lost, RendezvousError) as error:
+            self._news.put(Lost(str(error)))
+        except StoreLost as error:
+            self._news.put(Lost(f"the launcher that serves the store at {self._job.rdzv} is gone: {error}"))
+        except Exception as error:
+            self._news.put(Lost(f"this launcher has failed: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._over.set()
+
+    def _take_part(self) -> None:
+        job = self._job
+        me = Launcher(0, job.nodes, job.workers, socket.gethostname(), os.getpid(), job.node_rank)
+        credential = find_credential(AgentOptions(), os.environ) if job.nodes > 1 else Credential(None)
+        token = None if credential.automatic else credential.token
+        rank = 0 if job.nodes == 1 else job.node_rank
+        init_method = f"tcp://{job.rdzv or '127.0.0.1:0'}"
+        notices = Notices()
+        store: SharedStore | None = None
+        while True:
+            try:
+                if store is None:
+                    size = None if rank is None else job.nodes
+                    store = open_store(init_method, rank, size, timeout=self._waiting.remaining, environ={})
+                    store = store.sealed(token).under("launch")
+                else:
+                    store.reopen(self._waiting)
+                if isinstance(store.store, ServedTCPStore):
+                    self._coordinate(store, me)
+                    return
+                if self._follow(store, me):
+                    return
+                reason = "no launcher of this job serves the store there yet"
+            except ForeignRecordError as error:
+                raise Lost(
+                    f"a launcher at {job.rdzv} has another token than this one, on {me.host}. {WAYS}"
+                ) from error
+            except StoreLost as error:
+                if self._exchanged_at is not None:
+                    raise
+                reason = str(error)
+            if notices.due():
+                say(f"waiting at {job.rdzv} for {notices.waited}: {reason}")
+            if not self._waiting.pause(_LOOK_SECONDS):
+                raise Lost(f"there was no launcher of this job at {job.rdzv} for {job.timeout:g} s: {reason}")
+
+    def _coordinate(self, store: SharedStore, me: Launcher) -> None:
+        """Give the orders, until all launchers have left."""
+        assert isinstance(store.store, ServedTCPStore)
+        job, alone = self._job, self._job.nodes == 1
+        board = store.under(name := secrets.token_hex(8))
+        if not alone:
+            about = {"board": name, "job": job.name, **asdict(me)}
+            store.set("coordinator", json.dumps(about).encode())
+        others: dict[int, _Heard] = {}
+        came, refusal = self._meet(store, board, me, others)
+        if not alone:
+            board.set("plan", json.dumps([asdict(each) for each in came]).encode())
+        coordinator = Coordinator(came, job.restarts, job.grace + _MARGIN_SECONDS)
+        if refusal:
+            coordinator.end(refusal, time.monotonic())
+        else:
+            self._news.put(_plan(me, came, job.rdzv or f"127.0.0.1:{store.store.port}"))
+        told: Order | None = None
+        beat, beat_at, over = 0, 0.0, False
+        while not over:
+            now = self._exchanged_at = time.monotonic()
+            if told != coordinator.order:
+                told, beat_at = coordinator.order, 0.0
+                self._news.put(told)
+            if not alone and now >= beat_at:
+                beat, beat_at = beat + 1, now + _BEAT_SECONDS
+                board.set("order", json.dumps({"beat": beat, "said": told.to_json()}).encode())
+            self._wake.wait(_LOOK_SECONDS)
+            self._wake.clear()
+            for index, each in others.items():
+                each.hear(board.get(f"report/{index}"))
+            reports = {index: Report.from_json(each.said) for index, each in others.items() if each.said}
+            silent = {index: each.silent_for for index, each in others.items()}
+            over = coordinator.step({**reports, me.index: self._report}, silent, time.monotonic())
+
+    def _meet(
+        self, store: SharedStore, board: SharedStore, me: Launcher, others: dict[int, _Heard]
+    ) -> tuple[tuple[Launcher, ...], str]:
+        """The launchers that make up the job, placed; or those that have come and why they are none."""
+        job, notices = self._job, Notices()
+        came, arrivals, since, refused = {me.index: me}, 0, 0.0, b""
+        while True:
+            if self._report.leaves:
+                return tuple(came.values()), f"{me} {self._report.leaves}"
+            if job.nodes > 1:
+                if (packed := board.get(f"launcher/{arrivals + 1}")) is not None:
+                    arrivals, since = arrivals + 1, time.monotonic()
+                    came[arrivals], others[arrivals] = Launcher.unpack(packed), _Heard()
+                    continue
+                refused = self._tell_of_refused(store, refused)
+                for index in list(others):
+                    others[index].hear(board.get(f"report/{index}"))
+                    if others[index].has_left:
+                        say(f"{came.pop(index)} has left again")
+                        del others[index]
+            launchers, refusal = placed(list(came.values()))
+            if len(came) >= job.nodes and not refusal:
+                return launchers, ""
+            if refusal and time.monotonic() - since > SILENT_SECONDS:  # none of them has left, so all mean it
+                return tuple(came.values()), refusal
+            there, doctor = (
+                f"there are {', '.join(map(str, came.values()))}",
+                f"farcall doctor --meet {job.rdzv}",
+            )
+            if notices.due():
+                say(
+                    f"waiting at {job.rdzv} for {job.nodes} launchers for {notices.waited}; {there}. If all "
+                    f"have been started, `{doctor}` on two machines says what is in the way"
+                )
+            if not self._waiting.pause(_LOOK_SECONDS):
+                missing = f"not all {job.nodes} launchers have come to {job.rdzv} within {job.timeout:g} s"
+                return tuple(came.values()), f"{missing}: {there}"
+
+    def _tell_of_refused(self, store: SharedStore, told: bytes) -> bytes:
+        """Say that a launcher has been here that is not of this job, as it has noted itself."""
+        try:
+            note = store.get("refused") or b""
+        except ForeignRecordError as error:
+            note = error.claimed
+        if note != told:
+            why = legible(note.decode(errors="replace"))
+            say(f"a launcher has come to {self._job.rdzv} and was refused: {why}")
+        return note
+
+    def _follow(self, store: SharedStore, me: Launcher) -> bool:
+        """Do as ordered, until this launcher has left.
+
+        Returns:
+            False if there is no coordinator, or it is just ending.
+        """
+        packed = store.get("coordinator")
+        if packed is None:
+            return False
+        found = json.loads(packed)
+        board, name = store.under(found.pop("board")), found.pop("job")
+        coordinator = Launcher(**found)
+        if name != self._job.name:
+            self._refuse(
+                store,
+                f"{coordinator} is of the job {name!r}, {me} of the job {self._job.name!r}. "
+                "Each needs a port of its own",
+            )
+        if coordinator.nodes != me.nodes:
+            self._refuse(
+                store, f"{coordinator} was started with --nnodes {coordinator.nodes}, {me} with {me.nodes}"
+            )
+        me = replace(me, index=board.add("arrivals", 1))
+        board.set(f"launcher/{me.index}", me.pack())
+        heard, told, notices, place = _Heard(), None, Notices(), self._job.rdzv
+        sent, beat, beat_at = None, 0, 0.0
+        while True:
+            report, now = self._report, time.monotonic()
+            if report is not sent or now >= beat_at:
+                sent, beat, beat_at = report, beat + 1, now + _BEAT_SECONDS
+                board.set(f"report/{me.index}", json.dumps({"beat": beat, "said": report.to_json()}).encode())
+            if report.state is State.LEFT:
+                return True
+            heard.hear(board.get("order"))
+            if heard.said:
+                order = Order.from_json(heard.said)
+                if told is None and not self._takes_its_place(store, board, me, order):
+                    return False
+                self._exchanged_at = time.monotonic()
+                if order != told:
+                    told = order
+                    self._news.put(order)
+                if heard.silent_for > SILENT_SECONDS:
+                    raise Lost(
+                        f"{coordinator} is gone: nothing has been heard of it for {SILENT_SECONDS:g} s"
+                    )
+            elif not self._waiting.remaining:
+                raise Lost(
+                    f"not all {me.nodes} launchers have come to {place} within {self._job.timeout:g} s"
+                )
+            elif notices.due():
+                say(
+                    f"waiting at {place} for {me.nodes} launchers for {notices.waited}; {coordinator} is there"
+                )
+            self._wake.wait(_LOOK_SECONDS)
+            self._wake.clear()
+
+    def _takes_its_place(self, store: SharedStore, board: SharedStore, me: Launcher, order: Order) -> bool:
+        """Look where this launcher's place is; False: the job that is there is just ending."""
+        launchers = [Launcher(**each) for each in json.loads(board.get("plan") or b"[]")]
+        if not any(each.index == me.index for each in launchers):
+            if order.kind is Kind.END:
+                return False
+            there = ", ".join(map(str, launchers))
+            self._refuse(store, f"the job has its {me.nodes} launchers, {there}; {me} is one too many")
+        if order.kind is not Kind.END:
+            self._news.put(_plan(me, launchers, self._job.rdzv))
+        return True
+
+    def _refuse(self, store: SharedStore, reason: str) -> NoReturn:
+        """This launcher is not of the job at the store; the coordinator there is told so, too."""
+        store.set("refused", reason.encode())
+        raise Lost(f"refused at {self._job.rdzv}: {reason}")
+
+
+class _Heard:
+    """What another launcher says, and for how long it has said nothing."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, Any] = {}
+        self._beat = 0
+        self._at = time.monotonic()
+
+    def hear(self, packed: bytes | None) -> None:
+        """Take in what it has written last."""
+        if packed is not None:
+            found = json.loads(packed)
+            self.said = found["said"]
+            if found["beat"] != self._beat:
+                self._beat, self._at = found["beat"], time.monotonic()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it is gone, or going, before the job has begun."""
+        leaves = bool(self.said) and (self.said["leaves"] or self.said["state"] == State.LEFT)
+        return bool(leaves) or self.silent_for > SILENT_SECONDS
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since its last sign of life."""
+        return time.monotonic() - self._at
+
+
+def _plan(me: Launcher, launchers: Sequence[Launcher], place: str) -> Plan:
+    mine = next(each for each in launchers if each.index == me.index)
+    return Plan(mine, sum(each.workers for each in launchers), len(launchers), place)

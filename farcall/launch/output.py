@@ -1,0 +1,154 @@
+"""The output of a launcher's workers: each line on the terminal, with its rank before it, and in files.
+
+One thread reads all pipes. It writes whole lines, at once, so that a reader of the launcher's own output sees
+them when they come. A process that ends may leave others behind that keep its pipe open: what is in the pipe
+by then is read, and its end is not waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import selectors
+import subprocess
+import threading
+from pathlib import Path
+from typing import IO, Final
+
+from farcall.launch.terminal import say
+
+__all__ = ["Output"]
+
+_READ_BYTES: Final = 1 << 16
+
+_LINE_BYTES: Final = 1 << 20
+"""Maximum length of a line; a longer one is written in parts."""
+
+_PIPE_BYTES: Final = 1 << 20
+"""Maximum size of a pipe that a process sets without privileges: no more can be left in one."""
+
+_STREAMS: Final = {1: "standard output", 2: "standard error"}
+
+
+class _Stream:
+    """One stream of a process, on its way to the terminal and to a file."""
+
+    def __init__(self, pipe: int, target: int, prefix: bytes, log: IO[bytes] | None) -> None:
+        self.pipe = pipe
+        self.target = target
+        self.prefix = prefix
+        self.log = log
+        self.rest = b""
+
+    def take(self, read: bytes) -> bytes:
+        """The whole lines that there are now, each with its prefix."""
+        *lines, self.rest = (self.rest + read).split(b"\n")
+        if self.rest and (not read or len(self.rest) > _LINE_BYTES):
+            lines.append(self.rest)
+            self.rest = b""
+        if self.log is not None:
+            self.log.write(b"".join(line + b"\n" for line in lines))
+        return b"".join(self.prefix + line + b"\n" for line in lines)
+
+
+class Output:
+    """Reads what processes print. Any thread may call.
+
+    Args:
+        folder: for a file for each rank; None: there are none.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._orders: queue.SimpleQueue[_Stream | int | None] = queue.SimpleQueue()
+        self._lost = set[int]()
+        self.closed = threading.Event()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._run, name="farcall-output", daemon=True)
+        self._thread.start()
+
+    def log_file(self, rank: int) -> Path | None:
+        """The file for a rank's output."""
+        return None if self._folder is None else self._folder / f"rank{rank}.log"
+
+    def follow(self, rank: int, process: subprocess.Popen[bytes]) -> tuple[int, ...]:
+        """Begin to read a process's streams; returns what ``ended`` is to be told."""
+        file = self.log_file(rank)
+        log = None if file is None else open(file, "ab", buffering=0)  # noqa: SIM115
+        pipes = []
+        for target, stream in ((1, process.stdout), (2, process.stderr)):
+            assert stream is not None
+            pipes.append(pipe := os.dup(stream.fileno()))
+            stream.close()
+            os.set_blocking(pipe, False)
+            self._order(_Stream(pipe, target, b"[%d] " % rank, log))
+        return tuple(pipes)
+
+    def ended(self, pipes: tuple[int, ...]) -> None:
+        """The process of these pipes has ended: read what it has left in them, and no more."""
+        for pipe in pipes:
+            self._order(pipe)
+
+    def close(self) -> None:
+        """All processes have ended. ``closed`` is set when everything has been written."""
+        self._order(None)
+
+    def _order(self, order: _Stream | int | None) -> None:
+        self._orders.put(order)
+        os.write(self._woken, b"\0")
+
+    def _run(self) -> None:
+        streams: dict[int, _Stream] = {}
+        while True:
+            for pipe in [key.fd for key, _ in self._selector.select()]:
+                if pipe in streams and self._read(streams[pipe]) is None:
+                    self._forget(streams, pipe)
+                if pipe != self._wake:
+                    continue
+                os.read(self._wake, 1)
+                order = self._orders.get()
+                if order is None:
+                    self.closed.set()
+                    return
+                if isinstance(order, _Stream):
+                    streams[order.pipe] = order
+                    self._selector.register(order.pipe, selectors.EVENT_READ)
+                elif order in streams:
+                    left = _PIPE_BYTES
+                    while left > 0 and (read := self._read(streams[order])):
+                        left -= read
+                    self._forget(streams, order)
+
+    def _read(self, stream: _Stream) -> int | None:
+        """Hand on what is there; returns its length: 0 for nothing just now, None for the end."""
+        try:
+            read = os.read(stream.pipe, _READ_BYTES)
+        except BlockingIOError:
+            return 0
+        if not read:
+            return None
+        self._write(stream.target, stream.take(read))
+        return len(read)
+
+    def _forget(self, streams: dict[int, _Stream], pipe: int) -> None:
+        stream = streams.pop(pipe)
+        self._selector.unregister(pipe)
+        self._write(stream.target, stream.take(b""))
+        os.close(pipe)
+
+    def _write(self, target: int, text: bytes) -> None:
+        """Not through ``sys.stdout``: this thread may still be in here when Python ends."""
+        while text and target not in self._lost:
+            try:
+                text = text[os.write(target, text) :]
+            except BlockingIOError:  # another program has made the launcher's terminal non-blocking
+                select.select([], [target], [])
+            except OSError as error:
+                self._lost.add(target)
+                say(f"cannot write to {_STREAMS[target]} any more: {error.strerror}. The workers run on")

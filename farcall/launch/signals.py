@@ -1,0 +1,54 @@
+"""The signals that a launcher receives: those that end the job, and those for its workers.
+
+The handler only puts a signal where the launcher looks for news, so that none is lost or comes between two
+steps. Because there is a handler, the launcher also reacts as process 1 of a container, for which the kernel
+discards signals that have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final
+
+__all__ = ["ENDING", "received_in"]
+
+ENDING: Final = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
+"""Signals that end the job; the workers get the same one."""
+
+_PASSED_ON: Final = (
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGVTALRM,
+    signal.SIGPROF,
+    signal.SIGXCPU,
+    signal.SIGURG,
+    signal.SIGCONT,
+    *(range(signal.SIGRTMIN, signal.SIGRTMAX + 1) if hasattr(signal, "SIGRTMIN") else ()),
+)
+"""Signals that are only passed on: what a scheduler can be asked to send."""
+
+
+@contextlib.contextmanager
+def received_in(news: queue.SimpleQueue[Any]) -> Iterator[None]:
+    """Put the number of each signal that comes into a queue. For the main thread.
+
+    A signal that is ignored, as SIGHUP under ``nohup``, stays so.
+    """
+
+    def receive(number: int, _frame: FrameType | None) -> None:
+        news.put(number)
+
+    before = {}
+    for number in (*ENDING, *_PASSED_ON):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, receive)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
