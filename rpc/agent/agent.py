@@ -237,8 +237,7 @@ class Agent:
         """
         self.info = me.info
         self.view = Membership(me, static=static)
-        self.own_peer = Peer(me, self._connect, is_self=True)
-        self.own_peer.agent, self.own_peer.codec = self, self.serializer.between(me.safe)
+        self.own_peer = Peer(me, self.serializer.between(me.safe), self._connect, is_self=True)
         self.connections.loop_back(self.own_peer)
         self.peers.form(self.view, self.own_peer)
         self.departure.form(me, members if static else None)
@@ -254,14 +253,13 @@ class Agent:
         self.on_loop(form)
 
     def _make_peer(self, member: Member) -> Peer:
-        peer = Peer(
+        return Peer(
             member,
+            self.serializer.between(member.safe),
             self._connect,
             send_queue_bytes=self.options.send_queue_bytes,
             near=member.host == self.view.me.host,
         )
-        peer.agent, peer.codec = self, self.serializer.between(member.safe)
-        return peer
 
     def _connect(self, peer: Peer) -> None:
         self.mailbox.call(self.connections.connect, peer)

@@ -167,7 +167,7 @@ class Caller:
         if recording.tracks:
             args, kwargs = stand_ins(args, kwargs)
         payload = peer.codec.dump_call(function, args, kwargs, peer, tracked=tensors)
-        note(tape, recording, tensors, payload.header, peer)
+        note(tape, recording, tensors, payload.header, peer, agent.serializer)
         return payload
 
     def attach(self, header: dict[str, Any], peer: Peer) -> None:
@@ -175,7 +175,7 @@ class Caller:
         tape = self._agent.tape
         recording = None if tape is None else tape.calling(peer)
         if tape is not None and recording is not None:
-            note(tape, recording, [], header, peer)
+            note(tape, recording, [], header, peer, self._agent.serializer)
 
     def effective_timeout(self, timeout: float) -> float:
         """A timeout as the user gave it, or the default; ``TypeError`` or ``ValueError`` if it is no number

@@ -213,12 +213,13 @@ class Dispatcher:
         if events.message_received:
             size = sum(map(len, frame.buffers))
             events.tell(events.message_received, MessageReceived(peer.name, kind, size))
+        due = False
         if kind == Kind.CALL:
-            peer.received += 1
+            due = peer.session.take_in()
             request = self._cancellable[peer, frame[1]] = Request(peer, frame, arrivals)
             self.accept(request, self._run, tasks)
         elif kind == Kind.REPLY or kind == Kind.FAILURE:
-            peer.received += 1
+            due = peer.session.take_in()
             call = self._agent.calls.answered(frame[1], peer)
             if call is not None:
                 call.arrivals = arrivals
@@ -229,13 +230,13 @@ class Dispatcher:
             if handler is None:
                 raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
             if kind in _UNNUMBERED:
-                peer.signs += 1
+                peer.session.take_in_heartbeat()
             else:
-                peer.received += 1
+                due = peer.session.take_in()
             task = handler(peer, frame)
             if task is not None:
                 tasks.append(task)
-        if peer.received >= peer.acknowledge_at:
+        if due:
             peer.acknowledge()
 
     def message_lost(self, peer: Peer, head: bytes) -> None:

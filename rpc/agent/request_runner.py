@@ -316,7 +316,7 @@ class RequestRunner:
         tensors: list[torch.Tensor] = []
         payload = serializer.dumps(value, peer, what=of, tracked=tensors)
         if tensors:
-            note(tape, recording, tensors, payload.header, peer)
+            note(tape, recording, tensors, payload.header, peer, self._agent.serializer)
         return payload
 
     def fail(self, peer: Peer, call_id: int, error: BaseException, of: object = None) -> None:

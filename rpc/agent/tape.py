@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rpc.group.peer import Peer
 from rpc.serialization.payload import Connect
+from rpc.serialization.serializer import Serializer
 
 __all__ = ["Observation", "Recording", "Tape", "note"]
 
@@ -88,10 +89,17 @@ class Tape(Protocol):
         """The same for an answer: None if what its call was noted in is over."""
 
 
-def note(tape: Tape, recording: Recording, tensors: list[Tensor], header: dict[str, Any], to: Peer) -> None:
+def note(
+    tape: Tape,
+    recording: Recording,
+    tensors: list[Tensor],
+    header: dict[str, Any],
+    to: Peer,
+    serializer: Serializer,
+) -> None:
     """Note what a message carries that is about to be sent, and say so in its header."""
     try:
         header[tape.key] = recording.sent(tensors, to)
     except BaseException:
-        to.agent.serializer.take_back(header, to)
+        serializer.take_back(header, to)
         raise

@@ -101,7 +101,7 @@ class Striping:
         if peer in self._lanes or self._closed or not peer.connected:
             return  # other threads had something for it, or it opened them itself
         self._lanes[peer] = None
-        if peer.dialled:
+        if peer.link.dialled:
             self._say(peer, {"ask": self._count})
         else:
             self._offer(peer, self._count)
@@ -124,7 +124,7 @@ class Striping:
         """A peer says something about lanes."""
         for said, value in frame.header.items():
             match said, value:
-                case "ask", int(count) if count >= 2 and not peer.dialled:
+                case "ask", int(count) if count >= 2 and not peer.link.dialled:
                     if self._lanes.get(peer) is None:  # else an offer was made while it asked
                         self._asked(peer, count)
                 case "offer", [int(count), bytes(token)] if count >= 2 and len(token) == _TOKEN_BYTES:
@@ -149,7 +149,7 @@ class Striping:
         self._say(peer, {"offer": [count, lanes.token]})
 
     def _offered(self, peer: Peer, count: int, token: bytes) -> None:
-        if self._lanes.get(peer) is not None or not peer.dialled:
+        if self._lanes.get(peer) is not None or not peer.link.dialled:
             raise ProtocolError("it offers lanes for the second time, or is not the one to offer any")
         if self._count == 1 or self._closed:
             self._say(peer, {"refuse": "the option tcp_stripes is 1 there"})
@@ -192,7 +192,7 @@ class Striping:
                 break
         else:
             raise ProtocolError("a lane that belongs to no connection, or comes too late")
-        if not 0 <= number < lanes.count or number in lanes.open or peer.dialled:
+        if not 0 <= number < lanes.count or number in lanes.open or peer.link.dialled:
             raise ProtocolError(f"a lane of the number {number!r}, where {lanes.count} are expected once")
         self._add(peer, lanes, number, connection)
 

@@ -1,6 +1,6 @@
 """Connections to the other workers: listening, shaking hands, noticing that one is gone.
 
-When one is made, and made again, stands in ``dialling``.
+``dialling`` decides when a connection is made, and made again.
 
 Everything here runs on the loop's thread. A connection is owned by a ``Greeting`` until both sides know each
 other, and by an ``_Established`` from then on, which passes its frames to the agent.
@@ -16,11 +16,11 @@ from functools import partial
 from typing import Final, Protocol
 
 from rpc.errors import ProtocolError
-from rpc.group.admission import CROSSED, GONE, MISTAKEN, judge
-from rpc.group.connection_state import CONNECTING, Event
+from rpc.group.admission import CROSSED, judge
 from rpc.group.dialling import QUIET_SECONDS, Dialler
 from rpc.group.greeting import SLOW_SECONDS, Greeting
 from rpc.group.handshake import Authenticator, Hello, Lane, Refusal, Welcomed, legible
+from rpc.group.link import CONNECTING
 from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
@@ -135,8 +135,6 @@ class Connections:
         self._strangers: dict[Greeting, None] = {}  # those of them whose other side has proven nothing yet
         self._refusals = LimitedLog(logger)
         self._dialler = Dialler(loop, transports, self)
-        self.connect, self.greet_again = self._dialler.connect, self._dialler.greet_again
-        self.broke, self.peer_broke = self._dialler.broke, events.peer_broke
 
     # ---- listening
 
@@ -181,24 +179,39 @@ class Connections:
 
     # ---- connecting
 
+    def connect(self, peer: Peer) -> None:
+        """See ``Dialler.connect``."""
+        self._dialler.connect(peer)
+
+    def greet_again(self, peer: Peer) -> None:
+        """See ``Dialler.greet_again``."""
+        self._dialler.greet_again(peer)
+
+    def broke(self, peer: Peer, reason: str) -> None:
+        """See ``Dialler.broke``."""
+        self._dialler.broke(peer, reason)
+
+    def peer_broke(self, peer: Peer) -> None:
+        """See ``DiallerOwner``."""
+        self._events.peer_broke(peer)
+
     def loop_back(self, own_peer: Peer) -> None:
         """Connect this worker to itself; see ``Loopback``."""
         connection = Loopback(self.loop)
         connection.start(_Established(self, own_peer))
-        own_peer.step(Event.ACCEPT)
+        own_peer.link.accept(self.loop.time())
         self._hand_over(own_peer, connection)
 
     def reached(self, peer: Peer, connection: Connection) -> None:
         """Somebody listens at one of its addresses: greet it."""
-        if self.closed or not peer.step(Event.REACH):
+        if self.closed or not peer.link.reach(connection.process):
             _drop(connection, "not needed any more")
             return
         for earlier in [each for each in self._greetings if each.peer is peer and each.lane is None]:
             earlier.finish()
             _drop(earlier.connection, "another attempt takes its place")
         assert self._view is not None
-        peer.process = connection.process
-        session = peer.session.connections, peer.received
+        session = peer.session.connections, peer.session.received
         self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group, session))
 
     async def open_lane(self, peer: Peer, lane: Lane) -> Connection:
@@ -250,14 +263,12 @@ class Connections:
                 greeting.finish()
                 _drop(greeting.connection, "refused")
                 if refusal.code != CROSSED:
-                    peer.has_ended, peer.gave_up = refusal.code == MISTAKEN, refusal.code == GONE
                     self.lose(peer, f"it refused the connection: {refusal.reason}")
-                elif peer.step(Event.CROSS):
+                elif peer.link.cross():
                     self._dialler.crossed(peer)
             case Welcomed(session):
                 assert peer is not None
-                if peer.step(Event.WELCOME):
-                    peer.dialled = True
+                if peer.link.welcome(self.loop.time()):
                     self._establish(greeting, peer, session)
                 else:
                     greeting.connection.close("not needed any more")
@@ -282,17 +293,21 @@ class Connections:
                 return
             if rivals:
                 for rival in rivals:
-                    rival.claimed_by = newcomer.incarnation
+                    rival.link.claimed_by = newcomer.incarnation
                 greeting.connection.close("who has its name or id is connected: it has to come again")
                 return
         peer = self._events.peer_for(known) if known else None
-        is_lost = peer is not None and peer.connected and _has_lost_it(hello, peer)
+        is_lost = (
+            peer is not None
+            and peer.connected
+            and peer.link.has_lost_its_end(hello.session[0], peer.session.connections, peer.session.heard)
+        )
         refusal = judge(
             hello,
             self._view,
             self.group,
             connected=peer is not None and peer.connected and not is_lost,
-            connecting=peer is not None and peer.state in CONNECTING,
+            connecting=peer is not None and peer.link.state in CONNECTING,
         )
         if refusal is not None:
             self._refuse(greeting, refusal)
@@ -302,17 +317,14 @@ class Connections:
         peer = peer or self._events.peer_for(hello.member)
         if is_lost and peer.connection is not None:
             connection = peer.connection
-            self.broke(peer, "the other side has lost the connection", connect=False)
+            self._dialler.broke(peer, "the other side has lost the connection", connect=False)
             _drop(connection, "the other side has lost it")
         if not peer.is_quiet:
             self.loop.call_later(QUIET_SECONDS, self._judge_again, greeting, hello)
             return
         number = max(hello.session[0], peer.session.connections) + 1
-        greeting.welcome((number, peer.received))
-        peer.step(Event.ACCEPT)
-        peer.dialled = False
-        peer.accepted_at = peer.received + peer.signs
-        peer.process = greeting.connection.process
+        greeting.welcome((number, peer.session.received))
+        peer.link.accept(self.loop.time(), greeting.connection.process, peer.session.heard)
         self._establish(greeting, peer, (number, hello.session[1]))
 
     def _replace(self, newcomer: Member) -> list[Peer]:
@@ -328,7 +340,7 @@ class Connections:
         if any(peer.is_self for peer in rivals):
             return []
         for peer in rivals:
-            if not peer.connected or peer.claimed_by == newcomer.incarnation:
+            if not peer.connected or peer.link.claimed_by == newcomer.incarnation:
                 self.lose(
                     peer, f"it has ended, as worker '{newcomer.name}' (id {newcomer.id}) has come since"
                 )
@@ -387,27 +399,25 @@ class Connections:
 
     def _hand_over(self, peer: Peer, connection: Connection, *session: int) -> None:
         outfitted = connection if self.outfit is None else self.outfit(peer, connection)
-        peer.connected_since = self.loop.time()
         peer.established(outfitted, *session)
 
     # ---- the end
 
     def lose(self, peer: Peer, reason: str) -> None:
         """A worker is gone, because ``reason``: close what is left of it and tell the agent, once."""
-        self._lose(peer, reason, logging.WARNING)
+        self._lose(peer, reason, left=False)
 
     def goodbye_received(self, peer: Peer, frame: Frame) -> None:
         """A peer leaves, and says so."""
         reason = legible(frame.header.get("reason", "it left"))
-        peer.has_ended = True
-        peer.has_left = not reason.startswith(CRASHED)
-        self._lose(peer, reason, logging.INFO if peer.has_left else logging.WARNING)
+        self._lose(peer, reason, left=not reason.startswith(CRASHED))
 
-    def _lose(self, peer: Peer, reason: str, level: int) -> None:
-        if not peer.step(Event.LOSE):
+    def _lose(self, peer: Peer, reason: str, *, left: bool) -> None:
+        if not peer.link.lose():
             return
+        level = logging.INFO if left else logging.WARNING
         logger.log(level, "worker '%s' (id %d) is gone: %s", peer.name, peer.member.id, reason)
-        connection = peer.gone(reason)
+        connection = peer.gone(reason, left=left)
         if connection is not None:
             _drop(connection, reason)
         self._events.peer_gone(peer, reason)
@@ -435,7 +445,7 @@ class Connections:
         leaving: list[Connection] = []
         closed: list[asyncio.Future[None]] = []
         for peer in peers:
-            peer.step(Event.LEAVE)
+            peer.link.leave()
             connection = peer.gone("this worker has shut down")
             if connection is not None:
                 connection.owner = farewell = _Farewell(self.loop)
@@ -485,15 +495,6 @@ class _Farewell(SilentOwner):
     def connection_lost(self, connection: Connection, reason: str) -> None:
         if not self.closed.done():
             self.closed.set_result(None)
-
-
-def _has_lost_it(hello: Hello, peer: Peer) -> bool:
-    """Whether a worker to which there is a connection has lost that one, and its attempt is not just late: it
-    has had as many, or may not have learned that this side has accepted the last, over which nothing came.
-    """
-    connections = peer.session.connections
-    unheard = not peer.dialled and peer.received + peer.signs == peer.accepted_at
-    return hello.session[0] == connections or (hello.session[0] == connections - 1 and unheard)
 
 
 def _drop(connection: Connection, reason: str) -> None:

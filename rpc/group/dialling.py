@@ -1,9 +1,4 @@
-"""Dialling, and dialling again: when a worker is connected to, and for how long that is tried.
-
-A connection that breaks is made again at once; attempts that fail, and connections that break as soon as they
-are made, are followed by pauses that grow. A worker whose own addresses refuse has ended; one that is not
-reached for as long as the desk's ``reconnect_seconds`` say is lost. On the loop's thread.
-"""
+"""Dialling, and dialling again: carries out what a worker's ``Link`` decides. On the loop's thread."""
 
 from __future__ import annotations
 
@@ -15,37 +10,22 @@ import ssl
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from rpc.group.connection_state import Event, State
+from rpc.group.link import GiveUp, State
 from rpc.group.peer import Peer
 from rpc.transport.base import Connection, Transport, Unreachable
 
-__all__ = ["QUIET_SECONDS", "Dialler", "DiallerDesk"]
+__all__ = ["QUIET_SECONDS", "Dialler", "DiallerOwner"]
 
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS: Final = 0.0005
-"""How soon to look again whether the last of a connection that broke is taken in."""
-
-_PAUSES: Final = (0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.2)
-"""Seconds between attempts to connect, the last for all others. Of a process that is just dying, connections
-may end before its address refuses.
-"""
-
-_STEADY_SECONDS: Final = 1.0
-"""A connection that lasts no longer, and on which nothing is taken in or acknowledged, was made in vain."""
-
-_FIRST_PAUSE: Final = 0.005
-_LONGEST_PAUSE: Final = 2.0
-"""Seconds between a connection that was made in vain and the next, from the second on; they double."""
-
-_PATIENCE: Final = 3
-"""So many connections may be made in vain at least."""
+"""Seconds between two looks at whether everything that a broken connection brought has been taken in."""
 
 _CROSSED_SECONDS: Final = 1.0
-"""How long a hello may go unanswered by who connects as well, and so is there, until it is taken for lost."""
+"""Seconds that a hello may go unanswered by a worker which connects as well, until it is taken for lost."""
 
 _REDIAL_SECONDS: Final = 3.0
-"""How long an address may take that has answered before, so that a link which comes back is found soon."""
+"""Seconds that an address which has answered before may take, so that a restored link is found soon."""
 
 _MAY_PASS: Final = frozenset(
     (
@@ -67,8 +47,8 @@ _MAY_PASS: Final = frozenset(
 """Errors of an attempt after which another may succeed. A refusal is none: nobody listens there any more."""
 
 
-class DiallerDesk(Protocol):
-    """Who decides what becomes of a worker that is reached, or is not."""
+class DiallerOwner(Protocol):
+    """Decides what becomes of a worker that is reached, or is not."""
 
     closed: bool
     connect_seconds: float
@@ -81,7 +61,7 @@ class DiallerDesk(Protocol):
         """The connection to it broke, and is about to be made again."""
 
     def lose(self, peer: Peer, reason: str) -> None:
-        """It is not tried any more."""
+        """No further attempt is made: the worker is lost."""
 
 
 class Dialler:
@@ -93,11 +73,11 @@ class Dialler:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, transports: Mapping[str, Transport], desk: DiallerDesk
+        self, loop: asyncio.AbstractEventLoop, transports: Mapping[str, Transport], owner: DiallerOwner
     ) -> None:
         self._loop = loop
         self._transports = transports
-        self._desk = desk
+        self._owner = owner
         self._dialling: set[asyncio.Task[None]] = set()
 
     def stop(self) -> None:
@@ -107,12 +87,12 @@ class Dialler:
 
     def connect(self, peer: Peer) -> None:
         """Connect to a peer unless there is a connection or an attempt."""
-        if not self._desk.closed and not peer.rests and peer.step(Event.DIAL):
+        if not self._owner.closed and peer.link.dial():
             self._dial_soon(peer)
 
     def greet_again(self, peer: Peer) -> None:
         """A worker that was greeted is silent: it may be busy, or its end of the connection gone unheard."""
-        if peer.state is State.HANDSHAKING and not self._desk.closed:
+        if peer.link.state is State.HANDSHAKING and not self._owner.closed:
             self._dial_soon(peer)
 
     def _dial_soon(self, peer: Peer) -> None:
@@ -121,12 +101,12 @@ class Dialler:
         task.add_done_callback(self._dialling.discard)
 
     def _connect_later(self, peer: Peer, pause: float) -> None:
-        """Not before so many seconds, whatever is to be sent."""
-        peer.rests = True
-        self._loop.call_later(pause, self._rested, peer)
+        """Make no attempt for ``pause`` seconds, whatever is to be sent, and then one."""
+        peer.link.pause()
+        self._loop.call_later(pause, self._resume, peer)
 
-    def _rested(self, peer: Peer) -> None:
-        peer.rests = False
+    def _resume(self, peer: Peer) -> None:
+        peer.link.resume()
         self.connect(peer)
 
     async def _dial(self, peer: Peer) -> None:
@@ -138,7 +118,7 @@ class Dialler:
             if scheme not in self._transports or (scheme == "unix" and not peer.near):
                 continue
             try:
-                seconds = _REDIAL_SECONDS if peer.session.connections else self._desk.connect_seconds
+                seconds = _REDIAL_SECONDS if peer.session.connections else self._owner.connect_seconds
                 async with asyncio.timeout(seconds):
                     connection = await self._transports[scheme].connect(address)
                 break
@@ -156,46 +136,42 @@ class Dialler:
             return
         while not peer.is_quiet:  # noqa: ASYNC110  # a matter of microseconds, which nothing tells
             await asyncio.sleep(QUIET_SECONDS)
-        self._desk.reached(peer, connection)
+        self._owner.reached(peer, connection)
 
     def failed(self, peer: Peer, reason: str, *, may_live: bool = True) -> None:
-        """An attempt to connect has failed; try again soon, unless the worker has ended, or it is enough."""
-        if peer.connected or self._desk.closed:
+        """An attempt to connect has failed: try again after a pause, or give the worker up."""
+        if peer.connected or self._owner.closed:
             return
-        now = self._loop.time()
-        if peer.broken is None:
-            peer.broken, peer.broken_since = "", now
-        why = f"{peer.broken}; " if peer.broken else ""
-        if not may_live:
-            peer.has_ended = True
-            self._desk.lose(peer, f"{why}its process has died, most likely: {reason}" if why else reason)
-        elif now - peer.broken_since >= self._desk.reconnect_seconds:
-            within = f" for {self._desk.reconnect_seconds:g} s" if self._desk.reconnect_seconds else ""
-            self._desk.lose(peer, f"{why}{reason}{within}")
-        elif peer.step(Event.BREAK):
-            pause = _PAUSES[min(peer.failures, len(_PAUSES) - 1)]
-            peer.failures += 1
-            self._connect_later(peer, pause)
+        verdict = peer.link.failed(
+            reason, self._loop.time(), self._owner.reconnect_seconds, may_live=may_live
+        )
+        if isinstance(verdict, GiveUp):
+            self._owner.lose(peer, verdict.reason)
+        elif verdict is not None:
+            self._connect_later(peer, verdict)
 
     def broke(self, peer: Peer, reason: str, *, connect: bool = True) -> None:
-        """An established connection is closed, and its worker may live."""
-        if self._desk.closed or not peer.step(Event.BREAK):
+        """An established connection is closed, and its worker may live: connect again, unless the other side
+        is doing that (``connect=False``).
+        """
+        if self._owner.closed:
+            return
+        progressed = peer.session.has_progressed
+        now, patience = self._loop.time(), self._owner.reconnect_seconds
+        verdict = peer.link.broke(reason, now, patience, progressed=progressed)
+        if verdict is None:
             return
         logger.info("the connection to worker '%s' is made again: %s", peer.name, reason)
-        peer.broken_since = now = self._loop.time()
-        if peer.has_progressed or now - peer.connected_since > _STEADY_SECONDS:
-            peer.in_vain = 0
-        if not peer.in_vain:
-            peer.in_vain_since = now
-        peer.in_vain += 1
-        peer.broke(reason)
-        self._desk.peer_broke(peer)
-        if peer.in_vain > _PATIENCE and now - peer.in_vain_since >= self._desk.reconnect_seconds:
-            self._desk.lose(peer, f"{reason}, and so {peer.in_vain} times, as soon as it was connected")
-        elif connect and peer.in_vain == 1:
+        peer.disconnected()
+        self._owner.peer_broke(peer)
+        if isinstance(verdict, GiveUp):
+            self._owner.lose(peer, verdict.reason)
+        elif not connect:
+            return
+        elif verdict:
+            self._connect_later(peer, verdict)
+        else:
             self.connect(peer)
-        elif connect:
-            self._connect_later(peer, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (peer.in_vain - 2)))
 
     def crosses(self, peer: Peer) -> None:
         """This side has refused the other's attempt, since it connects itself: the other awaits that."""
@@ -209,11 +185,11 @@ class Dialler:
     def crossed(self, peer: Peer) -> None:
         """The other side has refused the attempt, since it connects itself: it is awaited."""
         began = peer.session.connections
-        self._loop.call_later(self._desk.connect_seconds, self._crossed_expired, peer, began)
+        self._loop.call_later(self._owner.connect_seconds, self._crossed_expired, peer, began)
 
     def _crossed_expired(self, peer: Peer, connections: int) -> None:
-        if peer.state is State.CROSSED and peer.session.connections == connections:
-            self.failed(peer, f"it did not connect within {self._desk.connect_seconds:g} s, as announced")
+        if peer.link.state is State.CROSSED and peer.session.connections == connections:
+            self.failed(peer, f"it did not connect within {self._owner.connect_seconds:g} s, as announced")
 
 
 def _why(error: Exception) -> str:

@@ -24,7 +24,7 @@ from rpc.errors import RpcError
 from rpc.group.liveness import Liveness
 from rpc.group.peer import RESUMED, Peer
 from rpc.runtime.process_signs import ProcessSigns, process_signs
-from rpc.transport.session import ACKNOWLEDGE_EVERY, MAX_UNACKNOWLEDGED
+from rpc.transport.session import MAX_UNACKNOWLEDGED
 from rpc.wire.frames import Frame, Kind, LargeFrame, encode_small
 
 __all__ = ["Heartbeat"]
@@ -94,7 +94,7 @@ class Heartbeat:
         """A frame of kind ``ALIVE``."""
         peer.session.acknowledged(frame.call_id)
         if frame.codec == _ANSWER:
-            peer.sign(0)
+            peer.send_heartbeat(0)
         elif frame.codec == RESUMED:
             for head in peer.session.take_lost():
                 self._message_lost(peer, head)
@@ -104,22 +104,21 @@ class Heartbeat:
         peer.session.large.pop(frame.call_id, None)
 
     def large_came(self, peer: Peer, frame: LargeFrame) -> None:
-        """A large message is about to be taken in, and counted, though it has no number in the session."""
-        peer.received -= 1
-        peer.signs += 1
+        """A large message is about to be taken in, which has no number in the session."""
+        peer.session.expect_large()
         with contextlib.suppress(RpcError):  # it is gone, and about to be noted so
             peer.send_small(encode_small(Kind.ARRIVED, frame.number, {}, ()), 0)
 
     def _look(self) -> None:
         self.begin()
         for peer in self._peers():
-            if peer.received + ACKNOWLEDGE_EVERY != peer.acknowledge_at:
+            if peer.session.owes:
                 peer.acknowledge()
         awaited = {peer.incarnation: peer for interest in self.interests for peer in interest()}
         signs = {
-            incarnation: peer.received + peer.signs
+            incarnation: peer.session.heard
             for incarnation, peer in awaited.items()
-            if peer.lost is None and not peer.is_self and peer.sign_expected
+            if peer.lost is None and not peer.is_self and peer.link.should_answer
         }
         ask, silent = self._liveness.look(self._loop.time(), signs)
         self._asked = {each: seen for each, seen in self._asked.items() if each in signs}
@@ -127,7 +126,7 @@ class Heartbeat:
             peer = awaited[incarnation]
             self._asked[incarnation] = _process_of(peer)
             if peer.connected:
-                peer.sign(_ANSWER)
+                peer.send_heartbeat(_ANSWER)
             else:
                 self._greet_again(peer)
         for incarnation in silent:
@@ -138,18 +137,18 @@ class Heartbeat:
         """Have those acknowledge for whom too much is kept."""
         there = (peer for peer in self._peers() if peer.lost is None)
         full = {peer.incarnation: peer for peer in there if peer.session.is_full()}
-        signs = {incarnation: peer.session.first for incarnation, peer in full.items() if peer.sign_expected}
+        signs = {each: peer.session.first for each, peer in full.items() if peer.link.should_answer}
         ask, silent = self._acknowledging.look(self._loop.time(), signs)
         asked = self._asked_to_acknowledge
         self._asked_to_acknowledge = {each: seen for each, seen in asked.items() if each in signs}
         for incarnation in ask:
             peer = full[incarnation]
-            self._asked_to_acknowledge[incarnation] = peer.received + peer.signs, _process_of(peer)
-            peer.sign(_ANSWER)
+            self._asked_to_acknowledge[incarnation] = peer.session.heard, _process_of(peer)
+            peer.send_heartbeat(_ANSWER)
         for incarnation in silent:
             peer = full[incarnation]
             count, before = self._asked_to_acknowledge.get(incarnation, (0, None))
-            if peer.received + peer.signs == count and _computes(before, _process_of(peer)):
+            if peer.session.heard == count and _computes(before, _process_of(peer)):
                 self._acknowledging.excuse(incarnation)
             else:
                 self._keeps_too_much(peer, f"none of them for {self._lost_after:g} s")
@@ -182,9 +181,9 @@ class Heartbeat:
         elif now is None or now.start != before.start:
             what = "its process has ended"
         elif now.stopped:
-            what = f"its process ({peer.process}) is stopped"
+            what = f"its process ({peer.link.process}) is stopped"
         else:
-            what = f"its process ({peer.process}) sleeps, and its interpreter does not answer"
+            what = f"its process ({peer.link.process}) sleeps, and its interpreter does not answer"
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - self._lost_after))
         self._lose(
             peer, f"it has given no sign of life for {self._lost_after:g} s, since about {since}: {what}"
@@ -192,7 +191,7 @@ class Heartbeat:
 
 
 def _process_of(peer: Peer) -> ProcessSigns | None:
-    return process_signs(peer.process) if peer.process else None
+    return process_signs(peer.link.process) if peer.link.process else None
 
 
 def _computes(before: ProcessSigns | None, now: ProcessSigns | None) -> bool:

@@ -9,16 +9,17 @@ from time import monotonic
 from typing import Any, Final
 
 from rpc.errors import SerializationError, WorkerLostError
-from rpc.group.connection_state import TRANSITIONS, Event, State
+from rpc.group.link import Link
 from rpc.group.membership import Membership, WorkerReference
 from rpc.group.workers import Member
 from rpc.runtime import file_limit
 from rpc.runtime.blocking import wait_while
 from rpc.runtime.events import Events, PeerJoined
 from rpc.runtime.interrupts import protected
+from rpc.serialization.serializer import OwnCodec
 from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
 from rpc.transport.inline_read import InlineReader
-from rpc.transport.session import ACKNOWLEDGE_EVERY, Session
+from rpc.transport.session import Session
 from rpc.wire.frames import Kind, encode_small
 
 __all__ = ["MAX_DEPARTED", "RESUMED", "Peer", "PeerTable"]
@@ -27,30 +28,37 @@ RESUMED: Final = 2
 """As the codec of an ``ALIVE``: what an earlier connection has lost was sent again."""
 
 MAX_DEPARTED: Final = 100
-"""So many who have left a dynamic group are remembered by name; of the others only that they are gone."""
-
-
-_ANSWERS: Final = frozenset({State.ESTABLISHED, State.HANDSHAKING, State.CROSSED})
+"""Maximum number of workers of a dynamic group that are remembered by name after they are gone."""
 
 
 class Peer:
-    """Sends frames to one worker, connecting when there is something to send.
+    """Another worker: who it is, the link to it, and the frames that wait for a connection.
 
-    ``send`` may be called from any thread, everything else on the loop's thread. Attributes may be read
-    anywhere, and only the methods change them.
+    ``send`` may be called on any thread, everything else on the loop's thread. Attributes may be read on any
+    thread, and only methods change them.
 
     Args:
         member: the worker.
-        connect: called on the sender's thread when a frame waits for a connection; it must not block, and
+        codec: serializes calls and values for it.
+        connect: called on the sending thread when a frame waits for a connection; it must not block, and
             calling it twice must do no harm.
-        send_queue_bytes: callers of ``send`` wait while more than this waits for the connection.
-        near: it is on this host.
-        is_self: it is this worker.
+        send_queue_bytes: callers of ``send`` wait while more than this waits for the connection, in bytes.
+        near: whether it is on this host.
+        is_self: whether it is this worker.
+
+    Attributes:
+        link: the state of the connection, and what is known about earlier ones.
+        session: counts and keeps messages, so that each arrives once.
+        connection: the open connection, or None.
+        reader: how threads may read the connection, or None.
+        lost: why the worker is gone for good, or None.
+        has_left: whether it is gone because it left, and said so.
     """
 
     def __init__(
         self,
         member: Member,
+        codec: OwnCodec,
         connect: Callable[[Peer], None],
         *,
         send_queue_bytes: int = 64 << 20,
@@ -59,62 +67,24 @@ class Peer:
     ) -> None:
         self.member = member
         self.name = member.name
-        self.incarnation = member.incarnation
-        self.agent: Any = None
-        """For carriers, which are told the peer only; set by the agent, and nothing here reads it."""
-        self.codec: Any = None
-        """What calls and values go there in; set by the agent, too."""
-        self.is_self = is_self
         self.main = member.main
-        self.state = State.UNCONNECTED
-        """Of its connection; read on the loop's thread."""
+        self.incarnation = member.incarnation
+        self.codec = codec
+        self.near = near
+        self.is_self = is_self
+        self.link = Link()
         self.session = Session()
-        self.received = 0
-        """How many messages were ever taken in, but for those that belong to one connection."""
-        self.signs = 0
-        """How many of those."""
-        self.acknowledge_at = ACKNOWLEDGE_EVERY
-        self.broken: str | None = None
-        """Why the last connection broke, or no attempt has succeeded, while there is none."""
-        self.broken_since = 0.0
-        self.failures = 0
-        """How many attempts have failed since."""
-        self.rests = False
-        """Whether no attempt is to be made just now."""
-        self.connected_since = 0.0
-        self.in_vain = 0
-        """How many connections in a row have broken at once, and since when that has been so."""
-        self.in_vain_since = 0.0
-        self._progress = 0
-        self.process: int | None = None
-        """Of a worker on this host, once there was a connection."""
-        self.dialled = False
-        """Whether this side made the connection, and not the other."""
-        self.accepted_at = 0
-        """How many messages and signs had come when this side last accepted the other's attempt."""
-        self._connect = connect
         self.connection: Connection | None = None
-        """While there is one."""
         self.reader: InlineReader | None = None
-        """How threads may read the connection."""
         self.lost: str | None = None
-        """Why the worker is gone; None while it is not."""
         self.has_left = False
-        """Whether it is gone because it left, and said so."""
-        self.has_ended = False
-        """Whether it is gone because it left, or its process has ended."""
-        self.gave_up = False
-        """Whether it is gone because it has lost this worker, and said so."""
-        self.claimed_by: int | None = None
-        """The incarnation that came under its name or id while it was connected."""
+        self._connect = connect
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._waiting: list[tuple[list[Any], int]] = []
         self._waiting_bytes = 0
         self._queue_limit = send_queue_bytes
-        self.near = near
-        """Whether it is on this host."""
         self._room: threading.Condition | None = None
-        """Made by the first who waits for room: it is large, and there may be thousands of workers."""
+        """Made by the first thread that waits for room: it is large, and workers may be thousands."""
         self._unsent: list[bytes] = []
         self._last_connection: Connection | None = None
 
@@ -126,38 +96,22 @@ class Peer:
         return self.connection is not None
 
     @property
-    def sign_expected(self) -> bool:
-        """Whether it should answer: there is a connection, or it has been greeted."""
-        return self.state in _ANSWERS
-
-    def step(self, event: Event) -> bool:
-        """Something happens to the connection; returns whether it makes a difference in this state."""
-        following = TRANSITIONS[self.state].get(event)
-        if following is not None:
-            self.state = following
-        return following is not None
-
-    @property
-    def has_progressed(self) -> bool:
-        """Whether anything was taken in or acknowledged over the connection that there is, or was last."""
-        return self.received + self.session.first != self._progress
-
-    @property
     def is_quiet(self) -> bool:
         """Whether nothing more of the last connection, which broke, is being taken in."""
         return self._last_connection is None or self._last_connection.is_quiet
 
     def acknowledge(self) -> None:
         """Tell the worker how many of its messages were taken in. From any thread."""
-        self.acknowledge_at = self.received + ACKNOWLEDGE_EVERY
-        self.sign(0)
+        self._send_heartbeat(self.session.acknowledging(), 0)
 
-    def sign(self, wants: int) -> None:
-        """Give a sign of life; ``wants`` as the codec of ``Kind.ALIVE``. From any thread."""
+    def send_heartbeat(self, wants: int) -> None:
+        """Send a sign of life; ``wants`` is the codec of the ``Kind.ALIVE`` frame. From any thread."""
+        self._send_heartbeat(self.session.received, wants)
+
+    def _send_heartbeat(self, received: int, wants: int) -> None:
         connection = self.connection
         if connection is not None and not self.is_self:
-            sign = encode_small(Kind.ALIVE, self.received, {}, (), wants)
-            connection.send_sign(sign, newest=not wants)
+            connection.send_sign(encode_small(Kind.ALIVE, received, {}, (), wants), newest=not wants)
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """A new error for what was asked of this worker and will not happen: ``consequence`` says what."""
@@ -275,16 +229,14 @@ class Peer:
             received: how many messages the other side has taken in. ``ProtocolError`` if that cannot be.
         """
         with self._lock:
-            again = self.session.resume(received, self._unsent) if number > 1 else []
-            self.session.connections = number
-            self._progress = self.received + self.session.first
-            self._unsent, self._last_connection, self.broken, self.failures = [], None, None, 0
+            again = self.session.connect(number, received, self._unsent)
+            self._unsent, self._last_connection = [], None
             if not self.is_self:
                 connection.carry(self.session)
             for frame in again:
                 connection.send_small(frame, 0)
             if number > 1:
-                connection.send_sign(encode_small(Kind.ALIVE, self.received, {}, (), RESUMED))
+                connection.send_sign(encode_small(Kind.ALIVE, self.session.received, {}, (), RESUMED))
             waiting = self._waiting.copy()
             self._forget_waiting()
             for buffers, size in waiting:
@@ -295,20 +247,25 @@ class Peer:
                     self._waiting_bytes += size
             self.connection, self.reader = connection, connection.reader
 
-    def broke(self, reason: str) -> None:
-        """The connection is closed, and the worker may live. ``is_quiet`` says when ``received`` is right."""
+    def send_by(self, connection: Connection) -> None:
+        """Send by this connection from now on, which passes frames on to the present one."""
+        self.connection = connection
+
+    def disconnected(self) -> None:
+        """The connection is closed, and the worker may live. ``is_quiet`` says when ``session.received`` is
+        final.
+        """
         with self._lock:
             connection, self.connection, self.reader = self.connection, None, None
-            self.broken = reason
             if connection is not None:
                 self._unsent += connection.remains()
                 self._last_connection = connection
 
-    def gone(self, reason: str) -> Connection | None:
+    def gone(self, reason: str, *, left: bool = False) -> Connection | None:
         """The worker is gone for good; returns the connection, to be closed."""
         with self._lock:
             if self.lost is None:
-                self.lost = reason
+                self.lost, self.has_left = reason, left
             self._forget_waiting()
             self._unsent, self._last_connection, self.session = [], None, Session()
             connection, self.connection, self.reader = self.connection, None, None
@@ -390,7 +347,7 @@ class PeerTable:
     def gone(self, member: Member, reason: str) -> Peer:
         """The peer of a member that is gone and was never met, or is forgotten. It stays out of the table."""
         peer = self._make(member)
-        peer.step(Event.LOSE)
+        peer.link.lose()
         peer.gone(reason)
         return peer
 

@@ -215,14 +215,14 @@ class Faults:
         agent.connections.outfit = outfit
         for peer in agent.peers.all():
             if peer.connection is not None:
-                peer.connection = outfit(peer, peer.connection)
+                peer.send_by(outfit(peer, peer.connection))
 
     @staticmethod
     def _end(agent: Agent) -> None:
         agent.connections.outfit = None
         for peer in agent.peers.all():
             if isinstance(peer.connection, FaultyConnection):
-                peer.connection = peer.connection.inner
+                peer.send_by(peer.connection.inner)
 
 
 def _no_frame() -> Frame:

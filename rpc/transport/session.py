@@ -53,7 +53,9 @@ class Session:
             be appended as it is, by whoever writes; others are noted.
         kept: how many bytes they cost.
         got_room: called when it is full no more, if somebody has found it full, on any thread.
-        connections: how many there have been.
+        connections: number of connections so far.
+        received: number of messages taken in, except those that belong to one connection only.
+        heard: number of messages and heartbeats taken in, as a sign of life.
         numbers: of large messages.
         large: the beginnings of those that are under way, by number, and the connection that they began on.
 
@@ -66,8 +68,8 @@ class Session:
     """
 
     __slots__ = (
-        *("_found_full", "_heavy_dropped", "_heavy_noted", "connections", "first"),
-        *("got_room", "large", "numbers", "sent"),
+        *("_acknowledge_at", "_found_full", "_heavy_dropped", "_heavy_noted", "_progress", "_unnumbered"),
+        *("connections", "first", "got_room", "large", "numbers", "received", "sent"),
     )
 
     def __init__(self) -> None:
@@ -80,12 +82,55 @@ class Session:
         self.first = 0
         """How many messages are acknowledged and dropped."""
         self.connections = 0
+        self.received = 0
+        self._unnumbered = 0
+        """Heartbeats, and large messages, taken in."""
+        self._acknowledge_at = ACKNOWLEDGE_EVERY
+        self._progress = 0
+        """Messages received and acknowledged when the newest connection began."""
         self.numbers = itertools.count(1)
         self.large: dict[int, tuple[int, bytes]] = {}
 
     @property
     def kept(self) -> int:
         return len(self.sent) * LIGHT_BYTES + self._heavy_noted - self._heavy_dropped
+
+    # ---- what is received; for the thread that reads
+
+    def take_in(self) -> bool:
+        """A message is taken in; returns whether the sender is to be told by now (``acknowledging``)."""
+        self.received += 1
+        return self.received >= self._acknowledge_at
+
+    def take_in_heartbeat(self) -> None:
+        """A frame is taken in that has no number."""
+        self._unnumbered += 1
+
+    def expect_large(self) -> None:
+        """The message that ``take_in`` is called for next is a large one, which has no number."""
+        self.received -= 1
+        self._unnumbered += 1
+
+    @property
+    def heard(self) -> int:
+        return self.received + self._unnumbered
+
+    @property
+    def owes(self) -> bool:
+        """Whether messages were taken in since the last acknowledgement."""
+        return self.received + ACKNOWLEDGE_EVERY != self._acknowledge_at
+
+    def acknowledging(self) -> int:
+        """The sender is about to be told: returns the number of messages taken in."""
+        self._acknowledge_at = self.received + ACKNOWLEDGE_EVERY
+        return self.received
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether anything was taken in or acknowledged over the newest connection."""
+        return self.received + self.first != self._progress
+
+    # ---- what is sent
 
     def note(self, message: bytes) -> None:
         """A message is begun to be written, behind all others."""
@@ -114,6 +159,15 @@ class Session:
         if self._found_full and self.kept <= MAX_UNACKNOWLEDGED:
             self._found_full = False
             self.got_room()
+
+    def connect(self, number: int, count: int, unsent: Iterable[bytes]) -> list[bytes]:
+        """A connection begins, the ``number``-th; returns what is to be sent over it first, and raises, as
+        ``resume`` does.
+        """
+        again = self.resume(count, unsent) if number > 1 else []
+        self.connections = number
+        self._progress = self.received + self.first
+        return again
 
     def resume(self, count: int, unsent: Iterable[bytes]) -> list[bytes]:
         """A new connection begins, and nothing writes to the last: returns what is to be sent over it first.

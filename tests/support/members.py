@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
-from rpc.serialization.serializer import Serializer
+from rpc.serialization.serializer import OwnCodec, Serializer
 
 
 def member(name: str, worker_id: int = 0, incarnation: int | None = None, *addresses: str) -> Member:
@@ -23,6 +23,9 @@ def ask_nobody(_: Peer) -> None:
 
 def peer(name: str = "callee", worker_id: int = 1) -> Peer:
     """Another worker, that is never reached."""
-    made = Peer(member(name, worker_id), ask_nobody)
-    made.codec = Serializer().between(made.member.safe)
-    return made
+    return Peer(member(name, worker_id), codec(), ask_nobody)
+
+
+def codec() -> OwnCodec:
+    """The codec of a worker without safe mode."""
+    return Serializer().between(False)

@@ -20,6 +20,7 @@ from rpc.runtime.tasks import Task
 from rpc.transport.base import Connection, Transport, TransportContext
 from rpc.transport.registry import transports
 from rpc.wire.frames import Frame, Kind, encode_small
+from tests.support.members import codec
 from tests.support.streams import SOON
 
 GROUP = "job/1"
@@ -107,7 +108,7 @@ class Node:
         peer = self.peers.get(member.incarnation)
         if peer is None:
             peer = self.peers[member.incarnation] = Peer(
-                member, self._connect, near=member.host == self.member.host
+                member, codec(), self._connect, near=member.host == self.member.host
             )
         return peer
 

@@ -13,6 +13,7 @@ from rpc.transport.base import DirectConnection
 from rpc.wire.chunking import WHOLE_BYTES, Outgoing, Reassembly, allocate
 from rpc.wire.frames import Decoder, Frame, Kind, chunk_prefix, chunked, encode
 from tests.support.frames import feed, greeted
+from tests.support.members import codec
 
 LIMIT = 1 << 30
 
@@ -56,8 +57,8 @@ class End:
             lambda *_: False, lambda *_: None, lambda peer, reason: self.lost.append(reason)
         )  # fmt: skip
         member = Member(WorkerInfo(name, number), number, "host", (), "main", LIMIT)
-        self.peer = Peer(member, lambda _: None)
-        self.peer.connection = self.wire
+        self.peer = Peer(member, codec(), lambda _: None)
+        self.peer.send_by(self.wire)
         arriving = Reassembly(allocate, lanes)
         arriving.find_target = functools.partial(self.bulk.find_target, self.peer)
         self.lanes: list[Decoder] = []

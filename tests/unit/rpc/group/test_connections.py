@@ -20,7 +20,7 @@ from rpc.testing.memory_transport import MemoryNetwork, MemoryTransport
 from rpc.transport.base import Connection, ConnectionClosed, QueueFull, Transport
 from rpc.transport.tcp import TcpTransport
 from rpc.wire.frames import Kind
-from tests.support.members import member
+from tests.support.members import codec, member
 from tests.support.nodes import MakeNode, Node, pair
 from tests.support.stranger import Stranger, hello_to
 from tests.support.streams import SOON, until
@@ -252,7 +252,7 @@ def test_a_forked_child_can_let_go_of_everything_that_is_open(
 
 def unconnected(to: Member, **options: Any) -> Peer:
     """A peer that is not connected and never will be."""
-    return Peer(to, lambda _: None, **options)
+    return Peer(to, codec(), lambda _: None, **options)
 
 
 class Sent:

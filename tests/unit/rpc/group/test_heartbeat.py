@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rpc.group import heartbeat
-from rpc.group.connection_state import Event
 from rpc.group.heartbeat import Heartbeat
 from rpc.group.peer import Peer
 from rpc.runtime.process_signs import ProcessSigns
@@ -35,10 +34,12 @@ class Recorder(DirectConnection):
 class Watched:
     """A heartbeat, and one worker with a connection."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, lost_after: float) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, lost_after: float, process: int | None = None
+    ) -> None:
         self.clock = Clockwork()
         self.peer, self.connection = peer(), Recorder()
-        self.peer.step(Event.ACCEPT)
+        self.peer.link.accept(0.0, process)
         self.peer.established(self.connection)
         self.lost: list[str] = []
         loop: Any = self.clock
@@ -60,7 +61,7 @@ def test_what_has_come_is_acknowledged_within_seconds(
     monkeypatch: pytest.MonkeyPatch, lost_after: float
 ) -> None:
     watched = Watched(monkeypatch, lost_after)
-    watched.peer.received += 1
+    watched.peer.session.take_in()
     watched.clock.advance(2.6)
     assert [sign.call_id for sign in watched.signs()] == [1]
 
@@ -74,7 +75,7 @@ def test_who_lives_and_acknowledges_nothing_is_lost_when_too_much_is_kept(
     for _ in range(29):
         assert watched.lost == []
         watched.heartbeat.received(watched.peer, Frame(Kind.ALIVE, 0, {}, []))
-        watched.peer.signs += 1  # as the dispatcher counts
+        watched.peer.session.take_in_heartbeat()  # as the dispatcher counts
         watched.clock.advance(1.0)
     watched.clock.advance(4.0)
     (reason,) = watched.lost
@@ -88,13 +89,13 @@ def test_a_worker_that_computes_and_says_nothing_is_not_lost_for_what_it_does_no
 ) -> None:
     """As where a function holds the interpreter for long; but one that speaks could acknowledge."""
     ticks = itertools.count()
-    watched = Watched(monkeypatch, 30.0)
-    watched.peer.process = 4711
+    watched = Watched(monkeypatch, 30.0, process=4711)
     monkeypatch.setattr(heartbeat, "process_signs", lambda _: ProcessSigns(False, False, next(ticks), 1))
     while not watched.peer.session.is_full():
         watched.peer.session.note(MESSAGE)
     for _ in range(100):
-        watched.peer.signs += says == "something"
+        if says == "something":
+            watched.peer.session.take_in_heartbeat()
         watched.clock.advance(1.0)
     assert bool(watched.lost) is (says == "something")
 
@@ -102,8 +103,7 @@ def test_a_worker_that_computes_and_says_nothing_is_not_lost_for_what_it_does_no
 def test_a_worker_that_sleeps_is_lost_for_what_it_does_not_acknowledge(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watched = Watched(monkeypatch, 30.0)
-    watched.peer.process = 4711
+    watched = Watched(monkeypatch, 30.0, process=4711)
     monkeypatch.setattr(heartbeat, "process_signs", lambda _: ProcessSigns(False, False, 5, 1))
     while not watched.peer.session.is_full():
         watched.peer.session.note(MESSAGE)
@@ -119,7 +119,7 @@ def test_who_acknowledges_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> N
             session.note(MESSAGE)
         watched.clock.advance(20.0)
         watched.heartbeat.received(watched.peer, Frame(Kind.ALIVE, session.first + 10, {}, []))
-        watched.peer.signs += 1
+        watched.peer.session.take_in_heartbeat()
     assert watched.lost == []
 
 

@@ -15,7 +15,7 @@ from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.runtime.events import Events
 from rpc.transport.base import ConnectionClosed, DirectConnection
-from tests.support.members import ask_nobody, member, peer
+from tests.support.members import ask_nobody, codec, member, peer
 
 
 def here(function: Callable[[Member], Peer], each: Member) -> Peer:
@@ -24,8 +24,8 @@ def here(function: Callable[[Member], Peer], each: Member) -> Peer:
 
 def table(*, static: bool = False) -> PeerTable:
     me = member("me", 0)
-    made = PeerTable(lambda each: Peer(each, ask_nobody), ask_nobody, [], Events(), here)
-    made.form(Membership(me, static=static), Peer(me, ask_nobody, is_self=True))
+    made = PeerTable(lambda each: Peer(each, codec(), ask_nobody), ask_nobody, [], Events(), here)
+    made.form(Membership(me, static=static), Peer(me, codec(), ask_nobody, is_self=True))
     return made
 
 
@@ -98,7 +98,7 @@ def test_what_a_connection_that_breaks_at_once_does_not_take_goes_over_the_next(
     broken, good = Recording(broken=True), Recording()
     other.established(broken)
     assert broken.sent == [b"a", b"c"]
-    other.broke("a reset")
+    other.disconnected()
     other.send((b"d",), 1)
     other.established(good)
     assert good.sent == [b"b" * 1000, b"d"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rpc.group import connections
-from rpc.group.connection_state import State
+from rpc.group.link import State
 from rpc.testing.memory_transport import MemoryNetwork, MemoryTransport
 from rpc.transport.base import Transport
 from tests.support.nodes import Node
@@ -80,8 +80,8 @@ class Pair:
 
     async def connect(self) -> bool:
         """Let handshakes go on until the left one is connected; whether it is."""
-        await self.settle(lambda: self.peer.state is State.ESTABLISHED)
-        return self.peer.state is State.ESTABLISHED
+        await self.settle(lambda: self.peer.link.state is State.ESTABLISHED)
+        return self.peer.link.state is State.ESTABLISHED
 
     def cut(self) -> None:
         """Both notice at once that their connection is broken, and nothing is on its way any more."""
@@ -111,7 +111,7 @@ async def flap(pair: Pair, times: int, between: Callable[[], Awaitable[object]] 
         await between()
         pair.cut()
         began = pair.time.now
-        while pair.peer.rests:
+        while pair.peer.link.paused:
             pair.time.pass_pause()
         if pair.time.now > began:
             passed.append(pair.time.now - began)
@@ -141,7 +141,7 @@ def test_what_is_sent_meanwhile_does_not_cut_a_pause_short() -> None:
         await flap(pair, 1)
         assert await pair.connect()
         pair.cut()
-        assert pair.peer.rests
+        assert pair.peer.link.paused
         attempts = len(pair.network.attempts)
         for number in range(5):
             pair.left.send(pair.right, number)
@@ -159,7 +159,7 @@ def test_a_connection_over_which_something_came_is_made_again_at_once() -> None:
             count = len(pair.left.received)
             pair.right.send(pair.left, 7)
             await pair.settle(lambda: len(pair.left.received) > count)
-            pair.peer.received += 1  # as the dispatcher counts
+            pair.peer.session.take_in()  # as the dispatcher counts
 
         assert await flap(pair, 50, take_in) == []
         assert pair.left.gone == []
