@@ -23,11 +23,11 @@ from typing import Any, Final
 
 import torch.distributed as dist
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from spmd.checkpoint.file_systems import FsspecReader, FsspecWriter
 from spmd.checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, sharded_cpu_state_dict
 from spmd.engine.current import is_running
 from spmd.engine.start import sync
