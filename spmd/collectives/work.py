@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any, Final
 
 import torch
-from torch.distributed import Work  # type: ignore[attr-defined]
+from torch.distributed import Work
 
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import interruptible, protected
