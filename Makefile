@@ -5,6 +5,8 @@
 #   make test-fast    the tests that need no processes of their own
 #   make test-nightly what is slow and rarely finds anything: more examples of each kind, 3,000 random programs
 #   make lint         ruff and mypy
+#   make test-newest  unit tests, group tests and the guide on the newest Python and PyTorch that the index has,
+#                     in an environment of its own, .venv-newest; downloads them
 #   make test-grpc    the tests of groups of workers, over the backend GRPC
 #   make conformance  PyTorch's own test suites of RPC and of process groups, against farcall;
 #                     BACKEND=grpc: over the backend GRPC
@@ -34,7 +36,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-fast test-nightly test-grpc lint conformance proto bench clean distclean setup
+.PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-grpc lint conformance proto bench clean distclean setup
 
 demo: $(READY)
 	@$(BIN)/python examples/parameter_server.py
@@ -63,6 +65,13 @@ test-nightly: $(READY)
 test-grpc: $(READY)
 	FARCALL_TEST_BACKEND=grpc $(BIN)/python -m pytest tests/group --timeout 180 \
 		--ignore tests/group/farcall --ignore tests/group/spmd $(PYTEST_ARGS)
+
+test-newest: $(READY)
+	$(BIN)/python -m tests.newest
+
+# What CI runs of it: downloads nothing, and is skipped where there is no newer PyTorch on this machine.
+test-newest-smoke: $(READY)
+	@$(BIN)/python -m tests.newest --smoke
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -105,4 +114,4 @@ clean:
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-newest

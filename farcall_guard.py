@@ -8,13 +8,12 @@ it imports them. This module has a name of its own that hardly any other has, an
 from __future__ import annotations
 
 import sys
-import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PACKAGES", "HiddenPackageError", "check", "namesakes", "register_backend"]
+__all__ = ["PACKAGES", "HiddenPackageError", "check", "namesakes"]
 
 PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd")
 """The packages that farcall consists of, besides ``farcall`` itself."""
@@ -87,19 +86,3 @@ def _location(spec: ModuleSpec | None) -> Path | None:
     if spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations))).resolve()
     return Path(spec.origin).resolve() if spec.origin else None
-
-
-def register_backend() -> None:
-    """Make PyTorch know the backend ``farcall``: an entry point, which `import torch` calls.
-
-    If our packages are hidden, it only warns: a program with its own ``rpc.py`` that does not use farcall
-    must still be able to import PyTorch.
-    """
-    try:
-        check(*PACKAGES)
-    except HiddenPackageError as error:
-        warnings.warn(f"PyTorch runs without the backend 'farcall'. {error}", stacklevel=2)
-        return
-    from spmd.backend import register
-
-    register()

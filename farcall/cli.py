@@ -12,7 +12,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import click
@@ -210,21 +212,45 @@ def launch(
     help="How long to wait for it.",
 )
 def doctor(meet: str | None, seconds: float) -> int:
-    """Check this machine, and say how to fix what is wrong.
+    """Check this machine and this installation, and say how to fix what is wrong.
 
     With --meet, run on two machines, also check that they can communicate; HOST is one of the two.
     """
-    from farcall.doctor import examine
-    from farcall.doctor import meet as meet_other
+    from farcall.doctor import Finding, examine
 
-    findings = list(examine())
-    for finding in findings:
+    wrong = 0
+
+    def show(finding: Finding) -> None:
+        nonlocal wrong
         click.echo(finding)
+        wrong |= finding.is_wrong
+
+    for finding in examine():
+        show(finding)
+    with _meanwhile("importing PyTorch and farcall"):
+        from farcall.meeting import meet as meet_other
+        from farcall.trials import TRIALS, pytorch
+    show(pytorch())
+    for trial in TRIALS:
+        with _meanwhile(f"trying {trial.what}"):
+            found = trial.run()
+        show(found)
     if meet is not None:
         for finding in meet_other(meet, seconds):
-            findings.append(finding)
-            click.echo(finding)
-    return int(any(finding.remedy for finding in findings))
+            show(finding)
+    return int(wrong)
+
+
+@contextmanager
+def _meanwhile(what: str) -> Iterator[None]:
+    """Say on stderr what takes a while; on a terminal only until it is over."""
+    fleeting = sys.stderr.isatty()
+    click.echo(f"..  {what}", err=True, nl=not fleeting)
+    try:
+        yield
+    finally:
+        if fleeting:
+            click.echo("\r\x1b[K", err=True, nl=False)
 
 
 @cli.command()

@@ -24,7 +24,7 @@ farcall_guard.check("rpc", "rref", "dist_autograd")
 from spmd import backend
 
 if TYPE_CHECKING:
-    from spmd.collectives.start import init_process_group
+    from spmd.collectives.start import dump_flight_recorder, init_process_group
     from spmd.engine.start import (
         device,
         global_device_count,
@@ -72,6 +72,7 @@ __all__ = [
     "disable_manual_sharding",
     "distribute_module",
     "distribute_tensor",
+    "dump_flight_recorder",
     "enable_manual_sharding",
     "explain",
     "get_1d_mesh",
@@ -94,7 +95,7 @@ __all__ = [
 
 _PLACES: Final = {
     "explain": "spmd.tensor_parallel",
-    "init_process_group": "spmd.collectives.start",
+    **dict.fromkeys(("dump_flight_recorder", "init_process_group"), "spmd.collectives.start"),
     **dict.fromkeys(
         ("device", "global_device_count", "is_spmd", "report", "shutdown", "strict", "sync"),
         "spmd.engine.start",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from farcall.client.arrays import COMPLEX32, FLOAT4_PAIR
+from farcall.client.arrays import BCOMPLEX32, COMPLEX32, FLOAT4_PAIR
 from farcall.client.connection import AsyncClient, Client, Tls, connect, connect_async
 from farcall.client.errors import CallError, ServedError
 
 __all__ = [
+    "BCOMPLEX32",
     "COMPLEX32",
     "FLOAT4_PAIR",
     "AsyncClient",

@@ -1,8 +1,8 @@
 """NumPy's arrays as messages; PyTorch is not needed.
 
-NumPy has no types for some of PyTorch's: bfloat16 and those of 8 bits are those of ``ml_dtypes``. Two have no
-counterpart anywhere, and are records: ``COMPLEX32`` of two float16, and ``FLOAT4_PAIR``, a byte with two
-elements.
+NumPy has no types for some of PyTorch's: bfloat16 and those of 8 bits are those of ``ml_dtypes``. Three have
+no counterpart anywhere, and are records: ``COMPLEX32`` of two float16, ``BCOMPLEX32`` of two bfloat16, and
+``FLOAT4_PAIR``, a byte with two elements.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import numpy as np
 
 from farcall.values import ITEM_SIZES, Elements
 
-__all__ = ["COMPLEX32", "FLOAT4_PAIR", "NumpyTensors"]
+__all__ = ["BCOMPLEX32", "COMPLEX32", "FLOAT4_PAIR", "NumpyTensors"]
 
 COMPLEX32: Final = np.dtype([("real", "<f2"), ("imag", "<f2")])
+BCOMPLEX32: Final = np.dtype([("real", ml_dtypes.bfloat16), ("imag", ml_dtypes.bfloat16)])
 FLOAT4_PAIR: Final = np.dtype([("packed", "u1")])
 
 
 def _dtypes() -> dict[str, np.dtype[Any]]:
-    found: dict[str, np.dtype[Any]] = {"complex32": COMPLEX32, "float4_e2m1fn_x2": FLOAT4_PAIR}
+    found: dict[str, np.dtype[Any]] = {
+        "complex32": COMPLEX32,
+        "bcomplex32": BCOMPLEX32,
+        "float4_e2m1fn_x2": FLOAT4_PAIR,
+    }
     for name in ITEM_SIZES.keys() - found.keys():
         dtype = np.dtype(bool if name == "bool" else getattr(ml_dtypes, name, name))
         found[name] = dtype.newbyteorder("<") if dtype.isbuiltin == 1 else dtype

@@ -18,7 +18,7 @@ DTYPES: Final = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(to
 _IN_NUMPY: Final = {
     **{DTYPES[name]: torch.uint8 for name in DTYPES if name.startswith(("float8", "float4"))},
     torch.bfloat16: torch.int16,
-    torch.complex32: torch.int32,
+    **{DTYPES[name]: torch.int32 for name in ("complex32", "bcomplex32") if name in DTYPES},
 }
 """What has the same size as the dtypes that NumPy lacks."""
 

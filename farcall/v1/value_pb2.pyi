@@ -33,6 +33,7 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DTYPE_FLOAT8_E5M2FNUZ: _ClassVar[DType]
     DTYPE_FLOAT8_E8M0FNU: _ClassVar[DType]
     DTYPE_FLOAT4_E2M1FN_X2: _ClassVar[DType]
+    DTYPE_BCOMPLEX32: _ClassVar[DType]
 DTYPE_UNSPECIFIED: DType
 DTYPE_BOOL: DType
 DTYPE_UINT8: DType
@@ -56,6 +57,7 @@ DTYPE_FLOAT8_E5M2: DType
 DTYPE_FLOAT8_E5M2FNUZ: DType
 DTYPE_FLOAT8_E8M0FNU: DType
 DTYPE_FLOAT4_E2M1FN_X2: DType
+DTYPE_BCOMPLEX32: DType
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")

@@ -396,7 +396,7 @@ class InlineReader:
         else to do, and gives way to who waits for a reply.
         """
         if self._worth.rests and not self._worth.may_try():
-            self.leave()  # it may be a finalizer or a signal handler in the middle of a turn, and is going to wait
+            self.leave()  # a finalizer or a signal handler may be in the middle of a turn, and will wait
             return None
         lease, watch = self.lease, self._watch
         if watch is None or self._poll is None:

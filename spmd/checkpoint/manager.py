@@ -20,10 +20,10 @@ from types import FrameType
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from spmd.checkpoint.file_systems import FsspecReader, FsspecWriter
 from spmd.checkpoint.folders import Checkpoint, Folders, naming
 from spmd.checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, sharded_cpu_state_dict
 from spmd.checkpoint.reading import RestrictedReader

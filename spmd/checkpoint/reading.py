@@ -16,9 +16,10 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from spmd.checkpoint.file_systems import FsspecReader
 
 __all__ = ["RestrictedReader", "only_data"]
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rpc.errors import InvalidOptionError
 from rpc.options import AgentOptions
-from spmd.collectives import resharding
+from spmd.collectives import torch_internals
 from spmd.collectives.arguments import seconds_of
 from spmd.collectives.group import Group
 from spmd.collectives.node import Node, find_node
@@ -35,14 +35,14 @@ def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
         )
     size, rank = options.group_size, options.group_rank
     timeout = seconds_of(options.timeout, f"forming process group '{options.group_id}' at rank {rank}")
-    resharding.install()
+    torch_internals.prepare()
     ranks = list(options.global_ranks_in_group) or list(range(size))
     node = _world() if agent_options is None else None
     if node is None:
         node = find_node(options.store, rank, size, timeout, agent_options)
         ranks = list(range(size))
     try:
-        return FarcallProcessGroup(Group(node, ranks, rank, options.group_id, timeout))
+        return FarcallProcessGroup(Group(node, ranks, rank, options.group_id, timeout), options.store)
     except BaseException:
         node.close_if_unused()  # so that the others need not wait for this rank
         raise

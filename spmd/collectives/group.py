@@ -15,6 +15,7 @@ from rpc.runtime.blocking import INFINITE
 from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.board import Board
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
+from spmd.collectives.flight_recorder import GroupRecord, Record
 from spmd.collectives.formation import COLLECTIVES, close_tags, form
 from spmd.collectives.hierarchy import HierarchicalCollectives
 from spmd.collectives.local import LocalCollectives, header_bytes
@@ -23,6 +24,7 @@ from spmd.collectives.messages import Messages
 from spmd.collectives.node import Node
 from spmd.collectives.sequencer import Sequencer
 from spmd.collectives.signature import text_of
+from spmd.collectives.torch_internals import inference_mode
 from spmd.collectives.work import GroupWork
 
 __all__ = ["Group"]
@@ -54,25 +56,32 @@ class Group:
         name: the same for all.
         timeout: seconds that forming it, and each operation, may take; 0 for no limit.
 
+    Attributes:
+        ranks: as given.
+        record: how the flight recorder names it.
+
     Raises:
         CollectiveTimeoutError: a rank has not come in time.
     """
 
     def __init__(self, node: Node, ranks: Sequence[int], rank: int, name: str, timeout: float) -> None:
         self.node = node
+        self.ranks = ranks
         self.timeout = timeout
         peers = [node.peers[each] for each in ranks]
         self._ranks_of = {peer.incarnation: place for place, peer in enumerate(peers)}
         self.members = Membership(name, rank, [peer.name for peer in peers], self._tell_failure)
+        self.record = GroupRecord(name, ranks)
+        self._closed = self._leaves = False
+        self.members.watch(self._write_record)  # first: whoever is woken next may leave the group
         bulk = node.agent.bulk
         share = node.agent.options.shared_memory_bytes > 0
         formation = form(bulk, peers, rank, name, node.key, share, timeout or INFINITE)
         tags = formation.tags
         self._close_tags = partial(close_tags, bulk, peers, rank, tags)
-        self.messages = Messages(bulk, peers, self.members, tags, node.agent.run_soon)
+        self.messages = Messages(bulk, peers, self.members, tags, node.agent.run_soon, self._record_message)
         self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tags))
         self._sequencer = Sequencer(f"farcall-group-{name}")
-        self._closed = False
         self.messages.begin()
         node.add(self)
 
@@ -118,7 +127,9 @@ class Group:
         limit = self.timeout if timeout is None else timeout
         text = text_of(signature)
         work = GroupWork(text, outputs, partial(self._perform, signature, perform, limit), self._sequencer)
-        work.show(text, outputs if inputs is None else inputs)
+        given = outputs if inputs is None else inputs
+        work.show(text, given)
+        work.record = self.node.recorder.begin(self.record, text, given, outputs, limit)
         if blocks:
             self._sequencer.run(work)
         else:
@@ -132,9 +143,8 @@ class Group:
         self.messages.begun += 1
         try:
             members.check_collective()
-            # Not recorded by autograd, and inference tensors may be written on any thread; what
-            # ``torch.inference_mode`` does, in a fraction of its time.
-            with torch._C._InferenceMode(True):
+            # Not recorded by autograd, and inference tensors may be written on any thread.
+            with inference_mode():
                 try:
                     perform(self.algorithms, signature, deadline)
                 except RanksMissingError as error:
@@ -161,6 +171,15 @@ class Group:
         members.fail(failure)
         return failure
 
+    # ---- the flight recorder
+
+    def _record_message(self, name: str, tensors: Sequence[torch.Tensor], timeout: float) -> Record | None:
+        return self.node.recorder.begin(self.record, name, tensors, tensors, timeout, is_message=True)
+
+    def _write_record(self) -> None:
+        if self.members.failed and not self._leaves:
+            self.node.recorder.group_failed(self.ranks[self.members.rank])
+
     # ---- failure, and the end
 
     def _tell_failure(self, failure: CollectiveError) -> None:
@@ -178,6 +197,7 @@ class Group:
 
     def agent_closes(self) -> None:
         """This worker leaves, with all its groups; for the node."""
+        self._leaves = True
         self.messages.close()
         self.members.fail(CollectiveError("this worker's agent has ended"), tell=False)
 
@@ -185,7 +205,7 @@ class Group:
         """Leave. Idempotent; what others still wait for this rank to do fails there."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._leaves = True
         self.messages.close()
         self.members.fail(CollectiveError("it has been destroyed"), tell=False)
         self._close_tags()

@@ -32,6 +32,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.blocking import wait_for_event
 from rpc.runtime.tasks import Task
 from spmd.collectives.errors import KINDS, CollectiveError, CollectiveMismatchError, RankLostError
+from spmd.collectives.flight_recorder import Record
 from spmd.collectives.formation import DATA, NOTES
 from spmd.collectives.membership import Membership
 from spmd.collectives.memory import bytes_of
@@ -103,6 +104,7 @@ class Messages:
         members: is told of failures and farewells.
         tags: by rank, the first of the group's.
         run_soon: runs tasks on other threads: long copies.
+        record: has the flight recorder keep a send or a receive.
     """
 
     def __init__(
@@ -112,10 +114,12 @@ class Messages:
         members: Membership,
         tags: Sequence[int],
         run_soon: Callable[[Sequence[Task]], object],
+        record: Callable[[str, Sequence[torch.Tensor], float], Record | None] = lambda *_: None,
     ) -> None:
         self._bulk, self._peers, self._members = bulk, peers, members
         self._tags = tags
         self._run_soon = run_soon
+        self._record = record
         self._lock = threading.RLock()
         self._receives: list[_Receive] = []
         self._arrivals: list[_Arrival] = []
@@ -150,6 +154,7 @@ class Messages:
         with self._lock:
             self._members.check_rank(to)
             work.show("send", [tensor])
+            work.record = self._record(f"send {self._members.rank}->{to}", [tensor], limit)
             if size <= _SMALL_BYTES:
                 note = _HEADER.pack(_Kind.SMALL, tag, size, dtype)
                 try:
@@ -184,6 +189,8 @@ class Messages:
                 self._check_sources(source)
                 self._receives.append(receive)
             work.show("recvAnySource" if source == ANY else "recv", [tensor])  # as other backends name them
+            sender = "?" if source == ANY else source
+            work.record = self._record(f"recv {self._members.rank}<-{sender}", [tensor], limit)
         if arrival is not None:
             self._match(receive, arrival)
         return work

@@ -23,6 +23,7 @@ from rpc.options import AgentOptions
 from rpc.rendezvous.store import SharedStore, run_with_deadline
 from rpc.rendezvous.token import WAYS, find_credential
 from rpc.runtime.current import current_agent
+from spmd.collectives.flight_recorder import FlightRecorder
 
 __all__ = ["Node", "WatchesWorkers", "find_node"]
 
@@ -46,12 +47,16 @@ class Node:
         peers: by rank.
         key: of this world, the same for all its ranks, and no other's.
         owned: it was started for process groups, and ends with the last of them.
+
+    Attributes:
+        recorder: of all its groups' operations.
     """
 
     def __init__(self, agent: Agent, peers: Sequence[Peer], key: str, *, owned: bool) -> None:
         self.agent = agent
         self.peers = peers
         self.key = key
+        self.recorder = FlightRecorder()
         self._owned = owned
         self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()

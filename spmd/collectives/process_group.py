@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.arguments import Arguments, describe, seconds_of
+from spmd.collectives.backend_face import BackendFace
 from spmd.collectives.group import Group
 from spmd.collectives.memory import pieces
 from spmd.collectives.messages import ANY
@@ -29,20 +30,19 @@ __all__ = ["FarcallProcessGroup"]
 
 Tensors = Sequence[torch.Tensor]
 
-_CPU: Final = torch.device("cpu")
 _UNSET: Final = timedelta(milliseconds=-1)
 
 
-class FarcallProcessGroup(ProcessGroup):
+class FarcallProcessGroup(BackendFace):
     """The process group of backend ``farcall``.
 
     Args:
         group: formed.
+        store: of its ranks.
     """
 
-    def __init__(self, group: Group) -> None:
-        super().__init__(group.members.rank, group.members.size)  # type: ignore[call-arg]
-        self.group = group
+    def __init__(self, group: Group, store: Store | None = None) -> None:
+        super().__init__(group, store)
         self._name, self._desc = group.members.name, "undefined"
         self._arguments = Arguments(group.members.name, group.members.rank, group.members.size)
 
@@ -67,22 +67,10 @@ class FarcallProcessGroup(ProcessGroup):
         return self._name
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._desc = desc
+        self._desc = self.group.record.description = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [_CPU]
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long each operation may take from now on; 0 for no limit.
-
-        Raises:
-            TypeError, ValueError: it is no ``timedelta``, or less than 0.
-        """
-        self.group.timeout = seconds_of(timeout, f"set_timeout at rank {self.getRank()}")
 
     def shutdown(self) -> None:
         """Leave the group."""

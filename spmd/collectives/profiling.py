@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
+
+from spmd.collectives.torch_internals import begin_event, end_event, is_profiled
 
 __all__ = ["PREFIX", "begin"]
 
 PREFIX = "farcall:"
-
-_functions: Any = torch._C._autograd
 
 
 def begin(operation: str, tensors: Sequence[torch.Tensor]) -> Callable[[], object] | None:
@@ -23,14 +22,14 @@ def begin(operation: str, tensors: Sequence[torch.Tensor]) -> Callable[[], objec
         operation: its name, with its arguments or without.
         tensors: their shapes are shown.
     """
-    if not _functions._profiler_enabled():
+    if not is_profiled():
         return None
-    event = _functions._record_function_with_args_enter(PREFIX + operation.partition("(")[0], *tensors)
+    event = begin_event(PREFIX + operation.partition("(")[0], *tensors)
     return partial(_end, event)
 
 
-def _end(event: Any) -> None:
+def _end(event: object) -> None:
     # Events that begin and end on one thread are taken to lie within each other; those of operations overlap.
-    thread = threading.Thread(target=_functions._record_function_with_args_exit, args=(event,))
+    thread = threading.Thread(target=end_event, args=(event,))
     thread.start()
     thread.join()

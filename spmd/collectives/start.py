@@ -1,4 +1,4 @@
-"""``spmd.init_process_group``: the RPC group's workers become PyTorch's default process group."""
+"""``spmd.init_process_group`` and ``spmd.dump_flight_recorder``, for programs that use process groups."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from rpc.errors import GroupMismatchError
 from rpc.runtime.current import current_agent
+from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.store import WorkerStore, forget_keys
 
-__all__ = ["init_process_group"]
+__all__ = ["dump_flight_recorder", "init_process_group"]
 
 _EXTENSION: Final = "spmd.stores"
 
@@ -56,3 +57,29 @@ def init_process_group(timeout: timedelta | None = None) -> None:
     forget_keys(agent, f"{number - 2}/")  # all have left that world, since all have joined the one after it
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     dist.init_process_group("farcall", store=store, rank=me.id, world_size=len(workers), **options)
+
+
+def dump_flight_recorder(prefix: str) -> str:
+    """Write this process's last collectives, sends and receives to a file, for PyTorch's ``torchfrtrace``.
+
+    Each rank writes its own; the tool reads all files of a folder. If the environment variable
+    ``TORCH_FR_DUMP_TEMP_FILE`` gives the prefix, a group that fails has them written by itself.
+
+    Args:
+        prefix: of the file's name; the rank is appended.
+
+    Returns:
+        The file's name.
+
+    Raises:
+        ValueError: there is no default process group, or it is not of the backend ``farcall``.
+        OSError: the file cannot be written.
+
+    Example::
+
+        spmd.dump_flight_recorder("/tmp/traces/rank_")  # then: torchfrtrace /tmp/traces
+    """
+    world = dist.group.WORLD
+    if not isinstance(world, FarcallProcessGroup):
+        raise ValueError("dump_flight_recorder needs a default process group of the backend 'farcall'")
+    return world.group.node.recorder.dump(prefix, world.getRank())

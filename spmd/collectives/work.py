@@ -9,13 +9,14 @@ from time import monotonic
 from typing import Any, Final
 
 import torch
-from torch._C._distributed_c10d import Work as _Work
+from torch.distributed import Work
 
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import interruptible, protected
 from spmd.collectives import profiling
 from spmd.collectives.arguments import seconds_of
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
+from spmd.collectives.flight_recorder import Record
 from spmd.collectives.sequencer import Sequencer
 
 __all__ = ["GroupWork"]
@@ -23,7 +24,7 @@ __all__ = ["GroupWork"]
 _UNSET: Final = timedelta(0)
 
 
-class GroupWork(_Work):
+class GroupWork(Work):
     """One operation of a group.
 
     Args:
@@ -35,6 +36,7 @@ class GroupWork(_Work):
     Attributes:
         done: whether it has ended, well or not.
         error: why it failed.
+        record: what the flight recorder keeps of it, if there is one.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class GroupWork(_Work):
         self.what = what
         self.done = False
         self.error: BaseException | None = None
+        self.record: Record | None = None
         self.sender = -1
         self._outputs = outputs
         self._perform = perform
@@ -74,6 +77,8 @@ class GroupWork(_Work):
     def run(self) -> None:
         """Do it; for a ``Sequencer``."""
         assert self._perform is not None
+        if self.record is not None:
+            self.record.start()
         try:
             self._call(self._perform)
         except Exception as error:
@@ -110,6 +115,8 @@ class GroupWork(_Work):
                     error = failure
             if self._end_event is not None:
                 self._end_event()
+            if self.record is not None:
+                self.record.end(succeeded=error is None)
             self.error = error
             self._perform = self._settle = self._end_event = None
             self.done = True

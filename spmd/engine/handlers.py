@@ -289,6 +289,12 @@ def _pin(tensor: Tensor, device: Any = None) -> Tensor:
     )
 
 
+_TAKES_ONE_SAMPLE: Final = torch.__version__ >= "2.14"
+"""Whether the CPU's fused operator is chosen for ``(heads, length, width)`` as well."""
+_TAKES_ONE_MASK: Final = torch.__version__ >= "2.14"
+"""Whether an explicit mask with ``is_causal`` is an error also where the fused operator is chosen."""
+
+
 @_handles(aten.scaled_dot_product_attention.default)
 def _attention(
     query: Tensor,
@@ -302,7 +308,15 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """The CPU's fused operator where the CPU would choose it; else PyTorch's products and softmax."""
+    if _TAKES_ONE_SAMPLE and query.dim() == key.dim() == value.dim() == 3:
+        q, k, v = (each.unsqueeze(0) for each in (query, key, value))
+        while attn_mask is not None and attn_mask.dim() < 4:
+            attn_mask = attn_mask.unsqueeze(0)
+        of_one = _attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return of_one.squeeze(0)
     fused = dropout_p == 0.0 and _attends(query, key, value, enable_gqa=enable_gqa)
+    if _TAKES_ONE_MASK and attn_mask is not None and is_causal:
+        fused = False  # which raises
     if fused and attn_mask is not None:
         fused = _masks(attn_mask, query, key)
         if fused and attn_mask.dtype == torch.bool:

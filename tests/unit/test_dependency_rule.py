@@ -236,6 +236,25 @@ def test_no_file_needs_what_it_replaces() -> None:
     ]
 
 
+def test_no_file_imports_the_entry_points_of_pytorch() -> None:
+    """They import ``spmd``, from a file of which everything may import the neighbour."""
+    assert not offences(lambda _, name: name == "farcall_backend")
+    assert not [
+        name for _, name in imports(ROOT / "farcall_guard.py") if name.partition(".")[0] in MAY_IMPORT
+    ]
+
+
+def test_private_names_of_pytorch_are_in_one_file_of_the_collectives() -> None:
+    gate = ROOT / "spmd" / "collectives" / "torch_internals.py"
+    assert not [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in sorted(gate.parent.glob("*.py"))
+        if path != gate
+        for line, name in [*imports(path), *uses_of_torch(path)]
+        if name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
+    ]
+
+
 def test_no_file_imports_tests_examples_or_benchmarks() -> None:
     assert not offences(lambda _, name: name in {"tests", "examples", "benchmarks"})
 

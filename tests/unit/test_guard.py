@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import farcall_guard
 from farcall_guard import PACKAGES, HiddenPackageError, check, namesakes
@@ -47,14 +48,67 @@ def test_importing_farcall_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         __import__("farcall")
 
 
-def test_pytorch_goes_on_without_our_backend_where_a_package_is_hidden(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+LOADS_LATE = torch.__version__ >= "2.14"
+"""Whether PyTorch loads backends when they are first named, and not when it is imported."""
+
+USE_PYTORCH = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+print([str(each.message) for each in caught if "farcall" in str(each.message)])
+try:
+    print(torch.distributed.is_backend_available("farcall"))
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def used_in(folder: Path) -> list[str]:
+    """What a program prints that lies in a folder, imports PyTorch and looks for the backend."""
+    (folder / "program.py").write_text(USE_PYTORCH)
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.processes
+def test_pytorch_finds_the_backend_without_an_import_of_ours(tmp_path: Path) -> None:
+    assert used_in(tmp_path) == ["[]", "True"]
+
+
+@pytest.mark.processes
+def test_pytorch_goes_on_without_our_backend_where_a_package_is_hidden(tmp_path: Path) -> None:
     (tmp_path / "rpc.py").write_text("")
-    forget(monkeypatch)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.warns(UserWarning, match=r"without the backend 'farcall'.*rpc\.py"):
-        farcall_guard.register_backend()
+    warned, found = used_in(tmp_path)
+    said = found if LOADS_LATE else warned
+    assert "farcall needs its package 'rpc'" in said
+    assert str(tmp_path / "rpc.py") in said
+    if LOADS_LATE:
+        assert warned == "[]"
+        assert found.startswith("HiddenPackageError")
+    else:
+        assert "PyTorch runs without the backend 'farcall'" in warned
+        assert found == "False"
+
+
+def test_the_guard_imports_nothing_of_ours() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import farcall_guard, sys; print(*sys.modules)"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {*PACKAGES, "farcall", "farcall_backend", "torch"}
 
 
 @pytest.mark.processes

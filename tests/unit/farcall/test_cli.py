@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
+import torch
 
 import farcall
 from farcall.cli import main
 from farcall.doctor import Finding
 from farcall.launch.job import Job, slurm_hosts, under_slurm
+from farcall.trials import Trial, pytorch
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,11 +87,60 @@ def test_what_is_mistyped_is_said_at_once(
     assert said in capsys.readouterr().err
 
 
-def test_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["doctor"])
-    said = capsys.readouterr().out
+@pytest.mark.processes
+def test_doctor_finds_this_machine_fit_and_tries_each_part() -> None:
+    """In a process of its own, which has no device of SPMD mode yet."""
+    done = subprocess.run(
+        [sys.executable, "-m", "farcall", "doctor"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    said = re.sub(r"\(\d+\.\d s\)", "(...)", done.stdout).splitlines()
+    parts = (
+        *("calls", "calls over gRPC", "process groups"),
+        *("SPMD mode, with one worker", "tensor-parallel layers"),
+    )
+    assert said[said.index("..  importing PyTorch and farcall") + 1 :] == [
+        f"ok  PyTorch: {torch.__version__}",
+        *(line for part in parts for line in (f"..  trying {part}", f"ok  {part}: work (...)")),
+    ]
     assert "ok  TCP sockets on loopback: work" in said
     assert "ok  Unix sockets: work" in said
+
+
+def test_what_does_not_work_is_said_with_its_reason() -> None:
+    def fail() -> None:
+        raise RuntimeError("no such thing\nat line 3")
+
+    found = Trial("groups", fail).run()
+    assert found.is_wrong
+    assert str(found).startswith("!!  groups: no: RuntimeError: no such thing. Run ")
+
+
+def test_a_feature_that_is_not_installed_is_no_fault() -> None:
+    found = Trial("clouds", pytest.fail, "farcall_clouds", "For this: pip install clouds.").run()
+    assert not found.is_wrong
+    assert str(found) == "--  clouds: not installed. For this: pip install clouds."
+
+
+def test_trials_are_not_part_of_the_job_that_the_command_runs_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    seen = []
+    Trial("groups", lambda: seen.append(os.environ.get("WORLD_SIZE"))).run()
+    assert (seen, os.environ["WORLD_SIZE"]) == ([None], "7")
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("2.12.1", "!!  PyTorch: 2.12.1. Install PyTorch 2.13"), ("2.16.0a0", "up to 2.15"), ("2.14.1", "ok")],
+)
+def test_versions_of_pytorch_that_were_not_tested_are_named(
+    version: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert said in str(pytorch())
 
 
 def test_a_finding_ends_in_one_full_stop_before_what_to_do() -> None:

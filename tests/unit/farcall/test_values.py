@@ -59,11 +59,14 @@ def test_all_dtypes_of_pytorch_have_a_number() -> None:
         if isinstance(each, torch.dtype) and not str(each).startswith(("torch.q", "torch.bits"))
     }
     shells = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
-    assert dense - shells == set(ITEM_SIZES) == set(DTYPES)
+    assert dense - shells == set(DTYPES)
+    assert set(DTYPES) <= set(ITEM_SIZES)
+    assert set(ITEM_SIZES) - set(DTYPES) <= {"bcomplex32"}  # PyTorch 2.14 has it
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("name", sorted(ITEM_SIZES))
+@pytest.mark.filterwarnings("ignore:BComplex32")
+@pytest.mark.parametrize("name", sorted(DTYPES))
 def test_tensors_of_every_dtype_and_layout(name: str) -> None:
     most = 2 if name == "bool" else 256
     elements = torch.randint(most, (4, 6, ITEM_SIZES[name]), dtype=torch.uint8).view(DTYPES[name]).squeeze(2)

@@ -36,6 +36,9 @@ def _mask(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
     return (torch.rand(shape) > 0.2) if kind == torch.bool else torch.randn(shape)
 
 
+ONE_SAMPLE_IS_FUSED: Final = torch.__version__ >= "2.14"
+"""PyTorch 2.13 has another kernel for tensors without a dimension for the batch."""
+
 Q: Final = _rows()
 CASES: Final[dict[str, tuple[tuple[Any, ...], dict[str, Any], bool]]] = {
     "plain": ((Q, _rows(), _rows()), {}, True),
@@ -45,10 +48,16 @@ CASES: Final[dict[str, tuple[tuple[Any, ...], dict[str, Any], bool]]] = {
     "mask of numbers": ((Q, _rows(), _rows(), _mask(6, 6)), {}, True),
     "mask of truths": ((Q, _rows(), _rows(), _mask(2, 1, 6, 6, kind=torch.bool)), {}, True),
     "mask that is broadcast": ((Q, _rows(), _rows(), _mask(1, 1, 1, 6)), {}, True),
-    "mask, and causal": ((Q, _rows(), _rows(), _mask(6, 6)), {"is_causal": True}, True),
     "mask with a gradient": ((Q, _rows(), _rows(), _mask(6, 6).requires_grad_()), {}, False),
     "mask of three dimensions": ((Q, _rows(), _rows(), _mask(4, 6, 6)), {}, False),
-    "no heads": ((Q[0], Q[1], Q[0]), {}, False),
+    "one sample": ((Q[0], Q[1], Q[0]), {}, ONE_SAMPLE_IS_FUSED),
+    "one sample with a mask": ((Q[0], Q[1], Q[0], _mask(6, 6)), {}, ONE_SAMPLE_IS_FUSED),
+    "one sample with a mask of heads": (
+        (Q[0], Q[1], Q[0], _mask(4, 6, 6, kind=torch.bool)),
+        {},
+        ONE_SAMPLE_IS_FUSED,
+    ),
+    "rows of one head": ((Q[0, 0], Q[0, 1], Q[1, 0]), {}, False),
     "other width": ((Q, _rows(), _rows(width=5)), {}, False),
     "columns": ((torch.randn(2, 4, 8, 6).transpose(2, 3), Q, Q), {}, False),
 }
@@ -91,6 +100,19 @@ def test_the_cpu_chooses_the_same(case: Any) -> None:
     mask = [each.float() if each.dtype == torch.bool else each for each in mask] or [None]
     choice = torch._fused_sdp_choice(query, key, value, *mask, **kwargs)
     assert choice == (SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH).value
+
+
+def test_a_mask_beside_is_causal_is_taken_or_refused_as_on_the_cpu(session: Session) -> None:
+    args, kwargs = (Q, Q, Q, _mask(6, 6)), {"is_causal": True}
+    if torch.__version__ >= "2.14":
+        for where in (CPU, current.DEVICE):
+            with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal=True"):
+                _attended(where, args, kwargs)
+        return
+    expected, gradients = _attended(CPU, args, kwargs)
+    mine, my_gradients = _attended(current.DEVICE, args, kwargs)
+    for one, other in zip([mine, *my_gradients], [expected, *gradients], strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_mask_of_whole_numbers_is_refused_as_on_the_cpu(session: Session) -> None:

@@ -1,0 +1,54 @@
+"""Private names of PyTorch: all are there, and a version that lacks one says what does not work."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from spmd.collectives.torch_internals import INTERNALS, Internal
+
+VERSION = torch.torch_version.Version(torch.__version__).release[:2]
+
+
+@pytest.mark.parametrize("internal", INTERNALS, ids=lambda each: f"{each.place}.{each.name}")
+def test_this_version_of_pytorch_has_it(internal: Internal) -> None:
+    importlib.import_module("torch.distributed.tensor")
+    assert internal.found is not None or not internal.is_needed(VERSION)
+
+
+WITHOUT = """
+import torch, torch.distributed as dist
+from torch.distributed.tensor import placement_types
+
+del torch._C._autograd._record_function_with_args_enter
+del placement_types.shard_dim_alltoall
+import spmd
+
+dist.init_process_group("farcall", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(2, requires_grad=True)
+with torch.profiler.profile() as profile:
+    dist.all_reduce(x)
+assert x.is_leaf and x.tolist() == [1, 1]
+assert not [event.key for event in profile.key_averages() if event.key.startswith("farcall:")]
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_what_is_missing_is_said_once_and_the_rest_works() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=80, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "does not have" in line]
+    assert [line.partition("does not have ")[2] for line in lines] == [
+        "torch._C._autograd._record_function_with_args_enter: PyTorch's profiler does not show collectives",
+        (
+            "torch.distributed.tensor.placement_types.shard_dim_alltoall: DTensor gathers a tensor whenever "
+            "it moves its shards to another dimension"
+        ),
+    ]
