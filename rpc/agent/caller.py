@@ -21,6 +21,7 @@ from rpc.errors import WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.runtime.interrupts import protected
+from rpc.runtime.tasks import COMPLETION
 from rpc.serialization.payload import Payload
 from rpc.serialization.tracked import stand_ins
 from rpc.transport.base import INFINITE, QueueFull
@@ -214,7 +215,7 @@ class Caller:
         )
 
     def complete_soon(self, *futures: Future[Any]) -> None:
-        self._agent.run_soon([(future.complete, None) for future in futures])
+        self._agent.run_soon([(future.complete, COMPLETION) for future in futures])
 
     def expire(self, call: PendingCall) -> BaseException | None:
         error = self._agent.calls.expire(call)
