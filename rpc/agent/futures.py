@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import decimal
 import functools
 import logging
 import threading
@@ -258,7 +259,7 @@ class Future(torch.futures.Future[T]):
         """
         if not callable(callback):
             super().add_done_callback(callback)  # type: ignore[unreachable]  # PyTorch's own error
-        _call_when_done(self, functools.partial(_called_back, copy_context(), callback))
+        _call_when_done(self, functools.partial(_called_back, _own_context(), callback))
         _raise_interruption()
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -288,7 +289,7 @@ class _Continuation:
         self.future: Future[Any] = Future()
         self._source: Future[Any] | None = source
         self._callback = callback
-        self._context = copy_context()
+        self._context = _own_context()
 
     @protected
     def __call__(self, _: object) -> None:
@@ -316,6 +317,13 @@ class _Continuation:
 
     def _run(self) -> Any:
         return with_default_modes(self._context.run, self._callback, self._source)
+
+
+def _own_context() -> Context:
+    """A copy of the current context, for a callback. A decimal context can be changed: it has its own."""
+    context = copy_context()
+    context.run(lambda: decimal.setcontext(decimal.getcontext().copy()))
+    return context
 
 
 @protected
