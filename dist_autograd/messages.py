@@ -193,11 +193,18 @@ def _request(
 
 def failure_of(worker: WorkerInfo, error: BaseException) -> BackwardError:
     """What the failure of a worker's part is to the one who called ``backward``."""
+    text = text_of(error)
+    if "use_reentrant=True" in text:  # PyTorch advises to call backward otherwise, which ours cannot
+        text = (
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=True) cannot be used in a distributed "
+            "backward, since it begins a backward of its own, whose gradients would not enter the context: "
+            "pass use_reentrant=False"
+        )
     failure = BackwardError(
-        f"Error on Node {worker.id}: {text_of(error)}\n(raised in the backward on worker '{worker.name}')",
+        f"Error on Node {worker.id}: {text}\n(raised in the backward on worker '{worker.name}')",
         worker.name,
     )
-    if "modified by an inplace operation" in text_of(error):
+    if "modified by an inplace operation" in text:
         failure.add_note(
             "If it was another trainer's step that came between this forward and its backward: without "
             "stale_gradients=False, which its DistributedOptimizer was given, such a backward goes on with "

@@ -24,6 +24,7 @@ from farcall.serving.endpoint import Endpoint
 from farcall.serving.host import Host
 from farcall.serving.scraping import Admits, published
 from rpc import TlsOptions
+from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import new_loop
 from rpc.transport.tls import TlsContexts
 
@@ -202,6 +203,7 @@ class Server:
         try:
             with asyncio.Runner(loop_factory=new_loop) as runner, self._on_exit:
                 self._loop = runner.get_loop()
+                isolate_tasks(self._loop)
                 runner.run(self._serve(*args))
         except BaseException as error:
             if begun.done():

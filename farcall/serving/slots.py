@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from types import TracebackType
 from typing import Any
 
 from farcall.serving.errors import answerable
+from rpc.runtime.isolation import IsolatingThreadPool
 
 __all__ = ["Slots"]
 
@@ -24,7 +25,7 @@ class Slots:
         self._count = count
         self._free = asyncio.Semaphore(count)
         self._loop = asyncio.get_running_loop()
-        self._executor = ThreadPoolExecutor(count, thread_name_prefix="farcall serving")
+        self._executor = IsolatingThreadPool(count, thread_name_prefix="farcall serving")
         self._executor.submit(int)  # one thread at least, for what waits where no other can be started
         self._in_threads = 0
         self._closed = False

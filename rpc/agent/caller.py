@@ -11,7 +11,7 @@ from collections.abc import Callable
 from threading import TIMEOUT_MAX
 from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future
@@ -21,6 +21,7 @@ from rpc.errors import WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.runtime.interrupts import ensure_deferred, protected
+from rpc.runtime.tasks import COMPLETION
 from rpc.serialization.payload import Payload
 from rpc.serialization.tracked import stand_ins
 from rpc.transport.base import INFINITE, QueueFull
@@ -33,6 +34,11 @@ UNSET_TIMEOUT: Final = -1.0
 
 _FEW: Final = 16
 """With more calls under way, it matters how many go out at once more than how soon."""
+
+
+def _as_leaves(tensors: list[Tensor]) -> list[Tensor]:
+    """What stands for the tensors of an answer that nobody wants gradients for; see ``Connect``."""
+    return [tensor.requires_grad_() for tensor in tensors]
 
 
 class Caller:
@@ -122,13 +128,17 @@ class Caller:
         """Enter a call into the table."""
         agent = self._agent
         if timeout is UNSET_TIMEOUT:
-            return agent.calls.open(peer, what, agent.rpc_timeout, header=payload.header, how=how)
-        try:
-            timeout = self.effective_timeout(timeout)
-        except BaseException:
-            agent.serializer.take_back(payload.header, peer)
-            raise
-        return agent.calls.open(peer, what, timeout, header=payload.header, how=how)
+            timeout = agent.rpc_timeout
+        else:
+            try:
+                timeout = self.effective_timeout(timeout)
+            except BaseException:
+                agent.serializer.take_back(payload.header, peer)
+                raise
+        call = agent.calls.open(peer, what, timeout, header=payload.header, how=how)
+        if not is_grad_enabled():
+            call.wants_graph = False
+        return call
 
     def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None:
         """Send the message of a call that is in the table; see ``request``."""
@@ -206,16 +216,16 @@ class Caller:
         agent = self._agent
         if kind == Kind.FAILURE:
             raise agent.serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
-        connect = None
+        connect = None if call.wants_graph else _as_leaves
         if header:
             recording = agent.recording_of(header, call.peer, answer=True)
-            connect = None if recording is None else recording.connect
+            connect = connect if recording is None else recording.connect
         return agent.serializer.codecs[codec].loads(
             header, buffers, call.arrivals, call.peer, connect=connect
         )
 
     def complete_soon(self, *futures: Future[Any]) -> None:
-        self._agent.run_soon([(future.complete, None) for future in futures])
+        self._agent.run_soon([(future.complete, COMPLETION) for future in futures])
 
     def expire(self, call: PendingCall) -> BaseException | None:
         error = self._agent.calls.expire(call)

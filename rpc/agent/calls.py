@@ -75,6 +75,7 @@ class PendingCall(Awaited):
         holds: what must stay while the call is under way, such as a reference to the object that it is for.
         watched: the loop ends it when its deadline passes; else the thread that waits does.
         coalesced: its message may still wait for others.
+        wants_graph: gradients were on when it was made; else nobody is told that its answer has no history.
         claimed: the turn at reading that the current thread has claimed; it must ``wait`` or ``release`` it.
         began, when_ended: where somebody listens to calls: when it was opened, and who is told of its end.
     """
@@ -91,6 +92,7 @@ class PendingCall(Awaited):
     began = 0.0
     when_ended: Callable[[PendingCall, Frame | BaseException], None] | None = None
     coalesced = False
+    wants_graph = True
     claimed: Turn | None = None
 
     def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:

@@ -23,7 +23,7 @@ from rpc.group.connections import SMALL_FRAME_BYTES
 from rpc.group.peer import Peer
 from rpc.runtime.events import MessageReceived, MessageSent, RequestBegun
 from rpc.runtime.interrupts import protected
-from rpc.runtime.tasks import Task
+from rpc.runtime.tasks import COMPLETION, Task
 from rpc.serialization.payload import EXCEPTION, Arrivals, Payload
 from rpc.transport.base import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, LargeFrame, describe, encode, encode_small
@@ -224,7 +224,7 @@ class Dispatcher:
             if call is not None:
                 call.arrivals = arrivals
                 if call.settle(frame) and call.future is not None:
-                    tasks.append((call.future.complete, None))
+                    tasks.append((call.future.complete, COMPLETION))
         else:
             handler = self._handlers.get(kind)
             if handler is None:
@@ -259,7 +259,7 @@ class Dispatcher:
             call = self._agent.calls.answered(call_id, peer)
             error = MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)
             if call is not None and call.settle(error) and call.future is not None:
-                self._agent.run_soon([(call.future.complete, None)])
+                self._agent.run_soon([(call.future.complete, COMPLETION)])
         else:
             self._agent.lose(peer, f"{what}, and it cannot be sent again")
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import decimal
 import functools
 import logging
 import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextvars import copy_context
+from contextvars import Context, copy_context
+from struct import calcsize
 from time import monotonic
 from typing import Any, Final, NoReturn, TypeVar, cast
 
@@ -28,6 +30,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for, wait_for_event
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.modes import with_default_modes
 from rpc.runtime.tasks import Task
 from rpc.serialization.exception_state import twin
 from rpc.serialization.failures import text_of
@@ -237,6 +240,8 @@ class Future(torch.futures.Future[T]):
         The callback runs on the thread that completes the future: one that waits, or cancels, or an
         executor's, never the agent's loop, so it may make blocking calls. It sees the context variables of
         the thread that calls ``then``; calls that it makes belong to the same distributed autograd context.
+        Whatever thread it runs on, it has PyTorch's default modes: gradients are on, autocast is off. Modes
+        that it leaves changed are not in force after it.
         """
         if not callable(callback):
             super().then(callback)  # type: ignore[unreachable]  # PyTorch's own error
@@ -246,13 +251,14 @@ class Future(torch.futures.Future[T]):
         return cast("Future[S]", continuation.future)
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
-        """Have ``callback`` called with this future once it is completed, on a thread as for ``then``.
+        """Have ``callback`` called with this future once it is completed, on a thread, with context variables
+        and with modes as for ``then``.
 
         What it raises is printed; Ctrl-C that hits it is raised in the thread that waits.
         """
         if not callable(callback):
             super().add_done_callback(callback)  # type: ignore[unreachable]  # PyTorch's own error
-        _call_when_done(self, functools.partial(_called_back, callback))
+        _call_when_done(self, functools.partial(_called_back, _own_context(), callback))
         _raise_interruption()
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -282,7 +288,7 @@ class _Continuation:
         self.future: Future[Any] = Future()
         self._source: Future[Any] | None = source
         self._callback = callback
-        self._context = copy_context()
+        self._context = _own_context()
 
     @protected
     def __call__(self, _: object) -> None:
@@ -308,15 +314,21 @@ class _Continuation:
         name = getattr(callback, "__qualname__", type(callback).__qualname__)
         logger.warning("%s, given to then(), raised %s", name, type(error).__name__, exc_info=error)
 
-    @interruptible
     def _run(self) -> Any:
-        return self._context.run(self._callback, self._source)
+        return with_default_modes(self._context.run, self._callback, self._source)
 
 
-@interruptible
-def _called_back(callback: Callable[[Any], object], future: object) -> None:
+def _own_context() -> Context:
+    """A copy of the current context, for a callback. A decimal context can be changed: it has its own."""
+    context = copy_context()
+    context.run(lambda: decimal.setcontext(decimal.getcontext().copy()))
+    return context
+
+
+@protected
+def _called_back(context: Context, callback: Callable[[Any], object], future: object) -> None:
     try:
-        callback(future)
+        with_default_modes(context.run, callback, future)
     except KeyboardInterrupt as error:
         _thread_state.interruption = error
 
@@ -443,7 +455,7 @@ def as_completed(futures: Iterable[F], timeout: float | None = None) -> Iterator
     if not all(future.done() for future in awaited):
         check_may_block()
     for future in awaited:
-        future.add_done_callback(functools.partial(_note, future, done, changed))
+        _call_when_done(future, functools.partial(_note, future, done, changed))
     for index in range(len(awaited)):
         while len(done) <= index:
             changed.clear()

@@ -28,6 +28,7 @@ from rpc.errors import NotInitializedError, ProtocolError, RpcError, WorkerLostE
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
 from rpc.runtime.events import RequestEnded
+from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
 from rpc.serialization.failures import text_of
 from rpc.serialization.payload import Payload
@@ -376,6 +377,7 @@ class RequestRunner:
                     "a blocking call inside an async def callee would stop all of them: use "
                     "'await rpc_async(...)' (or 'await future') instead of rpc_sync, wait or to_here",
                 )
+                isolate_tasks(self._coroutines.loop)
             return self._coroutines.loop
 
     def stop(self) -> None:

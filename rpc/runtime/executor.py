@@ -12,6 +12,9 @@ it runs, and tasks still wait, it wakes the next. Quick tasks are thus all done 
 spread at once. While there is a backlog, some thread that was woken is about to look at it, or the monitor
 ticks.
 
+Each task runs in a context of its own, for context variables, and with the default modes (``modes``): what it
+leaves in force on its thread is undone before the next one.
+
 A thread takes tasks without the lock, and keeps account of what it has finished by itself. The lock is taken
 to go idle, and to wake. A thread with nothing to do may be *lent* to a ``TaskSource``, which gives it its
 next task without a hand-over; it is called back where tasks find no other thread.
@@ -25,10 +28,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import Any, Final
 
 from rpc.runtime.interrupts import interruptible, protected
-from rpc.runtime.tasks import Task, TaskSource
+from rpc.runtime.modes import modes_changed, reset_modes
+from rpc.runtime.tasks import COMPLETION, Task, TaskSource
 
 __all__ = ["Executor", "Task", "TaskSource"]
 
@@ -230,6 +235,7 @@ class Executor:
     def _run(self, worker: _Worker) -> None:
         self._current.worker = worker
         backlog = self._backlog
+        checked = True
         while True:
             try:
                 function, argument = backlog.popleft()
@@ -246,11 +252,20 @@ class Executor:
                 worker.source = worker.claimed = None
             if backlog and not self._waking:
                 self._spread()
+            is_completion = argument is COMPLETION
+            if not (is_completion or checked) and modes_changed():
+                reset_modes()
             try:
-                function(argument)
+                if is_completion:
+                    function(argument)
+                else:
+                    Context().run(function, argument)
             except BaseException:
                 # A task answers its caller itself: what escapes is a defect, and must not end the thread.
                 logger.exception("an internal task failed")
+            checked = not is_completion
+            if checked and modes_changed():
+                reset_modes()
             del function, argument  # an idle thread keeps nothing alive
             worker.finished += 1
             if not backlog and self._on_idle is not None:

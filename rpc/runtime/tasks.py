@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 Task = tuple[Callable[..., object], Any]
 """A function and its single argument."""
+
+COMPLETION: Final = object()
+"""The argument of tasks that complete a future. Such a task itself gives each callback a context and the
+default modes. It may leave modes changed: the executor resets them before it begins a task of another kind.
+"""
 
 
 class TaskSource(Protocol):

@@ -2,11 +2,13 @@
 
 Sparse (COO, and the compressed layouts), quantized, nested, MKL-DNN and meta tensors; parameters, buffers
 and subclasses; storages. Attributes set on a tensor travel with it. Subclasses that define
-``__reduce_ex__`` themselves are left to it; wrapper subclasses go through ``__tensor_flatten__``.
+``__reduce_ex__`` themselves are left to it; wrapper subclasses go through ``__tensor_flatten__``, other ones
+without memory, such as masked tensors, as PyTorch pickles them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ _COMPRESSED_BY_COLUMN: Final = (torch.sparse_csc, torch.sparse_bsc)
 _WHOLE_BYTES: Final = (torch.quint8, torch.qint8, torch.qint32)
 Shape = tuple[int, ...]
 
+_is_transformed: Final[Callable[[Tensor], bool]] = torch._C._functorch.is_functorch_wrapped_tensor
 _OWN_REDUCE: Final = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 
 
@@ -37,9 +40,13 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
     kind = type(tensor)
     tracked = getattr(pickler, "tracked", None)
     if tracked is not None and is_tracked(tensor):
+        if tensor.is_nested:
+            return _reduce_nested_with_history(tensor)
         reduced = take_out(tensor, tracked)
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return reduced  # its attributes are what it consists of
     elif kind is Tensor:
-        if not tensor.__dict__:
+        if not tensor.__dict__ and not _is_transformed(tensor):
             usual = plain(tensor)
             if usual is not None:
                 return dense, usual
@@ -52,6 +59,8 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if _is_wrapper(tensor):
                 return _reduce_wrapper(tensor)
+            if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                return _reduce_dispatching(tensor)
             reduced = subclassed, (kind, tensor.detach().as_subclass(Tensor), tensor.requires_grad)
     attributes = tensor.__dict__
     if attributes:
@@ -66,6 +75,11 @@ def set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
 
 def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
     requires_grad = tensor.requires_grad
+    if _is_transformed(tensor):
+        raise SerializationError(
+            "it belongs to a transform of torch.func, such as vmap, grad or jvp, inside which a tensor has "
+            "no elements of its own: call other workers outside of the transform"
+        )
     if tensor.is_meta:
         name = str(tensor.dtype).removeprefix("torch.")
         return on_meta, (name, (*tensor.shape,), tensor.stride(), requires_grad)
@@ -95,6 +109,16 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
     return reduce_strided(tensor, requires_grad)
 
 
+def _reduce_nested_with_history(tensor: Any) -> tuple[Any, ...]:
+    """Reduce a nested tensor to what it is computed from, which can be part of the receiver's graph. (Custom
+    functions of autograd do not take nested tensors, and each one has ragged sizes of its own.)
+    """
+    if tensor.layout is not torch.jagged:
+        return nested, (*tensor.unbind(),)
+    sizes = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
+    return jagged, (tensor.values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx, *sizes)
+
+
 def _reduce_quantized(tensor: Tensor) -> tuple[Any, ...]:
     scheme = tensor.qscheme()
     if tensor.dtype in _WHOLE_BYTES and scheme is torch.per_tensor_affine:
@@ -108,6 +132,19 @@ def _reduce_quantized(tensor: Tensor) -> tuple[Any, ...]:
     # PyTorch's own reduction, which warns, knows the other schemes; the storage leaves the pickle here.
     reduced: tuple[Any, ...] = Tensor.__reduce_ex__(tensor, 5)  # type: ignore[no-untyped-call]  # untyped in torch
     return reduced
+
+
+def _reduce_dispatching(tensor: Tensor) -> Any:
+    """Reduce a tensor that has no memory and is no wrapper of PyTorch's protocol, such as a masked tensor, as
+    PyTorch does: to its attributes.
+    """
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None and isinstance(tensor, fake.FakeTensor):
+        raise SerializationError(
+            "it is a fake tensor, which has a shape but no elements: send a tensor that is made outside of "
+            "FakeTensorMode, or on device 'meta'"
+        )
+    return Tensor.__reduce_ex__(tensor, 5)  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _is_wrapper(tensor: object) -> bool:
@@ -135,6 +172,25 @@ def wrapper(kind: Any, inner: dict[str, Any], context: Any, shape: Shape, stride
     """Rebuild a tensor of a wrapper subclass from the tensors inside."""
     rebuilt: Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
     return rebuilt
+
+
+def nested(*tensors: Tensor) -> Tensor:
+    """Rebuild a nested tensor of strided layout from its components, as a function of them."""
+    return torch.nested.as_nested_tensor(list(tensors), layout=torch.strided)
+
+
+def jagged(
+    values: Tensor,
+    offsets: Tensor,
+    lengths: Tensor | None,
+    ragged_dim: int,
+    min_length: int | None,
+    max_length: int | None,
+) -> Tensor:
+    """Rebuild a nested tensor of jagged layout, as a function of its values."""
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets, lengths, ragged_dim, min_length, max_length
+    )
 
 
 def sparse_coo(

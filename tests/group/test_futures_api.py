@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 import dist_autograd
 import rpc
+from rref import RemoteModule
 from tests.support.serving import in_worker0, open_gate, wait_at_gate
+from tests.support.streams import SOON
 
 
 def add(x: int, y: int) -> int:
@@ -164,6 +167,24 @@ def test_an_answer_that_needs_a_context_warns_once() -> None:
         rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
     (text,) = said
     assert "outside of dist_autograd.context()" in text
+
+
+@in_worker0()
+def test_an_answer_to_a_call_under_no_grad_needs_no_context() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rpc.serialization.pickle_codec").addHandler(handler)
+    x = torch.ones(2, requires_grad=True)
+    done = threading.Event()
+    with torch.no_grad():
+        rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
+        rpc.remote("worker1", torch.mul, args=(x, 2)).to_here()
+        RemoteModule("worker1", torch.nn.Linear, (2, 2))(x)
+        future = rpc.rpc_async("worker1", torch.mul, args=(x, 2))
+    future.add_done_callback(lambda _: done.set())
+    assert done.wait(SOON)  # on an executor thread, where gradients are on
+    assert said == []
 
 
 @in_worker0()

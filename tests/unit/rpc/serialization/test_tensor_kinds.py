@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from rpc.errors import SerializationError
@@ -178,6 +179,25 @@ def test_wrapper_subclass() -> None:
     assert type(arrived) is TwoTensor
     assert torch.equal(arrived.a, tensor.a)
     assert torch.equal(arrived.b, tensor.b)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_masked_tensor(requires_grad: bool) -> None:
+    data, mask = torch.arange(3.0), torch.tensor([True, False, True])
+    arrived = send(torch.masked.masked_tensor(data, mask, requires_grad=requires_grad))
+    assert type(arrived) is torch.masked.MaskedTensor
+    assert arrived.get_mask().equal(mask)
+    assert arrived.to_tensor(-1.0).tolist() == [0.0, -1.0, 2.0]
+    assert arrived.requires_grad is requires_grad
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_fake_tensor_is_refused_in_one_sentence(requires_grad: bool) -> None:
+    with FakeTensorMode():
+        fake = torch.ones(3, requires_grad=requires_grad)
+    with pytest.raises(SerializationError, match="it is a fake tensor, which has a shape but no elements"):
+        send([fake])
 
 
 @pytest.mark.parametrize("size", [0, 3, INLINE_BYTES])

@@ -1,0 +1,100 @@
+"""Coroutines and threads of a pool whose modes are their own.
+
+All coroutines of a loop take turns on one thread, whose modes (``modes``) a coroutine may change for a block
+that awaits. So each task of an isolating loop is driven by an ``_OwnModes``: what is in force when a step of
+it ends is put aside, and comes back with its next step. Context variables need nothing of the kind: asyncio
+gives each task a context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import Context
+from typing import Any, ParamSpec, TypeVar
+
+from rpc.runtime.modes import SavedModes, copy_of_modes, modes_changed, reset_modes
+
+__all__ = ["IsolatingThreadPool", "isolate_tasks"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def isolate_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Give each task of a loop modes of its own, and functions that it runs on threads the defaults.
+
+    A task that another task creates begins with the modes of that one at that moment, as it begins with a
+    copy of its context variables: what ``asyncio.gather`` runs inside ``torch.no_grad()`` is inside, too.
+    Other tasks begin with the defaults, whatever callbacks of the loop have left.
+    """
+    loop.set_task_factory(_task)
+    loop.set_default_executor(IsolatingThreadPool(thread_name_prefix="farcall-to-thread"))
+
+
+def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **arguments: Any) -> asyncio.Task[Any]:
+    if asyncio.iscoroutine(coroutine):  # else asyncio refuses it
+        coroutine = _OwnModes(coroutine, copy_of_modes() if asyncio.current_task(loop) else None)
+    return asyncio.Task(coroutine, loop=loop, **arguments)
+
+
+class IsolatingThreadPool(ThreadPoolExecutor):
+    """A pool that runs each function in a context of its own and with the default modes."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return super().submit(_isolated, fn, args, kwargs)
+
+
+def _isolated(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    try:
+        return Context().run(function, *args, **kwargs)
+    finally:
+        if modes_changed():
+            reset_modes()
+
+
+class _OwnModes(Coroutine[Any, Any, T]):
+    """Drives a coroutine, whose modes are in force during its steps only."""
+
+    __slots__ = ("_coroutine", "_modes")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], modes: SavedModes | None) -> None:
+        self._coroutine = coroutine
+        self._modes = modes
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._step(self._coroutine.close)
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._coroutine.__await__()
+
+    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run one step; what the thread's modes were before it, they are after it."""
+        others = SavedModes() if modes_changed() else None
+        own, self._modes = self._modes, None
+        if own is not None:
+            own.restore()
+        try:
+            awaited = step(*args)
+        except BaseException:
+            if modes_changed():
+                reset_modes()
+            raise
+        else:
+            if modes_changed():
+                self._modes = SavedModes()
+            return awaited
+        finally:
+            if others is not None:
+                others.restore()
+
+    def __getattr__(self, name: str) -> Any:
+        """What debuggers look at: ``cr_frame``, ``cr_await``, ``__qualname__``."""
+        return getattr(self._coroutine, name)

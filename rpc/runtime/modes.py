@@ -1,0 +1,265 @@
+"""The modes that PyTorch keeps for each thread, so that no function leaves its own in force for the next.
+
+A mode is what changes the results of PyTorch's functions on one thread: grad mode and inference mode;
+autocast, its dtypes and its cache; the default device and other function modes; dispatch modes; hooks of
+saved tensors. A new thread has PyTorch's defaults. Threads that run functions of users in turn run each with
+the defaults, and undo what it has left (``reset_modes``).
+
+Most functions leave nothing, so ``modes_changed`` is called after each one and costs less than half a
+microsecond. It looks at what changes results without an error, not at the other modes that ``SavedModes``
+saves along with these.
+
+Inference mode has no setter. PyTorch's guard of it remembers the state of the thread that enters it, and
+gives that state to the thread that leaves it: so a guard is entered where inference mode is put aside, and
+left where it comes back.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import (
+    get_autocast_dtype,
+    is_autocast_cache_enabled,
+    is_grad_enabled,
+    is_inference_mode_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
+
+from rpc.runtime.interrupts import interruptible, protected
+
+__all__ = ["SavedModes", "copy_of_modes", "modes_changed", "reset_modes", "with_default_modes"]
+
+T = TypeVar("T")
+
+_C: Final[Any] = torch._C
+_autograd: Final[Any] = torch._C._autograd
+# Found once: these are called after each function that runs.
+_is_any_autocast_enabled: Final[Callable[[], bool]] = _C._is_any_autocast_enabled
+_function_modes: Final[Callable[[], int]] = _C._len_torch_function_stack
+_dispatch_modes: Final[Callable[[], int]] = _C._len_torch_dispatch_stack
+_top_hooks: Final[Callable[[bool], Any]] = _autograd._top_saved_tensors_default_hooks
+
+_CPU_AUTOCAST_DTYPE: Final = torch.bfloat16
+"""PyTorch's default on every thread."""
+
+_AUTOCAST_DEVICES: Final = (
+    *("cpu", "cuda", "xla", "mps", "xpu", "hpu", "ipu", "mtia", "maia", "privateuseone"),
+)
+
+_AUTOGRAD_MODES: Final[list[tuple[Callable[[], bool], Callable[[bool], object], bool]]] = [
+    (is_grad_enabled, _C._set_grad_enabled, True),
+    (_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled, True),
+    (_C._is_multithreading_enabled, _C._set_multithreading_enabled, True),
+    (_C._is_view_replay_enabled, _C._set_view_replay_enabled, False),
+]
+"""Modes of autograd that have setters: how each is read and set, and its default."""
+
+
+def modes_changed() -> bool:
+    """Whether this thread's modes differ from the defaults of a new thread."""
+    return (
+        _function_modes() > 0  # first: a function mode may intercept the other questions
+        or not is_grad_enabled()
+        or is_inference_mode_enabled()
+        or _is_any_autocast_enabled()
+        or not is_autocast_cache_enabled()
+        or _dispatch_modes() > 0
+        or _top_hooks(False) is not None
+        or get_autocast_dtype("cpu") is not _CPU_AUTOCAST_DTYPE
+    )
+
+
+def reset_modes() -> None:
+    """Give this thread the defaults of a new thread."""
+    SavedModes().drop()
+
+
+@protected
+def with_default_modes(function: Callable[..., T], *args: object) -> T:
+    """Call a function with the default modes; this thread's own are in force again afterwards."""
+    own = SavedModes() if modes_changed() else None
+    try:
+        return _call(function, *args)
+    finally:
+        if own is not None:
+            own.restore()
+        elif modes_changed():
+            reset_modes()
+
+
+@interruptible
+def _call(function: Callable[..., T], *args: object) -> T:
+    return function(*args)
+
+
+def copy_of_modes() -> SavedModes | None:
+    """This thread's modes, which stay in force, for another time; None if they are the defaults."""
+    if not modes_changed():
+        return None
+    again = None
+    if is_inference_mode_enabled():
+        again = _C._InferenceMode(True)
+        again.__enter__()
+    copied = SavedModes()
+    copied._apply()
+    if again is not None:
+        again.__exit__(None, None, None)
+    return copied
+
+
+class SavedModes:
+    """The modes of a thread, put aside: making one gives the current thread the defaults.
+
+    Either ``restore`` or ``drop`` is called once, on any thread.
+    """
+
+    __slots__ = (
+        *(
+            "_autocast",
+            "_autograd",
+            "_cache",
+            "_default_device",
+            "_dispatch",
+            "_functions",
+            "_function_state",
+        ),
+        *("_hooks", "_hooks_disabled", "_inference", "_nesting"),
+    )
+
+    def __init__(self) -> None:
+        self._inference: Any = None
+        self._functions = [_C._pop_torch_function_stack() for _ in range(_function_modes())]
+        self._dispatch = [_C._pop_torch_dispatch_stack(None) for _ in range(_dispatch_modes())]
+        self._hooks = _popped_hooks()
+        self._hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
+        self._function_state = _C._get_torch_function_state()
+        self._default_device = _exchange_default_device(None)
+        self._autograd = [is_enabled() for is_enabled, _, _ in _AUTOGRAD_MODES]
+        if is_inference_mode_enabled():
+            self._inference = _C._InferenceMode(False)
+            self._inference.__enter__()
+        any_enabled = _is_any_autocast_enabled()
+        self._autocast = [
+            (name, (any_enabled and torch.is_autocast_enabled(name), get_autocast_dtype(name)))
+            for name in _autocast_defaults()
+        ]
+        self._cache = is_autocast_cache_enabled()
+        self._nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        self._set_defaults()
+
+    def _set_defaults(self) -> None:
+        """Whatever is not default yet when the modes that form stacks have been taken off."""
+        if self._hooks_disabled is not None:
+            _autograd._saved_tensors_hooks_enable()
+        _C._set_torch_function_state(_C._TorchFunctionState.ENABLED)
+        _set_autograd_modes([default for _, _, default in _AUTOGRAD_MODES])
+        for (name, found), default in zip(self._autocast, _autocast_defaults().values(), strict=True):
+            if found != (False, default):
+                _set_autocast(name, False, default)
+        torch.set_autocast_cache_enabled(True)
+        _set_nesting(0)
+        if self._nesting:
+            torch.clear_autocast_cache()  # of weights, which may change before these modes are restored
+
+    def restore(self) -> None:
+        """Give the current thread these modes in the place of its own."""
+        if modes_changed():
+            reset_modes()
+        inference, self._inference = self._inference, None
+        if inference is not None:
+            inference.__exit__(None, None, None)
+        self._apply()
+
+    def _apply(self) -> None:
+        """Give a thread that has the defaults all of these modes but inference mode."""
+        if not is_inference_mode_enabled():
+            _set_autograd_modes(self._autograd)
+        _set_nesting(self._nesting)
+        torch.set_autocast_cache_enabled(self._cache)
+        for name, (enabled, dtype) in self._autocast:
+            if enabled or dtype is not _autocast_defaults()[name]:
+                _set_autocast(name, enabled, dtype)
+        for hooks in reversed(self._hooks):
+            _autograd._push_saved_tensors_default_hooks(*hooks)
+        if self._hooks_disabled is not None:
+            _autograd._saved_tensors_hooks_disable(self._hooks_disabled, False)
+        for mode in reversed(self._dispatch):
+            _C._push_on_torch_dispatch_stack(mode)
+        for mode in reversed(self._functions):
+            _C._push_on_torch_function_stack(mode)
+        _exchange_default_device(self._default_device)
+        _C._set_torch_function_state(self._function_state)
+
+    def drop(self) -> None:
+        """These modes are not restored. The current thread keeps its own."""
+        inference, self._inference = self._inference, None
+        if inference is not None:
+            own = _C._InferenceMode(False)
+            own.__enter__()
+            inference.__exit__(None, None, None)
+            own.__exit__(None, None, None)
+
+    def __del__(self) -> None:
+        self.drop()  # else PyTorch's guard would change the thread that collects it
+
+
+@functools.cache
+def _autocast_defaults() -> dict[str, torch.dtype]:
+    """The dtypes of autocast on a new thread, by type of device."""
+    found: dict[str, torch.dtype] = {}
+
+    def look() -> None:
+        for name in _AUTOCAST_DEVICES:
+            with suppress(RuntimeError):  # another version of PyTorch may not have it
+                found[name] = get_autocast_dtype(name)
+
+    thread = threading.Thread(target=look, name="farcall-default-modes")
+    thread.start()
+    thread.join()
+    return found
+
+
+def _set_autocast(device: str, enabled: bool, dtype: torch.dtype) -> None:
+    set_autocast_enabled(device, enabled)
+    set_autocast_dtype(device, dtype)
+
+
+def _set_nesting(count: int) -> None:
+    """Set how many blocks of autocast this thread is in."""
+    now = torch.autocast_increment_nesting()
+    while now < count:
+        now = torch.autocast_increment_nesting()
+    while now > count:
+        now = torch.autocast_decrement_nesting()
+
+
+def _set_autograd_modes(values: list[bool]) -> None:
+    for (is_enabled, enable, _), value in zip(_AUTOGRAD_MODES, values, strict=True):
+        if is_enabled() != value:
+            enable(value)
+
+
+def _popped_hooks() -> list[tuple[Any, Any]]:
+    """Hooks of saved tensors, from the top; they are taken off."""
+    popped: list[tuple[Any, Any]] = []
+    while (hooks := _top_hooks(False)) is not None:
+        popped.append(hooks)
+        _autograd._pop_saved_tensors_default_hooks()
+    return popped
+
+
+def _exchange_default_device(context: Any) -> Any:
+    """Set what ``torch.set_default_device`` would leave next on this thread; returns what it was."""
+    of_thread = torch._GLOBAL_DEVICE_CONTEXT
+    before = getattr(of_thread, "device_context", None)
+    if before is not context:
+        of_thread.device_context = context
+    return before

@@ -1,0 +1,139 @@
+"""Modes of a thread are put aside, restored and reset, all of them, and nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+import torch
+
+from rpc.runtime.modes import SavedModes, copy_of_modes, modes_changed, reset_modes, with_default_modes
+from tests.support.modes import DEFAULTS, LEAVERS, look
+
+every_mode = pytest.mark.parametrize("leave", LEAVERS.values(), ids=LEAVERS)
+
+OF_CONTEXTS = ("user", "decimal", "numpy")
+
+
+def modes() -> dict[str, Any]:
+    """What ``look`` sees, less what a context has."""
+    return {name: seen for name, seen in look().items() if name not in OF_CONTEXTS}
+
+
+CLEAN = {name: seen for name, seen in DEFAULTS.items() if name not in OF_CONTEXTS}
+
+
+def on_a_new_thread(function: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(copy_context().run, function).result()
+
+
+def test_a_new_thread_has_the_defaults() -> None:
+    def body() -> None:
+        assert modes() == CLEAN
+        assert not modes_changed()
+
+    on_a_new_thread(body)
+
+
+@every_mode
+def test_modes_that_are_put_aside_come_back(leave: Callable[[], object]) -> None:
+    def body() -> None:
+        leave()
+        left = modes()
+        assert modes_changed()
+        assert left != CLEAN
+        saved = SavedModes()
+        assert modes() == CLEAN
+        saved.restore()
+        assert modes() == left
+
+    on_a_new_thread(body)
+
+
+@every_mode
+def test_a_thread_is_reset(leave: Callable[[], object]) -> None:
+    def body() -> None:
+        leave()
+        reset_modes()
+        assert modes() == CLEAN
+        assert (torch.ones(2, requires_grad=True) * 2).requires_grad
+
+    on_a_new_thread(body)
+
+
+@every_mode
+def test_saved_modes_replace_whatever_is_in_force(leave: Callable[[], object]) -> None:
+    def body() -> None:
+        leave()
+        left = modes()
+        saved = SavedModes()
+        LEAVERS["all"]()
+        saved.restore()
+        assert modes() == left
+
+    on_a_new_thread(body)
+
+
+@every_mode
+def test_a_copy_is_for_another_time(leave: Callable[[], object]) -> None:
+    def body() -> None:
+        leave()
+        left = modes()
+        copied = copy_of_modes()
+        assert modes() == left
+        reset_modes()
+        assert copied is not None
+        copied.restore()
+        assert modes() == left
+
+    on_a_new_thread(body)
+
+
+@every_mode
+def test_a_function_has_the_defaults_and_its_thread_keeps_its_own(leave: Callable[[], object]) -> None:
+    def body() -> None:
+        leave()
+        left = modes()
+        seen = with_default_modes(lambda: (modes(), LEAVERS["all"]())[0])
+        assert seen == CLEAN
+        assert modes() == left
+
+    on_a_new_thread(body)
+
+
+def test_saved_modes_that_are_never_restored_change_no_thread() -> None:
+    saved: list[SavedModes] = []
+
+    def put_aside() -> None:
+        LEAVERS["inference_mode"]()
+        saved.append(SavedModes())
+
+    def body() -> None:
+        with torch.no_grad():
+            before = modes()
+            saved.clear()
+            gc.collect()
+            assert modes() == before
+
+    on_a_new_thread(put_aside)
+    on_a_new_thread(body)
+
+
+def test_modes_that_were_left_are_not_in_force_where_their_block_ends_later() -> None:
+    def body() -> None:
+        block = torch.inference_mode()
+        block.__enter__()
+        saved = SavedModes()
+        with torch.no_grad():
+            pass
+        assert modes() == CLEAN
+        saved.restore()
+        block.__exit__(None, None, None)
+        assert modes() == CLEAN
+
+    on_a_new_thread(body)
