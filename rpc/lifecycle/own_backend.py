@@ -35,6 +35,7 @@ from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.init_method import job_key, resolve_group
 from rpc.rendezvous.keeping import Keeper, Loss
+from rpc.rendezvous.meeting import meet
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
@@ -156,6 +157,8 @@ def _start(
         if keeper is not None:
             _introduce(agent, group.others)
             keeper.start()
+        else:
+            meet(store, group, timeout)
     except BaseException:
         clear_current_agent(agent)
         agent.close("it could not join its group")
