@@ -18,7 +18,6 @@ from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextvars import Context, copy_context
-from struct import calcsize
 from time import monotonic
 from typing import Any, Final, NoReturn, TypeVar, cast
 

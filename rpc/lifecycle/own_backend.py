@@ -33,6 +33,7 @@ from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.init_method import job_key, resolve_group
 from rpc.rendezvous.keeping import Keeper, Loss
+from rpc.rendezvous.meeting import meet
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
@@ -155,6 +156,8 @@ def _start(
             introduce(agent, group.others)
             keeper.start()
             keeper.wait_until_member()
+        else:
+            meet(store, group, timeout)
     except BaseException:
         clear_current_agent(agent)
         agent.close("it could not join its group")

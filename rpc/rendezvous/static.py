@@ -307,7 +307,7 @@ class _Joining:
     def _await_readers(self, unread: dict[int, Member]) -> None:
         """Stay until all who live have read their verdict: this process may serve the store. Not for ever."""
         waiting = Waiting(min(self._pace.farewell, self._waiting.remaining + 1))
-        backoff = Backoff(waiting, 0.05)
+        backoff = Backoff(waiting, 0.01)
         probed_at = time.monotonic()
         while unread and not self._store.has(*(f"arrival/{index}/read" for index in unread)):
             if time.monotonic() - probed_at > 1:

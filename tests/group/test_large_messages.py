@@ -7,6 +7,7 @@ import re
 import resource
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,7 +85,8 @@ def test_an_answer_without_memory_fails_its_call_and_the_connection_goes_on() ->
     made = rpc.remote("worker1", huge)
     assert made.rpc_sync().numel() == _HUGE
     has_room_for(_HUGE // 2)
-    for ask_for in (lambda: rpc.rpc_sync("worker1", huge), made.to_here):
+    asks: list[Callable[[], Any]] = [lambda: rpc.rpc_sync("worker1", huge), made.to_here]
+    for ask_for in asks:
         with pytest.raises(MemoryError, match=r"what worker 'worker1' sent was dropped .* 268,435,"):
             ask_for()
         assert made.rpc_sync().numel() == _HUGE
