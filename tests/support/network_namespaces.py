@@ -66,7 +66,7 @@ class Hosts:
 
     def block(self, end: int) -> None:
         """Have nothing pass from one end to the other's further address."""
-        _ip("-n", self.names[end], "route", "replace", "blackhole", f"{self.more_addresses[1 - end]}/32")
+        _ip("-n", self.names[end], "route", "replace", "unreachable", f"{self.more_addresses[1 - end]}/32")
 
     def refuse(self, end: int) -> None:
         """Have all connections from one end to the other's further address refused."""
