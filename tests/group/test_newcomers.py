@@ -44,18 +44,66 @@ def reach_each_other(workers: list[WorkerProcess]) -> None:
         until(lambda: ask(each, call_all) == names)  # noqa: B023
 
 
+def tls_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """TLS options by name: the group's, those of an authority that the group does not know, and none."""
+    ours = Authority(folder, "ours")
+    theirs = Authority(folder, "theirs")
+    return {
+        "ours": {"tls": ours.issue()},
+        "of another authority": {"tls": theirs.issue(ca=ours.certificate)},
+        "that trusts another authority": {"tls": ours.issue(ca=theirs.certificate)},
+        "none": {},
+    }
+
+
+MISMATCHES: dict[tuple[str, str], tuple[str, str]] = {
+    ("ours", "none"): (
+        "it uses TLS, and the connection does not. Give the option tls= to all workers",
+        "it does not use TLS, and this worker does. Give the option tls= to all workers",
+    ),
+    ("none", "ours"): (
+        "it does not speak TLS, and this worker does. Give the option tls= to all workers",
+        "the peer uses TLS, and this worker does not. Give the option tls= to all workers",
+    ),
+    ("ours", "of another authority"): (
+        "it refuses this worker's certificate. All certificates of a group must be",
+        "its certificate is refused here",
+    ),
+    ("ours", "that trusts another authority"): (
+        "its certificate is refused here",
+        "it refuses this worker's certificate. All certificates of a group must be",
+    ),
+}
+"""By TLS options of the group and of the newcomer: what the newcomer's error and the members' logs say."""
+
+
 @backend.over_sockets
-def test_a_newcomer_without_tls_is_refused_and_the_group_goes_on(
-    run_workers: RunWorkers, tmp_path: Path
+@pytest.mark.parametrize(("members", "newcomer"), MISMATCHES)
+def test_a_newcomer_with_other_tls_options_is_refused_and_the_group_goes_on(
+    run_workers: RunWorkers, tmp_path: Path, members: str, newcomer: str
 ) -> None:
-    tls = {"tls": Authority(tmp_path).issue()}
-    workers = start_followers(run_workers, 3, **SOON, **TCP, **tls)
-    said = workers.add(fail_to_join, args=(SOON | TCP,)).result()
+    tls = tls_of(tmp_path)
+    workers = start_followers(run_workers, 3, **SOON, **TCP, **tls[members])
+    said = workers.add(fail_to_join, args=(SOON | TCP | tls[newcomer],)).result()
+    expected, logged = MISMATCHES[members, newcomer]
     assert said.startswith("NotAdmitted: 'worker3'")
     assert "can reach none of its members (worker 'worker0': " in said
+    assert expected in said
+    assert logged in workers[0].log.read_text()
     reach_each_other(list(workers)[:3])
-    newcomer = add_follower(workers, **SOON, **TCP, **tls)
-    reach_each_other([*list(workers)[:3], newcomer])
+    another = add_follower(workers, **SOON, **TCP, **tls[members])
+    reach_each_other([*list(workers)[:3], another])
+    dismiss(workers)
+
+
+@backend.over_sockets
+def test_a_newcomer_with_another_token_is_refused_and_the_group_goes_on(run_workers: RunWorkers) -> None:
+    workers = start_followers(run_workers, 2, **SOON, **TCP)
+    other = {"token": "another token than theirs"}
+    said = workers.add(fail_to_join, args=(SOON | TCP | other,)).result()
+    assert "has another token than the others that meet here" in said
+    assert "Give all workers the same one: by the option token=" in said
+    reach_each_other(list(workers)[:2])
     dismiss(workers)
 
 
