@@ -147,9 +147,9 @@ def start_on(run_workers: RunWorkers, hosts: Hosts) -> tuple[Workers, tuple[list
     return workers, at
 
 
-FIREWALLS: dict[str, Callable[[Hosts], object]] = {
-    "drops what the newcomer sends": lambda hosts: [hosts.block(1), hosts.block(0)],
-    "refuses what the newcomer sends": lambda hosts: [hosts.refuse(1), hosts.block(0)],
+FIREWALLS: dict[str, Callable[[Hosts, int], None]] = {
+    "drops what the newcomer sends": Hosts.block,
+    "refuses what the newcomer sends": Hosts.refuse,
 }
 
 
@@ -157,7 +157,8 @@ FIREWALLS: dict[str, Callable[[Hosts], object]] = {
 def test_a_newcomer_behind_a_firewall_is_refused_and_the_group_goes_on(
     run_workers: RunWorkers, hosts: Hosts, firewall: str
 ) -> None:
-    FIREWALLS[firewall](hosts)
+    FIREWALLS[firewall](hosts, 1)
+    hosts.block(0)
     workers, at = start_on(run_workers, hosts)
     said = workers.add(fail_to_join_on, args=(at, 1)).result()
     assert said.startswith("NotAdmitted: 'worker2'")
