@@ -11,14 +11,14 @@ import torch
 from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.agent.futures import Future
 from rpc.api import collect
-from rpc.errors import RRefError, SerializationError, with_article
+from rpc.errors import RRefError, SerializationError, WorkerLostError, with_article
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 from rpc.runtime.current import check_not_forked, current_agent
 from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
-from rref.protocol.messages import Ref, RRefId, State
+from rref.protocol.messages import CREATOR_LOST, Ref, RRefId, State
 from rref.proxy import RRefProxy
 from rref.references import References
 from rref.requests import FETCH, INVOKE, fetch, method_of_object
@@ -209,7 +209,11 @@ class RRef(Generic[T]):
             raise self._owner.lost_error(f"{doing} of {self} is impossible")
         state = shell.state(self._ref)
         if state is State.FAILED:
-            raise RRefError(f"{self} is not usable: {shell.reason(self._ref)}")
+            reason = shell.reason(self._ref)
+            creator = shell.agent.peer_by_incarnation(self._rref[0])
+            if reason.startswith(CREATOR_LOST) and creator is not None:
+                raise WorkerLostError(f"{self} is not usable: {reason}", creator.name, reason)
+            raise RRefError(f"{self} is not usable: {reason}")
         self._confirmed = state is State.CONFIRMED  # which only the owner's end can change
         return shell
 

@@ -77,6 +77,8 @@ class References:
                     peer = self.agent.peer_by_incarnation(incarnation)
                     if peer is not None:
                         self.agent.control.post(peer, TOPIC, message)
+                    elif message[0] == "wanted" and self.agent.is_static_group:
+                        self.agent.mailbox.soon(self._nobody, incarnation)
                 case Free(rref):
                     value = self._values.pop(rref, None)
                     if value is not None:
@@ -101,6 +103,9 @@ class References:
         else:  # in a dynamic group, it died before it came to introduce itself here: keep it out
             self.agent.view.leave(incarnation, reason)
             self.steps.do(self._protocol.peer_lost, incarnation, reason)
+
+    def _nobody(self, incarnation: int) -> None:
+        self.steps.do(self._protocol.nobody, incarnation)
 
     def _set_sweep_timer(self, _: None) -> None:
         if self._sweep_timer is None:

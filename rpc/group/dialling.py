@@ -13,6 +13,7 @@ from typing import Final, Protocol
 from rpc.group.link import GiveUp, State
 from rpc.group.peer import Peer
 from rpc.transport.base import Connection, Transport, Unreachable
+from rpc.transport.tls import why_no_tls
 
 __all__ = ["QUIET_SECONDS", "Dialler", "DiallerOwner"]
 
@@ -42,6 +43,9 @@ _MAY_PASS: Final = frozenset(
         errno.EAGAIN,
         errno.EMFILE,
         errno.ENFILE,
+        errno.EACCES,  # this and the last two come from a firewall of this host: the other side may connect
+        errno.EPERM,
+        errno.EINVAL,
     )
 )
 """Errors of an attempt after which another may succeed. A refusal is none: nobody listens there any more."""
@@ -127,9 +131,7 @@ class Dialler:
                 may_live = True
             except Exception as error:  # unreachable, or an address that makes no sense
                 failures.append(f"{address}: {_why(error)}")
-                may_live |= isinstance(error, OSError) and (
-                    error.errno in _MAY_PASS or isinstance(error, ssl.SSLEOFError | Unreachable)
-                )
+                may_live |= _may_pass(error)
         else:
             where = "; ".join(failures) or "any address known here"
             self.failed(peer, f"it cannot be reached at {where}", may_live=may_live)
@@ -192,8 +194,17 @@ class Dialler:
             self.failed(peer, f"it did not connect within {self._owner.connect_seconds:g} s, as announced")
 
 
+def _may_pass(error: Exception) -> bool:
+    """Whether another attempt may succeed."""
+    if isinstance(error, ssl.SSLError):  # whose numbers are not the system's
+        return isinstance(error, ssl.SSLEOFError)
+    return isinstance(error, Unreachable) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
+
+
 def _why(error: Exception) -> str:
     """What hinders a connection, in the system's words."""
+    if isinstance(error, ssl.SSLError):
+        return why_no_tls(error)
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return str(getattr(error, "strerror", None) or error)

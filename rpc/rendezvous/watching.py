@@ -189,7 +189,9 @@ class LogWatch:
             return
         asking = Part.that_asks(verdict.question)
         if not self._part(self._log.entries()).outweighs(asking):
-            raise self._out("a part of the group that is larger, or as large and older, has lost it")
+            raise self._out(
+                "others had lost it, and their part of the group is larger, or as large and older"
+            )
         self._log.swap(place, verdict, self.verdict())
 
     def _out(self, why: str) -> PutOut | NotAdmitted:

@@ -19,6 +19,7 @@ from rpc.transport import byte_stream
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner, TransportContext
 from rpc.transport.byte_stream import ByteStream, ReceiveBuffer
 from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Turn
+from rpc.transport.tls import why_no_tls
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import Outgoing, Reassembly, Target
 from rpc.wire.frames import PREAMBLE, Decoder, Frame
@@ -206,6 +207,8 @@ class StreamConnection:
         """
         within_host = self._stream.descriptor is not None and not self.over_network
         end = (errno.EPIPE, errno.ECONNRESET) if within_host else (errno.EPIPE,)
+        if isinstance(error, ssl.SSLError):
+            return f"the connection broke: {why_no_tls(error)}"
         if error is None or error.errno in end:
             return CLOSED_BY_PEER
         return f"the connection broke: {error.strerror or error}"

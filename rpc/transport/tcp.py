@@ -16,7 +16,7 @@ from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext
 from rpc.transport.byte_stream import DescriptorStream, SocketStream
 from rpc.transport.listening import SocketListener
 from rpc.transport.stream import StreamConnection
-from rpc.transport.tls import Acceptor, TlsStream, shake_hands
+from rpc.transport.tls import Acceptor, TlsStream, shake_hands, why_no_tls
 
 __all__ = ["TcpTransport"]
 
@@ -78,8 +78,7 @@ class TcpTransport:
         refusals = LimitedLog(logger)
 
         def on_failure(description: str, error: OSError) -> None:
-            why = getattr(error, "reason", None) or str(error) or "it takes too long"
-            refusals.log(logging.WARNING, "refused %s: no TLS with it: %s", description, why)
+            refusals.log(logging.WARNING, "refused %s: no TLS with it: %s", description, why_no_tls(error))
 
         acceptor = Acceptor(self._loop, self._context.tls.server, on_socket, on_failure)
 

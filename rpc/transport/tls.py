@@ -22,8 +22,9 @@ from rpc.errors import InvalidOptionError
 from rpc.options import TlsOptions
 from rpc.runtime.regular_files import read_regular_file
 from rpc.transport.byte_stream import DescriptorStream
+from rpc.wire.frames import PREAMBLE, Kind, encode
 
-__all__ = ["Acceptor", "TlsContexts", "TlsStream", "pem_file", "shake_hands"]
+__all__ = ["Acceptor", "TlsContexts", "TlsStream", "pem_file", "shake_hands", "why_no_tls"]
 
 _AT_ONCE: Final = 64 << 10
 """Bytes in one write: ``ssl`` makes records of up to 16 KiB of them."""
@@ -36,6 +37,28 @@ _LARGEST_FILE: Final = 4 << 20
 """Bytes of a file in PEM; the certificates of all public authorities have a quarter of a MiB."""
 
 _NOT_NOW: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+_ALL_OR_NONE: Final = "Give the option tls= to all workers of a group, or to none"
+_SAME_AUTHORITY: Final = (
+    "All certificates of a group must be valid, and signed by the authority that ca= of TlsOptions names"
+)
+_NOT_TLS: Final = frozenset(("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "BAD_RECORD_TYPE"))
+"""Reasons of OpenSSL when the other side sends something else than TLS."""
+
+
+def why_no_tls(error: OSError) -> str:
+    """Why there is no TLS connection, and what to do: for logs and errors."""
+    reason = str(getattr(error, "reason", None) or error.strerror or error) or "it takes too long"
+    if reason in _NOT_TLS:
+        return f"{reason}: it does not speak TLS, and this worker does. {_ALL_OR_NONE}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{reason}: its certificate is refused here, {error.verify_message}. {_SAME_AUTHORITY}"
+    _, alert, what = reason.partition("_ALERT_")
+    if alert and any(
+        word in what for word in ("CERTIFICATE", "UNKNOWN_CA", "DECRYPT_ERROR", "ACCESS_DENIED")
+    ):
+        return f"{reason}: it refuses this worker's certificate. {_SAME_AUTHORITY}"
+    return reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,27 +217,53 @@ async def shake_hands(
     descriptor = wrapped.fileno()
     try:
         while True:
-            ready: asyncio.Future[None] = loop.create_future()
             try:
                 wrapped.do_handshake()
                 return wrapped
             except ssl.SSLWantReadError:
-                watch, unwatch = loop.add_reader, loop.remove_reader
+                await _ready(loop, descriptor, loop.add_reader, loop.remove_reader)
             except ssl.SSLWantWriteError:
-                watch, unwatch = loop.add_writer, loop.remove_writer
-            watch(descriptor, _done, ready)
-            try:
-                await ready
-            finally:
-                unwatch(descriptor)
+                await _ready(loop, descriptor, loop.add_writer, loop.remove_writer)
     except BaseException:
         wrapped.close()
         raise
 
 
+async def _ready(
+    loop: asyncio.AbstractEventLoop,
+    descriptor: int,
+    watch: Callable[..., object],
+    unwatch: Callable[[int], object],
+) -> None:
+    ready: asyncio.Future[None] = loop.create_future()
+    watch(descriptor, _done, ready)
+    try:
+        await ready
+    finally:
+        unwatch(descriptor)
+
+
 def _done(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+async def _speaks_plainly(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bool:
+    """Whether the other side begins as a worker without TLS does. What it has sent stays in the socket."""
+    await _ready(loop, sock.fileno(), loop.add_reader, loop.remove_reader)
+    return sock.recv(1, socket.MSG_PEEK) == PREAMBLE[:1]
+
+
+async def _refuse_plainly(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    """Answer the hello of a worker without TLS, so that its error says what is missing."""
+    reason = f"it uses TLS, and the connection does not. {_ALL_OR_NONE}"
+    buffers, _ = encode(Kind.REFUSED, 0, {"code": "tls", "reason": reason}, ())
+    await loop.sock_sendall(sock, PREAMBLE + b"".join(buffers))
+    sock.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SLOW_SECONDS):
+            while await loop.sock_recv(sock, 1 << 12):  # else the kernel would reset the connection
+                pass
 
 
 class Acceptor:
@@ -252,7 +301,11 @@ class Acceptor:
 
     async def _shake_hands(self, sock: socket.socket, description: str) -> None:
         try:
+            sock.setblocking(False)
             async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                if await _speaks_plainly(self._loop, sock):
+                    await _refuse_plainly(self._loop, sock)
+                    raise ConnectionError(f"it does not use TLS, and this worker does. {_ALL_OR_NONE}")
                 sock = await shake_hands(self._loop, self._context, sock)
             self._accepted(sock)
         except OSError as error:  # a timeout is one

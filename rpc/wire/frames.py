@@ -61,6 +61,9 @@ PROTOCOL_VERSION: Final = 2
 MAGIC: Final = b"farcall"
 PREAMBLE: Final = MAGIC + bytes([PROTOCOL_VERSION])
 
+_TLS_HANDSHAKE: Final = b"\x16\x03"
+"""What a connection with TLS begins with."""
+
 MAX_HEADER_BYTES: Final = 64 << 20
 ALIGNMENT: Final = 16
 
@@ -463,6 +466,11 @@ class Decoder:
 
     def _read_preamble(self, end: int) -> bool:
         got = bytes(self._view[: min(end, len(PREAMBLE))])
+        if got.startswith(_TLS_HANDSHAKE):
+            raise ProtocolError(
+                "the peer uses TLS, and this worker does not. Give the option tls= to all workers of a "
+                "group, or to none"
+            )
         if not MAGIC.startswith(got[: len(MAGIC)]):
             raise ProtocolError(f"the peer does not speak farcall's protocol (it began with {got!r})")
         if len(got) < len(PREAMBLE):

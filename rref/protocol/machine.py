@@ -26,10 +26,11 @@ R3  The receiver has the owner count the child ("confirm"), and says "accepted" 
 R4  A fork is deleted when no local reference is left, *and* the owner has answered for it, *and* it has
     no children. Only then is the owner told ("delete"). So no delete can overtake what it depends on.
 R5  What a creation brings may be known before the creation arrives: the owner parks it until then, until
-    the creator is lost, or until a sweep finds it twice. If it fails for the creator (it timed out, could
-    not be sent), that says so when it drops its reference ("abandon"): every other one fails, and a
-    tombstone keeps the creation from being run should it come late. If it comes after the tombstone is
-    swept away, the owner's answer comes too late at the creator, which deletes it then.
+    the creator is lost, or until a sweep finds it twice. It asks the creator ("wanted"), whose death is
+    noticed then, and which says so if it has no such creation under way ("unknown"). If it fails for the
+    creator (it timed out, could not be sent), that says so when it drops its reference ("abandon"): every
+    other one fails, and a tombstone keeps the creation from being run should it come late. If it comes after
+    the tombstone is swept away, the owner's answer comes too late at the creator, which deletes it then.
 R6  A lost worker is lost for ever, and to everyone. Its forks, and the children that were on their way to
     it or pending there, are dropped by a *fence* only: see ``fence``. References to objects that it
     owned fail; creations that it had on the way are given up.
@@ -156,6 +157,10 @@ class Protocol:
                 users.on_confirmed(peer, fork)
             case "refused", (fork, reason):
                 self._refused(peer, fork, reason)
+            case "wanted", (rref,):
+                users.on_wanted(peer, rref)
+            case "unknown", (rref,):
+                owner.on_unknown(peer, rref)
             case "abandon", (rref, reason):
                 owner.on_abandon(peer, rref, reason)
             case "withdraw", (of, rref, fork):
@@ -170,6 +175,10 @@ class Protocol:
                 owner.fences.answered(peer, dead)
             case "cleared", (dead,):
                 users.on_cleared(peer, dead)
+
+    def nobody(self, creator: Peer) -> None:
+        """There is no such worker in the group: what it is said to have created will not come."""
+        self._owner.creator_lost(creator, "there is no such worker in this group")
 
     # The group
 

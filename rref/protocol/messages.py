@@ -14,6 +14,7 @@ from typing import Any, Final
 from rpc.errors import ProtocolError
 
 __all__ = [
+    "CREATOR_LOST",
     "Action",
     "Confirmed",
     "Descriptor",
@@ -128,6 +129,9 @@ def _text(value: Any) -> str:
     return value[:_LONGEST_TEXT]
 
 
+CREATOR_LOST: Final = "its creator was lost before the creation arrived"
+"""What the reason of a reference that failed so begins with."""
+
 MESSAGES: Final[dict[str, tuple[Callable[[Any], Any], ...]]] = {
     # user to owner
     "confirm": (_id, _id),  # rref, fork: count my fork and tell me
@@ -136,6 +140,9 @@ MESSAGES: Final[dict[str, tuple[Callable[[Any], Any], ...]]] = {
     # owner to user
     "confirmed": (_id,),  # fork
     "refused": (_id, _text),  # fork, reason
+    # owner to the creator of an object that it only knows by hearsay, and back
+    "wanted": (_id,),  # rref: is its creation on the way?
+    "unknown": (_id,),  # rref: it is not
     # the receiver of a fork to its sender, and back
     "accepted": (_id,),  # fork: it needs its parent no longer
     "withdraw": (_peer, _id, _id),  # owner, rref, fork: if you don't have it yet, never take it

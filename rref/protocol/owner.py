@@ -16,6 +16,7 @@ An object at its owner
                                            unused        UNKNOWN
                                            abandoned     BURIED     all refused and accepted
                                            creator lost  UNKNOWN    all refused and accepted
+                                           denied        UNKNOWN    all refused and accepted
                                            swept         UNKNOWN    all refused and accepted
     AWAITED    its creation is on its way  arrived       CREATING   run
                from this worker to itself  abandoned     BURIED     all refused, Free
@@ -42,7 +43,18 @@ from typing import Final
 
 from rpc.errors import ProtocolError, RRefError
 from rref.protocol.fence import Fences
-from rref.protocol.messages import Confirmed, Descriptor, Failed, ForkId, Free, Peer, Ref, RRefId, State
+from rref.protocol.messages import (
+    CREATOR_LOST,
+    Confirmed,
+    Descriptor,
+    Failed,
+    ForkId,
+    Free,
+    Peer,
+    Ref,
+    RRefId,
+    State,
+)
 from rref.protocol.peers import Peers
 
 __all__ = ["TRANSITIONS", "ObjectEvent", "ObjectState", "Owner"]
@@ -75,7 +87,8 @@ class ObjectEvent(IntEnum):
     FINISHED = 6  # the creation has been run
     ABANDONED = 7  # the creator gives it up
     CREATOR_LOST = 8  # nothing comes from the creator any more
-    SWEPT = 9  # two sweeps have found it waiting for a late message
+    DENIED = 9  # the creator does not know it
+    SWEPT = 10  # two sweeps have found it waiting for a late message
 
 
 _S, _E = ObjectState, ObjectEvent
@@ -91,7 +104,7 @@ TRANSITIONS: Final[dict[ObjectState, dict[ObjectEvent, ObjectState]]] = {
     _S.PARKED: {
         _E.ARRIVED: _S.CREATING,
         _E.ABANDONED: _S.BURIED,
-        **dict.fromkeys((_E.UNUSED, _E.CREATOR_LOST, _E.SWEPT), _S.UNKNOWN),
+        **dict.fromkeys((_E.UNUSED, _E.CREATOR_LOST, _E.DENIED, _E.SWEPT), _S.UNKNOWN),
     },
     _S.AWAITED: {_E.ARRIVED: _S.CREATING, _E.ABANDONED: _S.BURIED},
     _S.CREATING: {_E.FINISHED: _S.OWNED, _E.ABANDONED: _S.CANCELLED},
@@ -235,9 +248,13 @@ class Owner:
 
     def lost(self, peer: Peer, reason: str) -> None:
         """``peer`` is dead: nothing comes from it any more, and its forks wait for the fence."""
-        for rref in [rref for rref in self._late if rref[0] == peer]:
-            self._give_up(self._objects[rref], ObjectEvent.CREATOR_LOST, _creator_lost(reason))
+        self.creator_lost(peer, reason)
         self.fences.lost(peer, any(peer in each.forks.values() for each in self._objects.values()))
+
+    def creator_lost(self, creator: Peer, reason: str) -> None:
+        """No creation comes from ``creator`` any more."""
+        for rref in [rref for rref in self._late if rref[0] == creator]:
+            self._give_up(self._objects[rref], ObjectEvent.CREATOR_LOST, _creator_lost(reason))
 
     def sweep(self) -> None:
         """Give up what the last sweep saw waiting already."""
@@ -279,6 +296,12 @@ class Owner:
         if rref[0] != peer:
             raise ProtocolError(f"worker {peer} abandoned what another created: {rref}")
         self.abandon(rref, reason)
+
+    def on_unknown(self, peer: Peer, rref: RRefId) -> None:
+        """``peer`` did not create it, or not any more: what has come by now is here."""
+        parked = self._objects.get(rref)
+        if rref[0] == peer and parked is not None and parked.state is ObjectState.PARKED:
+            self._give_up(parked, ObjectEvent.DENIED, "its creator knows nothing of it")
 
     # What can be asked
 
@@ -373,8 +396,11 @@ class Owner:
         return _creator_lost(self._peers.dead[creator]) if creator in self._peers.dead else None
 
     def _refer(self, rref: RRefId) -> _Object:
-        """The object, from now on parked if it was unknown."""
-        referred = self._objects.get(rref) or _Object(rref)
+        """The object, from now on parked if it was unknown; its creator is asked then."""
+        referred = self._objects.get(rref)
+        if referred is None:
+            referred = _Object(rref)
+            self._peers.send(rref[0], ["wanted", rref])  # which also finds out whether the creator lives
         self._step(referred, ObjectEvent.REFERRED)
         return referred
 
@@ -406,4 +432,4 @@ class Owner:
 
 
 def _creator_lost(reason: str) -> str:
-    return f"its creator was lost before the creation arrived: {reason}"
+    return f"{CREATOR_LOST}: {reason}"

@@ -118,7 +118,7 @@ class _Child(NamedTuple):
 class Users:
     """All forks that this worker holds of others' objects, and their children."""
 
-    __slots__ = ("_answers", "_children", "_forks", "_peers", "_refs", "_shared")
+    __slots__ = ("_answers", "_children", "_created", "_forks", "_peers", "_refs", "_shared")
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -127,6 +127,7 @@ class Users:
         self._refs: dict[Ref, _Fork] = {}
         self._shared: dict[RRefId, _Fork] = {}  # a confirmed fork of each object, for others to join
         self._children: dict[ForkId, _Child] = {}
+        self._created: set[RRefId] = set()  # of the forks that were created here
 
     def __contains__(self, ref: Ref) -> bool:
         return ref in self._refs
@@ -143,6 +144,7 @@ class Users:
             self._add_failed((owner, rref, fork), self._peers.dead[owner])
         else:
             self._add(owner, rref, fork, None, State.PENDING)
+            self._created.add(rref)
 
     def created(self, owner: Peer, rref: RRefId, fork: ForkId) -> None:
         """The owner answered the creation."""
@@ -253,6 +255,11 @@ class Users:
             self._fail(user, reason)
         return user is not None
 
+    def on_wanted(self, peer: Peer, rref: RRefId) -> None:
+        """The owner asks for a creation of this worker: it is on its way, or there, while its fork is here."""
+        if rref not in self._created:
+            self._peers.send(peer, ["unknown", rref])
+
     def on_accepted(self, peer: Peer, fork: ForkId) -> None:
         """The child at ``peer`` needs its parent no longer."""
         child = self._children.get(fork)
@@ -340,6 +347,8 @@ class Users:
             if user.abandons:
                 self._peers.send(user.owner, ["abandon", user.rref, user.reason])
             del self._forks[user.fork]
+            if user.sender is None:
+                self._created.discard(user.rref)
             self._unshare(user)
 
     def _settled(self, user: _Fork) -> None:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Final, Protocol
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -215,11 +216,14 @@ class _Exchange:
         def look(_: object) -> list[str]:
             return [str(other) for other in range(self.size) if not self.store.check([f"{what}/{other}"])]
 
+        began = monotonic()
         try:
             return run_with_deadline(ask, self.timeout, waiting_for)
         except GroupMismatchError:
             raise
-        except RuntimeError as error:  # the store's own, if its timeout is the same
+        except RuntimeError as error:
+            if monotonic() - began < min(self.timeout, self.store.timeout.total_seconds()):
+                raise  # it is no timeout: the store says what it is
             missing = run_with_deadline(look, _LOOK_SECONDS, waiting_for)
             if not missing:
                 raise

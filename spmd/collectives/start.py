@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rpc.errors import GroupMismatchError
 from rpc.runtime.current import current_agent
 from spmd.collectives.process_group import FarcallProcessGroup
-from spmd.collectives.store import WorkerStore, forget_keys
+from spmd.collectives.store import WorkerStore, fail_if_lost, forget_keys
 
 __all__ = ["dump_flight_recorder", "init_process_group"]
 
@@ -30,6 +30,7 @@ def init_process_group(timeout: timedelta | None = None) -> None:
         GroupMismatchError: the group is dynamic, so nobody knows who its ranks are.
         ValueError: there is a default process group.
         TypeError: ``timeout`` is no ``timedelta``.
+        DistError: a worker is lost before the group is formed.
 
     Example::
 
@@ -56,7 +57,8 @@ def init_process_group(timeout: timedelta | None = None) -> None:
     agent.extensions[_EXTENSION] = number + 1, store  # C++ does not keep it
     forget_keys(agent, f"{number - 2}/")  # all have left that world, since all have joined the one after it
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    dist.init_process_group("farcall", store=store, rank=me.id, world_size=len(workers), **options)
+    with fail_if_lost(store, [worker.name for worker in workers]):
+        dist.init_process_group("farcall", store=store, rank=me.id, world_size=len(workers), **options)
 
 
 def dump_flight_recorder(prefix: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -11,11 +12,13 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 
 from rpc.agent.agent import Agent
 from rpc.agent.futures import Future
-from rpc.errors import RpcTimeoutError
+from rpc.errors import RpcError, RpcTimeoutError
 from rpc.functions import async_execution
+from rpc.group.workers import WorkerInfo
+from rpc.lifecycle.worker_watch import on_worker_lost
 from rpc.runtime.current import current_agent
 
-__all__ = ["WorkerStore", "forget_keys", "install"]
+__all__ = ["WorkerStore", "fail_if_lost", "forget_keys", "install"]
 
 _EXTENSION: Final = "spmd.store"
 _OPERATIONS: Final = frozenset({"put", "get", "add", "compare_set", "delete", "has", "count", "give_up"})
@@ -170,8 +173,11 @@ class WorkerStore(Store):
         return current_agent().call_async(self._worker, function, arguments, {}, limit).wait()
 
     def give_up(self, reason: str) -> None:
-        """Have all who wait for keys of this prefix that are not there fail, now and later."""
-        self._call("give_up", "", reason)
+        """Have all fail that wait for keys of this prefix which are not there, now and later. If the serving
+        worker is lost, they have failed.
+        """
+        with suppress(RpcError):
+            self._call("give_up", "", reason)
 
     def set(self, key: str, value: bytes | str) -> None:
         self._call("put", key, value.encode() if isinstance(value, str) else bytes(value))
@@ -207,3 +213,26 @@ class WorkerStore(Store):
             raise DistStoreError(
                 f"nobody has set {', '.join(keys)} in the store at worker '{self._worker}' after {limit}"
             ) from error
+
+
+@contextmanager
+def fail_if_lost(store: WorkerStore, workers: Sequence[str]) -> Iterator[None]:
+    """While workers form a group over a store, have all of them fail as soon as one of them is lost.
+
+    Args:
+        store: with a prefix that only this group uses.
+        workers: the names of those that form it, and of any other that it depends on.
+    """
+    agent: Any = current_agent()
+
+    def lost(worker: WorkerInfo, reason: str) -> None:
+        if worker.name in workers:
+            store.give_up(f"worker '{worker.name}' (id {worker.id}) is gone: {reason}")
+
+    with on_worker_lost(lost):
+        for peer in map(agent.peer, workers):
+            if peer.lost is not None:
+                lost(peer.member.info, peer.lost)
+            elif not peer.is_self:
+                agent.peers.watch_over(peer)
+        yield

@@ -16,7 +16,7 @@ from rpc.agent.futures import Future
 from rpc.functions import async_execution
 from rpc.runtime.current import current_agent
 from rref import RRef
-from spmd.collectives.store import WorkerStore
+from spmd.collectives.store import WorkerStore, fail_if_lost
 from spmd.engine.errors import SpmdError
 from spmd.engine.layouts import coordinates
 from spmd.engine.messages import Step
@@ -51,6 +51,7 @@ class ServedWorker:
             )
         self._driver, self._workers, self._rank, self._name = driver, workers, rank, name
         self._meshes: dict[MeshKey, _Mesh] = {}
+        self._forming: WorkerStore | None = None
         self._group(0)
         self._engine = WorkerEngine(rank, self._mesh)
         self._waiting: dict[int, tuple[Step, Any]] = {}
@@ -68,7 +69,10 @@ class ServedWorker:
         agent: Any = current_agent()
         store = WorkerStore(self._workers[0], f"{self._name}/{generation}/")
         agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
-        dist.init_process_group("farcall", store=store, rank=self._rank, world_size=len(self._workers))
+        self._forming = store
+        with fail_if_lost(store, [self._driver, *self._workers]):
+            dist.init_process_group("farcall", store=store, rank=self._rank, world_size=len(self._workers))
+        self._forming = None
 
     def _mesh(self, key: MeshKey) -> _Mesh:
         found = self._meshes.get(key)
@@ -112,7 +116,10 @@ class ServedWorker:
         self._engine.values.clear()
 
     def abort(self, reason: str) -> None:
-        """End the collectives under way, here and on the others."""
+        """End the collectives under way, and the forming of a group, here and on the others."""
+        forming = self._forming
+        if forming is not None:
+            forming.give_up(reason)
         for group in list(c10d._world.pg_map):
             group.abort()
 

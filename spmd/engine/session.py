@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError
 from spmd.collectives.errors import CollectiveError
 from spmd.engine.aliases import Value
@@ -321,8 +322,11 @@ class Session:
     def _regroup(self) -> None:
         """A program has ended early on some worker, and with it the collectives of all: make new groups."""
         self._generation += 1
-        for future in [port.regroup(self._generation) for port in self._ports]:
-            future.wait()
+        try:
+            wait_futures([port.regroup(self._generation) for port in self._ports])
+        except RpcError:
+            self._give_up()  # the others may wait for the one that has failed
+            raise
 
     def drain(self) -> None:
         """Wait until the workers have done what they were sent, however it ends."""

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn
 
@@ -25,6 +26,7 @@ from rpc.errors import RpcError, RpcTimeoutError
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
 from spmd import backend
+from spmd.collectives.store import WorkerStore
 from spmd.engine.current import DEVICE, set_engine
 from spmd.engine.device import set_up
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
@@ -93,12 +95,18 @@ class _Mode:
         self.owns_agent = owns_agent
         name = f"spmd-{secrets.token_hex(8)}"
         own = rpc.get_worker_info().name
-        made = wait_futures(
-            [
-                rpc.rpc_async(each, make, args=(own, list(names), rank, name), timeout=0)
-                for rank, each in enumerate(names)
-            ]
-        )
+        try:
+            made = wait_futures(
+                [
+                    rpc.rpc_async(each, make, args=(own, list(names), rank, name), timeout=0)
+                    for rank, each in enumerate(names)
+                ]
+            )
+        except BaseException as error:  # the others may wait for the one that has failed
+            store = WorkerStore(names[0], f"{name}/")
+            store.set_timeout(timedelta(seconds=_PATIENCE))
+            store.give_up(f"SPMD mode could not begin: {type(error).__name__}: {error}")
+            raise
         self.ports = [_RemotePort(name, worker) for name, worker in zip(names, made, strict=True)]
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])

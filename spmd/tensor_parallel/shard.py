@@ -34,7 +34,7 @@ from rref import RRef
 from spmd.collectives.group import Group
 from spmd.collectives.node import Node
 from spmd.collectives.process_group import FarcallProcessGroup
-from spmd.collectives.store import WorkerStore
+from spmd.collectives.store import WorkerStore, fail_if_lost
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
 from spmd.tensor_parallel.random_numbers import draw_parts
 
@@ -199,9 +199,10 @@ class ModelShard:
             agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
             if self._aborted:  # before there was a store
                 raise ParallelError(self._aborted)
-            dist.init_process_group(
-                "farcall", store=store, rank=self.rank, world_size=len(world), timeout=timeout
-            )
+            with fail_if_lost(store, us.workers):
+                dist.init_process_group(
+                    "farcall", store=store, rank=self.rank, world_size=len(world), timeout=timeout
+                )
         node = Node(agent, [agent.peer(each) for each in us.workers], us.name, owned=False)
         self._group = Group(node, range(len(world)), self.rank, us.name, us.timeout)
         self._process_group = FarcallProcessGroup(self._group)

@@ -20,6 +20,7 @@ class Hosts:
     Attributes:
         names: of the namespaces.
         addresses: of their ends.
+        more_addresses: of their ends, too: what is blocked for these may pass for the others.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,7 @@ class Hosts:
         self.names = [f"farcall-{tag}-{end}" for end in (0, 1)]
         self._devices = [f"fc{tag}{end}" for end in (0, 1)]
         self.addresses = ["10.213.7.1", "10.213.7.2"]
+        self.more_addresses = ["10.213.8.1", "10.213.8.2"]
 
     def set_up(self) -> None:
         for name in self.names:
@@ -46,9 +48,13 @@ class Hosts:
             self.names[1],
         )
         for end in (0, 1):
-            _ip("-n", self.names[end], "addr", "add", f"{self.addresses[end]}/24", "dev", self._devices[end])
+            for address in (self.addresses[end], self.more_addresses[end]):
+                _ip("-n", self.names[end], "addr", "add", f"{address}/24", "dev", self._devices[end])
             _ip("-n", self.names[end], "link", "set", "lo", "up")
             self.set_link(end, "up")
+        for end in (0, 1):  # connections to a further address come from the first one
+            further, device, source = self.more_addresses[1 - end], self._devices[end], self.addresses[end]
+            _ip("-n", self.names[end], "route", "add", f"{further}/32", "dev", device, "src", source)
 
     def tear_down(self) -> None:
         for name in self.names:
@@ -57,6 +63,15 @@ class Hosts:
     def set_link(self, end: int, state: str) -> None:
         """Plug one end in (``up``) or out (``down``)."""
         _ip("-n", self.names[end], "link", "set", self._devices[end], state)
+
+    def block(self, end: int) -> None:
+        """Have nothing pass from one end to the other's further address."""
+        _ip("-n", self.names[end], "route", "replace", "unreachable", f"{self.more_addresses[1 - end]}/32")
+
+    def refuse(self, end: int) -> None:
+        """Have all connections from one end to the other's further address refused."""
+        _ip("-n", self.names[end], "route", "del", f"{self.more_addresses[1 - end]}/32")
+        _ip("-n", self.names[end], "addr", "add", f"{self.more_addresses[1 - end]}/32", "dev", "lo")
 
     def disturb(self, *netem: str) -> None:
         """Have packets delayed or lost, both ways, as ``tc``'s ``netem`` is told; else skip the test."""

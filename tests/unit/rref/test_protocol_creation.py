@@ -62,7 +62,7 @@ def test_a_reference_that_comes_to_its_owner_before_its_creation_waits_for_it() 
     fetch = owner.expect((2, 1))
     assert owner.state(ref) is State.PENDING
     assert owner.state(fetch) is State.PENDING
-    assert owner.take_actions() == []
+    assert owner.take_actions() == [Send(2, ["wanted", (2, 1)])]
     assert owner.arrived((2, 1), (2, 2), creator=2)
     assert owner.take_actions() == [Confirmed(ref), Confirmed(fetch), Send(3, ["accepted", (3, 7)])]
 
@@ -73,7 +73,7 @@ def test_what_two_sweeps_find_parked_is_given_up() -> None:
     ref = owner.expect((2, 1))
     assert owner.waits_for_sweep
     owner.sweep()
-    assert owner.take_actions() == []
+    assert owner.take_actions() == [Send(2, ["wanted", (2, 1)])]
     owner.sweep()
     reason = "its creation did not arrive in time"
     assert owner.take_actions() == [Send(3, ["refused", (2, 7), reason]), Failed(ref, reason)]
@@ -81,6 +81,57 @@ def test_what_two_sweeps_find_parked_is_given_up() -> None:
     assert owner.reason(ref) == reason
     owner.release(ref)
     assert not any(owner.counts().values())
+
+
+def test_a_creator_that_knows_nothing_of_an_object_says_so_and_references_to_it_fail_at_once() -> None:
+    owner, creator = Protocol(1), Protocol(2)
+    owner.receive(3, ["confirm", [2, 1], [3, 7]])
+    ref = owner.expect((2, 1))
+    (asked,) = owner.take_actions()
+    assert asked == Send(2, ["wanted", (2, 1)])
+    creator.receive(1, ["wanted", [2, 1]])
+    assert creator.take_actions() == [Send(1, ["unknown", (2, 1)])]
+    owner.receive(2, ["unknown", [2, 1]])
+    reason = "its creator knows nothing of it"
+    assert owner.take_actions() == [Send(3, ["refused", (3, 7), reason]), Failed(ref, reason)]
+    owner.release(ref)
+    assert not any(owner.counts().values())
+
+
+def test_a_creator_whose_creation_is_under_way_or_was_answered_denies_nothing() -> None:
+    owner, creator = Protocol(1), Protocol(2)
+    rref, fork = creator.create(1)
+    creator.receive(1, ["wanted", list(rref)])
+    assert owner.arrived(rref, fork, creator=2)
+    owner.finished(rref)
+    creator.created(1, rref, fork)
+    creator.receive(1, ["wanted", list(rref)])
+    assert creator.take_actions() == [Confirmed(fork)]
+
+
+def test_a_denial_that_comes_after_the_creation_changes_nothing() -> None:
+    owner = Protocol(1)
+    owner.receive(3, ["confirm", [2, 1], [3, 7]])
+    assert owner.arrived((2, 1), (2, 2), creator=2)
+    owner.finished((2, 1))
+    owner.receive(2, ["delete", [2, 1], [2, 2]])
+    owner.receive(2, ["unknown", [2, 1]])
+    assert Free((2, 1)) not in owner.take_actions()
+
+
+def test_only_the_creator_can_deny_an_object() -> None:
+    owner = Protocol(1)
+    ref = owner.expect((2, 1))
+    owner.receive(3, ["unknown", [2, 1]])
+    assert owner.state(ref) is State.PENDING
+
+
+def test_what_a_worker_is_said_to_have_created_that_does_not_exist_fails_at_once() -> None:
+    owner = Protocol(1)
+    ref = owner.expect((9, 1))
+    owner.nobody(9)
+    assert owner.state(ref) is State.FAILED
+    assert "there is no such worker" in owner.reason(ref)
 
 
 # remote() that times out or fails

@@ -1,0 +1,69 @@
+"""A worker is lost while a process group is formed over RPC: nobody waits for it, and all can leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import spmd
+from rpc.errors import WorkerLostError
+from tests.support.workers import RunWorkers, Worker
+
+PATIENT = {"lost_after": 2, "reconnect_within": 2}
+
+
+def begin_mode() -> str:
+    with pytest.raises(WorkerLostError) as caught:
+        spmd.use_spmd()
+    return str(caught.value)
+
+
+def begin_group() -> str:
+    with pytest.raises(dist.DistStoreError) as caught:
+        spmd.init_process_group(timedelta(seconds=300))
+    return str(caught.value)
+
+
+def drive(worker: Worker, begin: Callable[[], str]) -> str:
+    with worker.group(**PATIENT):
+        worker.report("ready")
+        worker.wait_for("go")
+        return begin()
+
+
+def serve(worker: Worker) -> None:
+    with worker.group(**PATIENT):
+        worker.report("ready")
+        worker.wait_for("go")
+
+
+@pytest.mark.parametrize("ending", ["killed", "stopped"])
+def test_spmd_mode_cannot_begin_and_the_others_leave(run_workers: RunWorkers, ending: str) -> None:
+    workers = run_workers.start([lambda worker: drive(worker, begin_mode), serve, serve, serve])
+    workers.wait_for("ready")
+    workers[3].stop()
+    for each in list(workers)[:3]:
+        each.tell("go")
+    if ending == "killed":
+        workers[3].kill()
+    assert "'worker3'" in workers[0].result()
+    for each in (workers[1], workers[2]):
+        each.result()
+    if ending == "stopped":
+        workers[3].kill()
+
+
+def test_a_process_group_is_given_up_on_all_ranks(run_workers: RunWorkers) -> None:
+    def one(worker: Worker) -> str:
+        return drive(worker, begin_group)
+
+    workers = run_workers.start([one, one, serve])
+    workers.wait_for("ready")
+    for each in list(workers)[:2]:
+        each.tell("go")
+    workers[2].kill()
+    for each in list(workers)[:2]:
+        assert "'worker2'" in each.result()

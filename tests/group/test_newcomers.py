@@ -1,0 +1,204 @@
+"""Newcomers that cannot reach the members of a dynamic group are refused, and the group goes on as it was."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+import rpc
+from rpc.errors import RpcError
+from tests.support import backend
+from tests.support.certificates import Authority
+from tests.support.network_namespaces import Hosts, enter, hosts
+from tests.support.orders import add_follower, ask, dismiss, follow_orders, start_followers
+from tests.support.streams import until
+from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers
+
+__all__ = ["hosts"]
+
+TOKEN = "the token of a test"
+TCP: dict[str, Any] = {"listen": "127.0.0.1", "transports": ["tcp"], "token": TOKEN}
+SOON: dict[str, Any] = {"dynamic": True, "lost_after": 2, "reconnect_within": 2}
+
+
+def call_all() -> list[str]:
+    return [rpc.rpc_sync(info, rpc.get_worker_info).name for info in rpc.get_worker_infos()]
+
+
+def fail_to_join(worker: Worker, options: dict[str, Any]) -> str:
+    with pytest.raises(RpcError) as caught:
+        worker.join(**options)
+    assert not rpc.is_initialized()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def reach_each_other(workers: list[WorkerProcess]) -> None:
+    """Wait until these are the group, and can call each other."""
+    names = [each.name for each in workers]
+    for each in workers:
+        until(lambda: ask(each, call_all) == names)  # noqa: B023
+
+
+def tls_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """TLS options by name: the group's, those of an authority that the group does not know, and none."""
+    ours = Authority(folder, "ours")
+    theirs = Authority(folder, "theirs")
+    return {
+        "ours": {"tls": ours.issue()},
+        "of another authority": {"tls": theirs.issue(ca=ours.certificate)},
+        "that trusts another authority": {"tls": ours.issue(ca=theirs.certificate)},
+        "none": {},
+    }
+
+
+MISMATCHES: dict[tuple[str, str], tuple[str, str]] = {
+    ("ours", "none"): (
+        "it uses TLS, and the connection does not. Give the option tls= to all workers",
+        "it does not use TLS, and this worker does. Give the option tls= to all workers",
+    ),
+    ("none", "ours"): (
+        "it does not speak TLS, and this worker does. Give the option tls= to all workers",
+        "the peer uses TLS, and this worker does not. Give the option tls= to all workers",
+    ),
+    ("ours", "of another authority"): (
+        "it refuses this worker's certificate. All certificates of a group must be",
+        "its certificate is refused here",
+    ),
+    ("ours", "that trusts another authority"): (
+        "its certificate is refused here",
+        "it refuses this worker's certificate. All certificates of a group must be",
+    ),
+}
+"""By TLS options of the group and of the newcomer: what the newcomer's error and the members' logs say."""
+
+
+@backend.over_sockets
+@pytest.mark.parametrize(("members", "newcomer"), MISMATCHES)
+def test_a_newcomer_with_other_tls_options_is_refused_and_the_group_goes_on(
+    run_workers: RunWorkers, tmp_path: Path, members: str, newcomer: str
+) -> None:
+    tls = tls_of(tmp_path)
+    workers = start_followers(run_workers, 3, **SOON, **TCP, **tls[members])
+    said = workers.add(fail_to_join, args=(SOON | TCP | tls[newcomer],)).result()
+    expected, logged = MISMATCHES[members, newcomer]
+    assert said.startswith("NotAdmitted: 'worker3'")
+    assert "can reach none of its members (worker 'worker0': " in said
+    assert expected in said
+    assert logged in workers[0].log.read_text()
+    reach_each_other(list(workers)[:3])
+    another = add_follower(workers, **SOON, **TCP, **tls[members])
+    reach_each_other([*list(workers)[:3], another])
+    dismiss(workers)
+
+
+@backend.over_sockets
+def test_a_newcomer_with_another_token_is_refused_and_the_group_goes_on(run_workers: RunWorkers) -> None:
+    workers = start_followers(run_workers, 2, **SOON, **TCP)
+    other = {"token": "another token than theirs"}
+    said = workers.add(fail_to_join, args=(SOON | TCP | other,)).result()
+    assert "has another token than the others that meet here" in said
+    assert "Give all workers the same one: by the option token=" in said
+    reach_each_other(list(workers)[:2])
+    dismiss(workers)
+
+
+def test_a_newcomer_to_stopped_members_is_refused_and_they_go_on(run_workers: RunWorkers) -> None:
+    workers = start_followers(run_workers, 2, **SOON)
+    for worker in workers:
+        worker.stop()
+    said = workers.add(fail_to_join, args=(SOON,)).result()
+    assert "can reach none of its members (worker 'worker0': " in said
+    for worker in list(workers)[:2]:
+        worker.resume()
+    reach_each_other(list(workers)[:2])
+    newcomer = add_follower(workers, **SOON)
+    reach_each_other([*list(workers)[:2], newcomer])
+    dismiss(workers)
+
+
+# ---- between hosts
+
+
+def on_host(worker: Worker, hosts: tuple[list[str], list[str], str], where: int) -> dict[str, Any]:
+    names, addresses, store = hosts
+    enter(names[where])
+    return {"listen": addresses[where], "init_method": f"tcp://{store}:29500", "token": TOKEN, **SOON}
+
+
+def follow_orders_on(worker: Worker, hosts: tuple[list[str], list[str], str], where: int) -> None:
+    follow_orders(worker, **on_host(worker, hosts, where))
+
+
+def fail_to_join_on(worker: Worker, hosts: tuple[list[str], list[str], str], where: int) -> str:
+    return fail_to_join(worker, on_host(worker, hosts, where))
+
+
+def start_on(run_workers: RunWorkers, hosts: Hosts) -> tuple[Workers, tuple[list[str], list[str], str]]:
+    """Two members at one end, which listen at its further address and have the store at the other one."""
+    at = (hosts.names, hosts.more_addresses, hosts.addresses[0])
+    workers = run_workers.start(follow_orders_on, 1, args=(at, 0))
+    workers[0].wait_for("ready")
+    workers.add(follow_orders_on, args=(at, 0)).wait_for("ready")
+    return workers, at
+
+
+FIREWALLS: dict[str, Callable[[Hosts, int], None]] = {
+    "drops what the newcomer sends": Hosts.block,
+    "refuses what the newcomer sends": Hosts.refuse,
+}
+
+
+@pytest.mark.parametrize("firewall", FIREWALLS)
+def test_a_newcomer_behind_a_firewall_is_refused_and_the_group_goes_on(
+    run_workers: RunWorkers, hosts: Hosts, firewall: str
+) -> None:
+    FIREWALLS[firewall](hosts, 1)
+    hosts.block(0)
+    workers, at = start_on(run_workers, hosts)
+    said = workers.add(fail_to_join_on, args=(at, 1)).result()
+    assert said.startswith("NotAdmitted: 'worker2'")
+    reach_each_other(list(workers)[:2])
+    newcomer = workers.add(follow_orders_on, args=(at, 0))
+    newcomer.wait_for("ready")
+    reach_each_other([*list(workers)[:2], newcomer])
+    dismiss(workers)
+
+
+def test_members_connect_to_a_newcomer_that_cannot_connect_to_them(
+    run_workers: RunWorkers, hosts: Hosts
+) -> None:
+    hosts.block(1)
+    workers, at = start_on(run_workers, hosts)
+    at_end = workers.add(follow_longer_on, args=(at, 1))
+    at_end.wait_for("ready")
+    reach_each_other(list(workers))
+    dismiss(workers)
+
+
+def follow_longer_on(worker: Worker, hosts: tuple[list[str], list[str], str], where: int) -> None:
+    follow_orders(worker, **on_host(worker, hosts, where) | {"reconnect_within": 20})
+
+
+# ---- a damaged store
+
+
+def test_members_write_their_entries_again_when_somebody_deletes_them(run_workers: RunWorkers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = {"init_method": f"tcp://127.0.0.1:{port}", **SOON}
+    workers = run_workers.start(follow_orders, 1, kwargs=where)
+    workers[0].wait_for("ready")
+    add_follower(workers, **where)
+    store = PrefixStore("farcall/default", TCPStore("127.0.0.1", port, is_master=False))
+    for key in ("arrivals", "unsettled", "arrival/1", "arrival/1/verdict", "arrival/2", "arrival/2/verdict"):
+        store.delete_key(key)
+    for worker in workers:
+        until(lambda: "is written again" in worker.log.read_text())  # noqa: B023
+    newcomer = add_follower(workers, **where)
+    reach_each_other([*list(workers)[:2], newcomer])
+    dismiss(workers)
