@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farcall.compat.torch_xla.metrics import metrics_report as _xla_metrics_report
 from spmd.engine import api as engine
 from spmd.engine.current import engine as session
 from spmd.engine.logical_tensor import alias_of
@@ -22,11 +23,13 @@ __all__ = [
     "_get_xla_sharding_spec",
     "_get_xla_sharding_specs",
     "_get_xla_sharding_type",
+    "_get_xla_tensor_debug_info",
     "_global_tensor_from_cpu_shards",
     "_mark_manual_sharding",
     "_spmd_full_to_shard_shape",
     "_spmd_shard_to_full_shape",
     "_xla_get_auto_sharding",
+    "_xla_metrics_report",
 ]
 
 
@@ -78,6 +81,27 @@ def _get_xla_sharding_type(t: Tensor) -> ShardingType | None:
 
 def _get_xla_op_sharding(t: Tensor) -> shardings.OpSharding | None:
     return op_sharding(t) if is_marked(t) else None
+
+
+def _get_xla_tensor_debug_info(t: Tensor) -> str:
+    """Where a tensor is, in lines such as theirs.
+
+    Raises:
+        RuntimeError: it is not on the device.
+    """
+    if not engine.is_logical(t):
+        raise RuntimeError(f"Input tensor is not an XLA tensor: it is on {t.device}")
+    value = alias_of(t).value
+    lines = [f"XLA Shape: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}", "Device: SPMD:0"]
+    if value is not None and value.data is not None and value.remote is None:
+        lines.append(f"Tensor on host: with size {list(t.shape)}")
+    else:
+        lines.append("Tensor on host: None")
+        lines.append(
+            f"XLAShardedData: Data Device: SPMD:0 OpSharding: {_get_xla_sharding_spec(t) or '{replicated}'} "
+            f"NumShards: {engine.workers_count()}"
+        )
+    return "\n".join(lines)
 
 
 def _xla_get_auto_sharding() -> bool:
