@@ -115,6 +115,7 @@ def take_back() -> None:
         ("device_name", "give_back"),
         ("operators", "take_away"),
         ("compiling", "give_back"),
+        ("specs", "give_back"),
     ):
         module = sys.modules.get(f"{_OURS}.{name}")
         if module is not None:

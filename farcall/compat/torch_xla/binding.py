@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 from farcall.compat.torch_xla.metrics import metrics_report as _xla_metrics_report
+from farcall.compat.torch_xla.preemption import (
+    _activate_preemption_sync_manager,
+    _deactivate_preemption_sync_manager,
+    _ensure_xla_coordinator_initialized,
+    _sync_point_reached,
+)
 from spmd.engine import api as engine
 from spmd.engine.current import engine as session
 from spmd.engine.logical_tensor import alias_of
@@ -19,6 +25,9 @@ from spmd.sharding.op_sharding import ShardingType
 
 __all__ = [
     "OpSharding",
+    "_activate_preemption_sync_manager",
+    "_deactivate_preemption_sync_manager",
+    "_ensure_xla_coordinator_initialized",
     "_get_xla_op_sharding",
     "_get_xla_sharding_spec",
     "_get_xla_sharding_specs",
@@ -28,6 +37,7 @@ __all__ = [
     "_mark_manual_sharding",
     "_spmd_full_to_shard_shape",
     "_spmd_shard_to_full_shape",
+    "_sync_point_reached",
     "_xla_get_auto_sharding",
     "_xla_metrics_report",
 ]
@@ -92,15 +102,21 @@ def _get_xla_tensor_debug_info(t: Tensor) -> str:
     if not engine.is_logical(t):
         raise RuntimeError(f"Input tensor is not an XLA tensor: it is on {t.device}")
     value = alias_of(t).value
-    lines = [f"XLA Shape: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}", "Device: SPMD:0"]
-    if value is not None and value.data is not None and value.remote is None:
-        lines.append(f"Tensor on host: with size {list(t.shape)}")
+    lines = [f"XLA Shape: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}", "ShardingSpec: "]
+    lines[1] += _get_xla_sharding_spec(t) if is_marked(t) else "None"
+    lines.append("Device: SPMD:0")
+    if value is not None and value.data is not None:
+        lines += ["IR: None", "XLAData: None", f"Tensor on host: with size {list(t.shape)}"]
+    elif value is not None and value.remote is not None:
+        lines += [
+            "IR: xla::device_data",
+            "XLAData: XLAShardedData",
+            f"  Data Device: SPMD:0\n  OpSharding: {_get_xla_sharding_spec(t)}",
+            f"  NumShards: {engine.workers_count()}",
+            "Tensor on host: None",
+        ]
     else:
-        lines.append("Tensor on host: None")
-        lines.append(
-            f"XLAShardedData: Data Device: SPMD:0 OpSharding: {_get_xla_sharding_spec(t) or '{replicated}'} "
-            f"NumShards: {engine.workers_count()}"
-        )
+        lines += ["IR: recorded", "XLAData: None", "Tensor on host: None"]
     return "\n".join(lines)
 
 

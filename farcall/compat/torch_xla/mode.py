@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from farcall.compat.torch_xla import compiling, device_name, operators
+from farcall.compat.torch_xla import compiling, device_name, operators, specs
 from rpc.runtime.current import is_initialized
 from spmd.engine import start
 from spmd.sharding.mode import use_spmd
@@ -61,3 +61,4 @@ def _lend() -> None:
     device_name.lend()
     operators.define()
     compiling.lend()
+    specs.lend()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils import _pytree as pytree
 
 from farcall.compat.torch_xla.mode import begin_alone
 from farcall.compat.torch_xla.replicas import (
@@ -30,7 +31,7 @@ from farcall.compat.torch_xla.replicas import (
     set_replication,
 )
 from spmd.engine import start
-from spmd.engine.api import is_logical
+from spmd.engine.api import is_logical, upload
 from spmd.sharding.loader import InputSharding, send
 
 __all__ = [
@@ -143,7 +144,11 @@ def send_cpu_data_to_device(
 ) -> list[Any]:
     """Tensors on the device, cut as is said."""
     several = datas if isinstance(datas, (list, tuple)) else [datas]
-    return [send(data, xla_device(), input_sharding) for data in several]
+    sent = [send(data, xla_device(), input_sharding) for data in several]
+    for each in pytree.tree_leaves(sent):
+        if is_logical(each):
+            upload(each)
+    return sent
 
 
 def unlazy(tensors: Sequence[torch.Tensor]) -> None:
