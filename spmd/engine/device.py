@@ -24,11 +24,14 @@ from spmd.engine.dispatch import dispatch, is_composite
 from spmd.engine.handlers import HANDLERS
 from spmd.engine.lazy import let_lazy_modules_be_made_there
 from spmd.engine.logical_tensor import LogicalTensor, dispatch_with
+from spmd.engine.saved import restored
 
 __all__ = ["operators_that_make_from_nothing", "set_up"]
 
 aten: Final = torch.ops.aten
 _library: Any = None
+_BEFORE_OTHERS: Final = 5
+"""Priority with which ``torch.load`` asks us for storages: the CPU's is 10."""
 
 
 def set_up() -> torch.device:
@@ -57,6 +60,7 @@ def set_up() -> torch.device:
     autocast.install(_library)
     _let_optimizers_take_lists()
     let_lazy_modules_be_made_there()
+    torch.serialization.register_package(_BEFORE_OTHERS, lambda storage: None, restored)
     kernels = (_kernel(aten.empty.memory_format), _kernel_of_out(aten.kron.out))
     _keep_compilers_out((*kernels, *(HANDLERS[each] for each in (aten._copy_from.default, *composed))))
     return DEVICE

@@ -228,6 +228,30 @@ def _batch_norm(
     return tuple(wrap(each) for each in results[:3])
 
 
+def _with_classes(op: Any, place: int) -> None:
+    """Have a loss take classes of any dtype, as XLA's device does; the CPU's operators take only two."""
+
+    def lose(*args: Any) -> Any:
+        recorder = engine().recorder
+        classes = args[place]
+        if classes.dtype is not torch.int64:
+            args = (*args[:place], classes.long(), *args[place + 1 :])
+        with recorder.lock:
+            results = [wrap(each) for each in recorder.record(op, args)]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    HANDLERS[op] = lose
+
+
+for _operator, _place in (
+    (aten.nll_loss_forward.default, 1),
+    (aten.nll_loss2d_forward.default, 1),
+    (aten.nll_loss_backward.default, 2),
+    (aten.nll_loss2d_backward.default, 2),
+):
+    _with_classes(_operator, _place)
+
+
 @_handles(aten._foreach_norm.Scalar)
 def _norms(tensors: list[LogicalTensor], *args: Any, **kwargs: Any) -> list[Tensor]:
     recorder = engine().recorder

@@ -7,12 +7,15 @@ Autograd works as on any device; below it, each operation goes to what ``dispatc
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._utils import _rebuild_device_tensor_from_cpu_tensor, _rebuild_parameter
+from torch.nn import Parameter
 
 from spmd.engine.aliases import Alias, Value, read
 from spmd.engine.current import DEVICE, NAME, engine, is_running
@@ -23,6 +26,7 @@ __all__ = [
     "alias_of",
     "dispatch_with",
     "fetched",
+    "in_message",
     "know_gradient",
     "parameter_of",
     "show_instead",
@@ -80,7 +84,15 @@ class LogicalTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restored, (self.detach().cpu(), self.requires_grad)
+        """What PyTorch saves XLA's tensors as, so that ``torch.load`` restores them on any device."""
+        if isinstance(self, Parameter):
+            return _rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
+        return _rebuild_device_tensor_from_cpu_tensor, (
+            self.detach().cpu(),
+            self.dtype,
+            str(DEVICE),
+            self.requires_grad,
+        )
 
     def __format__(self, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else repr(self), spec)
@@ -115,8 +127,13 @@ _make: Final[Any] = torch.Tensor._make_wrapper_subclass
 _TENSOR_DATA: Final[Any] = torch._C.TensorBase.__dict__["data"]
 
 
-def _restored(data: Tensor, requires_grad: bool) -> Tensor:
-    """A tensor that was saved: on the device again, where there is one; else on the CPU."""
+def in_message(tensor: LogicalTensor) -> tuple[Any, ...]:
+    """What a tensor is pickled as in a message, whose receiver need not have the device."""
+    return _received, (tensor.detach().cpu(), tensor.requires_grad)
+
+
+def _received(data: Tensor, requires_grad: bool) -> Tensor:
+    """A tensor on the device, where there is one; else on the CPU."""
     return (data.to(DEVICE) if is_running() else data).requires_grad_(requires_grad)
 
 

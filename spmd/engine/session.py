@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -110,6 +110,8 @@ class Session:
     """A recorder and the workers behind it.
 
     Attributes:
+        counts: of what workers were sent and asked for: ``programs``, those of them that were ``new``,
+            ``uploads`` and their ``uploaded_bytes``, ``fetches``.
         planner: is shown each recording before it goes; what it gives is done once it has gone.
 
     Args:
@@ -130,6 +132,7 @@ class Session:
         self._broken: Exception | None = None
         self._ending: OperationError | None = None
         self._generation = 0
+        self.counts: Counter[str] = Counter()
         self.planner: Callable[[Recording], Callable[[], None] | None] | None = None
 
     @property
@@ -172,6 +175,8 @@ class Session:
         self._ids = first + len(alive)
         for number, made in enumerate(alive, start=first):
             self._has_gone(made, number)
+        sent = sum([part.nbytes for several in parts for part in several])
+        self.counts.update(programs=1, new=is_new, uploads=len(parts), uploaded_bytes=sent)
         gone = set(inputs).difference([inputs[place] for place in kept_inputs])
         self._send(
             _UnderWay([], known, recording.operations, recording.places, inputs, range(first, self._ids)),
@@ -370,6 +375,7 @@ class Session:
                 raise nowhere()
             if not isinstance(value.remote.error, OperationError | None):
                 raise lost(value.remote.error)
+            self.counts["fetches"] += 1
             step = _UnderWay([], inputs=(value.remote.id,))
             self._send(step, self._ids, wanted=(value.remote.id,), workers=workers)
             while self._under_way[0] is not step:

@@ -30,6 +30,7 @@ from spmd.collectives.store import WorkerStore
 from spmd.engine.current import DEVICE, set_engine
 from spmd.engine.device import set_up
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
+from spmd.engine.logical_tensor import LogicalTensor, in_message
 from spmd.engine.messages import Step
 from spmd.engine.report import Report, report_of
 from spmd.engine.serving import make
@@ -94,6 +95,7 @@ class _Mode:
         self.processes = processes
         self.owns_agent = owns_agent
         name = f"spmd-{secrets.token_hex(8)}"
+        current_agent().serializer.register_reducer(LogicalTensor, in_message)
         own = rpc.get_worker_info().name
         try:
             made = wait_futures(

@@ -6,7 +6,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["autocast"]
+__all__ = ["GradScaler", "autocast"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` of the device. ``use_zero_grad`` is taken, and without a meaning here."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        use_zero_grad: bool = False,
+    ) -> None:
+        super().__init__("spmd", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
 
 class autocast(torch.autocast):  # noqa: N801  theirs

@@ -8,6 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farcall.compat.torch_xla.metrics import metrics_report as _xla_metrics_report
+from farcall.compat.torch_xla.preemption import (
+    _activate_preemption_sync_manager,
+    _deactivate_preemption_sync_manager,
+    _ensure_xla_coordinator_initialized,
+    _sync_point_reached,
+)
 from spmd.engine import api as engine
 from spmd.engine.current import engine as session
 from spmd.engine.logical_tensor import alias_of
@@ -18,15 +25,21 @@ from spmd.sharding.op_sharding import ShardingType
 
 __all__ = [
     "OpSharding",
+    "_activate_preemption_sync_manager",
+    "_deactivate_preemption_sync_manager",
+    "_ensure_xla_coordinator_initialized",
     "_get_xla_op_sharding",
     "_get_xla_sharding_spec",
     "_get_xla_sharding_specs",
     "_get_xla_sharding_type",
+    "_get_xla_tensor_debug_info",
     "_global_tensor_from_cpu_shards",
     "_mark_manual_sharding",
     "_spmd_full_to_shard_shape",
     "_spmd_shard_to_full_shape",
+    "_sync_point_reached",
     "_xla_get_auto_sharding",
+    "_xla_metrics_report",
 ]
 
 
@@ -78,6 +91,33 @@ def _get_xla_sharding_type(t: Tensor) -> ShardingType | None:
 
 def _get_xla_op_sharding(t: Tensor) -> shardings.OpSharding | None:
     return op_sharding(t) if is_marked(t) else None
+
+
+def _get_xla_tensor_debug_info(t: Tensor) -> str:
+    """Where a tensor is, in lines such as theirs.
+
+    Raises:
+        RuntimeError: it is not on the device.
+    """
+    if not engine.is_logical(t):
+        raise RuntimeError(f"Input tensor is not an XLA tensor: it is on {t.device}")
+    value = alias_of(t).value
+    lines = [f"XLA Shape: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}", "ShardingSpec: "]
+    lines[1] += _get_xla_sharding_spec(t) if is_marked(t) else "None"
+    lines.append("Device: SPMD:0")
+    if value is not None and value.data is not None:
+        lines += ["IR: None", "XLAData: None", f"Tensor on host: with size {list(t.shape)}"]
+    elif value is not None and value.remote is not None:
+        lines += [
+            "IR: xla::device_data",
+            "XLAData: XLAShardedData",
+            f"  Data Device: SPMD:0\n  OpSharding: {_get_xla_sharding_spec(t)}",
+            f"  NumShards: {engine.workers_count()}",
+            "Tensor on host: None",
+        ]
+    else:
+        lines += ["IR: recorded", "XLAData: None", "Tensor on host: None"]
+    return "\n".join(lines)
 
 
 def _xla_get_auto_sharding() -> bool:

@@ -2,7 +2,8 @@
 
 PyTorch knows the word, and has no kernels behind it without ``torch_xla``. Operators that make tensors from
 nothing get ours. ``Tensor.to`` and ``torch.tensor`` ask for the current device of a kind before they come to
-any kernel, so they are told the number here.
+any kernel, so they are told the number here. The state of autocast is kept by kind of device, and ours is
+read and set where a program names XLA's, so that ``torch.autocast("xla")`` is in force.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from spmd.engine import device as engine
-from spmd.engine.current import DEVICE
+from spmd.engine import saved
+from spmd.engine.current import DEVICE, NAME
 from spmd.engine.dispatch import dispatch
 
 __all__ = ["give_back", "lend"]
@@ -34,15 +36,23 @@ def lend() -> None:
     for name, operator in engine.operators_that_make_from_nothing():
         library.impl(name, _here(operator), "XLA")
     for owner, name in ((Tensor, "to"), (torch, "tensor"), (torch, "as_tensor")):
-        before = getattr(owner, name)
-        _undo.append(functools.partial(setattr, owner, name, before))
-        setattr(owner, name, _numbered(before))
+        _replace(owner, name, _numbered(getattr(owner, name)))
+    saved.NAMES.add(_KIND)
+    _undo.append(functools.partial(saved.NAMES.discard, _KIND))
+    for name in ("is_autocast_enabled", "set_autocast_enabled", "set_autocast_dtype"):
+        _replace(torch, name, _of_our_kind(getattr(torch, name)))
+    _replace(torch, "get_autocast_dtype", _autocast_dtype(torch.get_autocast_dtype))
 
 
 def give_back() -> None:
     """Undo :func:`lend`."""
     while _undo:
         _undo.pop()()
+
+
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+    setattr(owner, name, function)
 
 
 def _here(operator: Any) -> Callable[..., Any]:
@@ -69,3 +79,23 @@ def _numbered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _means_us(said: object) -> bool:
     kind = said.type if isinstance(said, torch.device) else said
     return isinstance(kind, str) and kind.partition(":")[0] == _KIND
+
+
+def _of_our_kind(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of autocast's state whose first argument, the kind of device, may be XLA's."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(NAME, *args[1:], **kwargs) if args and args[0] == _KIND else function(*args, **kwargs)
+
+    return call
+
+
+def _autocast_dtype(function: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
+    """XLA's default, bfloat16, is not that of devices such as ours, float16."""
+
+    @functools.wraps(function)
+    def call(kind: str) -> torch.dtype:
+        return function(NAME if kind == _KIND and torch.is_autocast_enabled(NAME) else kind)
+
+    return call

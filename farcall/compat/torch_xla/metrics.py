@@ -1,10 +1,15 @@
-"""``torch_xla.debug.metrics``: their compiler's counters, of which there are none here, as theirs has none
-before anything is compiled. What workers had to move stands in the report.
+"""``torch_xla.debug.metrics``: what workers were sent and asked for, under the names that XLA has for it.
+
+A *program* is what XLA calls a graph: one that is new is counted as compiled. There are no times and no
+counters of operators. What workers had to move stands in the report.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from spmd.engine import start
+from spmd.engine.current import engine, is_running
 
 __all__ = [
     "clear_all",
@@ -19,33 +24,72 @@ __all__ = [
     "short_metrics_report",
 ]
 
+_COUNTERS: Final = {"ExecuteReplicated": "programs", "UncachedCompile": "new"}
+_METRICS: Final = {
+    "CompileTime": ("new", None),
+    "ExecuteReplicatedTime": ("programs", None),
+    "OutboundData": ("uploads", "uploaded_bytes"),
+    "TransferFromDeviceTime": ("fetches", None),
+    "TransferToDeviceTime": ("uploads", None),
+}
+"""By name: which count is the number of samples, and which their sum."""
+
+_at_clear: Final[dict[str, int]] = {}
+
+
+def _count(name: str) -> int:
+    """How much more since counts were cleared, or since SPMD mode began."""
+    if not is_running():
+        return 0
+    counts: dict[str, int] = getattr(engine(), "counts", {})
+    now = counts.get(name, 0)
+    return now - min(_at_clear.get(name, 0), now)
+
 
 def counter_names() -> list[str]:
+    """Those that have counted."""
+    return [name for name, count in _COUNTERS.items() if _count(count)]
+
+
+def counter_value(name: str) -> int | None:
+    """What a counter has counted; None if nothing."""
+    return _count(_COUNTERS[name]) or None if name in _COUNTERS else None
+
+
+def metric_names() -> list[str]:
+    """Those that have samples."""
+    return [name for name, (samples, _) in _METRICS.items() if _count(samples)]
+
+
+def metric_data(name: str) -> tuple[int, float, tuple[tuple[float, float], ...]] | None:
+    """The number of samples, their sum (of bytes; 0 of times, which nobody takes), and no samples; None if
+    there are none.
+    """
+    samples, total = _METRICS.get(name, ("", None))
+    if not _count(samples):
+        return None
+    return _count(samples), float(_count(total)) if total else 0.0, ()
+
+
+def executed_fallback_ops() -> list[str]:
     """None."""
     return []
 
 
-metric_names = executed_fallback_ops = counter_names
-
-
-def counter_value(name: str) -> None:
-    """None, as for a counter that has counted nothing."""
-
-
-def metric_data(name: str) -> None:
-    """None, as for a metric without samples."""
-
-
 def clear_all() -> None:
-    """Nothing."""
+    """Count from 0."""
+    if is_running():
+        _at_clear.update(getattr(engine(), "counts", {}))
 
 
 clear_counters = clear_metrics = clear_all
 
 
 def metrics_report() -> str:
-    """Which operations needed their inputs elsewhere: ``str(spmd.report())``."""
-    return str(start.report()) if start.is_spmd() else ""
+    """The counts, and which operations needed their inputs elsewhere: ``str(spmd.report())``."""
+    lines = [f"Counter: {name}\n  Value: {counter_value(name)}" for name in counter_names()]
+    lines += [f"Metric: {name}\n  TotalSamples: {_count(_METRICS[name][0])}" for name in metric_names()]
+    return "\n".join([*lines, *([str(start.report())] if start.is_spmd() else [])])
 
 
 def short_metrics_report(

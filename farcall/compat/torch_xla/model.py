@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils import _pytree as pytree
 
+from farcall.compat.torch_xla.mode import begin_alone
 from farcall.compat.torch_xla.replicas import (
     REDUCE_MAX,
     REDUCE_MIN,
@@ -18,10 +21,17 @@ from farcall.compat.torch_xla.replicas import (
     _maybe_convert_to_cpu,
     all_gather,
     all_reduce,
+    all_reduce_bucketized_gradients,
+    all_to_all,
+    broadcast_master_param,
     collective_broadcast,
+    do_on_ordinals,
+    reduce_gradients,
+    reduce_scatter,
     set_replication,
 )
 from spmd.engine import start
+from spmd.engine.api import is_logical, upload
 from spmd.sharding.loader import InputSharding, send
 
 __all__ = [
@@ -34,24 +44,36 @@ __all__ = [
     "add_step_closure",
     "all_gather",
     "all_reduce",
+    "all_reduce_bucketized_gradients",
+    "all_to_all",
+    "broadcast_master_param",
     "collective_broadcast",
+    "do_on_ordinals",
+    "fork_rng",
     "get_local_ordinal",
+    "get_memory_info",
     "get_ordinal",
     "get_rng_state",
     "get_xla_supported_devices",
     "is_master_ordinal",
+    "is_xla_tensor",
     "mark_step",
     "master_print",
     "mesh_reduce",
+    "optimization_barrier_",
     "optimizer_step",
+    "reduce_gradients",
+    "reduce_scatter",
     "rendezvous",
     "save",
     "send_cpu_data_to_device",
     "set_replication",
     "set_rng_state",
+    "unlazy",
     "wait_device_ops",
     "xla_device",
     "xla_device_hw",
+    "xla_device_kind",
     "xla_real_devices",
     "xla_replication_devices",
     "xrt_world_size",
@@ -61,18 +83,29 @@ _closures: Final[list[Callable[[], object]]] = []
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """The logical device."""
+    """The logical device; one of one worker, unless ``use_spmd`` was called before."""
+    begin_alone()
     return start.device()
+
+
+def is_xla_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on it."""
+    return is_logical(tensor)
 
 
 def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
     """Its name."""
-    return [str(start.device())]
+    return [str(xla_device())]
 
 
 def xla_device_hw(device: object) -> str:
     """The kind of hardware behind it."""
     return "CPU"
+
+
+def xla_device_kind(device: object = None) -> str:
+    """The kind of hardware behind it."""
+    return "cpu"
 
 
 def xla_replication_devices(local_devices: Sequence[object] | None = None) -> list[str]:
@@ -87,7 +120,8 @@ def xla_real_devices(devices: Sequence[object] | None = None) -> list[str]:
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
     """Run what is recorded, and then what :func:`add_step_closure` was given."""
-    start.sync()
+    if start.is_spmd():
+        start.sync()
     due, _closures[:] = list(_closures), []
     for closure in due:
         closure()
@@ -110,7 +144,33 @@ def send_cpu_data_to_device(
 ) -> list[Any]:
     """Tensors on the device, cut as is said."""
     several = datas if isinstance(datas, (list, tuple)) else [datas]
-    return [send(data, start.device(), input_sharding) for data in several]
+    sent = [send(data, xla_device(), input_sharding) for data in several]
+    for each in pytree.tree_leaves(sent):
+        if is_logical(each):
+            upload(each)
+    return sent
+
+
+def unlazy(tensors: Sequence[torch.Tensor]) -> None:
+    """Have tensors computed."""
+    mark_step()
+
+
+def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
+    """Nothing: what is recorded is not moved."""
+
+
+def get_memory_info(device: object = None) -> dict[str, int]:
+    """Bytes of memory of this machine: in use, and in all."""
+    page, total, free = (os.sysconf(f"SC_{name}") for name in ("PAGE_SIZE", "PHYS_PAGES", "AVPHYS_PAGES"))
+    return {"bytes_used": page * (total - free), "bytes_limit": page * total}
+
+
+@contextlib.contextmanager
+def fork_rng(device: object = None, enabled: bool = True) -> Iterator[None]:
+    """Have generators be as before at the end."""
+    with torch.random.fork_rng([0], enabled=enabled, device_type="spmd"):
+        yield
 
 
 def optimizer_step(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 
+from farcall.compat.torch_xla.mode import begin_alone
 from farcall.compat.torch_xla.model import mark_step
 from spmd.engine import start
 
@@ -29,14 +31,18 @@ __version__: Final = "2.9.0"
 """The release whose names are lent: libraries ask for it."""
 
 
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+
 def device(index: int | None = None) -> torch.device:
-    """The logical device."""
+    """The logical device; one of one worker, unless ``use_spmd`` was called before."""
+    begin_alone()
     return start.device()
 
 
 def devices() -> list[torch.device]:
     """The logical device, in a list."""
-    return [start.device()]
+    return [device()]
 
 
 def real_devices() -> list[str]:

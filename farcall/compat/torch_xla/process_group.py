@@ -26,8 +26,12 @@ def _meet(url: str, timeout: Any = None, **options: Any) -> Iterator[tuple[HashS
     raise RuntimeError(f"{url} has one process, which cannot meet again")
 
 
+class MixedModesError(SpmdError, AssertionError):
+    """SPMD mode is mixed with groups of processes. Theirs is an ``AssertionError``."""
+
+
 def _refuse(*_: Any) -> Any:
-    raise SpmdError(
+    raise MixedModesError(
         "SPMD mode cannot be mixed with other distributed libraries: leave out init_process_group('xla') and "
         "what stands on it. For torch.distributed.checkpoint a group of 'gloo' will do"
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 __all__ = [
@@ -17,7 +17,13 @@ __all__ = [
     "_maybe_convert_to_cpu",
     "all_gather",
     "all_reduce",
+    "all_reduce_bucketized_gradients",
+    "all_to_all",
+    "broadcast_master_param",
     "collective_broadcast",
+    "do_on_ordinals",
+    "reduce_gradients",
+    "reduce_scatter",
     "set_replication",
 ]
 
@@ -68,3 +74,73 @@ def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:
     """The same with all tensors on the CPU."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), data) if convert else data
+
+
+def reduce_scatter(
+    reduce_type: str,
+    input: Tensor,  # noqa: A002  theirs
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: object = None,
+    output: Tensor | None = None,
+    pin_layout: bool = True,
+) -> Tensor:
+    """The one replica's shard, which is all of ``input``, times ``scale``.
+
+    Raises:
+        ValueError: ``shard_count`` is the number of other replicas, too.
+    """
+    if shard_count != 1:
+        raise ValueError(
+            f"shard_count is {shard_count}: in SPMD mode there is one replica, use mark_sharding"
+        )
+    reduced = input * scale
+    return reduced if output is None else output.copy_(reduced)
+
+
+def all_to_all(
+    value: Tensor,
+    split_dimension: int,
+    concat_dimension: int,
+    split_count: int,
+    groups: object = None,
+    pin_layout: bool = True,
+) -> Tensor:
+    """What the one replica sends to itself.
+
+    Raises:
+        ValueError: ``split_count`` is that of other replicas, too.
+    """
+    if split_count != 1:
+        raise ValueError(
+            f"split_count is {split_count}: in SPMD mode there is one replica, use mark_sharding"
+        )
+    return value.clone()
+
+
+def all_reduce_bucketized_gradients(
+    gradients: Sequence[Tensor], scale: float, groups: object, pin_layout: bool, bucket_cap_mb: int = 0
+) -> None:
+    """Scale gradients in place."""
+    all_reduce(REDUCE_SUM, gradients, scale)
+
+
+def reduce_gradients(
+    optimizer: torch.optim.Optimizer, groups: object = None, pin_layout: bool = True
+) -> None:
+    """Nothing: gradients are those of the whole batch already."""
+
+
+def broadcast_master_param(model: nn.Module) -> None:
+    """Nothing: there is one replica of the model."""
+
+
+def do_on_ordinals(
+    target: Callable[..., object],
+    data: Sequence[object] = (),
+    ordinals: Sequence[int] = (0,),
+) -> None:
+    """Call a function if the one process, 0, is among these."""
+    if 0 in ordinals:
+        target(*_maybe_convert_to_cpu(tuple(data)))

@@ -1,12 +1,13 @@
-"""``torch_xla.utils.utils``: fake data."""
+"""``torch_xla.utils.utils``: fake data, and settings in the environment."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["SampleGenerator", "getenv_as"]
+__all__ = ["SampleGenerator", "as_list", "check_env_flag", "eprint", "getenv_as"]
 
 
 class SampleGenerator:
@@ -34,3 +35,19 @@ def getenv_as(name: str, type: Callable[[str], Any], defval: Any = None) -> Any:
     if said is None:
         return defval
     return said.lower() in ("1", "true", "yes") if type is bool else type(said)
+
+
+def check_env_flag(name: str, default: str = "") -> bool:
+    """Whether an environment variable is ``true``, or a number above 0."""
+    said = os.environ.get(name, default)
+    return said == "true" or (said.isdecimal() and int(said) > 0)
+
+
+def as_list(t: Any) -> Any:
+    """A tuple or list as it is, and anything else in a list."""
+    return t if isinstance(t, (tuple, list)) else [t]
+
+
+def eprint(*args: Any, **kwargs: Any) -> None:
+    """Print to the standard error."""
+    print(*args, file=sys.stderr, **kwargs)

@@ -34,12 +34,16 @@ from spmd.sharding.marks import (
 )
 from spmd.sharding.mesh import Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
 from spmd.sharding.op_sharding import ShardingType
+from spmd.sharding.partition_spec import PartitionSpec
 from spmd.sharding.sharded_tensor import Shard as XLAShard
 from spmd.sharding.sharded_tensor import ShardedTensor
 
 __all__ = [
+    "EinsumLinear",
     "HybridMesh",
+    "MarkShardingFunction",
     "Mesh",
+    "PartitionSpec",
     "ShardingSpec",
     "ShardingType",
     "XLAPatchedLinear",
@@ -68,6 +72,19 @@ __all__ = [
     "xla_distribute_tensor",
     "xla_patched_nn_linear_forward",
 ]
+
+
+class MarkShardingFunction:
+    """:func:`mark_sharding_with_gradients`, called as the autograd function that theirs is."""
+
+    @staticmethod
+    def apply(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tensor:
+        """A tensor of the same value, cut over a mesh; its gradient is cut in the same way."""
+        return mark_sharding_with_gradients(t, mesh, partition_spec)
+
+
+EinsumLinear = nn.Linear
+"""Linear layers keep the dimensions of their inputs here."""
 
 
 class HybridMesh(_HybridMesh):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
+import rpc
 import spmd
 from spmd.engine.api import constrain
 from spmd.engine.program import Layout, MeshKey
@@ -54,3 +57,27 @@ def test_programs_give_what_the_cpu_gives(run_workers: RunWorkers, workers: int)
     tasks = [in_group(run_all)] + [serve] * workers
     wrong = run_workers(tasks, time_limit=90)[0]
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
+
+
+def saved_and_sent(worker: Worker) -> str:
+    spmd.use_spmd()
+    path = str(worker.folder / "state.pt")
+    torch.save({"weight": torch.ones(2, device=spmd.device())}, path)
+    device: str = rpc.rpc_sync("worker1", device_of, args=(torch.ones(2, device=spmd.device()),))
+    assert device == "cpu"
+    spmd.shutdown()
+    return path
+
+
+def device_of(t: Tensor) -> str:
+    assert t.tolist() == [1, 1]
+    return t.device.type
+
+
+def test_other_processes_read_the_file_and_receive_the_tensor_on_the_cpu(
+    run_workers: RunWorkers,
+) -> None:
+    path = run_workers([in_group(saved_and_sent), serve])[0]
+    program = f"import torch; print(torch.load({path!r}, map_location='cpu'))"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout == "{'weight': tensor([1., 1.])}\n"

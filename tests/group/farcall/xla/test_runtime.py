@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,3 +157,56 @@ def test_names_that_libraries_ask_for_are_those_of_one_replica() -> None:
     assert x.xm._maybe_convert_to_cpu({"t": [t]})["t"][0].device.type == "cpu"
     with pytest.raises(RuntimeError, match="in SPMD mode there is one process"):
         fsdp.XlaFullyShardedDataParallel(torch.nn.Linear(2, 2))
+
+
+@driven
+def test_autocast_of_xla_is_in_force_on_the_device() -> None:
+    x = theirs()
+    t = torch.randn(4, 4, device="xla")
+    lower: Any = torch.bfloat16
+    for mode in (
+        lambda: torch.autocast("xla", dtype=lower),
+        lambda: torch.autocast("xla"),
+        lambda: torch.amp.autocast("xla"),
+        lambda: x.torch_xla.amp.autocast(x.torch_xla.device()),
+        lambda: torch.autocast("spmd", dtype=lower),
+    ):
+        with mode():
+            assert (t @ t).dtype is lower
+            assert torch.is_autocast_enabled("xla")
+            assert torch.get_autocast_dtype("xla") is lower
+            with torch.autocast("xla", enabled=False):
+                assert (t @ t).dtype is torch.float32
+            assert (t @ t).dtype is lower
+        assert (t @ t).dtype is torch.float32
+        assert not torch.is_autocast_enabled("xla")
+    with torch.autocast("xla", dtype=torch.float16):
+        assert (t @ t).dtype is torch.float16
+
+
+@driven
+def test_classes_of_any_dtype_give_the_loss_of_integers() -> None:
+    theirs()
+    scores, classes = torch.randn(3, 5), torch.tensor([1, 2, 0])
+    image, labels = torch.randn(2, 3, 2, 2), torch.tensor([[[0, 1], [2, 0]]] * 2)
+    for there, target in ((scores, classes), (image, labels)):
+        known = there.clone().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(known, target)
+        torch.autograd.backward(loss)
+        for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int16, torch.uint8, torch.int64):
+            t = there.to("xla").requires_grad_()
+            found = torch.nn.functional.cross_entropy(t, target.to("xla", dtype))
+            torch.autograd.backward(found)
+            assert t.grad is not None
+            torch.testing.assert_close(found.cpu(), loss)
+            torch.testing.assert_close(t.grad.cpu(), known.grad)
+
+
+@driven
+def test_a_file_is_restored_where_map_location_says_xla(tmp_path: Path) -> None:
+    x = theirs()
+    path = tmp_path / "state"
+    torch.save({"here": torch.ones(2), "there": torch.ones(2, device="xla")}, path)
+    for place in ("xla", "xla:0", x.torch_xla.device(), torch.device("xla")):
+        found = torch.load(path, map_location=place)
+        assert {t.device for t in found.values()} == {x.torch_xla.device()}
