@@ -19,6 +19,7 @@ import click
 from click.shell_completion import get_completion_class
 
 import farcall
+import farcall_guard
 
 __all__ = ["main"]
 
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    farcall_guard.prefer()
     try:
         status = cli.main(arguments, prog_name="farcall", standalone_mode=False)
     except click.ClickException as error:
@@ -72,18 +74,23 @@ def cli() -> None:
     """Distributed RPC and remote objects for PyTorch."""
 
 
+_XLA_HELP = "Libraries find torch_xla too, as if the program imported it."
+
+
 @cli.command(context_settings=_PROGRAM)
+@click.option("--xla", is_flag=True, help=_XLA_HELP)
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
 @click.argument("target", type=click.Path(), callback=_program)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
+def run(xla: bool, module: bool, target: str, arguments: tuple[str, ...]) -> int:
     """Run a Python program in which torch.distributed.rpc means farcall.
 
-    TARGET is a script, or a folder or zip file with a __main__.py.
+    TARGET is a script, or a folder or zip file with a __main__.py. In a program that imports torch_xla, that
+    means farcall, too.
     """
     from farcall.program import run_module, run_script
 
-    return (run_module if module else run_script)(target, arguments)
+    return (run_module if module else run_script)(target, arguments, xla=xla)
 
 
 @cli.command(context_settings=_PROGRAM)
@@ -115,6 +122,7 @@ def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
     help="A dynamic group: WORLD_SIZE is not set, and the others keep running when one fails.",
 )
 @click.option("--lend-names", is_flag=True, help="torch.distributed.rpc means farcall, as in `farcall run`.")
+@click.option("--xla", is_flag=True, help=f"With --lend-names: {_XLA_HELP[0].lower()}{_XLA_HELP[1:]}")
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
 @click.argument("target", type=click.Path(), callback=_program)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -127,6 +135,7 @@ def launch(
     restart: int,
     dynamic: bool,
     lend_names: bool,
+    xla: bool,
     module: bool,
     target: str,
     arguments: tuple[str, ...],
@@ -147,6 +156,8 @@ def launch(
 
     given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job}
     found = under_slurm(workers, os.environ, **given, restarts=restart, dynamic=dynamic)
+    if xla and not lend_names:
+        raise click.UsageError("--xla needs --lend-names")
     if (found.nodes > 1 or found.node_rank) and not found.rdzv:
         raise click.UsageError("several machines need --rdzv HOST:PORT, where they meet")
     if dynamic and found.rdzv and found.node_rank is None:
@@ -162,7 +173,7 @@ def launch(
 
     if quiet:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the workers' is their own
-    return launch_job(found, target, arguments, module=module, lend_names=lend_names)
+    return launch_job(found, target, arguments, module=module, lend_names=lend_names, xla=xla)
 
 
 @cli.command()
