@@ -2,18 +2,22 @@
 
 farcall installs packages with short names. A program's own ``rpc.py`` hides ours, or ours hides it, and the
 error that follows ("cannot import name ...") names neither. So each package looks its companions up before
-it imports them. This module has a name of its own that hardly any other has, and imports none of them.
+it imports them. In a program that was written for PyTorch's names, and so did not ask for these, they are
+ours whatever comes first on ``sys.path``: see ``prefer``. This module has a name of its own that hardly any
+other has, and imports none of them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PACKAGES", "HiddenPackageError", "check", "namesakes"]
+__all__ = ["PACKAGES", "HiddenPackageError", "check", "explain", "namesakes", "prefer"]
 
 PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd")
 """The packages that farcall consists of, besides ``farcall`` itself."""
@@ -58,16 +62,58 @@ def check(*names: str) -> None:
         )
 
 
-def namesakes(folder: str) -> dict[str, Path]:
-    """Modules in ``folder`` that farcall's packages will hide from a program.
+def prefer() -> dict[str, Path]:
+    """Have every import of our packages' names from now on find ours, wherever ``sys.path`` leads.
+
+    Returns:
+        The modules that would have been found instead, by name; nothing when it is called again.
+
+    Raises:
+        HiddenPackageError: another module was imported under one of these names.
+    """
+    if _preference in sys.meta_path:
+        return {}
+    sys.meta_path.insert(0, _preference)
+    check(*PACKAGES)
+    return namesakes()
+
+
+class _Preference(MetaPathFinder):
+    """Finds our packages before anything else is asked."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(fullname, [str(_HOME)]) if fullname in PACKAGES else None
+
+
+_preference: Final = _Preference()
+
+
+def explain(hidden: Mapping[str, Path]) -> str:
+    """A line for a program in which our packages hide other modules, as ``namesakes`` finds them."""
+    paths = " and ".join(map(str, hidden.values()))
+    imports = " and ".join(f"`import {name}`" for name in hidden)
+    if len(hidden) > 1:
+        return (
+            f"{paths} have the names of packages of farcall's: {imports} in this program get farcall's. If "
+            "the program means its own, rename them."
+        )
+    return (
+        f"{paths} has the name of one of farcall's packages: {imports} in this program gets farcall's. If "
+        "the program means its own, rename it."
+    )
+
+
+def namesakes(folder: str | None = None) -> dict[str, Path]:
+    """Modules that farcall's packages hide from a program.
 
     Args:
-        folder: a folder that is to come first on ``sys.path``.
+        folder: where to look; default: on ``sys.path``, what comes first there.
 
     Returns:
         Their paths, by name.
     """
-    found = {name: _location(PathFinder.find_spec(name, [folder])) for name in PACKAGES}
+    where = None if folder is None else [folder]
+    found = {name: _location(PathFinder.find_spec(name, where)) for name in PACKAGES}
     return {name: path for name, path in found.items() if path is not None and path != _HOME / name}
 
 

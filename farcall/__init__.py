@@ -1,7 +1,7 @@
 """The front door of farcall: the command line, and ``compat`` for programs written for PyTorch's RPC.
 
 The packages that do the work are top-level packages: ``rpc``, ``rref`` and so on; ``from farcall import rpc``
-is ``import rpc``. Importing this one checks that those names refer to farcall's packages.
+is ``import rpc``. What imports them checks that those names refer to farcall's packages.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ try:
 except _metadata.PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "unknown"
 
-_guard.check(*_guard.PACKAGES)
-
 
 def __getattr__(name: str) -> _Any:
     """``from farcall import rpc``; and ``farcall.serve``, for which gRPC is imported when it is asked for."""
     if name in _guard.PACKAGES:
+        _guard.check(*_guard.PACKAGES)
         return _importlib.import_module(name)
     if name == "serve":
         return _importlib.import_module("farcall.serving").serve

@@ -21,6 +21,7 @@ import click
 from click.shell_completion import get_completion_class
 
 import farcall
+import farcall_guard
 
 __all__ = ["main"]
 
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    farcall_guard.prefer()
     try:
         status = cli.main(arguments, prog_name="farcall", standalone_mode=False)
     except click.ClickException as error:
@@ -74,18 +76,23 @@ def cli() -> None:
     """Distributed RPC and remote objects for PyTorch."""
 
 
+_XLA_HELP = "Libraries find torch_xla too, as if the program imported it."
+
+
 @cli.command(context_settings=_PROGRAM)
+@click.option("--xla", is_flag=True, help=_XLA_HELP)
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
 @click.argument("target", type=click.Path(), callback=_program)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
+def run(xla: bool, module: bool, target: str, arguments: tuple[str, ...]) -> int:
     """Run a Python program in which torch.distributed.rpc means farcall.
 
-    TARGET is a script, or a folder or zip file with a __main__.py.
+    TARGET is a script, or a folder or zip file with a __main__.py. In a program that imports torch_xla, that
+    means farcall, too.
     """
     from farcall.program import run_module, run_script
 
-    return (run_module if module else run_script)(target, arguments)
+    return (run_module if module else run_script)(target, arguments, xla=xla)
 
 
 @cli.command(context_settings=_PROGRAM)
@@ -141,6 +148,7 @@ def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
     help="Workers keep running if this launcher is killed; with --log-dir, where alone their output goes.",
 )
 @click.option("--lend-names", is_flag=True, help="torch.distributed.rpc means farcall, as in `farcall run`.")
+@click.option("--xla", is_flag=True, help=f"With --lend-names: {_XLA_HELP[0].lower()}{_XLA_HELP[1:]}")
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
 @click.argument("target", type=click.Path(), callback=_program)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -157,6 +165,7 @@ def launch(
     log_dir: str | None,
     outlive: bool,
     lend_names: bool,
+    xla: bool,
     module: bool,
     target: str,
     arguments: tuple[str, ...],
@@ -176,6 +185,8 @@ def launch(
     from farcall.launch.job import under_slurm
 
     given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job}
+    if xla and not lend_names:
+        raise click.UsageError("--xla needs --lend-names")
     chosen = {"restarts": restart, "dynamic": dynamic, "timeout": timeout, "grace": grace}
     found = under_slurm(workers, os.environ, **given, **chosen, log_dir=log_dir, outlive=outlive)
     if outlive and log_dir is None:
@@ -194,7 +205,7 @@ def launch(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from farcall.launch.launcher import launch as launch_job  # which takes a second
 
-    return launch_job(found, target, arguments, module=module, lend_names=lend_names)
+    return launch_job(found, target, arguments, module=module, lend_names=lend_names, xla=xla)
 
 
 @cli.command()

@@ -19,8 +19,13 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final, NoReturn
 
+import farcall_guard
+
+farcall_guard.prefer()
+
 from farcall import compat
-from farcall_guard import namesakes
+from farcall.compat import lending
+from farcall.compat.own_source import imports_at_the_top
 
 __all__ = ["run_module", "run_script"]
 
@@ -29,7 +34,12 @@ OnError = Callable[[Exception], object]
 
 
 def run_script(
-    path: str, arguments: Sequence[str], *, lend_names: bool = True, on_error: OnError | None = None
+    path: str,
+    arguments: Sequence[str],
+    *,
+    lend_names: bool = True,
+    xla: bool = False,
+    on_error: OnError | None = None,
 ) -> int:
     """Run a file, or a folder or zip file that has a ``__main__.py``: ``python PATH ARGUMENTS``.
 
@@ -37,6 +47,7 @@ def run_script(
         path: of the program.
         arguments: what it finds in ``sys.argv`` after its path.
         lend_names: install ``farcall.compat`` before it runs.
+        xla: lend ``torch_xla`` from the beginning, as if the program imported it at its top.
         on_error: gets what it raises, before that is printed.
 
     Returns:
@@ -48,28 +59,32 @@ def run_script(
     if not os.path.exists(path):
         _give_up(f"can't open file {os.path.abspath(path)!r}: no such file")
     if os.path.isdir(path) or zipfile.is_zipfile(path):
-        _prepare(path, path, lend_names)
+        _prepare(path, path, lend_names, xla)
         spec = PathFinder.find_spec("__main__", [path])
         if spec is None:
             _give_up(f"can't find '__main__' module in {path!r}")
         return _run_spec(spec, [path, *arguments], on_error)
-    _prepare(os.path.dirname(os.path.realpath(path)), path, lend_names)
+    _prepare(os.path.dirname(os.path.realpath(path)), path, lend_names, xla)
     loader = SourceFileLoader("__main__", path)
     main = _new_main(path, None, loader)
-    return _run(
-        lambda: loader.source_to_code(loader.get_data(path), path), main, [path, *arguments], on_error
-    )
+    source = loader.get_data(path)
+    return _run(lambda: loader.source_to_code(source, path), source, main, [path, *arguments], on_error)
 
 
 def run_module(
-    name: str, arguments: Sequence[str], *, lend_names: bool = True, on_error: OnError | None = None
+    name: str,
+    arguments: Sequence[str],
+    *,
+    lend_names: bool = True,
+    xla: bool = False,
+    on_error: OnError | None = None,
 ) -> int:
     """Run a module, or a package's ``__main__``: ``python -m NAME ARGUMENTS``.
 
     Args:
         name: as it would be imported.
         arguments: what it finds in ``sys.argv`` after its path.
-        lend_names, on_error: as for ``run_script``.
+        lend_names, xla, on_error: as for ``run_script``.
 
     Returns:
         The exit status: 0, or 1 after an error, which has been printed.
@@ -77,7 +92,7 @@ def run_module(
     Raises:
         SystemExit: the program's own, or 2 because there is no such program.
     """
-    _prepare(os.getcwd(), name, lend_names)
+    _prepare(os.getcwd(), name, lend_names, xla)
     sys.argv[:] = ["-m", *arguments]  # what packages see that are imported on the way
     try:
         spec = find_spec(name)
@@ -91,20 +106,17 @@ def run_module(
     return _run_spec(spec, [spec.origin or name, *arguments], on_error)
 
 
-def _prepare(folder: str, program: str, lend_names: bool) -> None:
+def _prepare(folder: str, program: str, lend_names: bool, xla: bool) -> None:
     """What must be done before the first line of a program's code, also that of its packages, is run."""
     if lend_names:
-        compat.install()
+        compat.install(xla)
         _install_in_children()
     if not sys.flags.safe_path:
         sys.path[0] = folder  # as Python does, which had put the folder of this command there
-    for name, path in namesakes(folder).items():
-        if path != Path(program).resolve():
-            print(
-                f"farcall: warning: {path} has the name of one of farcall's packages: `import {name}` in "
-                "this program gets farcall's. If the program means its own, rename it.",
-                file=sys.stderr,
-            )
+    hidden = farcall_guard.namesakes()
+    hidden = {name: path for name, path in hidden.items() if path != Path(program).resolve()}
+    if hidden:
+        print(f"farcall: warning: {farcall_guard.explain(hidden)}", file=sys.stderr)
 
 
 def _run_spec(spec: ModuleSpec, argv: list[str], on_error: OnError | None) -> int:
@@ -112,7 +124,8 @@ def _run_spec(spec: ModuleSpec, argv: list[str], on_error: OnError | None) -> in
     if not hasattr(loader, "get_code"):
         _give_up(f"no code object available for {spec.name}")
     main = _new_main(spec.origin or argv[0], spec, loader)
-    return _run(lambda: loader.get_code(spec.name), main, argv, on_error)
+    text = loader.get_source(spec.name) if hasattr(loader, "get_source") else None
+    return _run(lambda: loader.get_code(spec.name), (text or "").encode(), main, argv, on_error)
 
 
 def _new_main(path: str, spec: ModuleSpec | None, loader: Any) -> ModuleType:
@@ -130,8 +143,14 @@ def _new_main(path: str, spec: ModuleSpec | None, loader: Any) -> ModuleType:
 
 
 def _run(
-    get_code: Callable[[], CodeType], main: ModuleType, argv: list[str], on_error: OnError | None
+    get_code: Callable[[], CodeType],
+    source: bytes,
+    main: ModuleType,
+    argv: list[str],
+    on_error: OnError | None,
 ) -> int:
+    if compat.is_installed() and imports_at_the_top(source, "torch_xla"):
+        compat.install(xla=True)  # also for libraries that the program imports before
     sys.argv[:] = argv
     sys.modules["__main__"] = main
     try:
@@ -160,8 +179,15 @@ def _give_up(message: str) -> NoReturn:
 class _InstallOnArrival:
     """Unpickles as a call of ``compat.install``."""
 
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return compat.install, ()
+    def __reduce__(self) -> tuple[Any, tuple[bool]]:
+        return _install, (lending.is_lent(),)
+
+
+def _install(xla: bool) -> None:
+    """Install in a child what its parent has. As a function of this module, since its import says nothing of
+    modules that our packages hide: the parent has said it.
+    """
+    compat.install(xla)
 
 
 _get_preparation_data: Final = spawn.get_preparation_data

@@ -13,6 +13,13 @@ Example::
 
 from __future__ import annotations
 
+import logging as _logging
+
+import farcall_guard as _guard
+
+if _hidden := _guard.prefer():
+    _logging.getLogger(__name__).warning(_guard.explain(_hidden))
+
 from farcall.compat.installation import CompatError, install, is_installed, uninstall
 
 __all__ = ["CompatError", "install", "is_installed", "uninstall"]

@@ -77,12 +77,16 @@ def is_installed() -> bool:
     return _modules is not None
 
 
-def install() -> None:
+def install(xla: bool = False) -> None:
     """Make ``torch.distributed.rpc`` and its kin mean farcall, until :func:`uninstall`; and ``torch_xla``
-    as well, where it is not installed.
+    as well, where it is not installed, for a program that asks for it.
 
     Call it before the program imports them; a module that did already keeps what it has, and a warning
     names it. Doing it twice is doing it once.
+
+    Args:
+        xla: libraries find ``torch_xla`` at once, and take the program for one for a TPU, as accelerate and
+            transformers do. False: they do so once the program's own source has imported it.
 
     Raises:
         CompatError: an agent of PyTorch's own is running in this process.
@@ -90,6 +94,7 @@ def install() -> None:
     global _modules
     with _lock:
         if _modules is not None:
+            lending.lend(at_once=xla)
             return
         theirs = sys.modules.get(_RPC)
         if theirs is not None and _agent_runs(theirs):
@@ -105,7 +110,7 @@ def install() -> None:
         for name, facade in facades.items():
             _put(name, facade)
         sys.meta_path.insert(0, _finder)
-        lending.lend()
+        lending.lend(at_once=xla)
         testing.register()
         _show()
         _rebind()

@@ -1,7 +1,9 @@
 """Lends the names of ``torch_xla`` to our SPMD mode, where ``torch_xla`` is not installed.
 
-Python asks our finder last, so an installed ``torch_xla`` stays what it is. A lent module has what our module
-offers in ``__all__``, and is made when it is first imported.
+Python asks our finder last, so an installed ``torch_xla`` stays what it is. Nothing is lent until the program
+asks: by ``lend(at_once=True)``, or by an import in its own source. Libraries that look for ``torch_xla`` find
+it from then on, and not before. A lent module has what our module offers in ``__all__``, and is made when it
+is first imported.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["lend", "take_back"]
+from farcall.compat.own_source import is_imported_by_the_program
+
+__all__ = ["is_lent", "lend", "take_back"]
 
 _OURS: Final = "farcall.compat.torch_xla"
 
@@ -67,10 +71,16 @@ _LENT: Final[dict[str, str | None]] = {
 
 
 class _Lender(MetaPathFinder, Loader):
+    is_asked = False
+    """Whether the program has asked for these names."""
+
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         is_theirs = not isinstance(sys.modules.get("torch_xla"), _Lent) and fullname != "torch_xla"
         if fullname not in _LENT or is_theirs:
             return None
+        if not self.is_asked and not is_imported_by_the_program():
+            return None
+        self.is_asked = True
         return spec_from_loader(fullname, self, origin="farcall", is_package=_has_modules(fullname))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -103,14 +113,26 @@ def _has_modules(name: str) -> bool:
 _lender: Final = _Lender()
 
 
-def lend() -> None:
-    """Have ``import torch_xla`` find ours, unless there is another."""
-    sys.meta_path.append(_lender)
+def lend(*, at_once: bool) -> None:
+    """Have ``import torch_xla`` find ours, unless there is another.
+
+    Args:
+        at_once: False: from the program's first import of it on.
+    """
+    _lender.is_asked |= at_once
+    if _lender not in sys.meta_path:
+        sys.meta_path.append(_lender)
+
+
+def is_lent() -> bool:
+    """Whether libraries find ``torch_xla``, too."""
+    return _lender in sys.meta_path and _lender.is_asked
 
 
 def take_back() -> None:
     """Undo :func:`lend`."""
     sys.meta_path.remove(_lender)
+    _lender.is_asked = False
     for name, undo in (
         ("device_name", "give_back"),
         ("operators", "take_away"),

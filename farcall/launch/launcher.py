@@ -33,7 +33,9 @@ __all__ = ["launch"]
 _LOOK_SECONDS: Final = 0.05
 
 
-def launch(job: Job, target: str, arguments: Sequence[str], *, module: bool, lend_names: bool) -> int:
+def launch(
+    job: Job, target: str, arguments: Sequence[str], *, module: bool, lend_names: bool, xla: bool = False
+) -> int:
     """Run a program in all processes of this machine, and wait for their end.
 
     Args:
@@ -42,6 +44,7 @@ def launch(job: Job, target: str, arguments: Sequence[str], *, module: bool, len
         arguments: the program's own.
         module: as ``python -m``.
         lend_names: ``torch.distributed.rpc`` means farcall, as with ``farcall run``.
+        xla: libraries find ``torch_xla``, as with ``farcall run --xla``.
 
     Returns:
         The exit status: 0 if all processes succeeded, else that of the one that failed first; 128 and the
@@ -52,7 +55,8 @@ def launch(job: Job, target: str, arguments: Sequence[str], *, module: bool, len
     os.environ["PYTHONUNBUFFERED"] = "1"
     if job.dynamic:
         os.environ.pop("WORLD_SIZE", None)
-    flags = [*(["--lend-names"] if lend_names else []), *(["-m"] if module else [])]
+    given = {"--lend-names": lend_names, "--xla": xla, "-m": module}
+    flags = [flag for flag, is_given in given.items() if is_given]
     command = [sys.executable, "-m", "farcall.launch.worker_main", *flags, target, *arguments]
     logging.getLogger("rpc").addHandler(_OnTerminal(logging.WARNING))
     news: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m farcall.launch.worker_main [--lend-names] [-m] TARGET [ARGUMENTS ...]
+    python -m farcall.launch.worker_main [--lend-names] [--xla] [-m] TARGET [ARGUMENTS ...]
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ __all__ = ["main"]
 
 def main() -> int:
     """Run what the command line says; returns the exit status."""
-    lend_names = module = False
+    flags = set()
     arguments = sys.argv[1:]
-    while arguments and arguments[0] in ("--lend-names", "-m"):
-        flag = arguments.pop(0)
-        lend_names, module = lend_names or flag == "--lend-names", module or flag == "-m"
+    while arguments and arguments[0] in ("--lend-names", "--xla", "-m"):
+        flags.add(arguments.pop(0))
     target, *rest = arguments
-    run = run_module if module else run_script
-    return run(target, rest, lend_names=lend_names, on_error=_record)
+    run = run_module if "-m" in flags else run_script
+    return run(target, rest, lend_names="--lend-names" in flags, xla="--xla" in flags, on_error=_record)
 
 
 def _record(error: Exception) -> None:

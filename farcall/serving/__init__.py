@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import farcall_guard
+
+farcall_guard.check(*farcall_guard.PACKAGES)
+
 from farcall import forking as _forking  # noqa: F401  # before gRPC
 from farcall.serving.admission import Limits
 from farcall.serving.endpoint import Batching, Endpoint, TensorSpec

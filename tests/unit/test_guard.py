@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -37,15 +38,90 @@ def test_a_module_that_was_imported_before_is_named(tmp_path: Path, monkeypatch:
     assert caught.value.path == str(tmp_path / "rpc.py")
 
 
-def test_importing_farcall_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "line", ["from farcall import rpc", "import farcall; farcall.serve", "import farcall.serving"]
+)
+def test_importing_from_farcall_checks(tmp_path: Path, line: str) -> None:
+    """Not `import farcall` alone, which imports none of these packages, and comes before `farcall.compat`."""
     (tmp_path / "rpc.py").write_text("")
-    forget(monkeypatch)
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "farcall":
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r"rpc\.py"):
-        __import__("farcall")
+    done = run_in(tmp_path, line)
+    assert done.stderr.splitlines()[-1].startswith(
+        "farcall_guard.HiddenPackageError: farcall needs its package"
+    )
+    assert str(tmp_path / "rpc.py") in done.stderr.splitlines()[-1]
+
+
+PRINT_WHOSE = """
+import rpc, spmd, torch, torch.distributed.rpc
+print(torch.distributed.rpc.__name__, rpc.__name__, torch.distributed.is_backend_available("farcall"))
+print(rpc.__file__, spmd.__file__)
+"""
+
+
+def hide(folder: Path) -> None:
+    """Two modules with names of ours: a package and a file."""
+    (folder / "spmd").mkdir()
+    (folder / "spmd" / "__init__.py").write_text("")
+    (folder / "rpc.py").write_text("")
+
+
+def assert_ours(done: subprocess.CompletedProcess[str], folder: Path) -> None:
+    first, second = done.stdout.splitlines()
+    assert first == "farcall.compat.torch_rpc rpc True"
+    assert second == f"{ROOT / 'rpc' / '__init__.py'} {ROOT / 'spmd' / '__init__.py'}"
+    told = [line for line in done.stderr.splitlines() if "names of packages of farcall's" in line]
+    assert len(told) == 1
+    assert f"{folder / 'rpc.py'} and {folder / 'spmd'} have" in told[0]
+
+
+@pytest.mark.processes
+def test_under_compat_ours_are_found_wherever_others_are(tmp_path: Path) -> None:
+    hide(tmp_path)
+    done = run_in(tmp_path, "import farcall.compat\nfarcall.compat.install()\n" + PRINT_WHOSE)
+    assert_ours(done, tmp_path)
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "on_path"),
+    [(["run"], False), (["run"], True), (["launch", "-n", "1", "--lend-names"], False)],
+)
+def test_a_command_finds_ours_wherever_others_are(tmp_path: Path, command: list[str], on_path: bool) -> None:
+    """In the current folder, which is the program's, or on ``PYTHONPATH``."""
+    others = tmp_path / "others" if on_path else tmp_path
+    others.mkdir(exist_ok=True)
+    hide(others)
+    path = [str(others), str(ROOT)] if on_path else [str(ROOT)]
+    done = run_in(tmp_path, PRINT_WHOSE, "-m", "farcall", *command, path=path)
+    lines = (line.removeprefix("[0] ") for line in done.stdout.splitlines(keepends=True))
+    done.stdout = "".join(line for line in lines if not line.startswith("farcall: rank"))
+    assert_ours(done, others)
+
+
+@pytest.mark.processes
+def test_compat_does_not_replace_what_was_imported_before(tmp_path: Path) -> None:
+    (tmp_path / "rpc.py").write_text("")
+    done = run_in(tmp_path, "import rpc\nimport farcall.compat\n")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("farcall_guard.HiddenPackageError")
+    assert "It was imported before farcall, as 'rpc'" in last
+
+
+def run_in(
+    folder: Path, program: str, *command: str, path: Sequence[str] = (str(ROOT),)
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that lies in a folder."""
+    (folder / "program.py").write_text(program)
+    return subprocess.run(
+        [sys.executable, *command, "program.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 LOADS_LATE = torch.__version__ >= "2.14"

@@ -1,0 +1,71 @@
+"""Does a program itself import ``torch_xla``, or does only a library look whether it could?
+
+Libraries such as accelerate and transformers take any program in whose process ``torch_xla`` can be imported
+for one that is to run on a TPU. So it is not enough that somebody imports it: a module of the program must.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import sysconfig
+from types import FrameType
+from typing import Final
+
+__all__ = ["imports_at_the_top", "is_imported_by_the_program"]
+
+_STANDARD_LIBRARY: Final = sysconfig.get_path("stdlib")
+_INSTALLED: Final = ("/site-packages/", "/dist-packages/")
+_IMPORT_SYSTEM: Final = "importlib"
+
+
+def is_imported_by_the_program() -> bool:
+    """Whether the import that is under way, which has asked a finder of ours, is in the program's own source.
+
+    That is source which is not installed, or belongs to the package that is run. ``importlib.util.find_spec``
+    is no import.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    asked_by: FrameType | None = None
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name == "importlib.util" and frame.f_code.co_name == "find_spec":
+            return False
+        if asked_by is None and not name.startswith((_IMPORT_SYSTEM, "_frozen_importlib", "farcall.compat")):
+            asked_by = frame
+        frame = frame.f_back if asked_by is None else None
+    return asked_by is not None and _is_own(asked_by)
+
+
+def _is_own(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if package in ("__main__", "__mp_main__") or (
+        spec is not None and package == spec.name.partition(".")[0]
+    ):
+        return True
+    file = frame.f_code.co_filename
+    is_installed = any(each in file for each in _INSTALLED) or file.startswith(
+        (_STANDARD_LIBRARY, "<frozen ")
+    )
+    return not is_installed
+
+
+def imports_at_the_top(source: bytes, name: str) -> bool:
+    """Whether a program imports a package in any case: at the top level, and under no condition.
+
+    Args:
+        source: the program's.
+        name: of the package.
+    """
+    if name.encode() not in source:
+        return False
+    try:
+        lines = ast.parse(source).body
+    except (SyntaxError, ValueError):  # to run it will say so
+        return False
+    imported = [
+        *(alias.name for line in lines if isinstance(line, ast.Import) for alias in line.names),
+        *(line.module or "" for line in lines if isinstance(line, ast.ImportFrom) and not line.level),
+    ]
+    return any(each.partition(".")[0] == name for each in imported)
