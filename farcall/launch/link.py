@@ -308,9 +308,7 @@ class Link:
                     f"not all {me.nodes} launchers have come to {place} within {self._job.timeout:g} s"
                 )
             elif notices.due():
-                say(
-                    f"waiting at {place} for {me.nodes} launchers for {notices.waited}; {coordinator} is there"
-                )
+                say(f"waiting at {place} for all launchers for {notices.waited}; {coordinator} is there")
             self._wake.wait(_LOOK_SECONDS)
             self._wake.clear()
 
