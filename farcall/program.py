@@ -21,6 +21,7 @@ from typing import Any, Final, NoReturn
 
 from farcall import compat
 from farcall_guard import namesakes
+from rpc.runtime.process_one import end_at_sigterm
 
 __all__ = ["run_module", "run_script"]
 
@@ -93,6 +94,7 @@ def run_module(
 
 def _prepare(folder: str, program: str, lend_names: bool) -> None:
     """What must be done before the first line of a program's code, also that of its packages, is run."""
+    end_at_sigterm()
     if lend_names:
         compat.install()
         _install_in_children()

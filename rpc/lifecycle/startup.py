@@ -16,7 +16,7 @@ from rpc.lifecycle.logs import show_log
 from rpc.lifecycle.own_backend import start_agent
 from rpc.options import AgentOptions, GrpcRpcBackendOptions, RpcBackendOptions
 from rpc.rendezvous.init_method import open_store, resolve_group
-from rpc.runtime import file_limit
+from rpc.runtime import file_limit, process_one
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
 
 
@@ -67,6 +67,7 @@ def init_with_store(
     """As ``init_rpc``, with a c10d store that exists already, if any, in place of an ``init_method``."""
     backend, options = _check(name, backend, rpc_backend_options)
     show_log(name)
+    process_one.end_at_sigterm()
     dynamic, timeout = False, options.rpc_timeout
     if isinstance(options, AgentOptions):
         dynamic, timeout = options.dynamic, options.rendezvous_timeout

@@ -55,10 +55,10 @@ class Launcher:
             times -= text in line
             if times == 0:
                 return line
-        while (line := self._next()) is not None:
-            times -= text in line
+        while (new := self._next()) is not None:
+            times -= text in new
             if times == 0:
-                return line
+                return new
         pytest.fail(f"it has ended without saying {text!r}:\n{self.said}")
 
     def _next(self) -> str | None:

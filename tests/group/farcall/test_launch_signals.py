@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from tests.support.leftovers import descendants
 __all__ = ["launchers"]
 
 pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 SAVES = """
 import os, signal, sys
@@ -171,3 +174,39 @@ def test_a_launcher_that_is_process_1_ends_at_sigterm(launchers: Launchers) -> N
     os.kill(first.pid, signal.SIGTERM)
     assert launcher.end() == 128 + signal.SIGTERM
     assert "[0] saved at SIGTERM" in launcher.lines
+
+
+PROGRAM_AS_PROCESS_1 = """
+import os, signal, sys
+import rpc
+if sys.argv[1:] == ["init"]:
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.AgentOptions(init_method="file:///tmp/meet"))
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.usefixtures("pid_namespace")
+@pytest.mark.parametrize("command", [["program.py", "init"], ["-m", "farcall", "run", "program.py"]])
+def test_a_program_that_is_process_1_ends_at_sigterm(command: list[str], tmp_path: Path) -> None:
+    text = PROGRAM_AS_PROCESS_1.replace("/tmp/meet", str(tmp_path / "meet"))
+    (tmp_path / "program.py").write_text(text)
+    process = subprocess.Popen(
+        [*AS_PROCESS_1, sys.executable, *command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        (first,) = [
+            each for each in descendants() if "program.py" in each.command and "unshare" not in each.command
+        ]
+        os.kill(first.pid, signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
