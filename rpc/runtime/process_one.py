@@ -1,6 +1,6 @@
 """SIGTERM in process 1 of a container.
 
-For process 1 of a PID namespace the kernel discards each signal that has no handler, so a pod whose program is
+For process 1 of a PID namespace the kernel discards each signal that has no handler. A pod whose program is
 process 1 would run on until its time is over and it is killed.
 """
 
