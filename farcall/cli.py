@@ -175,7 +175,10 @@ def launch(
 
     given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job}
     chosen = {"restarts": restart, "dynamic": dynamic, "timeout": timeout, "grace": grace}
-    found = under_slurm(workers, os.environ, **given, **chosen, log_dir=log_dir, outlive=outlive)
+    try:
+        found = under_slurm(workers, os.environ, **given, **chosen, log_dir=log_dir, outlive=outlive)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     if outlive and log_dir is None:
         raise click.UsageError(
             "--outlive needs --log-dir: nobody reads the output of workers without a launcher"

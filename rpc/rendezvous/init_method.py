@@ -32,6 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 from rpc.rendezvous.address import is_here, is_loopback, slow_name_server
+from rpc.rendezvous.engines import engine_of
 from rpc.rendezvous.store import (
     Backoff,
     Opener,
@@ -466,6 +467,12 @@ def _address_in(environ: Mapping[str, str]) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT."""
     for variable in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(variable):
+            engine = engine_of(environ)
+            if engine is not None and engine.remedy:
+                raise RendezvousError(
+                    f"this process was started by {engine.name}, which does not say where the workers meet "
+                    f"({variable} is not set): {engine.remedy}"
+                )
             raise RendezvousError(
                 f"environment variable {variable} expected, but not set. env:// takes the address of the "
                 f"rendezvous from MASTER_ADDR and MASTER_PORT; set them (`farcall launch` and torchrun do), "

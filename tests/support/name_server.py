@@ -4,8 +4,8 @@
 
     python name_server.py ADDRESS ZONE SECONDS
 
-It answers from a file with a line ``ADDRESS NAME`` for each host, which may change, and NXDOMAIN for other names.
-Reverse look-ups take some seconds, and find nothing.
+It answers from a file with a line ``ADDRESS NAME`` for each host, which may change, and NXDOMAIN for other
+names. Reverse look-ups take some seconds, and find nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 _QUESTION_A, _QUESTION_PTR = 1, 12
 _NAME_UNKNOWN = 3
 
 
-def answer(server: socket.socket, query: bytes, client: object, zone: Path, seconds: float) -> None:
+def answer(server: socket.socket, query: bytes, client: Any, zone: Path, seconds: float) -> None:
     """Answer one query."""
     labels, at = [], 12
     while query[at]:
@@ -37,7 +38,7 @@ def answer(server: socket.socket, query: bytes, client: object, zone: Path, seco
     reply = query[:2] + struct.pack("!HHHHH", flags, 1, 1 if found else 0, 0, 0) + query[12 : at + 5]
     if found:
         reply += struct.pack("!HHHIH", 0xC00C, _QUESTION_A, 1, 1, 4) + socket.inet_aton(found)
-    server.sendto(reply, client)  # type: ignore[arg-type]
+    server.sendto(reply, client)
 
 
 def main() -> None:
