@@ -81,7 +81,7 @@ def run(module: bool, target: str, arguments: tuple[str, ...]) -> int:
 
     TARGET is a script, or a folder or zip file with a __main__.py.
     """
-    from farcall.program import run_module, run_script
+    from farcall.launch.program import run_module, run_script
 
     return (run_module if module else run_script)(target, arguments)
 

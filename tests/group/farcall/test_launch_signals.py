@@ -16,7 +16,7 @@ from tests.support.leftovers import descendants
 
 __all__ = ["launchers"]
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
@@ -73,7 +73,7 @@ def test_workers_get_the_time_to_save_and_the_launcher_says_which_ran(launchers:
     assert {"[0] saved at SIGTERM", "[1] saved at SIGTERM"} <= {*launcher.lines}
 
 
-@pytest.mark.parametrize("dynamic", ["", "--dynamic"])
+@pytest.mark.parametrize("dynamic", ["", pytest.param("--dynamic", marks=pytest.mark.nightly)])
 def test_a_worker_that_does_not_end_is_killed_after_the_grace_and_named(
     launchers: Launchers, dynamic: str
 ) -> None:
@@ -84,6 +84,7 @@ def test_a_worker_that_does_not_end_is_killed_after_the_grace_and_named(
     assert "farcall: ranks 0 to 1 still ran 0.3 s after SIGTERM (--grace): killed" in launcher.lines
 
 
+@pytest.mark.nightly
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(launchers: Launchers) -> None:
     launcher = launchers(IGNORES.replace("SIGTERM", "SIGINT"), "-n 1 --grace 600")
     launcher.wait_for("ready")
@@ -93,7 +94,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(launchers: Launchers) -> No
     assert launcher.end() == 128 + signal.SIGINT
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.nightly)])
 def test_signals_for_the_program_are_passed_on(launchers: Launchers, number: signal.Signals) -> None:
     launcher = launchers(SAVES, "-n 2")
     launcher.wait_for("ready", times=2)
@@ -111,6 +112,7 @@ def test_workers_of_a_killed_launcher_end_with_all_that_they_have_forked(launche
     assert launcher.end() == -signal.SIGKILL  # and the fixture waits for the rest to vanish
 
 
+@pytest.mark.nightly
 def test_workers_that_are_asked_to_outlive_their_launcher_do(launchers: Launchers, tmp_path: Path) -> None:
     launcher = launchers(SAVES, "-n 1 --outlive --log-dir logs")
     log = tmp_path / "logs" / "rank0.log"
@@ -138,6 +140,7 @@ def test_lines_are_seen_when_they_are_printed_and_each_rank_has_a_file(
         assert (tmp_path / "logs" / f"rank{rank}.log").read_text() == "ready\nsaved at SIGTERM\n"
 
 
+@pytest.mark.nightly
 def test_a_job_does_not_wait_for_processes_that_its_program_has_left(launchers: Launchers) -> None:
     program = """
 import subprocess, sys
@@ -187,6 +190,7 @@ while True:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("pid_namespace")
 @pytest.mark.parametrize("command", [["program.py", "init"], ["-m", "farcall", "run", "program.py"]])
 def test_a_program_that_is_process_1_ends_at_sigterm(command: list[str], tmp_path: Path) -> None:
