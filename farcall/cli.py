@@ -90,7 +90,7 @@ def run(xla: bool, module: bool, target: str, arguments: tuple[str, ...]) -> int
     TARGET is a script, or a folder or zip file with a __main__.py. In a program that imports torch_xla, that
     means farcall, too.
     """
-    from farcall.program import run_module, run_script
+    from farcall.launch.program import run_module, run_script
 
     return (run_module if module else run_script)(target, arguments, xla=xla)
 
@@ -188,7 +188,10 @@ def launch(
     if xla and not lend_names:
         raise click.UsageError("--xla needs --lend-names")
     chosen = {"restarts": restart, "dynamic": dynamic, "timeout": timeout, "grace": grace}
-    found = under_slurm(workers, os.environ, **given, **chosen, log_dir=log_dir, outlive=outlive)
+    try:
+        found = under_slurm(workers, os.environ, **given, **chosen, log_dir=log_dir, outlive=outlive)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     if outlive and log_dir is None:
         raise click.UsageError(
             "--outlive needs --log-dir: nobody reads the output of workers without a launcher"

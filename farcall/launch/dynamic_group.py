@@ -3,9 +3,9 @@
 A dynamic group is for workers that live on when another dies. Machines do not wait for each other either: a
 worker joins when it comes.
 
-The launcher of the first machine serves the store where workers meet, so the store outlives any of them, and a
-worker that is started again finds the group there, under its old rank and name. ``WORLD_SIZE`` is not set: by
-that ``init_rpc`` knows that the group is dynamic.
+The launcher of the first machine serves the store where workers meet. So the store outlives any of them, and
+a worker that is started again finds the group there, under its old rank and name. ``WORLD_SIZE`` is not set:
+by that ``init_rpc`` knows that the group is dynamic.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How a process of ``farcall launch`` failed, and the record that it leaves for its launcher.
 
 A process that raises writes a record to the file that its launcher has named, so that one summary can name
-the failure that was the cause, with its traceback. Imports nothing heavy: each worker's process needs it before
-its program.
+the failure that was the cause, with its traceback. Imports nothing heavy: each worker's process needs it
+before its program.
 """
 
 from __future__ import annotations

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-__all__ = ["Job", "slurm_hosts", "under_slurm"]
+from rpc.rendezvous.engines import slurm_hosts, slurm_port
 
-_PORT: Final = 29500
+__all__ = ["Job", "under_slurm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,36 +50,42 @@ class Job:
 
 
 def under_slurm(workers: int, environ: Mapping[str, str], **given: Any) -> Job:
-    """The job as Slurm describes it, where one ``farcall launch`` runs on each of its nodes (``srun
+    """The job as Slurm describes it, where one ``farcall launch`` runs on each node of a step (``srun
     --ntasks-per-node=1 farcall launch ...``). What is ``given`` counts before that.
+
+    Raises:
+        ValueError: the step does not run one launcher on each node; says how to start it.
     """
-    nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
     found: dict[str, Any] = {}
-    if nodes > 1 and "SLURM_NODEID" in environ:
-        job = int(environ["SLURM_JOB_ID"])
-        first = slurm_hosts(environ["SLURM_JOB_NODELIST"])[0]
-        # Jobs that share a node must not meet at one port.
-        found = {"nodes": nodes, "node_rank": int(environ["SLURM_NODEID"]), "name": f"slurm-{job}"}
-        found["rdzv"] = f"{first}:{_PORT + 1 + job % 10000}"
+    if "SLURM_JOB_ID" in environ:
+        mistake, found = _slurm_step(environ)
+        if mistake and given.get("nodes") is None:
+            raise ValueError(mistake)
     return Job(workers, **found | {name: value for name, value in given.items() if value is not None})
 
 
-def slurm_hosts(nodes: str) -> list[str]:
-    """The hosts of a list in Slurm's notation: ``node[01-03,7],gpu1``."""
-    hosts: list[str] = []
-    for item in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", nodes):
-        found = [""]
-        for text, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", item):
-            found = [f"{prefix}{text}{number}" for prefix in found for number in _numbers(ranges)]
-        hosts += found
-    return hosts
-
-
-def _numbers(ranges: str) -> list[str]:
-    """``01-03,7`` as ``01 02 03 7``; of an empty text an empty one."""
-    found: list[str] = []
-    for part in ranges.split(","):
-        first, dash, last = part.partition("-")
-        width = len(first)
-        found += [f"{n:0{width}}" for n in range(int(first), int(last) + 1)] if dash else [part]
-    return found
+def _slurm_step(environ: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    """Machines, rank and meeting place, by the variables of the step, which may be smaller than the job; and
+    why they cannot be, else "".
+    """
+    job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID")
+    nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    hosts, mistake = slurm_hosts(environ.get("SLURM_JOB_NODELIST", "")), ""
+    if step is None:
+        mistake = (
+            f"this runs on one of the {nodes} nodes of Slurm's job {job}, in no step. Start it on all by "
+            "`srun --ntasks-per-node=1 farcall launch ...`, or give --nnodes 1 for this one alone"
+        )
+    elif "SLURM_HET_SIZE" not in environ:  # else the step's variables are those of one component
+        nodes = int(environ.get("SLURM_STEP_NUM_NODES") or nodes)
+        hosts = slurm_hosts(environ.get("SLURM_STEP_NODELIST", "")) or hosts
+        tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or nodes)
+        if tasks != nodes:
+            return (
+                f"step {job}.{step} of Slurm runs {tasks} launchers on {nodes} nodes. There must be one on "
+                "each, which starts the workers there: srun --ntasks-per-node=1 farcall launch -n WORKERS ..."
+            ), {}
+    if nodes == 1 or mistake:
+        return mistake if nodes > 1 else "", {}
+    rank, name = int(environ["SLURM_NODEID"]), f"slurm-{job}.{step}"
+    return "", {"nodes": nodes, "node_rank": rank, "rdzv": f"{hosts[0]}:{slurm_port(environ)}", "name": name}

@@ -32,7 +32,7 @@ from farcall.launch.rounds import (
     placed,
 )
 from farcall.launch.terminal import say
-from rpc.errors import RendezvousError
+from rpc.errors import RpcError
 from rpc.group.authentication import ForeignRecordError
 from rpc.group.handshake import legible
 from rpc.options import AgentOptions
@@ -127,7 +127,7 @@ class Link:
             self._take_part()
         except Abandoned:
             pass
-        except (Lost, RendezvousError) as error:
+        except (Lost, RpcError) as error:
             self._news.put(Lost(str(error)))
         except StoreLost as error:
             self._news.put(Lost(f"the launcher that serves the store at {self._job.rdzv} is gone: {error}"))
@@ -161,9 +161,10 @@ class Link:
                     return
                 reason = "no launcher of this job serves the store there yet"
             except ForeignRecordError as error:
-                raise Lost(
-                    f"a launcher at {job.rdzv} has another token than this one, on {me.host}. {WAYS}"
-                ) from error
+                assert store is not None
+                reason = f"the launcher that serves the store has another token than {me}"
+                store.set("refused", reason.encode())
+                raise Lost(f"refused at {job.rdzv}: {reason}. {WAYS}") from error
             except StoreLost as error:
                 if self._exchanged_at is not None:
                     raise
@@ -233,10 +234,8 @@ class Link:
                 return launchers, ""
             if refusal and time.monotonic() - since > SILENT_SECONDS:  # none of them has left, so all mean it
                 return tuple(came.values()), refusal
-            there, doctor = (
-                f"there are {', '.join(map(str, came.values()))}",
-                f"farcall doctor --meet {job.rdzv}",
-            )
+            there = f"so far there is {', '.join(map(str, came.values()))}"
+            doctor = f"farcall doctor --meet {job.rdzv}"
             if notices.due():
                 say(
                     f"waiting at {job.rdzv} for {job.nodes} launchers for {notices.waited}; {there}. If all "
@@ -308,9 +307,7 @@ class Link:
                     f"not all {me.nodes} launchers have come to {place} within {self._job.timeout:g} s"
                 )
             elif notices.due():
-                say(
-                    f"waiting at {place} for {me.nodes} launchers for {notices.waited}; {coordinator} is there"
-                )
+                say(f"waiting at {place} for all launchers for {notices.waited}; {coordinator} is there")
             self._wake.wait(_LOOK_SECONDS)
             self._wake.clear()
 

@@ -14,10 +14,10 @@ END      all are DONE; no restart is left; a launcher        LEFT
          leaves, is silent, or does not stop
 =======  ==================================================  ====================================
 
-*It ends.* The job does not wait for a launcher that is silent, or that follows STOP or END too late. A launcher
-that hears nothing of the coordinator ends its workers. RUN alone has no limit; it is over as soon as one worker
-fails, whatever others have returned: a launcher that is DONE waits for the rest, and runs its workers again if
-it is ordered to.
+*It ends.* The job does not wait for a launcher that is silent, or that follows STOP or END too late. A
+launcher that hears nothing of the coordinator ends its workers. RUN alone has no limit; it is over as soon as
+one worker fails, whatever others have returned: a launcher that is DONE waits for the rest, and runs its
+workers again if it is ordered to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from farcall.launch.failures import Failure
 
 __all__ = ["SILENT_SECONDS", "Coordinator", "Kind", "Launcher", "Order", "Report", "State", "placed"]
 
-SILENT_SECONDS: Final = 15.0
+SILENT_SECONDS: Final = 10.0
 """How long a launcher may not be heard of before it counts as gone."""
 
 

@@ -11,7 +11,7 @@ import sys
 import traceback
 
 from farcall.launch.failures import record
-from farcall.program import run_module, run_script
+from farcall.launch.program import run_module, run_script
 
 __all__ = ["main"]
 

@@ -15,8 +15,9 @@ from rpc.lifecycle.backend_registry import BackendType
 from rpc.lifecycle.logs import show_log
 from rpc.lifecycle.own_backend import start_agent
 from rpc.options import AgentOptions, GrpcRpcBackendOptions, RpcBackendOptions
+from rpc.rendezvous.engines import placed_by_engine
 from rpc.rendezvous.init_method import open_store, resolve_group
-from rpc.runtime import file_limit
+from rpc.runtime import file_limit, process_one
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
 
 
@@ -36,8 +37,10 @@ def init_rpc(
     Args:
         name: unique in the group; letters, digits, ``-``, ``_`` and ``:``, fewer than 128.
         backend: a member of ``BackendType``; default: the one that the options are for, else our own.
-        rank: unique in the group, from 0. Default: ``RANK`` from the environment, as torchrun sets it.
-        world_size: the number of workers. Default: ``WORLD_SIZE`` from the environment, else dynamic.
+        rank: unique in the group, from 0. Default: ``RANK`` from the environment, as torchrun sets it, or
+            what the variables of ``srun``, ``mpirun`` or Kubeflow say.
+        world_size: the number of workers. Default: ``WORLD_SIZE`` from the environment, or likewise, else
+            dynamic.
         rpc_backend_options: see ``AgentOptions``; says where the workers meet, default ``env://``.
 
     Raises:
@@ -67,15 +70,22 @@ def init_with_store(
     """As ``init_rpc``, with a c10d store that exists already, if any, in place of an ``init_method``."""
     backend, options = _check(name, backend, rpc_backend_options)
     show_log(name)
+    process_one.end_at_sigterm()
     dynamic, timeout = False, options.rpc_timeout
     if isinstance(options, AgentOptions):
         dynamic, timeout = options.dynamic, options.rendezvous_timeout
-    place = resolve_group(rank, world_size, os.environ, dynamic, options.init_method if store is None else "")
+    init_method = options.init_method if store is None else ""
+    environ = os.environ if dynamic or rank not in (None, -1) else placed_by_engine(os.environ)
+    place = resolve_group(rank, world_size, environ, dynamic, init_method)
     ours = _is_ours(backend)
     if ours:
         file_limit.check((place.world_size or 1) - 1)
     shared = open_store(
-        options.init_method if store is None else store, place.rank, place.world_size, timeout=timeout
+        options.init_method if store is None else store,
+        place.rank,
+        place.world_size,
+        timeout=timeout,
+        environ=environ,
     )
     # Kept until the process ends: others may still need a store that it serves, and c10d's file stores count
     # the processes that let go of them.

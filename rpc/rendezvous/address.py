@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
 import os
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,20 +70,17 @@ def is_here(host: str) -> bool:
     return True
 
 
-def may_be_known_soon(error: socket.gaierror | UnicodeError) -> bool:
-    """Whether a host's name was not found because nobody could say, for the moment. (It is a
-    ``UnicodeError`` where a name has parts that are empty or too long.)
+def slow_name_server(*addresses: tuple[str, int]) -> float:
+    """Seconds that it takes to ask which hosts have some addresses.
+
+    A c10d store asks that of both ends of each connection, and does nothing else meanwhile. Most networks
+    answer in milliseconds, also where they do not know.
     """
-    return isinstance(error, OSError) and error.errno == socket.EAI_AGAIN
-
-
-def unknown_host(host: str, of: str, error: socket.gaierror | UnicodeError) -> RendezvousError:
-    """What to raise where a host's name is not known; ``of`` says where it was given."""
-    reason = error.strerror if isinstance(error, OSError) else error
-    return RendezvousError(
-        f"the host {host!r} of {of} cannot be found: {reason}. Check its spelling, and that this machine's "
-        "name server knows it; or give its address as a number."
-    )
+    began = time.monotonic()
+    for address in addresses:
+        with contextlib.suppress(OSError):  # it is not known, and that is an answer
+            socket.getnameinfo(address, 0)
+    return time.monotonic() - began
 
 
 def listen_address(master: str | None, *, single_host: bool = False) -> tuple[str, int]:

@@ -31,7 +31,8 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
-from rpc.rendezvous.address import is_here, is_loopback, may_be_known_soon, unknown_host
+from rpc.rendezvous.address import is_here, is_loopback, slow_name_server
+from rpc.rendezvous.engines import engine_of
 from rpc.rendezvous.store import (
     Backoff,
     Opener,
@@ -46,14 +47,20 @@ from rpc.runtime.notices import Notices
 logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS: Final = 2.0
-_CONNECT_SECONDS: Final = (1.0, 4.0)
-"""How long to wait for an answer, one time after the other, before the port must be that of another program.
-The first is short: who has accepted the connection may have been a process that was just dying, and a client
-in C++ goes on to look for it.
+_ANSWER_SECONDS: Final = 1.0
+"""How long to wait for a store's answer, the first time; then four times that, and so on. It is short at
+first, since a process that has just died may have accepted the connection.
 """
 
-_MAX_UNRESOLVED_SECONDS: Final = 2.0
-"""How long a name server may say that it cannot answer just now."""
+_MARGIN_SECONDS: Final = 0.5
+"""How much later than asked for a store of C++ may say that it has had a wrong answer."""
+
+_WRONG_ANSWERS: Final = 2
+"""How often a program may answer as no store does, until its port must be that of another program."""
+
+_SLOW_NAMES_SECONDS: Final = 1.0
+"""A name server that takes longer than this is reported."""
+
 _FILE_TIMEOUT: Final = timedelta(seconds=5)
 
 
@@ -246,6 +253,10 @@ _REMEDY: Final = (
     "Rank 0 serves it, in a dynamic group the first worker on that host: check that it is running, that "
     "address and port are the same at all workers and its own, and that no firewall is in between."
 )
+_NAME_REMEDY: Final = (
+    "It is asked for again, since a host may get its name late. Check its spelling, and that this machine's "
+    "name server knows it; or give its address as a number."
+)
 _STRANGERS_REMEDY: Final = (
     "Check that it is a c10d store (rank 0 of this job, or torchrun's), not another program that has its "
     "port, and that its process is not stopped."
@@ -297,46 +308,47 @@ class _TcpStore:
         arrivals in its store is where both will learn of each other.
         """
         port_is_free = True
-        unanswered, reason = 0, ""
+        patience, wrong, remedy = _ANSWER_SECONDS, 0, _REMEDY
         backoff, notices = Backoff(waiting), Notices()
-        unresolved = Waiting(min(_MAX_UNRESOLVED_SECONDS, waiting.timeout))
         while True:
             try:
                 socket.getaddrinfo(self.host, None)  # a store that serves would ask until its time is over
                 if self._may_serve and port_is_free and (served := self._as_server(waiting)):
                     return served
-                self._knock(waiting)
-                if unanswered < len(_CONNECT_SECONDS):
-                    unanswered += 1
-                    return self._as_client(waiting, _CONNECT_SECONDS[unanswered - 1])
-            except (socket.gaierror, UnicodeError) as error:
-                self._check_name(error, unresolved)
-                reason = first_line(error)
+                patience = max(patience, self._knock(waiting))
+                return self._as_client(waiting, patience)
+            except UnicodeError as error:  # no host can have such a name
+                raise RendezvousError(f"{self._unknown(error)}. Check its spelling.") from error
+            except socket.gaierror as error:
+                reason, remedy = self._unknown(error), _NAME_REMEDY
             except RendezvousError:
                 raise
+            except ConnectionRefusedError as error:
+                port_is_free, patience, wrong = True, _ANSWER_SECONDS, 0
+                reason, remedy = first_line(error), _REMEDY
             except (OSError, RuntimeError) as error:
-                reason = first_line(error)
-                port_is_free = isinstance(error, ConnectionRefusedError)
-                unanswered = 0 if port_is_free else unanswered
-            else:  # somebody is there, and did not answer any time
-                raise RendezvousError(self._taken(reason))
+                port_is_free, patience = False, 4 * patience
+                reason, remedy = first_line(error), _STRANGERS_REMEDY
+                if "timed out" not in reason and (not isinstance(error, TimeoutError) or self._hangs_up()):
+                    wrong += 1
+                if wrong == _WRONG_ANSWERS:
+                    raise RendezvousError(self._taken(reason)) from error
             if notices.due():
                 logger.warning(
                     "nobody has answered at %s for %s: %s. %s",
                     self.description,
                     notices.waited,
                     reason,
-                    _STRANGERS_REMEDY if unanswered else _REMEDY,
+                    remedy,
                 )
             if not backoff.pause():
                 lasted = f"has not been reachable for {waiting.timeout:g} s"
-                remedy = _STRANGERS_REMEDY if unanswered else _REMEDY
                 raise RendezvousTimeoutError(f"{self.description} {lasted}: {reason}. {remedy}")
 
-    def _check_name(self, error: socket.gaierror | UnicodeError, patience: Waiting) -> None:
-        """Raise unless the host's name may be known in a moment."""
-        if not may_be_known_soon(error) or not patience.remaining:
-            raise unknown_host(self.host, self.description, error) from error
+    def _unknown(self, error: OSError | UnicodeError) -> str:
+        """What to say when nobody knows the host's name."""
+        reason = error.strerror if isinstance(error, OSError) else error
+        return f"the host {self.host!r} of {self.description} cannot be found: {reason}"
 
     def _taken(self, reason: str) -> str:
         """What to say when there is somebody, but no store."""
@@ -375,10 +387,37 @@ class _TcpStore:
                 f"rank 0 cannot listen on {_joined(self.host, self.port)}: {error}"
             ) from error
 
-    def _knock(self, waiting: Waiting) -> None:
-        """Connect in Python and hang up, since a store of C++ prints warnings while nobody listens."""
+    def _knock(self, waiting: Waiting) -> float:
+        """Connect in Python and hang up, since a store of C++ prints warnings while nobody listens.
+
+        Returns:
+            How long a store of C++ may take for its own connection, in seconds.
+        """
         patience = min(_PROBE_SECONDS, max(0.05, waiting.remaining))
-        socket.create_connection((self.host, self.port), patience).close()
+        with socket.create_connection((self.host, self.port), patience) as connection:
+            seconds = slow_name_server(connection.getpeername()[:2], connection.getsockname()[:2])
+        if seconds > _SLOW_NAMES_SECONDS:
+            logger.warning(
+                "the name server takes %.0f s to say which host has an address, and %s waits for that at "
+                "each connection. Repair its reverse look-ups, or add the job's hosts to /etc/hosts.",
+                seconds,
+                self.description,
+            )
+        return _ANSWER_SECONDS + 4 * seconds
+
+    def _hangs_up(self) -> bool:
+        """Whether a program has the port that speaks first, or hangs up, as no store does. (C++ does not say
+        so in time: it tries again for longer than it was given.)
+        """
+        try:
+            with socket.create_connection((self.host, self.port), _PROBE_SECONDS) as connection:
+                connection.settimeout(_ANSWER_SECONDS)
+                connection.recv(1)
+        except (TimeoutError, ConnectionRefusedError):
+            return False
+        except OSError:
+            return True
+        return True
 
     def _own_address(self) -> str | None:
         """The one address that the host's name means, here and elsewhere; None if it may be another."""
@@ -392,10 +431,15 @@ class _TcpStore:
         return None if found or is_loopback(address) else address
 
     def _as_client(self, waiting: Waiting, patience: float) -> Store:
-        """Connect to it. Whatever has the port may never answer, which no timeout of the store's ends."""
+        """Connect to it. Whatever has the port may never answer, which no timeout of the store's ends.
+
+        Args:
+            waiting: until when.
+            patience: seconds to wait for its answer.
+        """
         seconds = min(patience, waiting.remaining)
         made = start(lambda _: self._made(seconds, serve=False), waiting)
-        concurrent.futures.wait([made], seconds)
+        concurrent.futures.wait([made], 1.25 * seconds + _MARGIN_SECONDS)
         if not made.done():
             raise TimeoutError("it accepts connections and does not answer")
         store = made.result()
@@ -423,6 +467,12 @@ def _address_in(environ: Mapping[str, str]) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT."""
     for variable in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(variable):
+            engine = engine_of(environ)
+            if engine is not None and engine.remedy:
+                raise RendezvousError(
+                    f"this process was started by {engine.name}, which does not say where the workers meet "
+                    f"({variable} is not set): {engine.remedy}"
+                )
             raise RendezvousError(
                 f"environment variable {variable} expected, but not set. env:// takes the address of the "
                 f"rendezvous from MASTER_ADDR and MASTER_PORT; set them (`farcall launch` and torchrun do), "

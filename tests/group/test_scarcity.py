@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import rpc
-from farcall.reporting import record
+from farcall.launch.failures import record
 from rpc.errors import RendezvousError, RpcError
 from rpc.rendezvous.token import user_key
 from spmd.checkpoint import manager
@@ -60,7 +60,7 @@ def save_on_a_full_disk(worker: Worker, folder: str) -> None:
 
 
 def leave_a_failure_on_a_full_disk(worker: Worker, folder: str) -> None:
-    os.environ |= {"TORCHELASTIC_ERROR_FILE": f"{folder}/error.json", "RANK": "0"}
+    os.environ |= {"FARCALL_ERROR_FILE": f"{folder}/error.json", "RANK": "0"}
     with contextlib.redirect_stderr(io.StringIO()) as said, full_disk():
         record(ValueError("what the user is to see"), "the traceback")
     assert f"cannot write {folder}/error.json" in said.getvalue()

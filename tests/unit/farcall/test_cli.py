@@ -14,7 +14,7 @@ import torch
 import farcall
 from farcall.cli import main
 from farcall.doctor import Finding
-from farcall.launch.job import Job, slurm_hosts, under_slurm
+from farcall.launch.job import Job, under_slurm
 from farcall.trials import Trial, pytorch
 
 
@@ -151,23 +151,43 @@ def test_a_finding_ends_in_one_full_stop_before_what_to_do() -> None:
 SLURM = {
     "SLURM_JOB_ID": "12",
     "SLURM_JOB_NUM_NODES": "3",
-    "SLURM_NODEID": "1",
     "SLURM_JOB_NODELIST": "node[01-03]",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "node[02-03]",
+    "SLURM_NODEID": "1",
 }
 
 
-def test_slurm_says_where_the_machines_meet() -> None:
-    assert under_slurm(4, SLURM, nodes=None, name=None) == Job(4, 3, 1, "node01:29513", name="slurm-12")
+def test_slurms_step_says_where_the_machines_meet() -> None:
+    assert under_slurm(4, SLURM, nodes=None, name=None) == Job(4, 2, 1, "node02:29715", name="slurm-12.2")
     assert under_slurm(4, {}, nodes=2, rdzv="a:1") == Job(4, 2, None, "a:1")
 
 
+def test_a_step_on_one_node_is_a_job_of_one_machine() -> None:
+    step = SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "node02"}
+    assert under_slurm(4, step) == Job(4)
+
+
+def test_steps_of_one_job_meet_at_ports_of_their_own() -> None:
+    assert under_slurm(1, SLURM).rdzv != under_slurm(1, SLURM | {"SLURM_STEP_ID": "3"}).rdzv
+
+
 @pytest.mark.parametrize(
-    ("nodes", "hosts"),
+    ("changed", "said"),
     [
-        ("gpu1", ["gpu1"]),
-        ("node[01-03,7],gpu1", ["node01", "node02", "node03", "node7", "gpu1"]),
-        ("a[1-2]-b[8-9]x", ["a1-b8x", "a1-b9x", "a2-b8x", "a2-b9x"]),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "step 12.2 of Slurm runs 4 launchers on 2 nodes"),
+        ({"SLURM_STEP_ID": ""}, "one of the 3 nodes of Slurm's job 12, in no step"),
     ],
 )
-def test_hosts_in_slurms_notation(nodes: str, hosts: list[str]) -> None:
-    assert slurm_hosts(nodes) == hosts
+def test_what_cannot_be_under_slurm_is_refused_by_name(
+    changed: dict[str, str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (SLURM | changed).items():
+        monkeypatch.setenv(name, value)
+    for name, value in changed.items():
+        if not value:
+            monkeypatch.delenv(name)
+    assert main(["launch", "-n", "1", __file__]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -26,6 +26,7 @@ farcall_guard.prefer()
 from farcall import compat
 from farcall.compat import lending
 from farcall.compat.own_source import imports_at_the_top
+from rpc.runtime.process_one import end_at_sigterm
 
 __all__ = ["run_module", "run_script"]
 
@@ -108,6 +109,7 @@ def run_module(
 
 def _prepare(folder: str, program: str, lend_names: bool, xla: bool) -> None:
     """What must be done before the first line of a program's code, also that of its packages, is run."""
+    end_at_sigterm()
     if lend_names:
         compat.install(xla)
         _install_in_children()

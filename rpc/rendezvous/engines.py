@@ -1,0 +1,190 @@
+"""A worker's place as its engine tells it: Slurm's ``srun``, ``mpirun``, and Kubeflow's trainer.
+
+Each engine sets variables of its own. They are read where neither the program nor ``RANK`` says what the rank
+is, and what they say becomes the variables that torchrun sets, by which everything else goes on. Some engines
+tell ranks but no place to meet; the error then names the engine, and what to give.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rpc.errors import RendezvousError
+
+__all__ = ["Engine", "engine_of", "placed_by_engine", "slurm_hosts", "slurm_port"]
+
+_FIRST_PORT: Final = 29501
+_PORTS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What an engine says of a worker.
+
+    Attributes:
+        name: name of the engine, for errors.
+        rank: rank of the worker.
+        world_size: number of workers.
+        local_rank: rank on its host; None if the engine does not say.
+        local_world_size: number of workers on its host; None likewise.
+        master: host and port where the workers meet; None if the engine does not say.
+        remedy: how to give such a place.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    master: tuple[str, int] | None = None
+    remedy: str = ""
+
+
+def placed_by_engine(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """An environment with ``RANK``, ``WORLD_SIZE`` and so on, if an engine's variables say them.
+
+    What is set counts: without any effect where ``RANK`` or ``WORLD_SIZE`` is.
+    """
+    if environ.get("RANK") or environ.get("WORLD_SIZE"):
+        return environ
+    engine = engine_of(environ)
+    if engine is None:
+        return environ
+    found = {"RANK": str(engine.rank), "WORLD_SIZE": str(engine.world_size)}
+    if engine.local_rank is not None:
+        found["LOCAL_RANK"] = str(engine.local_rank)
+    if engine.local_world_size is not None:
+        found["LOCAL_WORLD_SIZE"] = str(engine.local_world_size)
+    if engine.master is not None:
+        found["MASTER_ADDR"], found["MASTER_PORT"] = engine.master[0], str(engine.master[1])
+    return found | {name: value for name, value in environ.items() if value}
+
+
+def engine_of(environ: Mapping[str, str]) -> Engine | None:
+    """The engine that has started this process, if one has that is known here.
+
+    Raises:
+        RendezvousError: its variables are not what the engine sets.
+    """
+    try:
+        for read in (_kubeflow, _open_mpi, _hydra, _slurm):  # mpirun under Slurm has variables of both
+            engine = read(environ)
+            if engine is not None:
+                return engine
+    except (KeyError, ValueError) as error:
+        raise RendezvousError(
+            f"the environment is not what an engine sets: {error}. Pass rank= and world_size= to init_rpc, "
+            "or set RANK and WORLD_SIZE."
+        ) from error
+    if environ.get("PMIX_RANK"):
+        raise RendezvousError(
+            f"this process was started through PMIx (PMIX_RANK={environ['PMIX_RANK']}), which tells programs "
+            "no size by variables. Set WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT, or pass them to init_rpc."
+        )
+    return None
+
+
+def _kubeflow(environ: Mapping[str, str]) -> Engine | None:
+    """One process of a pod, of Kubeflow's PyTorchJob or TrainJob, which sets what torchrun is to get."""
+    if "PET_NODE_RANK" not in environ or "PET_NNODES" not in environ:
+        return None
+    processes = environ.get("PET_NPROC_PER_NODE", "1")
+    if processes not in ("1", "auto", "cpu", "gpu"):
+        raise RendezvousError(
+            f"PET_NPROC_PER_NODE={processes} asks for {processes} processes on each node, and this one was "
+            "started without a launcher: start the program by `farcall launch` or torchrun"
+        )
+    host, port = environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT") or "29500"
+    if not host and environ.get("PET_RDZV_ENDPOINT"):
+        host, _, port = environ["PET_RDZV_ENDPOINT"].rpartition(":")
+    nodes = environ["PET_NNODES"].partition(":")[0]
+    return Engine(
+        "Kubeflow",
+        int(environ["PET_NODE_RANK"]),
+        int(nodes),
+        0,
+        1,
+        (host, int(port)) if host else None,
+        "PET_MASTER_ADDR is not set: set MASTER_ADDR and MASTER_PORT to the first pod's name and a port",
+    )
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Engine | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    return Engine(
+        "OpenMPI's mpirun",
+        int(environ["OMPI_COMM_WORLD_RANK"]),
+        int(environ["OMPI_COMM_WORLD_SIZE"]),
+        _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        None,
+        "give the host of rank 0: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...",
+    )
+
+
+def _hydra(environ: Mapping[str, str]) -> Engine | None:
+    """MPICH's, Intel MPI's and others' launcher."""
+    if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
+        return None
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        return None  # srun --mpi=pmi2 sets them too, and says more by its own
+    return Engine(
+        "mpiexec (PMI)",
+        int(environ["PMI_RANK"]),
+        int(environ["PMI_SIZE"]),
+        _number(environ, "MPI_LOCALRANKID"),
+        _number(environ, "MPI_LOCALNRANKS"),
+        None,
+        "give the host of rank 0: mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ...",
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Engine | None:
+    """A task of a step. (A batch script has some of these variables, but is none.)"""
+    if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
+        return None
+    hosts = slurm_hosts(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
+    size = int(environ["SLURM_STEP_NUM_TASKS"])
+    return Engine(
+        "srun",
+        int(environ["SLURM_PROCID"]),
+        size,
+        _number(environ, "SLURM_LOCALID"),
+        size if len(hosts) == 1 else None,
+        (hosts[0], slurm_port(environ)),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    return int(environ[name]) if environ.get(name) else None
+
+
+def slurm_port(environ: Mapping[str, str]) -> int:
+    """The port where the tasks of a step meet: another one for each job, and for each step of a job."""
+    job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID") or 0)
+    return _FIRST_PORT + (job + 101 * step) % _PORTS
+
+
+def slurm_hosts(nodes: str) -> list[str]:
+    """The hosts of a list in Slurm's notation: ``node[01-03,7],gpu1``."""
+    hosts: list[str] = []
+    for item in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", nodes):
+        found = [""]
+        for text, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", item):
+            found = [f"{prefix}{text}{number}" for prefix in found for number in _numbers(ranges)]
+        hosts += found
+    return hosts
+
+
+def _numbers(ranges: str) -> list[str]:
+    """``01-03,7`` as ``01 02 03 7``; of an empty text an empty one."""
+    found: list[str] = []
+    for part in ranges.split(","):
+        first, dash, last = part.partition("-")
+        width = len(first)
+        found += [f"{n:0{width}}" for n in range(int(first), int(last) + 1)] if dash else [part]
+    return found

@@ -1,0 +1,28 @@
+"""SIGTERM in process 1 of a container.
+
+For process 1 of a PID namespace the kernel discards each signal that has no handler. A pod whose program is
+process 1 would run on until its time is over and it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+__all__ = ["end_at_sigterm"]
+
+
+def end_at_sigterm() -> None:
+    """If this is process 1 and nothing handles SIGTERM, have it end this process, as it ends any other."""
+    if (
+        os.getpid() == 1
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)
