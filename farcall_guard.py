@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PACKAGES", "HiddenPackageError", "check", "explain", "namesakes", "prefer"]
+__all__ = ["PACKAGES", "HiddenPackageError", "check", "explain", "installed", "namesakes", "prefer"]
 
 PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd")
 """The packages that farcall consists of, besides ``farcall`` itself."""
@@ -32,6 +32,11 @@ class HiddenPackageError(ImportError):
         name: the package's name.
         path: where the other module is.
     """
+
+
+def installed(*names: str) -> tuple[str, ...]:
+    """Those of these packages that are part of this installation."""
+    return tuple(name for name in names if (_HOME / name).is_dir())
 
 
 def check(*names: str) -> None:

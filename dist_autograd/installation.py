@@ -18,7 +18,8 @@ from dist_autograd.roots import checked
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.errors import AutogradError, RRefError, with_article
 from rpc.runtime.blocking import check_may_block
-from rpc.runtime.current import current_agent
+from rpc.runtime.current import extension
+from rref.installation import install as install_references
 
 __all__ = ["Autograd", "autograd", "install"]
 
@@ -89,7 +90,8 @@ def install(agent: Agent) -> None:
     engine.prepare()
     anchor()  # before several threads ask for it, who might each make one
     agent.serializer.allow_function(backward_here)
-    agent.extensions[_EXTENSION] = Autograd(agent)
+    agent.extensions[_EXTENSION] = installed = Autograd(agent)
+    install_references(agent).backward = installed.backward_of
 
 
 def autograd() -> Autograd:
@@ -98,5 +100,5 @@ def autograd() -> Autograd:
     Raises:
         NotInitializedError: there is no agent.
     """
-    found: Autograd = current_agent().extensions[_EXTENSION]
+    found: Autograd = extension(_EXTENSION)
     return found

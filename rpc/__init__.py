@@ -11,11 +11,14 @@ Example::
 
 from __future__ import annotations
 
+import importlib as _importlib
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
 import farcall_guard
 
-farcall_guard.check("rref", "dist_autograd")
+farcall_guard.check(*farcall_guard.installed("rref", "dist_autograd"))
 
-# The one place that looks up: what PyTorch has in this package, though it stands on it.
 from rpc import errors, functions
 from rpc.agent.futures import Future, as_completed, wait_all, wait_any
 from rpc.api import (
@@ -53,8 +56,10 @@ from rpc.runtime.current import is_initialized
 from rpc.serialization.portable import PortablePickler
 from rpc.serialization.settings import allow_class, allow_function, allow_methods, use_pickler
 from rpc.serving import serve
-from rref.reference import RRef
-from rref.remote import remote
+
+if TYPE_CHECKING:
+    from rref.reference import RRef as RRef
+    from rref.remote import remote as remote
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",
@@ -102,3 +107,13 @@ __all__ = [
     "wait_all",
     "wait_any",
 ]
+
+_HIGHER = {"RRef": "rref.reference", "remote": "rref.remote"}
+"""Names that PyTorch has in this package and that a higher package of farcall's defines, if it is installed."""
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _HIGHER:
+        raise AttributeError(f"module 'rpc' has no attribute {name!r}")
+    value = globals()[name] = getattr(_importlib.import_module(_HIGHER[name]), name)
+    return value

@@ -12,9 +12,17 @@ from rref.serving import Server
 __all__ = ["install"]
 
 
-def install(agent: Agent) -> None:
-    """Make an agent that has not joined its group yet serve remote references."""
+def install(agent: Agent) -> References:
+    """Make an agent that has not joined its group yet serve remote references, unless it does already.
+
+    Returns:
+        Its references.
+    """
+    if EXTENSION in agent.extensions:
+        installed: References = agent.extensions[EXTENSION]
+        return installed
     agent.serializer.register_reducer(RemoteModule, reduce_remote_module)
     agent.extensions[EXTENSION] = references = References(agent)
     agent.serializer.register_carrier(RRef, RRefCarrier(references))
     Server(agent, references)
+    return references

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rpc.agent.caller import Caller
 from rpc.agent.calls import CallTable
 from rpc.agent.dispatcher import Dispatcher, KindHandler
+from rpc.agent.hooks import Hooks
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Observation, Recording
 from rpc.group.connections import Connections
@@ -39,7 +40,7 @@ class Group(_Common, Protocol):
 
     incarnation: int
     closed: bool
-    extensions: dict[str, Any]
+    hooks: Hooks
     loop: asyncio.AbstractEventLoop
     view: Membership
     connections: Connections

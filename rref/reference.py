@@ -11,10 +11,10 @@ import torch
 from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.agent.futures import Future
 from rpc.api import collect
-from rpc.errors import RRefError, SerializationError, WorkerLostError, with_article
+from rpc.errors import AutogradError, RRefError, SerializationError, WorkerLostError, with_article
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
-from rpc.runtime.current import check_not_forked, current_agent
+from rpc.runtime.current import check_not_forked, extension
 from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
@@ -34,7 +34,7 @@ EXTENSION = "rref"
 
 def references() -> References:
     """The references of the current agent."""
-    found: References = current_agent().extensions[EXTENSION]
+    found: References = extension(EXTENSION)
     return found
 
 
@@ -365,7 +365,9 @@ class RRef(Generic[T]):
                 rpc.remote(rref.owner(), torch.sum, args=(loss,)).backward(context_id)
         """
         shell = self._usable("backward", UNSET_TIMEOUT)
-        shell.agent.extensions["autograd"].backward_of(self, dist_autograd_ctx_id, retain_graph)
+        if shell.backward is None:
+            raise AutogradError(f"cannot run a backward at {self}: distributed autograd is not installed")
+        shell.backward(self, dist_autograd_ctx_id, retain_graph)
 
     # ---- as a Python object
 

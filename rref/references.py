@@ -49,7 +49,9 @@ class References:
     def __init__(self, agent: Group) -> None:
         self.agent = agent
         self.released = False
-        """Whether a graceful shutdown has taken all references away."""
+        """Whether all references have been given back, or the agent has closed."""
+        self.backward: Callable[[Any, int, bool], None] | None = None
+        """Runs ``RRef.backward``; distributed autograd sets it, if it is installed."""
         self.futures = threading.RLock()
         """Held while the future of a creation is made."""
         self._protocol = Protocol(agent.incarnation)
@@ -66,6 +68,9 @@ class References:
         agent.on_joined(self._peer_joined)
         agent.on_gone(self._peer_gone)
         agent.on_closed(self._closed)
+        agent.hooks.release.append(self.release_all)
+        agent.hooks.check.append(self.check_leaks)
+        agent.hooks.close.append(self._closing)
 
     # ---- what the protocol asks for, and what it hears
 
@@ -220,6 +225,9 @@ class References:
     def release(self, ref: Ref) -> None:
         """The last Python object of a reference is gone. Safe in finalizers."""
         self.steps.later(self._protocol.release, ref)
+
+    def _closing(self) -> None:
+        self.released = True
 
     def release_all(self) -> None:
         """For a graceful shutdown: give back everything that this worker refers to elsewhere."""

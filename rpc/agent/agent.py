@@ -368,16 +368,14 @@ class Agent:
         timeout = self.caller.effective_timeout(timeout)
         if graceful and not self.departure.claim():
             raise RpcError(f"worker '{self.info.name}' is being shut down by another thread already")
-        references = self.extensions["rref"]
         try:
             if graceful:
                 self.departure.wait_for_all(
                     timeout,
-                    release=references.release_all if release_references else None,
-                    check=references.check_leaks if raise_on_leaks else None,
+                    release=self.hooks.release if release_references else (),
+                    check=self.hooks.check if raise_on_leaks else (),
                 )
         finally:
-            references.released = True
             clear_current_agent(self)
             self.close("it has shut down" if graceful else "it has shut down without waiting")
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
@@ -151,19 +151,18 @@ class Departure:
 
     @interruptible
     def wait_for_all(
-        self, timeout: float, release: Callable[[], object] | None, check: Callable[[], object] | None
+        self, timeout: float, release: Iterable[Callable[[], object]], check: Iterable[Callable[[], object]]
     ) -> None:
-        """Wait for the end of all work, with all ``ROUNDS``; see ``wait``. ``release`` gives back all
-        references, after the first round; ``check`` looks whether others hold references, after the second.
-        If that raises, the third is waited for all the same.
+        """Wait for the end of all work, with all ``ROUNDS``; see ``wait``, and ``Hooks`` for ``release`` and
+        ``check``. If a check raises, the third round is waited for all the same.
         """
         self.wait(timeout)
-        if release is not None:
-            release()
+        for give_back in release:
+            give_back()
         self.wait(timeout)
         try:
-            if check is not None:
-                check()
+            for look in check:
+                look()
         finally:
             self.wait(timeout)
 

@@ -18,6 +18,10 @@ class Hooks:
     for good, with the reason. ``close`` is called on the closing thread, when this worker leaves, ``closed``
     when it has left: nobody it waits for will answer any more. ``forked`` in a forked child, where it may
     wait for no lock.
+
+    ``release`` and ``check`` belong to a graceful shutdown and are called on its thread: ``release`` after
+    the first round, to give back what this worker holds on others; ``check`` after the second, to raise if
+    others still hold something here.
     """
 
     joined: list[Callable[[Peer], object]] = field(default_factory=list)
@@ -25,3 +29,5 @@ class Hooks:
     close: list[Callable[[], object]] = field(default_factory=list)
     closed: list[Callable[[], object]] = field(default_factory=list)
     forked: list[Callable[[], object]] = field(default_factory=list)
+    release: list[Callable[[], object]] = field(default_factory=list)
+    check: list[Callable[[], object]] = field(default_factory=list)

@@ -1,11 +1,13 @@
 """The backend that is our own agent: it listens, meets the others at the store, and leaves at the end.
 
 What stands on every agent are *extensions*: functions ``install(agent)``, called before the agent joins its
-group, which add message kinds, carriers or a tape. One is named, not registered: by a distribution of its
-own, under the entry point group ``farcall.extensions``::
+group, which add message kinds, carriers or a tape. Each is named by the distribution that has it, farcall's
+own included, under the entry point group ``farcall.extensions``::
 
     [project.entry-points."farcall.extensions"]
     metrics = "my_package.metrics:install"
+
+They are installed in any order: one that needs another installs that first, if it is not there yet.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import logging
 import os
 import sys
 import weakref
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Final
 
 import torch
@@ -28,6 +30,7 @@ from rpc.group.workers import Member, WorkerInfo
 from rpc.lifecycle.neighbours import AgentNeighbours, introduce, noop
 from rpc.lifecycle.worker_watch import watch
 from rpc.options import AgentOptions, parse_listen
+from rpc.profiling import installation as profiling
 from rpc.rendezvous.address import as_others_reach_it, host_identity, is_loopback, listen_address
 from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
@@ -48,16 +51,6 @@ from rpc.transport.unix import UnixTransport
 logger = logging.getLogger(__name__)
 
 EXTENSIONS: Final = "farcall.extensions"
-
-_OURS: Final = (
-    EntryPoint("profiling", "rpc.profiling.installation:install", EXTENSIONS),
-    EntryPoint("rref", "rref.installation:install", EXTENSIONS),
-    EntryPoint("dist_autograd", "dist_autograd.installation:install", EXTENSIONS),
-    EntryPoint("spmd", "spmd.collectives.store:install", EXTENSIONS),
-)
-"""What all workers take part in: contexts of distributed autograd follow their calls, and worker 0 serves a
-store to those who form process groups.
-"""
 
 _SHOWN_OF_ERROR: Final = 200
 """In so many characters the other workers are told of the exception that ended a program."""
@@ -121,7 +114,8 @@ def _start(
             options.max_message_bytes,
             agent.serializer.allow is not None,
         )
-        for extension in (*_OURS, *entry_points(group=EXTENSIONS)):
+        profiling.install(agent)
+        for extension in entry_points(group=EXTENSIONS):
             extension.load()(agent)
         agent.serializer.allow_function(noop)
         group: Group

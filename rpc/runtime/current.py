@@ -32,6 +32,22 @@ def current_agent() -> Any:
     return agent
 
 
+def extension(name: str) -> Any:
+    """The current agent's extension of that name.
+
+    Raises:
+        NotInitializedError: there is no agent, or it has no such extension.
+    """
+    try:
+        return current_agent().extensions[name]
+    except KeyError:
+        raise NotInitializedError(
+            f"this worker has no extension '{name}'. Extensions are found by the entry points of installed "
+            "distributions: install farcall (`pip install .` in its folder) instead of only putting it on "
+            "sys.path"
+        ) from None
+
+
 def check_not_forked() -> None:
     """Raise ``ForkedProcessError`` if this process was forked from one that has an agent, and has none."""
     if _forked_from is not None:

@@ -16,7 +16,7 @@ from rpc.errors import RpcError, RpcTimeoutError
 from rpc.functions import async_execution
 from rpc.group.workers import WorkerInfo
 from rpc.lifecycle.worker_watch import on_worker_lost
-from rpc.runtime.current import current_agent
+from rpc.runtime.current import current_agent, extension
 
 __all__ = ["WorkerStore", "fail_if_lost", "forget_keys", "install"]
 
@@ -137,13 +137,13 @@ def _ask(operation: str, arguments: tuple[Any, ...]) -> Any:
     """At the serving worker: anything but waiting."""
     if operation not in _OPERATIONS:
         raise ValueError(f"a store does not {operation!r}")
-    return getattr(current_agent().extensions[_EXTENSION], operation)(*arguments)
+    return getattr(extension(_EXTENSION), operation)(*arguments)
 
 
 @async_execution
 def _wait(keys: Sequence[str]) -> Any:
     """At the serving worker."""
-    return current_agent().extensions[_EXTENSION].wait(keys)
+    return extension(_EXTENSION).wait(keys)
 
 
 class WorkerStore(Store):
