@@ -8,9 +8,10 @@ first differ. The environment variables are PyTorch's:
 
 - ``TORCH_FR_BUFFER_SIZE``: how many operations are kept, 2000 by default; 0 turns the recorder off.
 - ``TORCH_FR_DUMP_TEMP_FILE``: if set, each rank writes its record when a group fails, to a file of this name
-  with the rank appended. ``TORCH_FR_DUMP_ON_TIMEOUT=0`` prevents that.
+  with the rank appended; ``TORCH_FR_DUMP_ON_TIMEOUT=0`` prevents that. Only then is kept where in the program
+  each operation was called, which takes longer than everything else (about 5 us).
 
-Shapes and places in the program are kept, but no tensors.
+Shapes are kept, but no tensors.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Record:
         timeout: float,
         *,
         is_message: bool,
+        places: _Places,
     ) -> None:
         self.number = number
         self.group = group
@@ -109,7 +111,7 @@ class Record:
         self.inputs = [(each.shape, each.dtype) for each in inputs]
         self.outputs = self.inputs if outputs is inputs else [(each.shape, each.dtype) for each in outputs]
         self.timeout = timeout
-        self.places = _places()
+        self.places = places
         self.created = time_ns()
         self.started = self.ended = 0
         self.succeeded = False
@@ -127,7 +129,7 @@ class Record:
 def _places() -> _Places:
     """Where the program is, innermost first, without this package."""
     places: _Places = []
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(places) < _FRAMES:
         code = frame.f_code
         if not code.co_filename.startswith(_HERE):
@@ -146,6 +148,7 @@ class FlightRecorder:
         self._records: deque[Record] = deque(maxlen=_buffer_size())
         self._numbers = count()
         self._has_dumped = threading.Lock()
+        self._prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
 
     def begin(
         self,
@@ -168,7 +171,16 @@ class FlightRecorder:
         """
         if not self._records.maxlen:
             return None
-        record = Record(next(self._numbers), group, name, inputs, outputs, timeout, is_message=is_message)
+        record = Record(
+            next(self._numbers),
+            group,
+            name,
+            inputs,
+            outputs,
+            timeout,
+            is_message=is_message,
+            places=_places() if self._prefix else [],
+        )
         self._records.append(record)
         return record
 
@@ -197,7 +209,7 @@ class FlightRecorder:
 
     def group_failed(self, rank: int) -> None:
         """Write the record, once, on a thread of its own, if the environment asks for it."""
-        prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+        prefix = self._prefix
         wanted = os.environ.get("TORCH_FR_DUMP_ON_TIMEOUT", "1").lower() not in ("0", "false", "off", "no")
         if prefix and wanted and self._records.maxlen and self._has_dumped.acquire(blocking=False):
             threading.Thread(target=self._dump, args=(prefix, rank), name="farcall-flight-recorder").start()

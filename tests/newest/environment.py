@@ -70,10 +70,8 @@ class Environment:
 
 
 def found() -> Environment | None:
-    """The environment that an earlier run has made from the index, if there is one."""
-    if not _READY.exists():
-        return None
-    return _environment()
+    """The environment that an earlier run has made, from the index or from files, if there is one."""
+    return _environment() if _READY.exists() else None
 
 
 def made_from_index() -> Environment:
@@ -83,7 +81,8 @@ def made_from_index() -> Environment:
         Unavailable: no interpreter has a PyTorch in the index, or the index cannot be reached.
     """
     newest = _newest_pytorch()
-    if (environment := found()) is not None and newest in environment.description:
+    environment = found() if _origin() == "index" else None
+    if environment is not None and f"PyTorch {newest}" in environment.description:
         _run([environment.python, *_PIP, "install", *_requirements()])
         return environment
     reasons = []
@@ -99,7 +98,7 @@ def made_from_index() -> Environment:
     for arguments in (["install", *_requirements()], _OURS):
         if (done := _pip(arguments)).returncode:
             raise Unavailable(_last_line(done.stderr))
-    _READY.touch()
+    _READY.write_text("index")
     return _environment()
 
 
@@ -134,7 +133,14 @@ def made_from_files() -> Environment:
     packages = next(Path(sys.prefix).glob("lib/python3.*/site-packages"))
     own = next(FOLDER.glob("lib/python3.*/site-packages"))
     (own / "other_packages.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
-    return _environment()
+    environment = _environment()
+    _READY.write_text("files")
+    return environment
+
+
+def _origin() -> str:
+    """Where the environment came from; nothing if there is none."""
+    return _READY.read_text() if _READY.exists() else ""
 
 
 def _libraries() -> list[str]:

@@ -28,6 +28,7 @@ class Step:
         self._count = 0
 
     def __enter__(self) -> Self:
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 reports instructions only if this was set before
         sys.settrace(self._called)
         return self
 

@@ -47,6 +47,7 @@ def call_all(worker: Worker) -> None:
     rank, size = worker.rank, worker.world_size
     folder = worker.folder / "traces"
     folder.mkdir(exist_ok=True)
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/{PREFIX}"
     with process_group(worker):
         x = torch.ones(4)
         dist.all_reduce(x)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rpc.agent import dispatcher
+from rpc.agent.calls import PendingCall
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.runtime.loop import LoopThread
 from rpc.transport import inline_read
@@ -196,6 +197,25 @@ def test_a_finalizer_may_wait_for_what_comes_later(end: End) -> None:
     assert not isinstance(nested.outcome, Exception)
     assert not isinstance(call.outcome, Exception)
     assert end.agent.passed_on == [70]
+    end.loop_reads()
+
+
+class Creation(PendingCall):
+    """A call that never reads for itself, as that of ``rpc.remote``."""
+
+    keeps_place = True
+
+
+def test_a_finalizer_may_wait_for_the_creation_of_an_object(end: End) -> None:
+    call = end.reserved()
+    nested = end.agent.calls.open(end.peer, "something", 5, Creation)
+    end.meanwhile = nested.wait
+    end.there.sendall(
+        frame(ANYWHERE, 1) + frame(Kind.REPLY, nested.call_id) + frame(Kind.REPLY, call.call_id)
+    )
+    call.wait()
+    assert not isinstance(nested.outcome, Exception)
+    assert not isinstance(call.outcome, Exception)
     end.loop_reads()
 
 
