@@ -61,8 +61,8 @@ def owned(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 
 def _elements(gradient: Tensor) -> Tensor | None:
-    """What holds the elements of a gradient that is not strided, or is of a subclass; None for kinds that share
-    none, or have no memory of their own.
+    """What holds the elements of a gradient that is not strided, or is of a subclass; None for kinds that
+    share none, or have no memory of their own.
     """
     if gradient.layout is torch.strided:
         return gradient if type(gradient).__torch_dispatch__ is Tensor.__torch_dispatch__ else None

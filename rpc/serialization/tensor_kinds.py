@@ -44,7 +44,7 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
         if tensor.is_nested:
             return _reduce_nested_with_history(tensor)
         if isinstance(tensor, MaskedTensor):
-            return masked, (tensor.get_data(), tensor.get_mask())
+            return _reduce_masked_with_history(tensor)
         reduced = take_out(tensor, tracked)
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return reduced  # its attributes are what it consists of
@@ -120,6 +120,11 @@ def _reduce_nested_with_history(tensor: Any) -> tuple[Any, ...]:
         return nested, (*tensor.unbind(),)
     sizes = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
     return jagged, (tensor.values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx, *sizes)
+
+
+def _reduce_masked_with_history(tensor: Any) -> tuple[Any, ...]:
+    """As for nested tensors."""
+    return masked, (tensor.get_data(), tensor.get_mask())
 
 
 def _reduce_quantized(tensor: Tensor) -> tuple[Any, ...]:

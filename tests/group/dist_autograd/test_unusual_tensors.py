@@ -52,7 +52,8 @@ def test_gradients_reach_the_values_of_a_nested_tensor_in_a_list() -> None:
     values = torch.ones(5, requires_grad=True)
     nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 5]))
     with dist_autograd.context() as context:
-        first, second = rpc.rpc_sync(CALLEE, list, args=([nested, nested],))
+        arrived: list[torch.Tensor] = rpc.rpc_sync(CALLEE, list, args=([nested, nested],))
+        first, second = arrived
         assert first is second
         dist_autograd.backward(context, [total(rpc.rpc_sync(CALLEE, double, args=(first,)))])
         assert dist_autograd.get_gradients(context)[values].tolist() == [2.0] * 5
