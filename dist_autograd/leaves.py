@@ -34,7 +34,7 @@ def owned(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     storages: list[torch.UntypedStorage | None] = []
     for gradient, references in zip(gradients, _references(gradients), strict=True):
         elements = gradient
-        if gradient is not None and gradient.layout is not torch.strided:
+        if gradient is not None and not (type(gradient) is Tensor and gradient.layout is torch.strided):
             elements = _elements(gradient)
         if gradient is None or elements is None:
             storages.append(None)
@@ -61,7 +61,11 @@ def owned(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 
 def _elements(gradient: Tensor) -> Tensor | None:
-    """What holds the elements of a gradient that is not strided; None for kinds that share none."""
+    """What holds the elements of a gradient that is not strided, or is of a subclass; None for kinds that
+    share none, or have no memory of their own.
+    """
+    if gradient.layout is torch.strided:
+        return gradient if type(gradient).__torch_dispatch__ is Tensor.__torch_dispatch__ else None
     return gradient._values() if gradient.layout is torch.sparse_coo else None
 
 

@@ -63,7 +63,9 @@ def rpc_sync(
         func: a Python function, class, bound, static or class method, ``async def`` function, builtin or
             torch operator, or TorchScript function. It means the callee's own of that module and name, also
             of its script; what the callee does not have (lambdas, local functions, those of a notebook)
-            travels by value, with copies of the globals that it uses.
+            travels by value, with copies of the globals that it uses. It runs with PyTorch's default modes
+            (gradients on, no autocast) in a context of its own; modes and context variables that it leaves
+            changed are not in force in later calls.
         args: positional arguments. Those of up to 1 MiB, and on one host all, are captured when the call is
             made: what is changed afterwards does not reach the callee. Larger tensors for another host are
             sent from where they are, and must stay as they are until the call is over.

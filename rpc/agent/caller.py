@@ -22,7 +22,7 @@ from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.runtime.tasks import COMPLETION
-from rpc.serialization.payload import Payload
+from rpc.serialization.payload import Connect, Payload
 from rpc.serialization.tracked import stand_ins
 from rpc.transport.base import INFINITE, QueueFull
 from rpc.wire.frames import Frame, Kind
@@ -216,7 +216,7 @@ class Caller:
         agent = self._agent
         if kind == Kind.FAILURE:
             raise agent.serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
-        connect = None if call.wants_graph else _as_leaves
+        connect: Connect | None = None if call.wants_graph else _as_leaves
         if header:
             recording = agent.recording_of(header, call.peer, answer=True)
             connect = connect if recording is None else recording.connect

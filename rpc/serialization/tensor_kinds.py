@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.masked import MaskedTensor, as_masked_tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -42,6 +43,8 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
     if tracked is not None and is_tracked(tensor):
         if tensor.is_nested:
             return _reduce_nested_with_history(tensor)
+        if isinstance(tensor, MaskedTensor):
+            return _reduce_masked_with_history(tensor)
         reduced = take_out(tensor, tracked)
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return reduced  # its attributes are what it consists of
@@ -119,6 +122,11 @@ def _reduce_nested_with_history(tensor: Any) -> tuple[Any, ...]:
     return jagged, (tensor.values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx, *sizes)
 
 
+def _reduce_masked_with_history(tensor: Any) -> tuple[Any, ...]:
+    """As for nested tensors."""
+    return masked, (tensor.get_data(), tensor.get_mask())
+
+
 def _reduce_quantized(tensor: Tensor) -> tuple[Any, ...]:
     scheme = tensor.qscheme()
     if tensor.dtype in _WHOLE_BYTES and scheme is torch.per_tensor_affine:
@@ -191,6 +199,12 @@ def jagged(
     return torch.nested.nested_tensor_from_jagged(
         values, offsets, lengths, ragged_dim, min_length, max_length
     )
+
+
+def masked(data: Tensor, mask: Tensor) -> Tensor:
+    """Rebuild a masked tensor, as a function of its data."""
+    rebuilt: Tensor = as_masked_tensor(data, mask)
+    return rebuilt
 
 
 def sparse_coo(

@@ -27,8 +27,11 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Dispatches(TorchDispatchMode):
+class Dispatches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.masked import masked_tensor
 from torch.nested import nested_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -51,7 +52,8 @@ def test_gradients_reach_the_values_of_a_nested_tensor_in_a_list() -> None:
     values = torch.ones(5, requires_grad=True)
     nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 5]))
     with dist_autograd.context() as context:
-        first, second = rpc.rpc_sync(CALLEE, list, args=([nested, nested],))
+        arrived: list[torch.Tensor] = rpc.rpc_sync(CALLEE, list, args=([nested, nested],))
+        first, second = arrived
         assert first is second
         dist_autograd.backward(context, [total(rpc.rpc_sync(CALLEE, double, args=(first,)))])
         assert dist_autograd.get_gradients(context)[values].tolist() == [2.0] * 5
@@ -63,6 +65,21 @@ def test_nested_tensors_under_no_grad_have_no_history(layout: str) -> None:
     leaf = nested_tensor([torch.ones(2)], layout=LAYOUTS[layout], requires_grad=True)
     with dist_autograd.context(), torch.no_grad():
         assert not rpc.rpc_sync(CALLEE, double, args=(leaf,)).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.parametrize("computed", [False, True])
+@in_worker0()
+def test_gradients_flow_through_masked_tensors(computed: bool) -> None:
+    mask = torch.tensor([True, False, True])
+    leaf = masked_tensor(torch.ones(3), mask, requires_grad=True)
+    with dist_autograd.context() as context:
+        doubled = rpc.rpc_sync(CALLEE, double, args=(leaf * 3 if computed else leaf,))
+        dist_autograd.backward(context, [doubled.to_tensor(0.0).sum()])
+        gradient: Any = dist_autograd.get_gradients(context)[leaf]
+    factor = 6.0 if computed else 2.0
+    assert gradient.get_mask().equal(mask)
+    assert gradient.to_tensor(0.0).tolist() == [factor, 0.0, factor]
 
 
 TRANSFORMS: dict[str, Callable[..., Any]] = {

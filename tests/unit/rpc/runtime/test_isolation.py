@@ -101,17 +101,17 @@ def test_what_a_task_leaves_ends_with_it(runner: asyncio.Runner, end: str) -> No
 
 
 def test_a_task_begins_with_the_modes_of_the_one_that_creates_it(runner: asyncio.Runner) -> None:
-    async def parent() -> tuple[list[bool], bool]:
+    async def parent() -> tuple[tuple[bool, ...], bool]:
         with torch.no_grad():
             inside = await asyncio.gather(child(), child())
             outlives = asyncio.create_task(child())
-        return inside, await outlives
+        return tuple(inside), await outlives
 
     async def child() -> bool:
         await asyncio.sleep(0)
         return grad()
 
-    assert runner.run(parent()) == ([False, False], False)
+    assert runner.run(parent()) == ((False, False), False)
 
 
 @needs_eager_tasks
