@@ -143,10 +143,10 @@ class Dialler:
                     connection = await self._transports[scheme].connect(address)
                 break
             except TimeoutError:
-                failures.append(f"{address}: no answer within {seconds:g} s")
+                failures.append(f"{_shown(address)}: no answer within {seconds:g} s")
                 may_live = True
             except Exception as error:  # unreachable, or an address that makes no sense
-                failures.append(f"{address}: {_why(error)}")
+                failures.append(f"{_shown(address)}: {_why(error)}")
                 may_live |= isinstance(error, OSError) and (
                     error.errno in _MAY_PASS or isinstance(error, ssl.SSLEOFError | Unreachable)
                 )
@@ -214,6 +214,11 @@ class Dialler:
     def _crossed_expired(self, peer: Peer, connections: int) -> None:
         if peer.state is State.CROSSED and peer.session.connections == connections:
             self.failed(peer, f"it did not connect within {self._desk.connect_seconds:g} s, as announced")
+
+
+def _shown(address: str) -> str:
+    """An address in errors. The name of a socket within a host says nothing to people."""
+    return "its socket on this host" if address.startswith("unix:") else address
 
 
 def _why(error: Exception) -> str:
