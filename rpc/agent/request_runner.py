@@ -28,6 +28,7 @@ from rpc.agent.tape import Observation, Recording, note
 from rpc.errors import NotInitializedError, ProtocolError, RpcError, WorkerLostError, with_article
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
+from rpc.runtime.current import is_initialized
 from rpc.runtime.events import RequestEnded
 from rpc.runtime.loop import LoopThread
 from rpc.serialization.failures import text_of
@@ -324,6 +325,8 @@ class RequestRunner:
         """Answer a request with an exception; ``of`` is as for ``reply``."""
         request = self.cancellable.get((peer, call_id))
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
+        # A function that goes on after this worker has ended, by Ctrl-C for one, cannot call others.
+        wanted |= isinstance(error, NotInitializedError) and not is_initialized()
         logger.log(
             logging.DEBUG if wanted else logging.WARNING,
             "worker '%s': %s, called by worker '%s', raised %s%s: %s",
