@@ -161,7 +161,8 @@ def _run(
         error.__traceback__ = _without_ours(error.__traceback__)
         if on_error is not None:
             on_error(error)
-        sys.excepthook(type(error), error, error.__traceback__)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter does
         return 1
     return 0
 

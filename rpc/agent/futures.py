@@ -24,9 +24,10 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 import torch
 
 from rpc.agent.calls import PendingCall, name_of
-from rpc.errors import RpcTimeoutError
+from rpc.errors import NotInitializedError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for, wait_for_event
+from rpc.runtime.current import is_initialized
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.modes import with_default_modes
@@ -309,6 +310,8 @@ class _Continuation:
             _value_of(cast("Future[Any]", self._source))
         except Exception:
             return  # what it was given has failed, and its caller knows
+        if isinstance(error, NotInitializedError) and not is_initialized():
+            return  # since this worker has ended, by Ctrl-C for one
         callback = self._callback
         name = getattr(callback, "__qualname__", type(callback).__qualname__)
         logger.warning("%s, given to then(), raised %s", name, type(error).__name__, exc_info=error)

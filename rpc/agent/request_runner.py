@@ -8,6 +8,7 @@ sent, with the error that says why; an exception that is too large is described.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -27,11 +28,12 @@ from rpc.agent.tape import Observation, Recording, note
 from rpc.errors import NotInitializedError, ProtocolError, RpcError, WorkerLostError, with_article
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
+from rpc.runtime.current import is_initialized
 from rpc.runtime.events import RequestEnded
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
 from rpc.serialization.failures import text_of
-from rpc.serialization.payload import Payload
+from rpc.serialization.payload import EXCEPTION, Payload
 from rpc.wire.frames import Frame, Kind
 
 __all__ = ["LATER", "Request", "RequestRunner"]
@@ -324,6 +326,8 @@ class RequestRunner:
         """Answer a request with an exception; ``of`` is as for ``reply``."""
         request = self.cancellable.get((peer, call_id))
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
+        # A function that goes on after this worker has ended, by Ctrl-C for one, cannot call others.
+        wanted |= isinstance(error, NotInitializedError) and not is_initialized()
         logger.log(
             logging.DEBUG if wanted else logging.WARNING,
             "worker '%s': %s, called by worker '%s', raised %s%s: %s",
@@ -337,6 +341,8 @@ class RequestRunner:
         )
         serializer, codec = self._agent.serializer, peer.codec.id
         payload = serializer.dump_exception(error, self._agent.info.name, peer, codec=codec)
+        if not wanted:
+            _print_traceback(self._agent.info.name, payload.header[EXCEPTION][2])
         self.answer(peer, Kind.FAILURE, call_id, payload)
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
@@ -392,6 +398,15 @@ class RequestRunner:
 def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:
     answer, value, error = arguments
     answer(value, error)
+
+
+def _print_traceback(worker: str, traceback: str) -> None:
+    """Write a callee's traceback to standard error, as PyTorch does, wherever the program's log goes. Nothing
+    is written if the log is turned off, or has the traceback itself.
+    """
+    if logger.isEnabledFor(logging.WARNING) and not logger.isEnabledFor(logging.DEBUG):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+            sys.stderr.write(f"On worker '{worker}':\n{traceback}\n")
 
 
 def _raised_in(error: BaseException) -> str:

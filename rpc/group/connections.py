@@ -105,6 +105,8 @@ class Connections:
         group: the key of the group, once it is formed.
         lane_came: takes over a connection that is to be a lane, or raises ``ProtocolError``.
         outfit: makes of each connection that is established the one that its peer is to send by.
+        tells_losses: the log names workers that are gone. Another agent of the process does where this is
+            false, or this worker is leaving itself.
         closed: this worker leaves, or has left.
     """
 
@@ -123,6 +125,7 @@ class Connections:
         self.group = ""
         self.lane_came: Callable[[Connection, Lane], None] | None = None
         self.outfit: Callable[[Peer, Connection], Connection] | None = None
+        self.tells_losses = True
         self.closed = False
         self.loop = loop
         self.authenticator = authenticator
@@ -416,7 +419,9 @@ class Connections:
         if not peer.link.lose():
             return
         level = logging.INFO if left else logging.WARNING
-        logger.log(level, "worker '%s' (id %d) is gone: %s", peer.name, peer.member.id, reason)
+        level = level if self.tells_losses else logging.DEBUG
+        me = "" if self._view is None else f"worker '{self._view.me.name}': "
+        logger.log(level, "%sworker '%s' (id %d) is gone: %s", me, peer.name, peer.member.id, reason)
         connection = peer.gone(reason, left=left)
         if connection is not None:
             _drop(connection, reason)

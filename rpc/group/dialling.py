@@ -127,10 +127,10 @@ class Dialler:
                     connection = await self._transports[scheme].connect(address)
                 break
             except TimeoutError:
-                failures.append(f"{address}: no answer within {seconds:g} s")
+                failures.append(f"{_shown(address)}: no answer within {seconds:g} s")
                 may_live = True
             except Exception as error:  # unreachable, or an address that makes no sense
-                failures.append(f"{address}: {_why(error)}")
+                failures.append(f"{_shown(address)}: {_why(error)}")
                 may_live |= _may_pass(error)
         else:
             where = "; ".join(failures) or "any address known here"
@@ -199,6 +199,11 @@ def _may_pass(error: Exception) -> bool:
     if isinstance(error, ssl.SSLError):  # whose numbers are not the system's
         return isinstance(error, ssl.SSLEOFError)
     return isinstance(error, Unreachable) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
+
+
+def _shown(address: str) -> str:
+    """An address in errors. The name of a socket within a host says nothing to people."""
+    return "its socket on this host" if address.startswith("unix:") else address
 
 
 def _why(error: Exception) -> str:

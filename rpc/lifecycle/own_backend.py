@@ -13,6 +13,7 @@ They are installed in any order: one that needs another installs that first, if 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -24,6 +25,7 @@ import torch
 
 from rpc.agent.agent import Agent
 from rpc.device_maps import check_device_maps
+from rpc.errors import RpcError
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo
@@ -41,7 +43,7 @@ from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
 from rpc.runtime import file_limit
-from rpc.runtime.current import clear_current_agent, set_current_agent
+from rpc.runtime.current import clear_current_agent, is_initialized, set_current_agent
 from rpc.serialization.failures import text_of
 from rpc.serialization.functions import main_identity
 from rpc.transport.registry import load as load_transports
@@ -51,6 +53,12 @@ from rpc.transport.unix import UnixTransport
 logger = logging.getLogger(__name__)
 
 EXTENSIONS: Final = "farcall.extensions"
+
+_MOST_REACHED: Final = 64
+"""Maximum number of workers that are connected to only to be told why this one ends."""
+
+_REACH_SECONDS: Final = 1.0
+"""Maximum time, in seconds, that connecting to them may take."""
 
 _SHOWN_OF_ERROR: Final = 200
 """In so many characters the other workers are told of the exception that ended a program."""
@@ -73,7 +81,9 @@ def start_separate_agent(
 
     Whoever starts it closes it, also when the process ends or is forked.
     """
-    return _start(store, name, rank, world_size, rpc_backend_options, current=False)
+    agent = _start(store, name, rank, world_size, rpc_backend_options, current=False)
+    agent.connections.tells_losses = not is_initialized()
+    return agent
 
 
 def _start(
@@ -180,5 +190,25 @@ def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:
     """The process ends without ``shutdown``: say goodbye, so that others need not find out."""
     agent = which()
     if os.getpid() == pid and agent is not None and not agent.closed:
-        agent.close(_why_the_process_ends())
+        why = _why_the_process_ends()
+        if why.startswith(CRASHED):
+            _reach_all(agent)
+        agent.close(why)
         clear_current_agent(agent)
+
+
+def _reach_all(agent: Agent) -> None:
+    """Connect to the other members of a small group, so that a goodbye tells them why this worker ends: they
+    cannot know if they only find its socket gone.
+    """
+    others = [peer for peer in agent.peers.all() if not peer.is_self and not peer.connected and not peer.lost]
+    if not others or len(others) > _MOST_REACHED:
+        return
+    agent.connections.tells_losses = False  # the others may be about to end, too
+    calls = []
+    for peer in others:
+        with contextlib.suppress(RpcError):
+            calls.append(agent.caller.call(peer.name, _noop, (), {}, _REACH_SECONDS))
+    for call in calls:
+        with contextlib.suppress(RpcError):
+            call.result()

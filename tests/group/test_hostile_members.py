@@ -117,9 +117,8 @@ def test_malformed_messages_close_that_connection_and_no_other(run_workers: RunW
     dismiss(workers)
     lines = log_lines(workers[1])
     for number, (line, (name, (_, text))) in enumerate(zip(lines, BROKEN.items(), strict=True)):
-        assert re.match(rf"worker 'evil{number}' \(id {1000 + number}\) is gone: .*{text}", line), (
-            f"{name}: {line}"
-        )
+        said = rf"worker 'worker1': worker 'evil{number}' \(id {1000 + number}\) is gone: .*{text}"
+        assert re.match(said, line), f"{name}: {line}"
     assert log_lines(workers[0]) == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import re
 from typing import Any
@@ -81,3 +83,16 @@ def test_log_of_a_failed_call_names_no_function_of_ours() -> None:
     failing_objects()
     named = {re.sub(r".*?: (.*), called by .*", r"\1", record.getMessage()) for record in records}
     assert named == {"fail", "a call"}
+
+
+@in_worker0(world_size=1)
+def test_a_callees_traceback_reaches_stderr_wherever_the_log_goes() -> None:
+    logging.basicConfig(handlers=[logging.NullHandler()], force=True)
+    log = logging.getLogger("rpc")
+    for level, count in ((logging.NOTSET, 1), (logging.ERROR, 0)):
+        log.setLevel(level)
+        with contextlib.redirect_stderr(io.StringIO()) as shown, pytest.raises(LookupError):
+            rpc.rpc_sync("worker0", fail)
+        assert shown.getvalue().count("On worker 'worker0':\nTraceback (most recent call last):\n") == count
+        assert shown.getvalue().count("in fail\n") == count
+        assert shown.getvalue().endswith("LookupError: as told\n" * count)

@@ -110,6 +110,19 @@ def test_an_exception_in_the_main_thread_ends_the_script_and_is_told_to_the_othe
     assert len([line for line in other_lines if line.startswith("Traceback")]) == 1
 
 
+def test_an_exception_is_told_to_workers_that_had_no_connection_to_the_script(tmp_path: Path) -> None:
+    fails, asks = 'raise LookupError("had enough")\n', 'rpc.rpc_sync("worker0", pow, args=(2, 2))\n'
+    ended = str(tmp_path / "ended")
+    waits = f"import os, time\nwhile not os.path.exists({ended!r}): time.sleep(0.01)\n"
+    with terminal(tmp_path, fails, waits + asks) as processes:
+        ends(processes[:1])
+        (tmp_path / "ended").touch()
+        [(_, lines)] = ends(processes[1:])
+    reason = "worker 'worker0' (id 0) is gone: its program was ended by an exception, LookupError: had enough"
+    assert lines[0] == f"worker 'worker1': {reason}"
+    assert lines[-1].startswith(f"rpc.errors.WorkerLostError: {reason}")
+
+
 @pytest.mark.parametrize("ways", [("rpc_sync", "wait", "wait_all"), ("to_here", "shutdown")], ids="-".join)
 def test_ctrl_c_ends_all_scripts_of_a_terminal_each_with_one_short_traceback(
     tmp_path: Path, ways: tuple[str, ...]

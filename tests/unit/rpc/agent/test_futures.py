@@ -19,7 +19,7 @@ import uvloop
 
 from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future, wait_all
-from rpc.errors import RpcTimeoutError
+from rpc.errors import NotInitializedError, RpcTimeoutError
 from rpc.wire.frames import Frame
 from tests.support.answering import Owner, fail, when_waiting
 from tests.support.streams import SOON, until
@@ -488,3 +488,17 @@ def test_what_cannot_be_copied_is_raised_itself(owner: Owner) -> None:
         with pytest.raises(Unlike) as caught:
             future.wait()
         assert caught.value.__cause__ is cause
+
+
+def test_a_callback_that_calls_after_its_worker_has_ended_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def call(_: object) -> None:
+        raise NotInitializedError("RPC has not been initialized")
+
+    future: Future[None] = Future()
+    following = future.then(call)
+    future.set_result(None)
+    with pytest.raises(RuntimeError, match="NotInitializedError"):
+        following.wait()
+    assert caplog.records == []
