@@ -157,24 +157,22 @@ class LogWatch:
     # ---- this worker's own entry
 
     def _look_at_own_places(self) -> None:
-        damaged = False
+        damaged = set()
         for place in sorted(self.places):
             record, verdict = self._log.own(place, self.me.incarnation)
             if record is Record.INTACT and verdict is not None:
                 self._answer(place, verdict)
-                continue
-            damaged = True
-            if record is Record.TAKEN:
-                self.places.discard(place)
             else:
-                self._log.restore(place, Arrival.of(self.me, 0), self.verdict())
+                damaged.add(place)
+                if record is not Record.TAKEN:
+                    self._log.remove(place)
         if not damaged:
             return
-        if not self.places:
+        self.places -= damaged
+        if not self.places:  # at the end, where all see it: others may have passed over the old place
             place = self._log.append(Arrival.of(self.me, 0))
             self._log.decide(place, self.verdict())
             self.places.add(place)
-        self._log.count_up_to(max(self.places))
         self._read = None
         logger.warning(
             "somebody has deleted or overwritten the entry of worker '%s' in %s; it is written again",

@@ -106,11 +106,9 @@ def test_a_newcomer_founds_a_group_when_those_before_it_refuse_and_do_not_answer
     dead = group_of(start, 2)
     (newcomer,) = start(1, first=2, tell=lambda _: False)
     newcomer.lose(*dead)
-    newcomer.look()
-    assert not newcomer.watch.is_member
+    assert not newcomer.look().watch.is_member
     wait()
-    newcomer.look().look()
-    assert newcomer.watch.is_member
+    assert newcomer.look().look().watch.is_member
     assert in_log(memory) == {"worker2"}
 
 
