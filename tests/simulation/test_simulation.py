@@ -18,7 +18,7 @@ from rpc.agent.departure import Activity, Departure
 from rpc.group.liveness import Liveness
 from rpc.group.termination import Termination
 from rpc.rendezvous import watching
-from rpc.rendezvous.parting import Admission, Part
+from rpc.rendezvous.parting import Admission
 from rpc.transport.session import Session
 from rref.protocol.fence import FenceAnswers
 from rref.protocol.owner import Owner
@@ -204,8 +204,7 @@ def join_anyway(*_: Any) -> Admission:
     return Admission.JOINED
 
 
-def ignore_questions(self: Part, other: Part) -> bool:
-    return True
+def stay(self: watching.LogWatch, place: int, verdict: Any) -> None: ...
 
 
 def look_away(self: watching.LogWatch, entries: Any) -> None: ...
@@ -214,7 +213,7 @@ def look_away(self: watching.LogWatch, entries: Any) -> None: ...
 MISTAKES: Final[dict[str, tuple[Any, str, Any, str]]] = {
     "newcomers join that have met nobody": (watching, "admission", join_anyway, "has met nobody, and founds"),
     "nobody connects to strangers": (watching.LogWatch, "_meet_strangers", look_away, "two groups"),
-    "no part yields": (Part, "outweighs", ignore_questions, "two groups"),
+    "nobody leaves that was taken out": (watching.LogWatch, "_answer", stay, "two groups"),
 }
 
 
