@@ -18,6 +18,7 @@ __all__ = [
     "InvalidNameError",
     "InvalidOptionError",
     "MessageLostError",
+    "NotAdmittedError",
     "NotInitializedError",
     "ProtocolError",
     "RRefError",
@@ -77,6 +78,10 @@ class RendezvousError(RpcError):
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
     """The group was not complete, or the store not reachable, in time."""
+
+
+class NotAdmittedError(RendezvousError):
+    """This worker can reach none of the members of the dynamic group that it wants to join."""
 
 
 class GroupMismatchError(RendezvousError, ValueError):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from rpc.errors import RendezvousError, RendezvousTimeoutError
+from rpc.errors import NotAdmittedError, RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.address import Probe
 from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Pace, Verdict
@@ -24,7 +24,7 @@ from rpc.rendezvous.log import Log, Record
 from rpc.rendezvous.parting import Action, Admission, Contact, Part, admission, is_conflict, parting
 from rpc.rendezvous.store import Waiting
 
-__all__ = ["LogWatch", "Neighbours", "NotAdmitted", "PutOut"]
+__all__ = ["LogWatch", "Neighbours", "PutOut"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,6 @@ class Neighbours(Protocol):
 
 class PutOut(Exception):
     """This worker is no longer in its group; the text says why."""
-
-
-class NotAdmitted(RendezvousError):
-    """This worker cannot join."""
 
 
 class _Question(NamedTuple):
@@ -138,7 +134,7 @@ class LogWatch:
 
         Raises:
             PutOut: others have taken this worker out, or it has to leave.
-            NotAdmitted, RendezvousTimeoutError: it cannot become a member.
+            NotAdmittedError, RendezvousTimeoutError: it cannot become a member.
         """
         self._look_at_own_places()
         self._log.read()
@@ -192,7 +188,7 @@ class LogWatch:
             )
         self._log.swap(place, verdict, self.verdict())
 
-    def _out(self, why: str) -> PutOut | NotAdmitted:
+    def _out(self, why: str) -> PutOut | NotAdmittedError:
         return PutOut(why) if self.is_member else self._refused(why)
 
     # ---- others
@@ -337,8 +333,8 @@ class LogWatch:
                 return Contact.LOST
         return Contact.DEAD
 
-    def _refused(self, why: str) -> NotAdmitted:
-        return NotAdmitted(
+    def _refused(self, why: str) -> NotAdmittedError:
+        return NotAdmittedError(
             f"{Arrival.of(self.me, 0)} cannot join the dynamic group at {self._store.description}: "
             f"{why}{self._reasons()}. Check that it has the group's TLS options and token, that no firewall "
             f"is in between in either direction, and that others can reach the address in listen=. "

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from rpc.errors import NotAdmittedError
 from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Pace
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import SharedStore, Waiting
-from rpc.rendezvous.watching import LogWatch, NotAdmitted, PutOut
+from rpc.rendezvous.watching import LogWatch, PutOut
 from tests.unit.rpc.rendezvous.conftest import Acquaintances, Listening, Workers
 
 PACE = Pace(answer=10.0)
@@ -90,7 +91,7 @@ def test_a_newcomer_that_reaches_nobody_is_refused_and_takes_nobody_out(
     members = group_of(start, 2)
     (newcomer,) = start(1, first=2, tell=lambda _: refuses)
     newcomer.lose(*members)
-    with pytest.raises(NotAdmitted, match=r"'worker2' .* cannot join .*'worker0': no answer.*firewall"):  # noqa: PT012
+    with pytest.raises(NotAdmittedError, match=r"'worker2' .* cannot join .*'worker0': no answer.*firewall"):  # noqa: PT012
         for _ in range(3):
             newcomer.look()
             for member in members:
@@ -120,7 +121,7 @@ def test_two_newcomers_that_reach_only_each_other_are_both_refused(
     two.meet(one)
     for each in (one, two):
         each.lose(*members)
-        with pytest.raises(NotAdmitted):
+        with pytest.raises(NotAdmittedError):
             each.look()
 
 
