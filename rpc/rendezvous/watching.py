@@ -284,20 +284,18 @@ class LogWatch:
     # ---- becoming a member
 
     def _become_member(self, entries: Sequence[Entry]) -> None:
-        earlier: list[Member] = []
+        others: list[Member] = []
         if any(self._has_met(each) for each in self._first_met):
             outcome = Admission.JOINED
         else:
             found = []
             for entry in [self._log.entry(each.index) for each in entries]:
                 member = entry.member()
-                if (
-                    member is None
-                    or entry.index >= min(self.places)
-                    or member.incarnation == self.me.incarnation
-                ):
+                if member is None or entry.index in self.places:
                     continue
-                earlier.append(member)
+                if entry.index > min(self.places) and not entry.is_established:
+                    continue  # it waits for this worker
+                others.append(member)
                 found.append((entry.is_established, self._contact(entry.index, member)))
             outcome = admission(found)
         match outcome:
@@ -312,7 +310,7 @@ class LogWatch:
                 raise RendezvousTimeoutError(
                     f"{Arrival.of(self.me, 0)} waited {self.waiting.timeout:g} s at "
                     f"{self._store.description} to become a member of its dynamic group: "
-                    f"{_listed([repr(each.name) for each in earlier])}, which came before it, did not "
+                    f"{_listed([repr(each.name) for each in others])} did not "
                     f"finish joining, or did not answer{self._reasons()}"
                 )
 

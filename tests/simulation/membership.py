@@ -20,6 +20,7 @@ from rpc.rendezvous.address import Probe
 from rpc.rendezvous.arrivals import Pace
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.log import Log
+from rpc.rendezvous.parting import is_conflict
 from rpc.rendezvous.store import SharedStore, Waiting
 from rpc.rendezvous.watching import LogWatch, PutOut
 from tests.simulation.truth import Violation
@@ -78,6 +79,11 @@ class _Worker:
         one, two = self.me.incarnation, other.me.incarnation
         return two in self.met and two in self.present and one in other.met and one in other.present
 
+    def has_name_of(self, member: Member) -> bool:
+        """Whether it knows another worker of this name or id."""
+        taken = {(each.name, each.id) for each in self.present.values() if each != member}
+        return is_conflict(member.name, member.id, taken)
+
     def lose(self, incarnation: int) -> None:
         self.present.pop(incarnation, None)
         self.gone[incarnation] = "no answer"
@@ -86,7 +92,9 @@ class _Worker:
         """Meet those that it knows, or lose them; they may refuse a worker that they have lost."""
         for incarnation in [each for each in self.present if each not in self.met]:
             other = self.world.workers[incarnation]
-            if self.world.passes(self, other) and self.me.incarnation not in other.gone:
+            if other.has_name_of(self.me):
+                self.lose(incarnation)  # which refuses it
+            elif self.world.passes(self, other) and self.me.incarnation not in other.gone:
                 self.met.add(incarnation)
                 other.met.add(self.me.incarnation)
                 other.present[self.me.incarnation] = self.me

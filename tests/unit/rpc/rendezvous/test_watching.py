@@ -140,6 +140,20 @@ def test_a_member_connects_to_a_newcomer_that_cannot_connect_to_it(
     assert newcomer.watch.is_member
 
 
+def test_a_newcomer_that_was_stopped_joins_the_members_that_came_after_it(
+    start: Callable[..., list[Watcher]],
+) -> None:
+    (first,) = group_of(start, 1)
+    (slow,) = start(1, first=1, tell=lambda _: False)
+    (later,) = start(1, first=2)
+    later.meet(first).look()
+    slow.lose(first)
+    slow.look()
+    wait()
+    assert not slow.look().watch.is_member  # though nobody before it lives
+    assert slow.meet(later).look().watch.is_member
+
+
 # ---- parting
 
 
