@@ -109,7 +109,7 @@ __all__ = [
 ]
 
 _HIGHER = {"RRef": "rref.reference", "remote": "rref.remote"}
-"""Names that PyTorch has in this package and that a higher package of farcall's defines, if it is installed."""
+"""Names that PyTorch has in this package, and the modules of higher packages that define them."""
 
 
 def __getattr__(name: str) -> _Any:

@@ -19,6 +19,7 @@ __all__ = [
     "InvalidOptionError",
     "MessageLostError",
     "NoMemoryError",
+    "NotAdmittedError",
     "NotInitializedError",
     "ProtocolError",
     "RRefError",
@@ -78,6 +79,10 @@ class RendezvousError(RpcError):
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
     """The group was not complete, or the store not reachable, in time."""
+
+
+class NotAdmittedError(RendezvousError):
+    """This worker can reach none of the members of the dynamic group that it wants to join."""
 
 
 class GroupMismatchError(RendezvousError, ValueError):

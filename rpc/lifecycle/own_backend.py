@@ -208,7 +208,7 @@ def _reach_all(agent: Agent) -> None:
     calls = []
     for peer in others:
         with contextlib.suppress(RpcError):
-            calls.append(agent.caller.call(peer.name, _noop, (), {}, _REACH_SECONDS))
+            calls.append(agent.caller.call(peer.name, noop, (), {}, _REACH_SECONDS))
     for call in calls:
         with contextlib.suppress(RpcError):
             call.result()

@@ -28,13 +28,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
-from rpc.errors import RendezvousError, RendezvousTimeoutError
+from rpc.errors import NotAdmittedError, RendezvousError, RendezvousTimeoutError
 from rpc.rendezvous.address import Probe, probe
 from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Pace
 from rpc.rendezvous.dynamic import DynamicGroup, Joining
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import Abandoned, StoreLost, Waiting
-from rpc.rendezvous.watching import LogWatch, Neighbours, NotAdmitted, PutOut
+from rpc.rendezvous.watching import LogWatch, Neighbours, PutOut
 from rpc.runtime.blocking import wait_for_event
 from rpc.runtime.interrupts import interruptible, protected
 
@@ -212,7 +212,7 @@ class Keeper:
             f"worker '{self._me.name}' is out of its group: {why}. It must start again to take part in it"
         )
         if not self._watch.is_member:
-            self._membership.set_exception(NotAdmitted(reason))
+            self._membership.set_exception(NotAdmittedError(reason))
             return
         logger.error("%s", reason)
         self._neighbours.put_out(reason)

@@ -148,11 +148,6 @@ class Log:
         _, verdict = self.own(index, incarnation)
         return verdict is not None and verdict.kind is Kind.GONE
 
-    def restore(self, index: int, arrival: Arrival, verdict: Verdict) -> None:
-        """Write an arrival and its verdict again, which somebody has deleted or overwritten."""
-        self._store.set(f"arrival/{index}", arrival.pack())
-        self._store.set(f"arrival/{index}/verdict", verdict.pack())
-
     def count_up_to(self, index: int) -> None:
         """Set the counter right, if it was deleted or set back to before a place."""
         missing = index - self._store.counter("arrivals")

@@ -26,7 +26,7 @@ __all__ = ["Action", "Admission", "Contact", "Part", "admission", "is_conflict",
 
 
 class Contact(Enum):
-    """How a newcomer stands with a worker that arrived before it."""
+    """How a newcomer stands with another worker."""
 
     MET = "there is, or was, a connection to it"
     TRYING = "an attempt to connect is under way, or it was asked in the log and may still answer"
@@ -38,19 +38,19 @@ class Admission(Enum):
     """What becomes of a newcomer."""
 
     JOINED = "it has met a member"
-    FOUNDED = "no worker before it lives: it founds the group"
+    FOUNDED = "no worker before it lives, and no member: it founds the group"
     WAIT = "that depends on workers which are joining, or were asked"
     REFUSED = "there are members that may live, and it has met none"
 
 
-def admission(earlier: Iterable[tuple[bool, Contact]]) -> Admission:
+def admission(others: Iterable[tuple[bool, Contact]]) -> Admission:
     """Decide about a newcomer.
 
     Args:
-        earlier: of each worker before it in the log, whether it is a member, and how the newcomer stands
-            with it.
+        others: of each worker before it in the log, and each member after it, whether it is a member, and how
+            the newcomer stands with it.
     """
-    found = [(is_member, contact) for is_member, contact in earlier if contact is not Contact.DEAD]
+    found = [(is_member, contact) for is_member, contact in others if contact is not Contact.DEAD]
     members = {contact for is_member, contact in found if is_member}
     if Contact.MET in members:
         return Admission.JOINED

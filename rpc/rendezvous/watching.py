@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from rpc.errors import RendezvousError, RendezvousTimeoutError
+from rpc.errors import NotAdmittedError, RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.address import Probe
 from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Pace, Verdict
@@ -24,7 +24,7 @@ from rpc.rendezvous.log import Log, Record
 from rpc.rendezvous.parting import Action, Admission, Contact, Part, admission, is_conflict, parting
 from rpc.rendezvous.store import Waiting
 
-__all__ = ["LogWatch", "Neighbours", "NotAdmitted", "PutOut"]
+__all__ = ["LogWatch", "Neighbours", "PutOut"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,6 @@ class Neighbours(Protocol):
 
 class PutOut(Exception):
     """This worker is no longer in its group; the text says why."""
-
-
-class NotAdmitted(RendezvousError):
-    """This worker cannot join."""
 
 
 class _Question(NamedTuple):
@@ -138,7 +134,7 @@ class LogWatch:
 
         Raises:
             PutOut: others have taken this worker out, or it has to leave.
-            NotAdmitted, RendezvousTimeoutError: it cannot become a member.
+            NotAdmittedError, RendezvousTimeoutError: it cannot become a member.
         """
         self._look_at_own_places()
         self._log.read()
@@ -157,24 +153,22 @@ class LogWatch:
     # ---- this worker's own entry
 
     def _look_at_own_places(self) -> None:
-        damaged = False
+        damaged = set()
         for place in sorted(self.places):
             record, verdict = self._log.own(place, self.me.incarnation)
             if record is Record.INTACT and verdict is not None:
                 self._answer(place, verdict)
-                continue
-            damaged = True
-            if record is Record.TAKEN:
-                self.places.discard(place)
             else:
-                self._log.restore(place, Arrival.of(self.me, 0), self.verdict())
+                damaged.add(place)
+                if record is not Record.TAKEN:
+                    self._log.remove(place)
         if not damaged:
             return
-        if not self.places:
+        self.places -= damaged
+        if not self.places:  # at the end, where all see it: others may have passed over the old place
             place = self._log.append(Arrival.of(self.me, 0))
             self._log.decide(place, self.verdict())
             self.places.add(place)
-        self._log.count_up_to(max(self.places))
         self._read = None
         logger.warning(
             "somebody has deleted or overwritten the entry of worker '%s' in %s; it is written again",
@@ -194,7 +188,7 @@ class LogWatch:
             )
         self._log.swap(place, verdict, self.verdict())
 
-    def _out(self, why: str) -> PutOut | NotAdmitted:
+    def _out(self, why: str) -> PutOut | NotAdmittedError:
         return PutOut(why) if self.is_member else self._refused(why)
 
     # ---- others
@@ -290,20 +284,18 @@ class LogWatch:
     # ---- becoming a member
 
     def _become_member(self, entries: Sequence[Entry]) -> None:
-        earlier: list[Member] = []
+        others: list[Member] = []
         if any(self._has_met(each) for each in self._first_met):
             outcome = Admission.JOINED
         else:
             found = []
             for entry in [self._log.entry(each.index) for each in entries]:
                 member = entry.member()
-                if (
-                    member is None
-                    or entry.index >= min(self.places)
-                    or member.incarnation == self.me.incarnation
-                ):
+                if member is None or entry.index in self.places:
                     continue
-                earlier.append(member)
+                if entry.index > min(self.places) and not entry.is_established:
+                    continue  # it waits for this worker
+                others.append(member)
                 found.append((entry.is_established, self._contact(entry.index, member)))
             outcome = admission(found)
         match outcome:
@@ -318,7 +310,7 @@ class LogWatch:
                 raise RendezvousTimeoutError(
                     f"{Arrival.of(self.me, 0)} waited {self.waiting.timeout:g} s at "
                     f"{self._store.description} to become a member of its dynamic group: "
-                    f"{_listed([repr(each.name) for each in earlier])}, which came before it, did not "
+                    f"{_listed([repr(each.name) for each in others])} did not "
                     f"finish joining, or did not answer{self._reasons()}"
                 )
 
@@ -339,8 +331,8 @@ class LogWatch:
                 return Contact.LOST
         return Contact.DEAD
 
-    def _refused(self, why: str) -> NotAdmitted:
-        return NotAdmitted(
+    def _refused(self, why: str) -> NotAdmittedError:
+        return NotAdmittedError(
             f"{Arrival.of(self.me, 0)} cannot join the dynamic group at {self._store.description}: "
             f"{why}{self._reasons()}. Check that it has the group's TLS options and token, that no firewall "
             f"is in between in either direction, and that others can reach the address in listen=. "

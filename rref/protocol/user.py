@@ -256,7 +256,7 @@ class Users:
         return user is not None
 
     def on_wanted(self, peer: Peer, rref: RRefId) -> None:
-        """The owner asks for a creation of this worker: it is on its way, or there, while its fork is here."""
+        """The owner asks for a creation by this worker: it is under way, or done, while its fork is here."""
         if rref not in self._created:
             self._peers.send(peer, ["unknown", rref])
 

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from time import monotonic
 from typing import Any, Final, Protocol
 
@@ -222,7 +223,8 @@ class _Exchange:
         except GroupMismatchError:
             raise
         except RuntimeError as error:
-            if monotonic() - began < min(self.timeout, self.store.timeout.total_seconds()):
+            patience: timedelta = self.store.timeout  # type: ignore[attr-defined]
+            if monotonic() - began < min(self.timeout, patience.total_seconds()):
                 raise  # it is no timeout: the store says what it is
             missing = run_with_deadline(look, _LOOK_SECONDS, waiting_for)
             if not missing:

@@ -86,7 +86,7 @@ def test_a_newcomer_with_other_tls_options_is_refused_and_the_group_goes_on(
     workers = start_followers(run_workers, 3, **SOON, **TCP, **tls[members])
     said = workers.add(fail_to_join, args=(SOON | TCP | tls[newcomer],)).result()
     expected, logged = MISMATCHES[members, newcomer]
-    assert said.startswith("NotAdmitted: 'worker3'")
+    assert said.startswith("NotAdmittedError: 'worker3'")
     assert "can reach none of its members (worker 'worker0': " in said
     assert expected in said
     assert logged in workers[0].log.read_text()
@@ -161,7 +161,7 @@ def test_a_newcomer_behind_a_firewall_is_refused_and_the_group_goes_on(
     hosts.block(0)
     workers, at = start_on(run_workers, hosts)
     said = workers.add(fail_to_join_on, args=(at, 1)).result()
-    assert said.startswith("NotAdmitted: 'worker2'")
+    assert said.startswith("NotAdmittedError: 'worker2'")
     reach_each_other(list(workers)[:2])
     newcomer = workers.add(follow_orders_on, args=(at, 0))
     newcomer.wait_for("ready")

@@ -17,8 +17,9 @@ kept: list[Any] = []
 
 
 def make_at_worker0() -> rpc.RRef[list[int]]:
-    kept.append(rpc.remote("worker0", list, timeout=0))
-    return kept[-1]
+    rref: rpc.RRef[list[int]] = rpc.remote("worker0", list, timeout=0)
+    kept.append(rref)
+    return rref
 
 
 def use_what_worker2_makes(worker: Worker) -> tuple[str, str]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.simulation.life import Life, Plan
+from tests.simulation.membership import Membership
 from tests.simulation.truth import Violation
 
 __all__ = ["fails", "main", "shrink"]
@@ -60,12 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began, cpu, happened, failed = time.perf_counter(), time.process_time(), 0, 0
     gc.collect()
     gc.freeze()
+    logging.getLogger("rpc.rendezvous").setLevel(logging.CRITICAL)  # which reports damage to the log
     for count, seed in enumerate(seeds):
         plan = Plan.of(seed, asked.workers)
         if asked.shrink and fails(plan):
             plan = shrink(plan)
         try:
             happened += Life(plan, print if asked.trace else None).run()
+            if not asked.workers:
+                Membership(seed).run()
         except Violation as violation:
             failed += 1
             print(f"seed {seed}: {violation}\n  python -m tests.simulation --seed {seed} --trace --shrink")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -16,12 +17,15 @@ from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.departure import Activity, Departure
 from rpc.group.liveness import Liveness
 from rpc.group.termination import Termination
+from rpc.rendezvous import watching
+from rpc.rendezvous.parting import Admission
 from rpc.transport.session import Session
 from rref.protocol.fence import FenceAnswers
 from rref.protocol.owner import Owner
 from rref.protocol.user import Users
 from tests.simulation.cost import measure, too_steep
 from tests.simulation.life import Life, Plan
+from tests.simulation.membership import Membership
 from tests.simulation.truth import Violation
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
@@ -178,6 +182,54 @@ def test_it_is_noticed_when(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, attribute, breaking(getattr(where, attribute)))
     with pytest.raises(Violation, match=message):
         live(range(ENOUGH))
+
+
+# ---- dynamic groups in their store
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Damage to the log is reported, hundreds of times."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_of_a_dynamic_group_one_goes_on_whatever_goes_wrong(quiet: None) -> None:
+    for seed in range(40):
+        Membership(seed).run()
+
+
+def join_anyway(*_: Any) -> Admission:
+    return Admission.JOINED
+
+
+def stay(self: watching.LogWatch, place: int, verdict: Any) -> None: ...
+
+
+def look_away(self: watching.LogWatch, entries: Any) -> None: ...
+
+
+MISTAKES: Final[dict[str, tuple[Any, str, Any, str]]] = {
+    "newcomers join that have met nobody": (watching, "admission", join_anyway, "has met nobody, and founds"),
+    "nobody connects to strangers": (watching.LogWatch, "_meet_strangers", look_away, "two groups"),
+    "nobody leaves that was taken out": (watching.LogWatch, "_answer", stay, "two groups"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_of_a_dynamic_group_it_is_noticed_when(
+    name: str, monkeypatch: pytest.MonkeyPatch, quiet: None
+) -> None:
+    where, attribute, mistake, message = MISTAKES[name]
+    monkeypatch.setattr(where, attribute, mistake)
+
+    def live() -> None:
+        for seed in range(200):
+            Membership(seed).run()
+
+    with pytest.raises(Violation, match=message):
+        live()
 
 
 # ---- what it costs

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from rpc.errors import NotAdmittedError
 from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Pace
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import SharedStore, Waiting
-from rpc.rendezvous.watching import LogWatch, NotAdmitted, PutOut
+from rpc.rendezvous.watching import LogWatch, PutOut
 from tests.unit.rpc.rendezvous.conftest import Acquaintances, Listening, Workers
 
 PACE = Pace(answer=10.0)
@@ -90,7 +91,7 @@ def test_a_newcomer_that_reaches_nobody_is_refused_and_takes_nobody_out(
     members = group_of(start, 2)
     (newcomer,) = start(1, first=2, tell=lambda _: refuses)
     newcomer.lose(*members)
-    with pytest.raises(NotAdmitted, match=r"'worker2' .* cannot join .*'worker0': no answer.*firewall"):  # noqa: PT012
+    with pytest.raises(NotAdmittedError, match=r"'worker2' .* cannot join .*'worker0': no answer.*firewall"):  # noqa: PT012
         for _ in range(3):
             newcomer.look()
             for member in members:
@@ -106,11 +107,9 @@ def test_a_newcomer_founds_a_group_when_those_before_it_refuse_and_do_not_answer
     dead = group_of(start, 2)
     (newcomer,) = start(1, first=2, tell=lambda _: False)
     newcomer.lose(*dead)
-    newcomer.look()
-    assert not newcomer.watch.is_member
+    assert not newcomer.look().watch.is_member
     wait()
-    newcomer.look().look()
-    assert newcomer.watch.is_member
+    assert newcomer.look().look().watch.is_member
     assert in_log(memory) == {"worker2"}
 
 
@@ -122,7 +121,7 @@ def test_two_newcomers_that_reach_only_each_other_are_both_refused(
     two.meet(one)
     for each in (one, two):
         each.lose(*members)
-        with pytest.raises(NotAdmitted):
+        with pytest.raises(NotAdmittedError):
             each.look()
 
 
@@ -139,6 +138,20 @@ def test_a_member_connects_to_a_newcomer_that_cannot_connect_to_it(
     newcomer.known.meet([member.me])
     newcomer.look()
     assert newcomer.watch.is_member
+
+
+def test_a_newcomer_that_was_stopped_joins_the_members_that_came_after_it(
+    start: Callable[..., list[Watcher]],
+) -> None:
+    (first,) = group_of(start, 1)
+    (slow,) = start(1, first=1, tell=lambda _: False)
+    (later,) = start(1, first=2)
+    later.meet(first).look()
+    slow.lose(first)
+    slow.look()
+    wait()
+    assert not slow.look().watch.is_member  # though nobody before it lives
+    assert slow.meet(later).look().watch.is_member
 
 
 # ---- parting
