@@ -14,6 +14,8 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any, Final
 
+from farcall.compat.torch_xla.absent import absent
+
 __all__ = ["lend", "take_back"]
 
 _OURS: Final = "farcall.compat.torch_xla"
@@ -26,6 +28,7 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.amp": f"{_OURS}.amp",
     "torch_xla.amp.syncfree": f"{_OURS}.syncfree",
     "torch_xla.core": None,
+    "torch_xla.core.xla_builder": None,
     "torch_xla.core.xla_env_vars": f"{_OURS}.env_vars",
     "torch_xla.core.xla_model": f"{_OURS}.model",
     "torch_xla.debug": None,
@@ -44,6 +47,7 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.distributed.xla_backend": f"{_OURS}.process_group",
     "torch_xla.distributed.xla_multiprocessing": f"{_OURS}.launching",
     "torch_xla.experimental": f"{_OURS}.experimental",
+    "torch_xla.experimental.custom_kernel": None,
     "torch_xla.experimental.distributed_checkpoint": "spmd.checkpoint",
     "torch_xla.experimental.distributed_checkpoint._helpers": f"{_OURS}.checkpoint_helpers",
     "torch_xla.experimental.distributed_checkpoint.manager": "spmd.checkpoint.manager",
@@ -53,10 +57,13 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.experimental.gradient_accumulation": f"{_OURS}.loops",
     "torch_xla.experimental.scan": f"{_OURS}.loops",
     "torch_xla.experimental.scan_layers": f"{_OURS}.loops",
+    "torch_xla.experimental.splash_attention": None,
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": "spmd.fsdp",
+    "torch_xla.experimental.xla_quantized_matmul": None,
     "torch_xla.experimental.xla_sharded_tensor": f"{_OURS}.sharding",
     "torch_xla.experimental.xla_sharding": f"{_OURS}.sharding",
     "torch_xla.runtime": f"{_OURS}.runtime",
+    "torch_xla.stablehlo": None,
     "torch_xla.test": None,
     "torch_xla.test.test_utils": f"{_OURS}.printing",
     "torch_xla.utils": None,
@@ -77,6 +84,7 @@ class _Lender(MetaPathFinder, Loader):
         return _Lent(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update(absent(module.__name__))
         ours = _LENT[module.__name__]
         if ours is not None:
             source = importlib.import_module(ours)
@@ -92,7 +100,7 @@ class _Lent(ModuleType):
         if below in _LENT:
             return importlib.import_module(below)
         raise AttributeError(
-            f"farcall lends {self.__name__} without {name!r}; what it has is in docs/spmd.md"
+            f"farcall lends {self.__name__} without {name!r}; what it has is in docs/xla_compatibility.md"
         )
 
 

@@ -4,11 +4,11 @@
     python -m tests.conformance.xla PATH --only sharding    # files whose name contains this
     python -m tests.conformance.xla PATH --programs         # examples, and tests that are programs, too
 
-Each file of ``test/spmd`` runs in a process of its own under ``farcall run``, with 4 workers. If a case fails,
-the file runs with 8 workers and with 1 as well, as theirs run on machines of several sizes: a case counts if
-it passes in one of these runs. A program counts if it ends without an error, or has printed the loss of a
-step when its time is over, since some train a ResNet-50 for hours. The tests need ``absl-py`` and ``rich``, and
-some programs ``torchvision``.
+Each file of ``test/spmd`` runs in a process of its own under ``farcall run``, with 4 workers. If a case
+fails, the file runs with 8 workers and with 1 as well, as theirs run on machines of several sizes: a case
+counts if it passes in one of these runs. A program counts if it ends without an error, or has printed the
+loss of a step when its time is over, since some train a ResNet-50 for hours. The tests need ``absl-py`` and
+``rich``, and some programs ``torchvision``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ __all__ = ["MpDeviceLoader"]
 
 
 class MpDeviceLoader(DeviceLoader):
-    """Ours, whose batches are with the workers when the program gets them, and with its options where libraries change them before they iterate: transformers' ``Trainer`` sets
+    """Ours, whose batches are with the workers when the program gets them.
+
+    Its options are where libraries change them before they iterate: transformers' ``Trainer`` sets
     ``input_sharding`` there.
     """
 
