@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from farcall.compat.own_source import is_imported_by_the_program
+from farcall.compat.torch_xla.absent import absent
 
 __all__ = ["is_lent", "lend", "take_back"]
 
@@ -30,6 +31,7 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.amp": f"{_OURS}.amp",
     "torch_xla.amp.syncfree": f"{_OURS}.syncfree",
     "torch_xla.core": None,
+    "torch_xla.core.xla_builder": None,
     "torch_xla.core.xla_env_vars": f"{_OURS}.env_vars",
     "torch_xla.core.xla_model": f"{_OURS}.model",
     "torch_xla.debug": None,
@@ -48,6 +50,7 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.distributed.xla_backend": f"{_OURS}.process_group",
     "torch_xla.distributed.xla_multiprocessing": f"{_OURS}.launching",
     "torch_xla.experimental": f"{_OURS}.experimental",
+    "torch_xla.experimental.custom_kernel": None,
     "torch_xla.experimental.distributed_checkpoint": "spmd.checkpoint",
     "torch_xla.experimental.distributed_checkpoint._helpers": f"{_OURS}.checkpoint_helpers",
     "torch_xla.experimental.distributed_checkpoint.manager": "spmd.checkpoint.manager",
@@ -57,10 +60,13 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.experimental.gradient_accumulation": f"{_OURS}.loops",
     "torch_xla.experimental.scan": f"{_OURS}.loops",
     "torch_xla.experimental.scan_layers": f"{_OURS}.loops",
+    "torch_xla.experimental.splash_attention": None,
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": "spmd.fsdp",
+    "torch_xla.experimental.xla_quantized_matmul": None,
     "torch_xla.experimental.xla_sharded_tensor": f"{_OURS}.sharding",
     "torch_xla.experimental.xla_sharding": f"{_OURS}.sharding",
     "torch_xla.runtime": f"{_OURS}.runtime",
+    "torch_xla.stablehlo": None,
     "torch_xla.test": None,
     "torch_xla.test.test_utils": f"{_OURS}.printing",
     "torch_xla.utils": None,
@@ -87,6 +93,7 @@ class _Lender(MetaPathFinder, Loader):
         return _Lent(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update(absent(module.__name__))
         ours = _LENT[module.__name__]
         if ours is not None:
             source = importlib.import_module(ours)
@@ -102,7 +109,7 @@ class _Lent(ModuleType):
         if below in _LENT:
             return importlib.import_module(below)
         raise AttributeError(
-            f"farcall lends {self.__name__} without {name!r}; what it has is in docs/spmd.md"
+            f"farcall lends {self.__name__} without {name!r}; what it has is in docs/xla_compatibility.md"
         )
 
 

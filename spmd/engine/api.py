@@ -25,6 +25,7 @@ __all__ = [
     "local_parts",
     "redistributed",
     "upload",
+    "upload_data",
     "uploaded_with",
     "value_layout",
     "workers_count",
@@ -154,3 +155,10 @@ def upload(tensor: Tensor) -> None:
     recorder = engine().recorder
     with recorder.lock:
         recorder.send(read(recorder, alias_of(tensor)))
+
+
+def upload_data(tensor: Tensor) -> None:
+    """The same, and nothing at all for what is computed, or with the workers."""
+    value = alias_of(tensor).value
+    if value is not None and value.data is not None:
+        upload(tensor)

@@ -110,8 +110,8 @@ class Session:
     """A recorder and the workers behind it.
 
     Attributes:
-        counts: of what workers were sent and asked for: ``programs``, those of them that were ``new``,
-            ``uploads`` and their ``uploaded_bytes``, ``fetches``.
+        counts: of what workers were sent and asked for: ``programs``, those of them that were ``new``, and
+            of those ``new_auto`` with a planner; ``uploads`` and their ``uploaded_bytes``, ``fetches``.
         planner: is shown each recording before it goes; what it gives is done once it has gone.
 
     Args:
@@ -176,7 +176,9 @@ class Session:
         for number, made in enumerate(alive, start=first):
             self._has_gone(made, number)
         sent = sum([part.nbytes for several in parts for part in several])
-        self.counts.update(programs=1, new=is_new, uploads=len(parts), uploaded_bytes=sent)
+        computes, compiled = bool(recording.operations), bool(recording.operations) and is_new
+        self.counts.update(programs=computes, new=compiled, uploads=len(parts), uploaded_bytes=sent)
+        self.counts["new_auto"] += compiled and self.planner is not None
         gone = set(inputs).difference([inputs[place] for place in kept_inputs])
         self._send(
             _UnderWay([], known, recording.operations, recording.places, inputs, range(first, self._ids)),

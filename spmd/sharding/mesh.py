@@ -15,7 +15,7 @@ from spmd.sharding.devices import count, known_count
 from spmd.sharding.op_sharding import WHOLE, OpSharding, layout_of
 from spmd.sharding.partition_spec import PartitionSpec, resolve
 
-__all__ = ["Mesh", "check_mesh", "get_1d_mesh", "get_global_mesh", "set_global_mesh"]
+__all__ = ["Mesh", "check_mesh", "get_1d_mesh", "get_global_mesh", "made_op_shardings", "set_global_mesh"]
 
 
 class Mesh:
@@ -175,6 +175,11 @@ def set_global_mesh(mesh: Mesh | None) -> None:
 def get_global_mesh() -> Mesh | None:
     """The mesh that :func:`set_global_mesh` was given last."""
     return _global_mesh
+
+
+def made_op_shardings() -> int:
+    """The number of shardings that meshes of this process have worked out; the same spec again is none."""
+    return Mesh._op_sharding.cache_info().misses
 
 
 def get_1d_mesh(axis_name: str | None = None) -> Mesh:

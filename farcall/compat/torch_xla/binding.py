@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +30,7 @@ __all__ = [
     "_activate_preemption_sync_manager",
     "_deactivate_preemption_sync_manager",
     "_ensure_xla_coordinator_initialized",
+    "_get_graph_hash",
     "_get_xla_op_sharding",
     "_get_xla_sharding_spec",
     "_get_xla_sharding_specs",
@@ -102,10 +105,13 @@ def _get_xla_tensor_debug_info(t: Tensor) -> str:
     if not engine.is_logical(t):
         raise RuntimeError(f"Input tensor is not an XLA tensor: it is on {t.device}")
     value = alias_of(t).value
-    lines = [f"XLA Shape: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}", "ShardingSpec: "]
-    lines[1] += _get_xla_sharding_spec(t) if is_marked(t) else "None"
-    lines.append("Device: SPMD:0")
-    if value is not None and value.data is not None:
+    is_here = value is not None and value.data is not None
+    lines = [
+        f"XLA Shape: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}",
+        f"ShardingSpec: {sharding_spec(t) or (None if is_here else '{replicated}')}",
+        "Device: SPMD:0",
+    ]
+    if is_here:
         lines += ["IR: None", "XLAData: None", f"Tensor on host: with size {list(t.shape)}"]
     elif value is not None and value.remote is not None:
         lines += [
@@ -118,6 +124,15 @@ def _get_xla_tensor_debug_info(t: Tensor) -> str:
     else:
         lines += ["IR: recorded", "XLAData: None", "Tensor on host: None"]
     return "\n".join(lines)
+
+
+def _get_graph_hash(tensors: Sequence[Tensor]) -> str:
+    """Tells programs that workers would be sent apart, by what is recorded and by auto-sharding."""
+    recording = session().recorder.recording
+    parts: list[object] = [_xla_get_auto_sharding(), os.environ.get("XLA_AUTO_SPMD_MESH", "")]
+    parts += [(entry.operator, repr(entry.args)) for entry, _ in recording.operations]
+    parts += [(tuple(t.shape), str(t.dtype), _get_xla_sharding_spec(t)) for t in tensors]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _xla_get_auto_sharding() -> bool:

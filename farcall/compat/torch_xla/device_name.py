@@ -23,13 +23,20 @@ from spmd.engine.dispatch import dispatch
 __all__ = ["give_back", "lend"]
 
 _KIND: Final = "xla"
+_begin: Callable[[], object] = object
 _undo: Final[list[Callable[[], object]]] = []
 
 
-def lend() -> None:
-    """Have ``"xla"`` mean the logical device, until :func:`give_back`. Twice is once."""
+def lend(begin: Callable[[], object]) -> None:
+    """Have ``"xla"`` mean the logical device, until :func:`give_back`. Twice is once.
+
+    Args:
+        begin: called before a tensor is made there.
+    """
+    global _begin
     if _undo:
         return
+    _begin = begin
     engine.set_up()
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _undo.append(library._destroy)
@@ -57,6 +64,7 @@ def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
 def _here(operator: Any) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
+        _begin()
         return dispatch(operator, args, {**kwargs, "device": DEVICE})
 
     return make
@@ -78,7 +86,10 @@ def _numbered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _means_us(said: object) -> bool:
     kind = said.type if isinstance(said, torch.device) else said
-    return isinstance(kind, str) and kind.partition(":")[0] == _KIND
+    if not isinstance(kind, str) or kind.partition(":")[0] != _KIND:
+        return False
+    _begin()
+    return True
 
 
 def _of_our_kind(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,14 +6,18 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from spmd.engine import api as engine
 from spmd.sharding.loader import DeviceLoader
 
 __all__ = ["MpDeviceLoader"]
 
 
 class MpDeviceLoader(DeviceLoader):
-    """Ours, with its options where libraries change them before they iterate: transformers' ``Trainer`` sets
+    """Ours, whose batches are with the workers when the program gets them.
+
+    Its options are where libraries change them before they iterate: transformers' ``Trainer`` sets
     ``input_sharding`` there.
     """
 
@@ -22,4 +26,8 @@ class MpDeviceLoader(DeviceLoader):
         self._parallel_loader_kwargs = options
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(DeviceLoader(self._loader, self._device, **self._parallel_loader_kwargs))
+        for batch in DeviceLoader(self._loader, self._device, **self._parallel_loader_kwargs):
+            for each in pytree.tree_leaves(batch):
+                if engine.is_logical(each):
+                    engine.upload_data(each)
+            yield batch

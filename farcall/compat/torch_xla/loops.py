@@ -48,23 +48,28 @@ def scan(
         raise ValueError(
             f"scan: expected xs of tensors with one first dimension, got lengths {sorted(lengths)}"
         )
-    carry, of_carry = init, pytree.tree_structure(init)
+    carry, of_carry = _copied(init), pytree.tree_structure(init)
     results: list[list[Any]] = []
     of_results = None
     for step in range(lengths.pop()):
         part = pytree.tree_unflatten([None if each is None else each[step] for each in leaves], structure)
-        carry, result = fn(carry, part)
+        carry, result = fn(carry, _copied(part))
         if pytree.tree_structure(carry) != of_carry:
             raise ValueError(
                 f"scan: fn must return what it was given to carry, {of_carry}; it returned "
                 f"{pytree.tree_structure(carry)}"
             )
-        made, of_results = pytree.tree_flatten(result)
+        made, of_results = pytree.tree_flatten(_copied(result))
         results.append(made)
     if of_results is None:
         raise ValueError("scan: expected xs with at least one slice, got none")
     stacked = [None if each[0] is None else torch.stack(each) for each in zip(*results, strict=True)]
     return carry, pytree.tree_unflatten(stacked, of_results)
+
+
+def _copied(tree: Any) -> Any:
+    """A tree of copies: a function that changes a tensor in place changes neither arguments nor results."""
+    return pytree.tree_map_only(Tensor, torch.clone, tree)
 
 
 def scan_layers(

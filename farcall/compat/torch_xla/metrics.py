@@ -10,6 +10,7 @@ from typing import Final
 
 from spmd.engine import start
 from spmd.engine.current import engine, is_running
+from spmd.sharding.mesh import made_op_shardings
 
 __all__ = [
     "clear_all",
@@ -24,7 +25,12 @@ __all__ = [
     "short_metrics_report",
 ]
 
-_COUNTERS: Final = {"ExecuteReplicated": "programs", "UncachedCompile": "new"}
+_COUNTERS: Final = {
+    "CompileWithAutoSharding": "new_auto",
+    "CreateOpSharding": "op_shardings",
+    "ExecuteReplicated": "programs",
+    "UncachedCompile": "new",
+}
 _METRICS: Final = {
     "CompileTime": ("new", None),
     "ExecuteReplicatedTime": ("programs", None),
@@ -37,12 +43,14 @@ _METRICS: Final = {
 _at_clear: Final[dict[str, int]] = {}
 
 
+def _counts() -> dict[str, int]:
+    counts: dict[str, int] = getattr(engine(), "counts", {}) if is_running() else {}
+    return {**counts, "op_shardings": made_op_shardings()}
+
+
 def _count(name: str) -> int:
     """How much more since counts were cleared, or since SPMD mode began."""
-    if not is_running():
-        return 0
-    counts: dict[str, int] = getattr(engine(), "counts", {})
-    now = counts.get(name, 0)
+    now = _counts().get(name, 0)
     return now - min(_at_clear.get(name, 0), now)
 
 
@@ -78,8 +86,7 @@ def executed_fallback_ops() -> list[str]:
 
 def clear_all() -> None:
     """Count from 0."""
-    if is_running():
-        _at_clear.update(getattr(engine(), "counts", {}))
+    _at_clear.update(_counts())
 
 
 clear_counters = clear_metrics = clear_all

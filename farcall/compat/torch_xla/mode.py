@@ -9,7 +9,7 @@ from rpc.runtime.current import is_initialized
 from spmd.engine import start
 from spmd.sharding.mode import use_spmd
 
-__all__ = ["begin_alone", "begin_spmd", "expected_workers", "is_spmd"]
+__all__ = ["begin_alone", "begin_spmd", "expected_workers", "is_spmd", "lend_names"]
 
 _FLAG = "XLA_USE_SPMD"
 _is_alone = False
@@ -30,7 +30,7 @@ def begin_spmd() -> None:
     if not start.is_spmd():
         use_spmd(_said_workers())
     os.environ[_FLAG] = "1"
-    _lend()
+    lend_names()
 
 
 def begin_alone() -> None:
@@ -39,7 +39,7 @@ def begin_alone() -> None:
     if not start.is_spmd():
         use_spmd(1)
         _is_alone = True
-        _lend()
+        lend_names()
 
 
 def expected_workers() -> int:
@@ -57,8 +57,9 @@ def _said_workers() -> int | None:
     return int(said) if said.isdecimal() and is_here and not is_initialized() else None
 
 
-def _lend() -> None:
-    device_name.lend()
+def lend_names() -> None:
+    """Have PyTorch know ``"xla"``, XLA's operators and its backends of ``torch.compile``. Twice is once."""
+    device_name.lend(begin_alone)
     operators.define()
     compiling.lend()
     specs.lend()

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from farcall.compat.torch_xla.mode import begin_alone
+from farcall.compat.torch_xla.mode import begin_alone, lend_names
 from farcall.compat.torch_xla.model import mark_step
 from spmd.engine import start
 
@@ -32,6 +32,7 @@ __version__: Final = "2.9.0"
 
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+lend_names()
 
 
 def device(index: int | None = None) -> torch.device:

@@ -28,10 +28,10 @@ from spmd.sharding.marks import (
     ShardingSpec,
     annotate_custom_sharding,
     clear_sharding,
-    mark_sharding,
     mark_sharding_with_gradients,
     wrap_if_sharded,
 )
+from spmd.sharding.marks import mark_sharding as _mark_sharding
 from spmd.sharding.mesh import Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
 from spmd.sharding.op_sharding import ShardingType
 from spmd.sharding.partition_spec import PartitionSpec
@@ -72,6 +72,13 @@ __all__ = [
     "xla_distribute_tensor",
     "xla_patched_nn_linear_forward",
 ]
+
+
+def mark_sharding(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tensor:
+    """``spmd.mark_sharding``; what is still in this process goes to the workers at once, as theirs does."""
+    marked = _mark_sharding(t, mesh, partition_spec)
+    _engine.upload_data(marked)
+    return marked
 
 
 class MarkShardingFunction:

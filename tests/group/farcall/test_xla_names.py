@@ -16,27 +16,43 @@ from tests.support.workers import RunWorkers, Worker
 
 EVERY_NAME = {
     "torch_xla": "sync device step compile device_count devices real_devices manual_seed launch",
-    "torch_xla.core.xla_model": "xla_device mark_step wait_device_ops send_cpu_data_to_device master_print "
+    "torch_xla._internal.tpu": "num_available_devices version get_worker_ips",
+    "torch_xla.amp.syncfree": "SGD Adam AdamW",
+    "torch_xla.core.xla_env_vars": "PJRT_DEVICE CPU_NUM_DEVICES TPU_MESH_CTLER_ADDR",
+    "torch_xla.core.xla_builder": "Op create_computation",
+    "torch_xla.distributed.xla_multiprocessing": "spawn MpModelWrapper MpSerialExecutor",
+    "torch_xla.experimental": "eager_mode",
+    "torch_xla.experimental.custom_kernel": "flash_attention paged_attention FlashAttention",
+    "torch_xla.experimental.eager": "eager_mode eager_mode_context is_eager_mode",
+    "torch_xla.experimental.gradient_accumulation": "gradient_accumulation",
+    "torch_xla.experimental.scan": "scan",
+    "torch_xla.experimental.scan_layers": "scan_layers",
+    "torch_xla.stablehlo": "save_as_stablehlo",
+    "torch_xla.test.test_utils": "print_training_update write_to_summary",
+    "torch_xla.core.xla_model": "reduce_gradients broadcast_master_param get_memory_info is_xla_tensor "
+    "reduce_scatter all_to_all collective_permute fork_rng optimization_barrier_ "
+    "xla_device mark_step wait_device_ops send_cpu_data_to_device master_print "
     "add_step_closure RateTracker optimizer_step save get_ordinal is_master_ordinal xrt_world_size",
     "torch_xla.runtime": "use_spmd is_spmd global_runtime_device_count addressable_runtime_device_count "
     "global_runtime_device_attributes world_size global_ordinal local_ordinal global_device_count "
-    "process_index process_count device_type",
-    "torch_xla.amp": "autocast",
+    "process_index process_count device_type get_master_ip host_index set_device_type",
+    "torch_xla.amp": "autocast GradScaler",
     "torch_xla.debug.metrics": "counter_names counter_value metric_names metric_data metrics_report "
     "clear_all clear_counters",
-    "torch_xla.debug.profiler": "StepTrace Trace start_server",
+    "torch_xla.debug.profiler": "StepTrace Trace start_server trace trace_detached",
     "torch_xla.distributed.spmd.api": "auto_policy xla_distribute_module convert_to_xla_mesh",
     "torch_xla.distributed.spmd": "auto_policy Mesh HybridMesh ShardingType ShardingSpec XLAShard "
     "XLAShardedTensor mark_sharding mark_sharding_with_gradients annotate_custom_sharding clear_sharding "
     "wrap_if_sharded wrap_as_sharded_tensor set_global_mesh get_global_mesh get_1d_mesh "
     "enable_manual_sharding disable_manual_sharding xla_distribute_tensor xla_distribute_module xla_sharding "
     "shard_as "
+    "MarkShardingFunction EinsumLinear "
     "XLAPatchedLinear apply_xla_patch_to_nn_linear xla_patched_nn_linear_forward unwrap_sharded_tensor "
     "apply_backward_optimization_barrier convert_to_xla_mesh convert_to_xla_partition_spec "
     "_mark_manual_sharding",
     "torch_xla.distributed.spmd.debugging": "visualize_sharding visualize_tensor_sharding "
     "construct_v1_sharding_str",
-    "torch_xla.distributed.fsdp": "checkpoint_module",
+    "torch_xla.distributed.fsdp": "checkpoint_module XlaFullyShardedDataParallel",
     "torch_xla.distributed.fsdp.wrap": "always_wrap_policy lambda_auto_wrap_policy recursive_wrap "
     "size_based_auto_wrap_policy transformer_auto_wrap_policy",
     "torch_xla.distributed.parallel_loader": "MpDeviceLoader",
@@ -44,10 +60,11 @@ EVERY_NAME = {
     "torch_xla.experimental.distributed_checkpoint": "SPMDSavePlanner SPMDLoadPlanner CheckpointManager "
     "prime_optimizer",
     "torch_xla.utils.checkpoint": "checkpoint",
-    "torch_xla.utils.utils": "SampleGenerator getenv_as",
+    "torch_xla.utils.utils": "SampleGenerator getenv_as check_env_flag",
     "torch_xla._XLAC": "OpSharding _get_xla_sharding_spec _get_xla_sharding_specs _get_xla_sharding_type "
     "_get_xla_op_sharding _global_tensor_from_cpu_shards _mark_manual_sharding _spmd_full_to_shard_shape "
-    "_spmd_shard_to_full_shape _xla_get_auto_sharding",
+    "_spmd_shard_to_full_shape _xla_get_auto_sharding _get_xla_tensors_hlo _get_xla_tensor_debug_info "
+    "_sync_point_reached",
 }
 
 
