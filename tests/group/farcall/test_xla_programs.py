@@ -362,12 +362,64 @@ assert len(whole) == 2 and np.allclose(whole, cut, atol=1e-4), (whole, cut)
 """
 
 
-def run(tmp_path: Path, program: str) -> None:
+PLAIN = """
+from accelerate import Accelerator
+from accelerate.utils import is_torch_xla_available
+from transformers import TrainingArguments
+import sys
+
+assert not is_torch_xla_available()
+assert str(Accelerator().device) == "cpu"
+assert str(TrainingArguments(sys.argv[1]).device) == "cpu"
+"""
+
+ACCELERATE = """
+import torch
+from torch import nn
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+
+def losses(accelerator):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    backward, clip = torch.autograd.backward, nn.utils.clip_grad_norm_
+    if accelerator is not None:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        backward, clip = accelerator.backward, accelerator.clip_grad_norm_
+    found = []
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        backward(loss)
+        clip(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.detach() if accelerator is None else accelerator.gather(loss.detach()).cpu())
+    return torch.stack([each.reshape(()) for each in found])
+
+
+def main():
+    import torch_xla.runtime as xr
+    xr.use_spmd()
+    accelerator = Accelerator()
+    assert accelerator.distributed_type is DistributedType.XLA
+    assert accelerator.device.type == "spmd"
+    assert torch.allclose(losses(accelerator), losses(None), atol=1e-5)
+
+
+main()
+"""
+
+
+def run(tmp_path: Path, program: str, *options: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(program)
     (tmp_path / "checkpoints").mkdir()
     done = subprocess.run(
-        [sys.executable, "-m", "farcall", "run", str(script), str(tmp_path / "checkpoints")],
+        [sys.executable, "-m", "farcall", "run", *options, str(script), str(tmp_path / "checkpoints")],
         capture_output=True,
         text=True,
         check=False,
@@ -396,6 +448,16 @@ def test_a_language_model_is_trained_saved_and_restored_with_fsdp(tmp_path: Path
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_hugging_faces_trainer_trains_with_fsdp(tmp_path: Path) -> None:
     run(tmp_path, TRAINER)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_a_program_of_accelerate_that_does_not_ask_for_xla_stays_on_the_cpu(tmp_path: Path) -> None:
+    run(tmp_path, PLAIN)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_a_program_of_accelerate_trains_on_the_device_by_an_option(tmp_path: Path) -> None:
+    run(tmp_path, ACCELERATE, "--xla")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
