@@ -6,6 +6,7 @@ From the command line down::
     static_group    all processes are one unit: they run, stop and start again together, on all machines
     dynamic_group   each process runs, and starts again, alone
     link            what launchers tell each other, through a store
+    liveness        whether they live
     rounds          what follows from that: run, stop, end (pure functions)
     processes       the processes of one machine: starting, signals, grace, end
     output          their output, line by line

@@ -24,12 +24,11 @@ from farcall.launch.rounds import Kind, Order
 from farcall.launch.signals import ENDING
 from farcall.launch.terminal import name_ranks, say
 from rpc.rendezvous.init_method import open_store
-from rpc.rendezvous.store import SharedStore
+from rpc.rendezvous.store import SharedStore, Waiting, start
 
 __all__ = ["DynamicGroup"]
 
 _LOOK_SECONDS: Final = 0.05
-_STORE_SECONDS: Final = 30.0
 
 
 class DynamicGroup:
@@ -59,7 +58,13 @@ class DynamicGroup:
         Raises:
             RendezvousError: the store cannot be served where it should.
         """
-        store, place = _serve(self._job)
+        opened = start(lambda _: _serve(self._job), Waiting(self._job.timeout))
+        while not opened.done():
+            self._take_in_news()
+            if self._end is not None:
+                self.let_go = False
+                return self._end
+        store, place = opened.result()
         say(f"{name_ranks(self._ranks)} of a dynamic group run here; they meet at {place}")
         try:
             self._workers.start({rank: self._environment(place, rank, 0) for rank in self._ranks})
@@ -81,8 +86,9 @@ class DynamicGroup:
         if number not in ENDING:
             self._workers.send(number)
         elif self._end is None:
-            ranks, grace = name_ranks(self._workers.running), f"in {self._job.grace:g} s at most"
-            say(f"ended by {signal_name(number)}; {ranks} still run here and are ended, {grace}")
+            running, grace = self._workers.running, f"in {self._job.grace:g} s at most"
+            still = f"; {name_ranks(running)} still run here and are ended, {grace}" if running else ""
+            say(f"ended by {signal_name(number)}{still}")
             self._end = Order(Kind.END, status=128 + number)
             self._workers.end(number)
         elif number == signal.SIGINT:
@@ -118,6 +124,6 @@ def _serve(job: Job) -> tuple[SharedStore | None, str]:
     """The store where they meet, if it is this machine's, and HOST:PORT."""
     if job.rdzv and job.node_rank:
         return None, job.rdzv
-    store = open_store(f"tcp://{job.rdzv or '127.0.0.1:0'}", 0, None, timeout=_STORE_SECONDS)
+    store = open_store(f"tcp://{job.rdzv or '127.0.0.1:0'}", 0, None, timeout=job.timeout)
     assert isinstance(store.store, TCPStore)
     return store, job.rdzv or f"127.0.0.1:{store.store.port}"

@@ -61,7 +61,11 @@ def launch(
     logging.getLogger("rpc").addHandler(_OnTerminal(logging.WARNING))
     news: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="farcall-") as folder, received_in(news):
-        output = Output(None if job.log_dir is None else Path(job.log_dir))
+        try:
+            output = Output(None if job.log_dir is None else Path(job.log_dir))
+        except OSError as error:
+            say(f"cannot write to --log-dir {job.log_dir}: {error.strerror}")
+            return 2
         guard = None if job.outlive else Guard(job.grace)
 
         def make(rank: int, host: str) -> WorkerProcess:

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NoReturn
 
 from farcall.launch.job import Job
+from farcall.launch.liveness import Heard, Quiet
 from farcall.launch.rounds import (
     SILENT_SECONDS,
     Coordinator,
@@ -36,6 +37,7 @@ from rpc.errors import RpcError
 from rpc.group.authentication import ForeignRecordError
 from rpc.group.handshake import legible
 from rpc.options import AgentOptions
+from rpc.rendezvous.address import is_loopback
 from rpc.rendezvous.init_method import ServedTCPStore, open_store
 from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, Waiting
 from rpc.rendezvous.token import WAYS, Credential, find_credential
@@ -85,6 +87,7 @@ class Link:
         self._wake = threading.Event()
         self._waiting = Waiting(job.timeout)
         self._exchanged_at: float | None = None
+        self._quiet = Quiet()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="farcall-link", daemon=True)
         self._thread.start()
@@ -96,9 +99,11 @@ class Link:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the store has not answered for long, which may be so without an error."""
-        then = self._exchanged_at
-        return then is not None and not self._over.is_set() and time.monotonic() - then > SILENT_SECONDS
+        """Whether the store has not answered for long, which may be so without an error. To be looked at
+        again and again, by one thread.
+        """
+        seconds = self._quiet.look(self._exchanged_at)
+        return self.is_placed and not self.is_over and seconds > SILENT_SECONDS
 
     @property
     def is_placed(self) -> bool:
@@ -182,7 +187,7 @@ class Link:
         if not alone:
             about = {"board": name, "job": job.name, **asdict(me)}
             store.set("coordinator", json.dumps(about).encode())
-        others: dict[int, _Heard] = {}
+        others: dict[int, Heard] = {}
         came, refusal = self._meet(store, board, me, others)
         if not alone:
             board.set("plan", json.dumps([asdict(each) for each in came]).encode())
@@ -210,7 +215,7 @@ class Link:
             over = coordinator.step({**reports, me.index: self._report}, silent, time.monotonic())
 
     def _meet(
-        self, store: SharedStore, board: SharedStore, me: Launcher, others: dict[int, _Heard]
+        self, store: SharedStore, board: SharedStore, me: Launcher, others: dict[int, Heard]
     ) -> tuple[tuple[Launcher, ...], str]:
         """The launchers that make up the job, placed; or those that have come and why they are none."""
         job, notices = self._job, Notices()
@@ -221,7 +226,7 @@ class Link:
             if job.nodes > 1:
                 if (packed := board.get(f"launcher/{arrivals + 1}")) is not None:
                     arrivals, since = arrivals + 1, time.monotonic()
-                    came[arrivals], others[arrivals] = Launcher.unpack(packed), _Heard()
+                    came[arrivals], others[arrivals] = Launcher.unpack(packed), Heard()
                     continue
                 refused = self._tell_of_refused(store, refused)
                 for index in list(others):
@@ -240,6 +245,7 @@ class Link:
                 say(
                     f"waiting at {job.rdzv} for {job.nodes} launchers for {notices.waited}; {there}. If all "
                     f"have been started, `{doctor}` on two machines says what is in the way"
+                    f"{_warning(job.rdzv)}"
                 )
             if not self._waiting.pause(_LOOK_SECONDS):
                 missing = f"not all {job.nodes} launchers have come to {job.rdzv} within {job.timeout:g} s"
@@ -280,7 +286,7 @@ class Link:
             )
         me = replace(me, index=board.add("arrivals", 1))
         board.set(f"launcher/{me.index}", me.pack())
-        heard, told, notices, place = _Heard(), None, Notices(), self._job.rdzv
+        heard, told, notices, place = Heard(), None, Notices(), self._job.rdzv
         sent, beat, beat_at = None, 0, 0.0
         while True:
             report, now = self._report, time.monotonic()
@@ -329,34 +335,20 @@ class Link:
         raise Lost(f"refused at {self._job.rdzv}: {reason}")
 
 
-class _Heard:
-    """What another launcher says, and for how long it has said nothing."""
-
-    def __init__(self) -> None:
-        self.said: dict[str, Any] = {}
-        self._beat = 0
-        self._at = time.monotonic()
-
-    def hear(self, packed: bytes | None) -> None:
-        """Take in what it has written last."""
-        if packed is not None:
-            found = json.loads(packed)
-            self.said = found["said"]
-            if found["beat"] != self._beat:
-                self._beat, self._at = found["beat"], time.monotonic()
-
-    @property
-    def has_left(self) -> bool:
-        """Whether it is gone, or going, before the job has begun."""
-        leaves = bool(self.said) and (self.said["leaves"] or self.said["state"] == State.LEFT)
-        return bool(leaves) or self.silent_for > SILENT_SECONDS
-
-    @property
-    def silent_for(self) -> float:
-        """Seconds since its last sign of life."""
-        return time.monotonic() - self._at
-
-
 def _plan(me: Launcher, launchers: Sequence[Launcher], place: str) -> Plan:
     mine = next(each for each in launchers if each.index == me.index)
     return Plan(mine, sum(each.workers for each in launchers), len(launchers), place)
+
+
+def _warning(place: str) -> str:
+    """For the end of a line, where the name of the meeting place means this machine on each machine."""
+    host = place.rpartition(":")[0]
+    if is_loopback(host):
+        return f". Other machines cannot come to {host}, which is on each machine itself"
+    try:
+        address = socket.getaddrinfo(host, None)[0][4][0]
+    except OSError:
+        return ""
+    if not is_loopback(str(address)):
+        return ""
+    return f". Here {host} means {address}; if it does on another machine, too, each waits for itself"

@@ -70,16 +70,16 @@ def is_here(host: str) -> bool:
     return True
 
 
-def slow_name_server(*addresses: tuple[str, int]) -> float:
+def reverse_look_up_seconds(*addresses: str) -> float:
     """Seconds that it takes to ask which hosts have some addresses.
 
     A c10d store asks that of both ends of each connection, and does nothing else meanwhile. Most networks
     answer in milliseconds, also where they do not know.
     """
     began = time.monotonic()
-    for address in addresses:
+    for address in {*addresses}:
         with contextlib.suppress(OSError):  # it is not known, and that is an answer
-            socket.getnameinfo(address, 0)
+            socket.getnameinfo((address, 0), 0)
     return time.monotonic() - began
 
 

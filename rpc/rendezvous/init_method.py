@@ -31,7 +31,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
-from rpc.rendezvous.address import is_here, is_loopback, slow_name_server
+from rpc.rendezvous.address import is_here, is_loopback, reverse_look_up_seconds
 from rpc.rendezvous.engines import engine_of
 from rpc.rendezvous.store import (
     Backoff,
@@ -395,7 +395,7 @@ class _TcpStore:
         """
         patience = min(_PROBE_SECONDS, max(0.05, waiting.remaining))
         with socket.create_connection((self.host, self.port), patience) as connection:
-            seconds = slow_name_server(connection.getpeername()[:2], connection.getsockname()[:2])
+            seconds = reverse_look_up_seconds(connection.getpeername()[0], connection.getsockname()[0])
         if seconds > _SLOW_NAMES_SECONDS:
             logger.warning(
                 "the name server takes %.0f s to say which host has an address, and %s waits for that at "

@@ -78,6 +78,6 @@ def test_slow_reverse_look_ups_are_waited_for_and_told(named: Named, launchers: 
     launcher = launchers(PROGRAM, "-n 2 --rdzv head.train:29500", within=named.within)
     assert launcher.end() == 0, launcher.said
     assert {"[0] called worker1", "[1] called worker0"} <= {*launcher.lines}
-    assert "the name server takes 6 s to say which host has an address" in launcher.said
+    assert "the name server takes 3 s to say which host has an address" in launcher.said
     assert "is taken by" not in launcher.said
     assert "frame #" not in launcher.said

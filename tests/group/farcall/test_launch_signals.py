@@ -7,10 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from farcall.launch.rounds import SILENT_SECONDS
 from tests.support.launchers import Launchers, launchers
 from tests.support.leftovers import descendants
 
@@ -214,3 +216,17 @@ def test_a_program_that_is_process_1_ends_at_sigterm(command: list[str], tmp_pat
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.nightly
+def test_a_launcher_that_was_stopped_goes_on(launchers: Launchers) -> None:
+    launcher = launchers(SAVES, "-n 1")
+    launcher.wait_for("ready")
+    launcher.send(signal.SIGSTOP)
+    time.sleep(SILENT_SECONDS + 1)  # what is tested is that so much time changes nothing
+    launcher.send(signal.SIGCONT)
+    launcher.send(signal.SIGUSR1)
+    launcher.wait_for("noted SIGUSR1")
+    launcher.send(signal.SIGTERM)
+    assert launcher.end() == 128 + signal.SIGTERM
+    assert "[0] saved at SIGTERM" in launcher.lines
