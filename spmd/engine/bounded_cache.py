@@ -14,9 +14,10 @@ V = TypeVar("V")
 class BoundedCache(dict[K, "V | None"], Generic[K, V]):
     """A mapping with at most ``limit`` items, in which ``cache[key]`` is None for an unknown key.
 
-    Items are in two generations. New items, and items that are looked up, are in the recent generation, which
-    is the dict itself. When it holds half of the limit, it becomes the older generation, and the items that are
-    still in the previous older generation are dropped. So the ``limit // 2`` keys used last are always there.
+    Items are in two generations. New items, and items that are looked up, are in the recent generation,
+    which is the dict itself. When it holds half of the limit, it becomes the older generation, and the items
+    that are still in the previous older generation are dropped. So the ``limit // 2`` keys used last are
+    always there.
 
     Use only ``cache[key]``, ``cache[key] = value`` and ``contents()``. Not thread-safe.
 
