@@ -1,5 +1,7 @@
 """What an agent sets for its whole process while it runs: when threads switch, what memory is kept, Ctrl-C.
 
+What PyTorch has not made ready for several threads is made ready first (``rpc.runtime.autograd_engine``).
+
 *Thread switches.* A call in a process whose main thread computes waits for the interpreter two or three
 times, 5 ms each by Python's default. So the interval is shortened.
 
@@ -18,6 +20,7 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
+from rpc.runtime.autograd_engine import renew_autograd_engine
 from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
 
 _M_TRIM_THRESHOLD: Final = -1
@@ -51,6 +54,7 @@ class ProcessTuning:
     def apply(self) -> None:
         """Put the settings into effect, until ``restore``."""
         defer_interrupts()
+        renew_autograd_engine()
         if self.switch_interval is not None:
             self._interval_before = sys.getswitchinterval()
             sys.setswitchinterval(min(self._interval_before, self.switch_interval))
