@@ -40,9 +40,9 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
         args = _with_indices_here(args)
     with recorder.lock:
         if operation.is_view:
-            return _view(operation, args, kwargs)
+            return _view(recorder, operation, args, kwargs)
         if operation.is_reshaping:
-            return _reshape(args[0], _view(operation.pure, args, kwargs))
+            return _reshape(args[0], _view(recorder, operation.pure, args, kwargs))
         if operation.mutated:
             return _mutate(recorder, operation, args, kwargs or {})
         try:
@@ -94,7 +94,9 @@ def _returned(structure: Any, results: list[Any]) -> Any:
     return structure
 
 
-def _view(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _view(
+    recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
     parent = args[0]._alias
     rest = args[1:]
     if kwargs:
@@ -102,12 +104,12 @@ def _view(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any] | 
         rest = (*rest, *(kwargs[each.name] for each in arguments[len(args) :] if each.name in kwargs))
     frozen = tuple([tuple(each) if type(each) is list else each for each in rest]) if rest else rest
     key = (operation, parent.spec, frozen)
-    known = _VIEWS.get(key)
+    known = recorder.views[key]
     if known is None:
         operator = operation.overload
         specs = infer(operator, (parent.spec, *rest), {})
         steps = [(Operation.of(one), args) for one, args in steps_of_view(operator, parent, frozen)]
-        known = _VIEWS[key] = (
+        known = recorder.views[key] = (
             isinstance(specs, Spec),
             list(zip((specs,) if isinstance(specs, Spec) else specs, steps, strict=True)),
         )
@@ -116,9 +118,6 @@ def _view(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any] | 
         ((spec, step),) = found
         return wrap(Alias(None, spec, parent, step))
     return [wrap(Alias(None, spec, parent, step)) for spec, step in found]
-
-
-_VIEWS: Final[dict[tuple[Any, ...], tuple[bool, list[tuple[Spec, Any]]]]] = {}
 
 
 def _reshape(tensor: LogicalTensor, view: LogicalTensor) -> Tensor:

@@ -118,6 +118,7 @@ class LinkedProgram:
         if not self._has_run:
             self._has_run = True
             self._assembled = Assembled(self._program, optimize(self._program, self._steps, self._metas))
+            self._steps = []
         return outputs
 
     def _check(self, value: int, local: Tensor) -> None:

@@ -46,7 +46,7 @@ def is_local(source: Layout, target: Layout) -> bool:
     return all(now.is_replicate() or now == want for now, want in pairs)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def coordinates(key: MeshKey, rank: int) -> tuple[int, ...]:
     """Where a worker is in a mesh."""
     place = key.devices.index(rank)

@@ -25,6 +25,7 @@ class Step:
         run: the ids of its inputs, and its scalars, as ``Repetition`` packs them.
         freed: ids of values that nobody needs, nor this step; inputs that the program uses up are not named.
         wanted: ids of values that the answer is to bring.
+        forget: numbers of programs that no later step runs, nor this one.
     """
 
     sequence: int
@@ -35,6 +36,7 @@ class Step:
     run: Any = None
     freed: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
+    forget: tuple[int, ...] = ()
 
     def __reduce__(self) -> Any:
         return Step, (
@@ -46,6 +48,7 @@ class Step:
             self.run,
             self.freed,
             self.wanted,
+            self.forget,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -17,11 +18,14 @@ __all__ = ["Spec", "contiguous_stride", "infer", "spec_of"]
 
 
 class Spec:
-    """A tensor's shape, strides, offset, dtype and layout. Equal ones are one object: compare with ``is``."""
+    """A tensor's shape, strides, offset, dtype and layout. Equal ones are one object: compare with ``is``.
 
-    __slots__ = ("_laid_out", "dtype", "layout", "meta", "offset", "shape", "stride")
+    It lives as long as somebody refers to it.
+    """
 
-    _known: Final[dict[tuple[Any, ...], Spec]] = {}
+    __slots__ = ("__weakref__", "dtype", "layout", "meta", "offset", "shape", "stride")
+
+    _known: Final[weakref.WeakValueDictionary[tuple[Any, ...], Spec]] = weakref.WeakValueDictionary()
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -29,7 +33,6 @@ class Spec:
     dtype: torch.dtype
     layout: Layout
     meta: Meta
-    _laid_out: dict[Layout, Spec]
 
     @staticmethod
     def of(
@@ -46,16 +49,14 @@ class Spec:
             found = Spec()
             found.shape, found.stride, found.dtype, found.layout, found.offset = key
             found.meta = Meta(shape, stride, dtype, layout)
-            found._laid_out = {}
             found = Spec._known.setdefault(key, found)
         return found
 
     def laid_out(self, layout: Layout) -> Spec:
         """The same tensor, elsewhere."""
-        found = self._laid_out.get(layout)
-        if found is None:
-            found = self._laid_out[layout] = Spec.of(self.shape, self.stride, self.dtype, layout, self.offset)
-        return found
+        if layout is self.layout:
+            return self
+        return Spec.of(self.shape, self.stride, self.dtype, layout, self.offset)
 
     def dense(self) -> Spec:
         """The same tensor, contiguous."""
@@ -105,6 +106,7 @@ def _mode() -> FakeTensorMode:
     global _fake_mode
     if _fake_mode is None:
         _fake_mode = FakeTensorMode()
+        _fake_mode.cache_enabled = False  # which has no limit; what is inferred is remembered by our callers
     return _fake_mode
 
 

@@ -179,7 +179,7 @@ def _by_rows(call: Call, rows: Sequence[Row], key: MeshKey) -> tuple[tuple[Layou
 # ---- DTensor's
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _mesh(key: MeshKey) -> DeviceMesh:
     """A mesh that knows its shape, and no process groups."""
     devices = torch.tensor(key.devices).view(key.shape)
@@ -237,8 +237,8 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
     info = propagator.op_to_schema_info.get(call.op)
     if info is None:
         info = propagator.op_to_schema_info_for_single_dim_strategy.get(call.op)
-    try:
-        sharding = propagator.propagate_op_sharding(OpSchema(call.op, args, kwargs, info))
+    try:  # its cache has no limit, and what it says is remembered by our callers
+        sharding = propagator.propagate_op_sharding_non_cached(OpSchema(call.op, args, kwargs, info))
     except Exception as error:  # whatever its rules raise for what they do not cover
         raise _NoRuleError(str(error).partition("\n")[0]) from error
     wanted: Any = args

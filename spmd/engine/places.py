@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import torch
 
+from spmd.engine.bounded_cache import BoundedCache
+
 __all__ = ["Place", "described", "place"]
 
 Place = tuple[CodeType | None, int]
@@ -20,7 +22,7 @@ _OURS: Final = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     "<frozen",
 )
-_is_users: Final[dict[CodeType, bool]] = {}
+_is_users: Final[BoundedCache[CodeType, bool]] = BoundedCache(1 << 14)
 _backward: list[Any] = [None, (None, 0)]
 
 
@@ -29,7 +31,7 @@ def place() -> Place:
     frame: Any = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        is_users = _is_users.get(code)
+        is_users = _is_users[code]
         if is_users is None:
             is_users = _is_users[code] = not code.co_filename.startswith(_OURS)
         if is_users:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, Final
@@ -19,7 +18,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from spmd.engine import operators
-from spmd.engine.aliases import Alias, Value, read
+from spmd.engine.aliases import Alias, Step, Value, read
+from spmd.engine.bounded_cache import BoundedCache
 from spmd.engine.errors import NotInSpmdModeError, OperationError, ReshardingError, SpmdError
 from spmd.engine.layouts import is_local
 from spmd.engine.metas import Spec, infer, spec_of
@@ -36,10 +36,16 @@ from spmd.engine.program import (
     Scalar,
 )
 
-__all__ = ["Entry", "Recorder", "Recording"]
+__all__ = ["ENTRIES_PER_PROGRAM", "Entry", "Recorder", "Recording"]
 
 LIMIT: Final = 1000
 """What ``limit`` is. A recording of half as many ends where it began, so that loops soon repeat programs."""
+
+ENTRIES_PER_PROGRAM: Final = 128
+"""Entries that are kept for each program that is kept: a program is only found again by its entries."""
+
+_NOTES: Final = 10_000
+"""Maximum number of lines of the report."""
 
 _FLOAT: Final = object()
 _INT: Final = object()
@@ -47,6 +53,13 @@ _END: Final = object()
 _reference: Final = weakref.ref
 _PLAIN: Final = frozenset((type(None), bool, str, torch.dtype, torch.layout, torch.memory_format))
 _DEVICE_WORDS: Final = frozenset(("device", "pin_memory", "non_blocking"))
+
+
+Note = tuple[str, str, CodeType | None, int]
+"""An operator, what was laid out otherwise and why, and where in the user's program."""
+
+KnownView = tuple[bool, list[tuple[Spec, Step]]]
+"""Whether an operation gives one view; and each view's spec, and its step from the parent."""
 
 
 class Entry:
@@ -120,7 +133,8 @@ class Recorder:
 
     Attributes:
         strict: what would be noted for the report is an error.
-        notes: how often, by entry and place, something was laid out otherwise.
+        notes: by operator, note and place, how often something was laid out otherwise, and its bytes.
+        views: what is known of views, by operation, parent and arguments.
         limit: instructions after which workers begin, though nobody has asked for a value.
         changes: if somebody wants to know: for values of the recording that writes replaced, by which ones.
         cuts: where data from the CPU goes, by shape and dtype, if that is not every worker.
@@ -128,9 +142,10 @@ class Recorder:
     Args:
         run: takes a recording over, when it is long enough or ``flush`` is called.
         tensor_type: of the tensors that users have, which show what ``_alias`` says.
+        entries: Maximum number of entries, and of views, that are remembered.
     """
 
-    def __init__(self, run: Callable[[Recording], None], tensor_type: Any) -> None:
+    def __init__(self, run: Callable[[Recording], None], tensor_type: Any, entries: int = 1 << 15) -> None:
         self.lock = threading.RLock()
         self._default_dtype = torch.get_default_dtype()
         self.recording = Recording(self._default_dtype)
@@ -138,10 +153,12 @@ class Recorder:
         self.limit = LIMIT
         self.changes: dict[int, int] | None = None
         self.cuts: dict[tuple[object, ...], Layout] = {}
-        self.notes: Counter[tuple[Entry, CodeType | None, int]] = Counter()
+        self.notes: BoundedCache[Note, tuple[int, int]] = BoundedCache(_NOTES)
+        self.views: BoundedCache[tuple[Any, ...], KnownView] = BoundedCache(entries)
         self._run = run
         self._tensor_type = tensor_type
-        self._entries: dict[tuple[Any, ...], Entry] = {}
+        self._limit_of_entries = entries
+        self._entries: BoundedCache[tuple[Any, ...], Entry] = BoundedCache(entries)
         self._entries_of = {self._default_dtype: self._entries}
         self._moved: dict[tuple[Value, Layout], Value] = {}
 
@@ -211,7 +228,7 @@ class Recorder:
                     key.append(name)
                     self._flatten(arg, key, tensors, scalars, name in numbers)
         known = tuple(key)
-        entry = self._entries.get(known)
+        entry = self._entries[known]
         if entry is None:
             entry = self._entries[known] = self._learn(operation, args, kwargs or {}, tensors, scalars)
         if entry.note is not None:
@@ -222,7 +239,7 @@ class Recorder:
         """PyTorch's has changed, and with it what operations give."""
         self.flush()
         self._default_dtype = self.recording.default_dtype = torch.get_default_dtype()
-        self._entries = self._entries_of.setdefault(self._default_dtype, {})
+        self._entries = self._entries_of.setdefault(self._default_dtype, BoundedCache(self._limit_of_entries))
 
     def view(self, parent: Alias, operation: Operation, args: tuple[Any, ...]) -> Value:
         """Record a view, as a value of its own.
@@ -232,7 +249,7 @@ class Recorder:
             args: the others; tuples for lists.
         """
         known = (operation, parent.spec, args)
-        entry = self._entries.get(known)
+        entry = self._entries[known]
         if entry is None:
             entry = self._entries[known] = self._learn(operation, (parent, *args), {}, [parent], [])
         if entry.note is not None:
@@ -246,7 +263,9 @@ class Recorder:
             raise ReshardingError(
                 f"{entry.operator} at {described(where)}: {entry.note}. This is an error inside spmd.strict()"
             )
-        self.notes[(entry, *where)] += 1
+        note = (entry.operator, entry.note or "", *where)
+        count, moved = self.notes[note] or (0, 0)
+        self.notes[note] = count + 1, moved + entry.moved_bytes
 
     def _flatten(
         self, arg: Any, key: list[Any], tensors: list[Alias], scalars: list[Any], is_number: bool
@@ -361,7 +380,7 @@ class Recorder:
     def redistributed(self, value: Value, layout: Layout) -> Value:
         """As ``moved``, but moved now, even if it has been before."""
         key = (REDISTRIBUTE, value.spec, layout)
-        entry = self._entries.get(key)
+        entry = self._entries[key]
         if entry is None:
             entry = Entry(REDISTRIBUTE, (Ref(0), layout), {})
             entry.specs, entry.structure = (value.spec.laid_out(layout),), 0
@@ -378,7 +397,7 @@ class Recorder:
     def derived(self, name: str, value: Value, args: tuple[Any, ...], spec: Spec) -> Value:
         """What an instruction of our own makes of a value: ``args`` are those after it."""
         key = (name, value.spec, args, spec)
-        entry = self._entries.get(key)
+        entry = self._entries[key]
         if entry is None:
             entry = self._entries[key] = Entry(name, (Ref(0), *args), {})
             entry.specs, entry.structure = (spec,), 0
@@ -408,7 +427,7 @@ class Recorder:
             self._emit(self._special(SET_RNG_STATE, (Ref(0),)), [state], [])
 
     def _special(self, name: str, args: tuple[Any, ...], *specs: Spec) -> Entry:
-        entry = self._entries.get((name,))
+        entry = self._entries[(name,)]
         if entry is None:
             entry = self._entries[(name,)] = Entry(name, args, {})
             entry.specs, entry.effect = specs, True

@@ -47,11 +47,9 @@ class Report:
 def report_of(recorder: Recorder) -> Report:
     """The report of what has been recorded so far."""
     with recorder.lock:
-        counted = list(recorder.notes.items())
+        counted = recorder.notes.contents()
     lines = [
-        ReportLine(
-            entry.operator, described((code, offset)), entry.note or "", count, count * entry.moved_bytes
-        )
-        for (entry, code, offset), count in counted
+        ReportLine(operator, described((code, offset)), note, count, moved)
+        for (operator, note, code, offset), (count, moved) in counted.items()
     ]
     return Report(tuple(sorted(lines, key=lambda line: (-line.bytes, line.where))))

@@ -20,6 +20,7 @@ from torch import Tensor
 from rpc.errors import RpcError
 from spmd.collectives.errors import CollectiveError
 from spmd.engine.aliases import Value
+from spmd.engine.bounded_cache import BoundedCache
 from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.logical_tensor import LogicalTensor
 from spmd.engine.messages import Answer, Step
@@ -28,10 +29,13 @@ from spmd.engine.parts import cut, has_blocks, holders, put_together
 from spmd.engine.places import Place, described
 from spmd.engine.poison import poisoned
 from spmd.engine.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
-from spmd.engine.recorder import Entry, Recorder, Recording, lost, nowhere
+from spmd.engine.recorder import ENTRIES_PER_PROGRAM, Entry, Recorder, Recording, lost, nowhere
 from spmd.engine.repetition import Repetition
 
-__all__ = ["Port", "Session"]
+__all__ = ["PROGRAMS", "Port", "Session"]
+
+PROGRAMS: Final = 256
+"""Maximum number of programs that the driver and each worker keep, by default."""
 
 _AHEAD: Final = 16
 """Steps that workers may be behind the driver."""
@@ -77,7 +81,7 @@ class _Known:
     """A program that the workers have.
 
     Attributes:
-        number: its.
+        number: its; no other program of the session has it, or had it.
         kept: for each of its instructions, which of the recorded operations it is.
     """
 
@@ -113,12 +117,15 @@ class Session:
 
     Args:
         ports: the workers.
+        programs: Maximum number of programs that are kept, here and on each worker.
     """
 
-    def __init__(self, ports: Sequence[Port]) -> None:
-        self.recorder = Recorder(self._run, LogicalTensor)
+    def __init__(self, ports: Sequence[Port], programs: int = PROGRAMS) -> None:
+        self.recorder = Recorder(self._run, LogicalTensor, programs * ENTRIES_PER_PROGRAM)
         self._ports = tuple(ports)
-        self._programs: dict[Any, _Known] = {}
+        self._programs: BoundedCache[Any, _Known] = BoundedCache(programs, self._drop)
+        self._dropped: list[int] = []
+        self._program_count = 0
         self._ids = 0
         self._sequence = 0
         self._freed: deque[int] = deque()
@@ -162,11 +169,12 @@ class Session:
                 outputs.append(number)
                 alive.append(made)
         key = (specs, kept_inputs, tuple(recording.operations), tuple(outputs))
-        known = self._programs.get(key)
+        known = self._programs[key]
         is_new = known is None
         if known is None:
             program, kept = build(specs, kept_inputs, recording.operations, outputs, recording.default_dtype)
-            known = self._programs[key] = _Known(len(self._programs), program, kept)
+            known = self._programs[key] = _Known(self._program_count, program, kept)
+            self._program_count += 1
         first = base + len(parts)
         self._ids = first + len(alive)
         for number, made in enumerate(alive, start=first):
@@ -182,6 +190,13 @@ class Session:
         )
         if then is not None:
             then()
+
+    def _drop(self, known: _Known) -> None:
+        """A program was not used for long: the next step has the workers forget it.
+
+        Steps under way that run it come before that step, and none after it does.
+        """
+        self._dropped.append(known.number)
 
     def _has_gone(self, value: Value, number: int) -> None:
         """A value is, or will be, with the workers under this id."""
@@ -216,6 +231,7 @@ class Session:
             if number not in gone:
                 freed.append(number)
         known = under_way.known
+        forget, self._dropped = tuple(self._dropped), []
         packed = None if known is None else known.repetition.pack(base, under_way.inputs, scalars)
         for worker, port in enumerate(self._ports):
             step = Step(
@@ -227,9 +243,13 @@ class Session:
                 packed,
                 tuple(freed),
                 wanted if worker in workers else (),
+                forget,
             )
-            future = port.send(step)
-            under_way.answers.append(future)
+            try:
+                under_way.answers.append(port.send(step))
+            except Exception as error:  # some workers have the step, and others never will
+                self._broken = self._broken or error
+                raise
         self._sequence += 1
         self._under_way.append(under_way)
         while len(self._under_way) > _AHEAD:

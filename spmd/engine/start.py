@@ -31,7 +31,7 @@ from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdE
 from spmd.engine.messages import Step
 from spmd.engine.report import Report, report_of
 from spmd.engine.serving import make
-from spmd.engine.session import Session
+from spmd.engine.session import PROGRAMS, Session
 
 __all__ = [
     "device",
@@ -88,6 +88,7 @@ class _Mode:
         names: Sequence[str],
         owns_agent: bool,
         processes: Sequence[subprocess.Popen[bytes]] = (),
+        programs: int = PROGRAMS,
     ) -> None:
         self.processes = processes
         self.owns_agent = owns_agent
@@ -102,7 +103,7 @@ class _Mode:
         self.ports = [_RemotePort(name, worker) for name, worker in zip(names, made, strict=True)]
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
-        self.session = Session(self.ports)
+        self.session = Session(self.ports, programs)
 
     def end(self) -> None:
         """Let the workers go."""
@@ -129,7 +130,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 _mode: _Mode | None = None
 
 
-def use_spmd(workers: int | Sequence[str] | None = None) -> Session:
+def use_spmd(workers: int | Sequence[str] | None = None, programs: int = PROGRAMS) -> Session:
     """Begin SPMD mode: see :func:`spmd.sharding.mode.use_spmd`. The session that it has."""
     global _mode
     if _mode is not None:
@@ -141,11 +142,11 @@ def use_spmd(workers: int | Sequence[str] | None = None) -> Session:
         raise SpmdError(f"this process is in a process group of farcall's already. {_ALONE}")
     set_up()
     if is_initialized():
-        _mode = _Mode(_members(workers), owns_agent=False)
+        _mode = _Mode(_members(workers), owns_agent=False, programs=programs)
     elif "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
-        _mode = _under_torchrun(workers)
+        _mode = _under_torchrun(workers, programs)
     else:
-        _mode = _on_this_machine(workers)
+        _mode = _on_this_machine(workers, programs)
     set_engine(_mode.session)
     backend.refuse(_ALONE)
     atexit.register(shutdown)
@@ -168,7 +169,7 @@ def _members(workers: int | Sequence[str] | None) -> list[str]:
     return list(workers)
 
 
-def _on_this_machine(workers: int | Sequence[str] | None) -> _Mode:
+def _on_this_machine(workers: int | Sequence[str] | None, programs: int) -> _Mode:
     if workers is None:
         said = os.environ.get("FARCALL_SPMD_WORKERS") or str(len(os.sched_getaffinity(0)))
         if not said.isdecimal() or not int(said):
@@ -197,7 +198,7 @@ def _on_this_machine(workers: int | Sequence[str] | None) -> _Mode:
             _await_start(name, process, sign)
         options = AgentOptions(init_method=init_method)
         rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
-        return _Mode(names, True, processes)
+        return _Mode(names, True, processes, programs)
     except BaseException:
         for process in processes:
             process.kill()
@@ -231,7 +232,7 @@ def _await_start(name: str, process: subprocess.Popen[bytes], sign: BinaryIO) ->
             )
 
 
-def _under_torchrun(workers: int | Sequence[str] | None) -> _Mode:
+def _under_torchrun(workers: int | Sequence[str] | None, programs: int) -> _Mode:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size < 2 or workers not in (None, size - 1):
         raise SpmdError(
@@ -241,7 +242,7 @@ def _under_torchrun(workers: int | Sequence[str] | None) -> _Mode:
     if rank:
         serve(f"spmd{rank - 1}", rank)
     rpc.init_rpc(_DRIVER)
-    return _Mode([f"spmd{each}" for each in range(size - 1)], owns_agent=True)
+    return _Mode([f"spmd{each}" for each in range(size - 1)], owns_agent=True, programs=programs)
 
 
 def serve(

@@ -139,7 +139,8 @@ class Assembled:
         add(f" return [{', '.join(f'v{value}' for value in program.outputs)}]")
         self.source = "\n".join(lines)
         exec(compile(self.source, _FILE, "exec"), self._names)
-        self.function: Callable[[list[Tensor], Sequence[float]], list[Tensor]] = self._names["run"]
+        # Taken out, so that the function does not refer to itself, and is freed with this object.
+        self.function: Callable[[list[Tensor], Sequence[float]], list[Tensor]] = self._names.pop("run")
 
     def stopped_at(self, error: BaseException) -> tuple[int, dict[int, Any]] | None:
         """In which step an error has come up, and the values that there are; None: in no step."""

@@ -45,9 +45,11 @@ class WorkerEngine:
         self._ended: Failure | None = None
 
     def run(self, step: Step) -> Answer:
-        """Do one step. What the user has dropped goes first, so that it does not lie beside what is made."""
+        """Do one step. What is no longer needed goes first, so that it does not lie beside what is made."""
         for number in step.freed:
             self.values.pop(number, None)
+        for number in step.forget:
+            del self._programs[number]
         for offset, part in enumerate(step.uploads):
             self.values[step.base + offset] = part
         if step.definition is not None and step.program is not None:

@@ -113,7 +113,7 @@ class Mesh:
             resolve(spec, self.axis_names, len(self.mesh_shape))
             raise
 
-    @functools.cache  # noqa: B019  as long as the mesh, of which a program has few
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  meshes are small
     def _op_sharding(self, partition_spec: PartitionSpec) -> OpSharding:
         axes = resolve(partition_spec, self.axis_names, len(self.mesh_shape))
         if not axes:
@@ -123,7 +123,7 @@ class Mesh:
         tiles = [math.prod(self.mesh_shape[axis] for axis in each) for each in axes]
         return OpSharding.tiled(tiles, self.get_logical_mesh().transpose(order + rest).ravel().tolist())
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019  as above; shapes may be many
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  as above
     def layout(self, partition_spec: PartitionSpec, shape: tuple[int, ...]) -> Layout:
         """How the engine says that a tensor of this shape is cut by this spec."""
         axes = resolve(partition_spec, self.axis_names, len(self.mesh_shape))

@@ -9,13 +9,16 @@ import torch
 from spmd.engine import start
 from spmd.engine.errors import SpmdError
 from spmd.engine.logical_tensor import LogicalTensor
+from spmd.engine.session import PROGRAMS
 from spmd.sharding.auto import choose
 from spmd.sharding.sharded_tensor import install
 
 __all__ = ["use_spmd"]
 
 
-def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) -> None:
+def use_spmd(
+    workers: int | Sequence[str] | None = None, *, auto: bool = False, max_programs: int = PROGRAMS
+) -> None:
     """Begin SPMD mode: ``spmd.device()`` becomes one logical device, whose tensors are on many workers.
 
     The workers are those of the RPC group, without this process, where ``rpc.init_rpc`` has been called; or,
@@ -28,8 +31,12 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
             machine ``FARCALL_SPMD_WORKERS``, else one for each core.
         auto: choose shardings where the program says none, at the end of the first program that changes
             parameters; see :mod:`spmd.sharding.auto`.
+        max_programs: Maximum number of recorded programs that the driver and each worker keep, 2 or more.
+            A training step with other shapes is another program; a step of more than 1,000 operations is
+            several. The programs used last stay; a program that was dropped is recorded and sent again.
 
     Raises:
+        ValueError: ``max_programs`` is less than 2.
         TypeError: ``workers`` is a bool: XLA's first argument is ``auto``.
         AlreadyInSpmdModeError: it has been called.
         SpmdError: there are not as many workers, or a worker has a process group of its own already.
@@ -43,7 +50,9 @@ def use_spmd(workers: int | Sequence[str] | None = None, *, auto: bool = False) 
         raise TypeError(
             f"expected a number of workers or their names, got {workers}: did you mean auto={workers}?"
         )
-    start.use_spmd(workers)
+    if max_programs < 2:
+        raise ValueError(f"expected max_programs of 2 or more, got {max_programs}")
+    start.use_spmd(workers, max_programs)
     install(LogicalTensor)
     try:
         torch.zeros((), device=start.device(), requires_grad=True).backward()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import torch
 from spmd.engine.current import set_engine
 from spmd.engine.device import set_up
 from spmd.engine.messages import Step
-from spmd.engine.session import Session
+from spmd.engine.session import PROGRAMS, Session
 from spmd.engine.worker import WorkerEngine
 
 __all__ = ["InlinePort", "inline_session"]
@@ -52,11 +52,15 @@ class InlinePort:
 
 
 @contextmanager
-def inline_session() -> Iterator[tuple[Session, InlinePort]]:
-    """A session with one such worker, behind the device ``spmd:0``. Random numbers are left as they were."""
+def inline_session(programs: int = PROGRAMS) -> Iterator[tuple[Session, InlinePort]]:
+    """A session with one such worker, behind the device ``spmd:0``. Random numbers are left as they were.
+
+    Args:
+        programs: that it keeps.
+    """
     set_up()
     port = InlinePort()
-    session = Session([port])
+    session = Session([port], programs)
     state = torch.get_rng_state()
     set_engine(session)
     try:
