@@ -34,7 +34,7 @@ class Training:
         rows = (torch.arange(4.0 * length).reshape(length, 4) / (4 * length)).to(spmd.device())
         constrain(rows, ROWS)
         loss = (rows @ self.weight).square().mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -47,7 +47,7 @@ class Training:
         for length in lengths:
             rows = torch.arange(4.0 * length).reshape(length, 4) / (4 * length)
             loss = (rows @ weight).square().mean()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -76,16 +76,18 @@ def train_on_many_lengths(worker: Worker, first: int, count: int, programs: int)
         training = Training()
         seen: list[tuple[list[Counter[str]], list[int]]] = []
         lengths = list(range(1, first + count + 1))
-        losses = []
+        waiting: list[Tensor] = []
+        losses: list[float] = []
         for length in lengths:
-            losses.append(training.step(length))
+            waiting.append(training.step(length))
             if length % 50 == 0:
-                losses = [each.item() if isinstance(each, Tensor) else each for each in losses]
+                losses += [each.item() for each in waiting]
+                waiting.clear()
                 fail_on_a_worker()
             if length in (first, first + count):
                 spmd.sync()
                 seen.append((everywhere(living), everywhere(resident_bytes)))
-        losses = [each.item() if isinstance(each, Tensor) else each for each in losses]
+        losses += [each.item() for each in waiting]
         assert losses == pytest.approx(training.expected(lengths), rel=1e-3)
         spmd.shutdown()
         return seen

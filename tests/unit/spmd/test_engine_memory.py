@@ -17,8 +17,9 @@ def train(weight: Tensor, length: int) -> Tensor:
     """One step on a batch of this length; the loss."""
     rows = torch.arange(4.0 * length).reshape(length, 4).to(DEVICE)
     loss = (rows / (4 * length) @ weight).t().square().mean()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
+        assert weight.grad is not None
         weight -= 0.1 * weight.grad
     weight.grad = None
     return loss.detach()
@@ -31,6 +32,7 @@ def check_programs(steps: list[Step]) -> None:
         assert set(step.forget) <= kept
         kept.difference_update(step.forget)
         if step.definition is not None:
+            assert step.program is not None
             assert step.program not in kept
             kept.add(step.program)
         assert step.program is None or step.program in kept
