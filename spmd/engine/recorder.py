@@ -304,8 +304,8 @@ class Recorder:
             key.append(alias.spec)
         elif isinstance(arg, torch.Generator):
             raise NotImplementedError(
-                "a generator of its own has no meaning on the device 'spmd:0', whose workers draw from one "
-                "common generator: leave generator= out and call torch.manual_seed"
+                f"expected a generator of the device 'spmd:0', got one of {arg.device}: make it with "
+                "torch.Generator(device='spmd'), or leave generator= out and call torch.manual_seed"
             )
         else:
             key.append((kind, arg) if kind is float or kind is complex else arg)  # 1+0j equals True
