@@ -83,6 +83,7 @@ class Link:
     def __init__(self, job: Job, news: queue.SimpleQueue[Any]) -> None:
         self._job = job
         self._news = news
+        self._environ = dict(os.environ)
         self._report = Report(State.WAITING)
         self._wake = threading.Event()
         self._waiting = Waiting(job.timeout)
@@ -145,7 +146,7 @@ class Link:
     def _take_part(self) -> None:
         job = self._job
         me = Launcher(0, job.nodes, job.workers, socket.gethostname(), os.getpid(), job.node_rank)
-        credential = find_credential(AgentOptions(), os.environ) if job.nodes > 1 else Credential(None)
+        credential = find_credential(AgentOptions(), self._environ) if job.nodes > 1 else Credential(None)
         token = None if credential.automatic else credential.token
         rank = 0 if job.nodes == 1 else job.node_rank
         init_method = f"tcp://{job.rdzv or '127.0.0.1:0'}"

@@ -100,7 +100,11 @@ class Joining:
         taken = {member.id for member in members}
         own_id = me.id if me.id >= 0 else min(set(range(len(taken) + 1)) - taken)
         kind = Kind.ANNOUNCED if members else Kind.MEMBER
-        given = log.decide(place, Verdict(kind, str(own_id)))
+        own = Verdict(kind, str(own_id))
+        given = log.decide(place, own)
+        if given.is_present and given != own:  # somebody has deleted another worker's arrival there
+            log.remove(place)
+            return None
         if given == _GONE:
             return None
         given.raise_if_refused()

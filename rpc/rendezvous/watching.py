@@ -165,10 +165,11 @@ class LogWatch:
         if not damaged:
             return
         self.places -= damaged
-        if not self.places:  # at the end, where all see it: others may have passed over the old place
+        while not self.places:  # at the end, where all see it: others may have passed over the old place
+            self._log.count_up_to(max(damaged))
             place = self._log.append(Arrival.of(self.me, 0))
-            self._log.decide(place, self.verdict())
-            self.places.add(place)
+            if self._log.decide(place, self.verdict()) == self.verdict():
+                self.places.add(place)
         self._read = None
         logger.warning(
             "somebody has deleted or overwritten the entry of worker '%s' in %s; it is written again",

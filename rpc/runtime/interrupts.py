@@ -16,9 +16,9 @@ left alone, and so is one that asyncio only forwards to a callback of its loop.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import _thread
 import asyncio.unix_events
-import inspect
 import signal
 import threading
 import time
@@ -38,7 +38,7 @@ _RETRY_SECONDS: Final = 0.001
 
 _SIGINT: Final = int(signal.SIGINT)
 
-_handler_of: Final[Callable[[int], Any]] = inspect.unwrap(signal.getsignal)
+_handler_of: Final[Callable[[int], Any]] = _signal.getsignal
 """Returns a signal's handler as the interpreter has it, without ``enum``: in 50 ns, and not in 5 µs."""
 
 _is_deferred = False

@@ -1,5 +1,5 @@
-"""Which transports there are, by name: ours, and those of other packages (entry points
-``farcall.transports``).
+"""The transports, by name: those of this package, and those that installed distributions name by entry points
+of the group ``farcall.transports``, farcall's own gRPC among them.
 
 A transport of another package is used if the option ``transports`` names it. Its entry point is a class, or
 function, that makes a ``Transport`` of a ``TransportContext``::
@@ -10,13 +10,14 @@ function, that makes a ``Transport`` of a ``TransportContext``::
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from typing import Final, cast
 
 from rpc.transport.base import Transport, TransportContext
+from rpc.transport.tcp import TcpTransport
+from rpc.transport.unix import UnixTransport
 
 __all__ = ["load", "names", "transports"]
 
@@ -24,11 +25,7 @@ GROUP: Final = "farcall.transports"
 
 Factory = Callable[[TransportContext], Transport]
 
-_OURS: Final = {
-    "unix": "rpc.transport.unix:UnixTransport",
-    "tcp": "rpc.transport.tcp:TcpTransport",
-    "grpc": "farcall.transport.transport:GrpcTransport",
-}
+_OURS: Final[dict[str, Factory]] = {"unix": UnixTransport, "tcp": TcpTransport}
 """Best first."""
 
 _BY_DEFAULT: Final = ("unix", "tcp") if sys.platform == "linux" else ("tcp",)
@@ -36,7 +33,7 @@ _BY_DEFAULT: Final = ("unix", "tcp") if sys.platform == "linux" else ("tcp",)
 
 def names() -> list[str]:
     """All that can be named."""
-    return [*_OURS, *(point.name for point in entry_points(group=GROUP) if point.name not in _OURS)]
+    return [*_OURS, *sorted(point.name for point in entry_points(group=GROUP) if point.name not in _OURS)]
 
 
 def load(names: Iterable[str]) -> None:
@@ -67,8 +64,7 @@ def transports(context: TransportContext, chosen: Iterable[str] | None = None) -
 
 def _find(name: str) -> Factory:
     if name in _OURS:
-        module, _, attribute = _OURS[name].partition(":")
-        return cast("Factory", getattr(importlib.import_module(module), attribute))
+        return _OURS[name]
     for point in entry_points(group=GROUP, name=name):
         return cast("Factory", point.load())
     raise ValueError(f"there is no transport '{name}': there are {', '.join(names())}")

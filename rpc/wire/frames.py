@@ -468,8 +468,8 @@ class Decoder:
         got = bytes(self._view[: min(end, len(PREAMBLE))])
         if got.startswith(_TLS_HANDSHAKE):
             raise ProtocolError(
-                "the peer uses TLS, and this worker does not. Give the option tls= to all workers of a "
-                "group, or to none"
+                "the peer does not speak farcall's protocol: it uses TLS, and this worker does not. Give the "
+                "option tls= to all workers of a group, or to none"
             )
         if not MAGIC.startswith(got[: len(MAGIC)]):
             raise ProtocolError(f"the peer does not speak farcall's protocol (it began with {got!r})")

@@ -5,12 +5,14 @@ Up to version 2.14 their module is private; 2.15 has a public one, and is going 
 
 from __future__ import annotations
 
-try:
-    from torch.distributed.checkpoint.fsspec_filesystem import (  # type: ignore[import-not-found, unused-ignore]
-        FsspecReader,
-        FsspecWriter,
-    )
-except ImportError:
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+else:
+    try:
+        from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+    except ImportError:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 __all__ = ["FsspecReader", "FsspecWriter"]

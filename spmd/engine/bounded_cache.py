@@ -1,4 +1,4 @@
-"""The cache of SPMD mode: what was not used for long is forgotten, and a lookup costs no more than a dict's."""
+"""A cache with a limit, in which a lookup costs no more than in a dict."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ V = TypeVar("V")
 class BoundedCache(dict[K, "V | None"], Generic[K, V]):
     """A mapping with at most ``limit`` items, in which ``cache[key]`` is None for an unknown key.
 
-    Items are in two generations. New ones, and those that are found, are in the recent one, which is the dict
-    itself. When it holds half of the limit, it becomes the older generation, and what is still in the previous
-    older generation is dropped. So any ``limit // 2`` keys that are used in turn stay.
+    Items are in two generations. New items, and items that are looked up, are in the recent generation,
+    which is the dict itself. When it holds half of the limit, it becomes the older generation, and the items
+    that are still in the previous older generation are dropped. So the ``limit // 2`` keys used last are
+    always there.
 
     Use only ``cache[key]``, ``cache[key] = value`` and ``contents()``. Not thread-safe.
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from spmd.engine import autocast
+from spmd.engine import autocast, generator
 from spmd.engine.backward_errors import DeviceGuard, raise_what_was_taken
 from spmd.engine.current import DEVICE, NAME
 from spmd.engine.device_module import DeviceModule
@@ -58,6 +58,7 @@ def set_up() -> torch.device:
     for operator in composed:
         _library.impl(operator, HANDLERS[operator], "AutogradPrivateUse1")
     autocast.install(_library)
+    generator.install()
     _let_optimizers_take_lists()
     let_lazy_modules_be_made_there()
     torch.serialization.register_package(_BEFORE_OTHERS, lambda storage: None, restored)

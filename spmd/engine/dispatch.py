@@ -17,6 +17,7 @@ from spmd.engine import operators
 from spmd.engine.aliases import Alias, read, refuse_repeated, steps_of_view, write
 from spmd.engine.current import engine
 from spmd.engine.errors import SpmdError
+from spmd.engine.generator import draw, of_device
 from spmd.engine.handlers import HANDLERS, resize
 from spmd.engine.logical_tensor import LogicalTensor, alias_of, fetched, show_instead, uploaded, wrap
 from spmd.engine.metas import Spec, infer
@@ -33,6 +34,9 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     """Record an operation on the device's tensors."""
     recorder = engine().recorder
     operation = _ROUTES.get(id(operator)) or _first_seen(operator)
+    if operation.is_random and kwargs and (own := of_device(kwargs.get("generator"))) is not None:
+        common = {**kwargs, "generator": None}
+        return draw(own, lambda: dispatch(operator, args, common))
     handler = operation.handler
     if handler is not None:
         return handler(*args, **(kwargs or {}))

@@ -16,6 +16,7 @@ from spmd.engine.lazy import leave_uninitialized
 from spmd.engine.logical_tensor import LogicalTensor, alias_of, fetched, parameter_of, show_instead, wrap
 from spmd.engine.metas import Spec, contiguous_stride, infer, spec_of
 from spmd.engine.operation import Operation
+from spmd.engine.program import REPLICATED
 from spmd.engine.recorder import Recorder
 
 __all__ = ["HANDLERS", "Handler", "resize"]
@@ -98,7 +99,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             leave_uninitialized(target, source)
         else:
             data = torch.empty(shape, dtype=dtype, device="cpu").copy_(source.detach())
-            write(recorder, alias, Value(spec_of(data), data=data))
+            layout = recorder.cuts.get((shape, dtype), REPLICATED)
+            write(recorder, alias, Value(spec_of(data, layout), data=data))
     return target
 
 

@@ -137,6 +137,7 @@ class Recorder:
         views: what is known of views, by operation, parent and arguments.
         limit: instructions after which workers begin, though nobody has asked for a value.
         changes: if somebody wants to know: for values of the recording that writes replaced, by which ones.
+        cuts: where data from the CPU goes, by shape and dtype, if that is not every worker.
 
     Args:
         run: takes a recording over, when it is long enough or ``flush`` is called.
@@ -151,6 +152,7 @@ class Recorder:
         self.strict = False
         self.limit = LIMIT
         self.changes: dict[int, int] | None = None
+        self.cuts: dict[tuple[object, ...], Layout] = {}
         self.notes: BoundedCache[Note, tuple[int, int]] = BoundedCache(_NOTES)
         self.views: BoundedCache[tuple[Any, ...], KnownView] = BoundedCache(entries)
         self._run = run
@@ -237,9 +239,7 @@ class Recorder:
         """PyTorch's has changed, and with it what operations give."""
         self.flush()
         self._default_dtype = self.recording.default_dtype = torch.get_default_dtype()
-        self._entries = self._entries_of.setdefault(
-            self._default_dtype, BoundedCache(self._limit_of_entries)
-        )
+        self._entries = self._entries_of.setdefault(self._default_dtype, BoundedCache(self._limit_of_entries))
 
     def view(self, parent: Alias, operation: Operation, args: tuple[Any, ...]) -> Value:
         """Record a view, as a value of its own.
@@ -304,8 +304,8 @@ class Recorder:
             key.append(alias.spec)
         elif isinstance(arg, torch.Generator):
             raise NotImplementedError(
-                "a generator of its own has no meaning on the device 'spmd:0', whose workers draw from one "
-                "common generator: leave generator= out and call torch.manual_seed"
+                f"expected a generator of the device 'spmd:0', got one of {arg.device}: make it with "
+                "torch.Generator(device='spmd'), or leave generator= out and call torch.manual_seed"
             )
         else:
             key.append((kind, arg) if kind is float or kind is complex else arg)  # 1+0j equals True

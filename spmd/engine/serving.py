@@ -68,7 +68,7 @@ class ServedWorker:
         """Make the workers the default process group."""
         agent: Any = current_agent()
         store = WorkerStore(self._workers[0], f"{self._name}/{generation}/")
-        agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
+        agent.extensions[_EXTENSION] = store  # C++ does not keep it; the previous group has ended
         self._forming = store
         with fail_if_lost(store, [self._driver, *self._workers]):
             dist.init_process_group("farcall", store=store, rank=self._rank, world_size=len(self._workers))

@@ -184,7 +184,8 @@ class Session:
         for number, made in enumerate(alive, start=first):
             self._has_gone(made, number)
         sent = sum([part.nbytes for several in parts for part in several])
-        computes, compiled = bool(recording.operations), bool(recording.operations) and is_new
+        computes = bool(known.program.instructions)
+        compiled = computes and is_new
         self.counts.update(programs=computes, new=compiled, uploads=len(parts), uploaded_bytes=sent)
         self.counts["new_auto"] += compiled and self.planner is not None
         gone = set(inputs).difference([inputs[place] for place in kept_inputs])

@@ -31,10 +31,9 @@ def use_spmd(
             machine ``FARCALL_SPMD_WORKERS``, else one for each core.
         auto: choose shardings where the program says none, at the end of the first program that changes
             parameters; see :mod:`spmd.sharding.auto`.
-        max_programs: Maximum number of programs that the driver and each worker keep, 2 or more. A part of the
-            training program that runs with other shapes is another program. One that was not used for long is
-            forgotten, and made and sent again when it is needed. Memory is about 5 KB for each operation of a
-            program; a program has 1,000 operations at most.
+        max_programs: Maximum number of recorded programs that the driver and each worker keep, 2 or more.
+            A training step with other shapes is another program; a step of more than 1,000 operations is
+            several. The programs used last stay; a program that was dropped is recorded and sent again.
 
     Raises:
         ValueError: ``max_programs`` is less than 2.

@@ -292,3 +292,22 @@ def test_a_child_ends_as_any_process_does(tmp_path: Path) -> None:
         "",
         0,
     )
+
+
+# ---- a forked worker
+
+
+def tensors_saved_while_it_joins(worker: Worker) -> int:
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), worker.group():
+        return len(saved)
+
+
+def test_autograd_is_used_once_before_calls_are_served(run_workers: RunWorkers) -> None:
+    """PyTorch crashes if several threads are the first to save a tensor in a forked process."""
+    assert all(run_workers(tensors_saved_while_it_joins, 2))

@@ -63,7 +63,7 @@ MISMATCHES: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("none", "ours"): (
         "it does not speak TLS, and this worker does. Give the option tls= to all workers",
-        "the peer uses TLS, and this worker does not. Give the option tls= to all workers",
+        "it uses TLS, and this worker does not. Give the option tls= to all workers",
     ),
     ("ours", "of another authority"): (
         "it refuses this worker's certificate. All certificates of a group must be",

@@ -51,6 +51,32 @@ ROOMS = (
 )
 """The rooms (and single files) of ``rpc``, from the lowest. Only its face stands above."""
 
+ROOMS_OF: dict[str, tuple[set[str], ...]] = {
+    "spmd": (
+        {"collectives"},
+        {"tensor_parallel"},
+        {"engine", "backend"},
+        {"sharding"},
+        {"fsdp", "checkpoint"},
+    ),
+    "farcall": (
+        {"v1", "kserve", "forking"},
+        {"values", "grpc_server"},
+        {"client"},
+        {"serving", "transport", "compat"},
+        {"launch", "environment"},
+        {"doctor"},
+        {"meeting", "trials"},
+        {"cli"},
+        {"__main__"},
+    ),
+}
+"""The rooms of other packages, from the lowest; those in one set may use each other. Faces stand above."""
+
+ENTRY_POINTS = ROOT / "farcall_backend.py"
+GUARD = ROOT / "farcall_guard.py"
+"""Modules of the distribution that are in no package."""
+
 REPLACED = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_rpc")
 """PyTorch's own, which must not be needed."""
 
@@ -199,6 +225,51 @@ def test_arrows_point_down() -> None:
         return MAY_IMPORT[package] | FACES.get(str(path.relative_to(ROOT)), set()) | {package}
 
     assert not offences(lambda path, name: name in MAY_IMPORT and name not in allowed(path))
+
+
+def test_no_string_names_a_module_above() -> None:
+    """As in an entry point, or in what is imported by name."""
+    named = re.compile(rf"({'|'.join(MAY_IMPORT)})(\.\w+)+(:\w+)?")
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} names {node.value}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and named.fullmatch(node.value)
+        and file_of(node.value.partition(":")[0])
+        and (package := path.relative_to(ROOT).parts[0]) != (above := node.value.partition(".")[0])
+        and above not in MAY_IMPORT[package] | FACES.get(str(path.relative_to(ROOT)), set())
+    ]
+    assert not found
+
+
+def test_the_guard_imports_nothing_of_ours_and_nobody_imports_the_entry_points() -> None:
+    ours = {*MAY_IMPORT, "farcall_backend"}
+    assert not [name for _, name in imports(GUARD) if name.partition(".")[0] in ours]
+    assert not offences(lambda _, name: name == "farcall_backend")
+    assert {name.partition(".")[0] for _, name in imports(ENTRY_POINTS)} & ours <= {"spmd"}
+
+
+@pytest.mark.parametrize("package", ROOMS_OF)
+def test_rooms_of_a_package_import_only_what_is_below(package: str) -> None:
+    rooms = ROOMS_OF[package]
+
+    def floor(path: Path) -> int:
+        room = path.relative_to(ROOT).parts[1].removesuffix(".py")
+        return next((index for index, floor in enumerate(rooms) if room in floor), -1)
+
+    def is_face(path: Path) -> bool:
+        return path.relative_to(ROOT).parts == (package, "__init__.py")
+
+    files = [path for path in FILES if path.is_relative_to(ROOT / package) and not is_face(path)]
+    assert not names([path for path in files if floor(path) < 0]), "these have no room"
+    assert not [
+        f"{path.relative_to(ROOT)} imports {each.relative_to(ROOT)}"
+        for path in files
+        for each in imported_files(path)
+        if each.is_relative_to(ROOT / package) and not is_face(each) and floor(each) > floor(path)
+    ]
 
 
 def test_every_file_of_rpc_has_its_room() -> None:

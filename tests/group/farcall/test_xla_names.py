@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,3 +232,31 @@ def policy(worker: Worker) -> None:
 
 def test_their_policy_leaves_the_choice_to_the_cost_model(run_workers: RunWorkers) -> None:
     run_workers(policy, 3)
+
+
+_WITHOUT_SPMD = """
+import os
+import torch, torch_xla
+import torch_xla.runtime as xr
+
+assert os.environ["PJRT_DEVICE"] == "CPU"
+made = torch.ones(2, device="xla").tolist()
+print(made, torch_xla.device(), xr.is_spmd(), xr.global_runtime_device_count())
+xr.use_spmd()
+made = torch.ones(2, device="xla").tolist()
+print(os.environ["XLA_USE_SPMD"], xr.is_spmd(), xr.global_runtime_device_count(), made)
+"""
+
+
+def test_without_use_spmd_the_device_is_one_of_one_worker(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_WITHOUT_SPMD)
+    environ = {name: value for name, value in os.environ.items() if name != "FARCALL_SPMD_WORKERS"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "farcall", "run", str(program)],
+        env={**environ, "CPU_NUM_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "[1.0, 1.0] spmd:0 False 2\n1 True 2 [1.0, 1.0]\n"

@@ -148,10 +148,10 @@ def test_a_newcomer_that_was_stopped_joins_the_members_that_came_after_it(
     (later,) = start(1, first=2)
     later.meet(first).look()
     slow.lose(first)
-    slow.look()
-    wait()
-    assert not slow.look().watch.is_member  # though nobody before it lives
-    assert slow.meet(later).look().watch.is_member
+    assert not slow.look().watch.is_member
+    wait()  # nobody before it lives
+    assert slow.look().watch.is_member
+    assert slow.known.has_met(later.incarnation)
 
 
 # ---- parting
