@@ -4,7 +4,7 @@
 
     python -m benchmarks.spmd_models                          # everything: some minutes
     python -m benchmarks.spmd_models --models lstm --layouts both --optimizers adamw
-    python -m benchmarks.spmd_models --output docs/spmd_models.md
+    python -m benchmarks.spmd_models --output benchmarks/spmd_models.md
 
 Each model is trained for ten steps, the last with a batch that the workers cannot share evenly, by each
 optimizer and under each layout, and beside it in this process alone.
@@ -399,12 +399,10 @@ def _noted() -> dict[tuple[str, str], tuple[int, int]]:
 def page(outcomes: Sequence[Outcome], steps: int) -> str:
     """The tables, in Markdown."""
     lines = [
-        "# Six models in SPMD mode",
+        "# Six models in SPMD mode: the tables",
         "",
-        f"`python -m benchmarks.spmd_models` trains each for {steps} steps on {WORKERS} workers and in one",
-        f"process, with batches of {BATCH} rows and a last one of {LAST_BATCH}, which cannot be divided",
-        "evenly. ResNet-18 is in float64: with so few rows, its batch norm amplifies rounding errors, in one",
-        "process as well.",
+        f"Written by `python -m benchmarks.spmd_models`: {steps} steps on {WORKERS} workers and in one",
+        "process. [docs/spmd_models.md](../docs/spmd_models.md) explains them.",
         "",
         "## Largest difference of losses from those of one process",
         "",
@@ -448,20 +446,7 @@ def page(outcomes: Sequence[Outcome], steps: int) -> str:
                 shortened(reason),
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, *_WHY]) + "\n"
-
-
-_WHY: Final = (
-    "",
-    "- A model sharded by channels (ResNet-18) moves activations between layers: each convolution needs",
-    "  all channels of its input. Unmarked weights are whole, and so must their gradients be.",
-    "- An LSTM keeps its four gates in one matrix; if it is sharded, they are gathered once per step and",
-    "  layer, before they are split; the table counts each slice.",
-    "- PyTorch's encoder layer has the batch dimension second, and attention's three matrices in one. In the",
-    "  last step, a batch that cannot be divided evenly, and is second, is sharded along the words instead.",
-    "- If batches are sharded over one axis and the model over the other, a view of an uneven batch may be",
-    "  whole along one of them.",
-)
+    return "\n".join(lines) + "\n"
 
 
 def shortened(reason: str) -> str:
