@@ -53,6 +53,7 @@ def serve(
     limits: Any = None,
     tracebacks: bool = False,
     metrics_port: int | None = None,
+    metrics_host: str = "127.0.0.1",
 ) -> Server:
     """Serve functions and modules to clients in any language, over gRPC, in this process: ``farcall.serve``,
     which tells what the arguments are.
@@ -84,5 +85,6 @@ def serve(
         limits=limits,
         tracebacks=tracebacks,
         metrics_port=metrics_port,
+        metrics_host=metrics_host,
     )
     return server

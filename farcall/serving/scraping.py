@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import ssl
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
@@ -65,7 +66,7 @@ async def published(
         server = await asyncio.start_server(accept, host, port, limit=_HEAD_BYTES, ssl=tls, **handshake)
     except OSError as error:
         raise OSError(
-            error.errno, f"metrics cannot be served at {host}:{port}: {error.strerror or error}"
+            error.errno, f"metrics cannot be served at {host}:{port}: {os.strerror(error.errno or 0)}"
         ) from error
     try:
         yield server.sockets[0].getsockname()[1]

@@ -109,6 +109,7 @@ class Link:
     Attributes:
         state: the current state.
         dialled: whether this side made the connection that is open, or was last.
+        failures: the number of failed attempts since the last connection.
         paused: whether no attempt may be made until the current pause is over.
         process: the process ID of a worker on this host, once a connection has been seen; else None.
         claimed_by: the incarnation that came under the worker's name or id while it was connected, or None.
@@ -125,11 +126,11 @@ class Link:
         "_broken",
         "_broken_since",
         "_connected_since",
-        "_failures",
         "_fruitless",
         "_fruitless_since",
         "claimed_by",
         "dialled",
+        "failures",
         "paused",
         "process",
         "state",
@@ -147,8 +148,7 @@ class Link:
         self._broken: str | None = None
         """Why the last connection broke; empty if there was none and attempts fail; None while connected."""
         self._broken_since = 0.0
-        self._failures = 0
-        """Failed attempts since the last connection."""
+        self.failures = 0
         self._fruitless = 0
         """Fruitless connections in a row, and since when."""
         self._fruitless_since = 0.0
@@ -209,7 +209,7 @@ class Link:
 
     def _connected(self, now: float) -> None:
         self._connected_since = now
-        self._broken, self._failures = None, 0
+        self._broken, self.failures = None, 0
 
     # ---- events that call for a decision: seconds until the next attempt, or to give up
 
@@ -239,8 +239,8 @@ class Link:
             return GiveUp(f"{broke}{reason}{within}")
         if not self._step(Event.BREAK):
             return None
-        pause = _PAUSES[min(self._failures, len(_PAUSES) - 1)]
-        self._failures += 1
+        pause = _PAUSES[min(self.failures, len(_PAUSES) - 1)]
+        self.failures += 1
         return pause
 
     def broke(self, reason: str, now: float, patience: float, *, progressed: bool) -> float | GiveUp | None:

@@ -119,8 +119,9 @@ def test_whoever_waits_for_a_killed_worker_is_told_which_and_why(run_workers: Ru
     workers[1].kill()
     assert workers[0].result() == ["worker0", "worker2"]
     workers.results()
-    for survivor in (workers[0], workers[2]):
-        assert len(re.findall(f"^{lost('worker1', 1)}", log_of(survivor), re.MULTILINE)) == 1
+    for survivor, name in ((workers[0], "worker0"), (workers[2], "worker2")):
+        told = f"^worker '{name}': {lost('worker1', 1)}"
+        assert len(re.findall(told, log_of(survivor), re.MULTILINE)) == 1
 
 
 # ---- the caller

@@ -274,7 +274,7 @@ def call_while_relays_refuse(worker: Worker, ports: list[int]) -> None:
         worker.report("connected")
         worker.wait_for("refused")
         future = rpc.rpc_async("worker1", count, args=(1,))
-        until(lambda: current_agent().peer("worker1").failures > 2)
+        until(lambda: current_agent().peer("worker1").link.failures > 2)
         worker.report("has tried")
         assert future.wait() == 1
         assert rpc.rpc_sync("worker1", counted) == {0: 1, 1: 1}
