@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.workload import Workload
+from farcall_guard import PACKAGES
 
 __all__ = ["FARCALL", "PEERS", "Side", "Unavailable", "peer", "revision"]
 
@@ -63,13 +65,16 @@ class Side:
         """Import its module: in a worker, since only one of the sides can be in a process."""
         if self.folder is not None:
             sys.path.insert(0, str(self.folder))
-            sys.modules.pop("farcall_guard", None)  # PyTorch's entry points may have imported another tree's
+            for name in [each for each in sys.modules if each.partition(".")[0] in _OURS]:
+                del sys.modules[name]  # PyTorch's entry points may have imported another tree's
             os.environ["PYTHONPATH"] = os.pathsep.join((str(self.folder), os.environ.get("PYTHONPATH", "")))
         module = importlib.import_module(self.module)
         if self.folder is not None and not Path(module.__file__ or "").is_relative_to(self.folder):
             raise ImportError(f"{self.module} of {self.folder} was asked for, {module.__file__} was imported")
         return module
 
+
+_OURS: Final = frozenset(("farcall", "farcall_backend", "farcall_guard", *PACKAGES))
 
 _FARCALL_ON_A_NETWORK = {"transports": ["tcp"], "shared_memory_bytes": 0}
 FARCALL = Side("farcall", "farcall", "rpc", "AgentOptions", _FARCALL_ON_A_NETWORK, folder=_ROOT)
@@ -139,4 +144,22 @@ def revision(name: str, folder: Path) -> Side:
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # CPython 3.11.4 and newer
         archive.extractall(folder)
+    _add_metadata(folder)
     return Side(name, f"farcall at {name}", "rpc", "AgentOptions", _FARCALL_ON_A_NETWORK, folder=folder)
+
+
+def _add_metadata(folder: Path) -> None:
+    """Describe a revision's distribution as an installation would. Otherwise, its workers would find the
+    entry points of the distribution that is installed, and import extensions of the wrong revision.
+    """
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    described = folder / f"{project['name']}-{project['version']}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    groups = project.get("entry-points", {})
+    lines = [
+        line for group, names in groups.items() for line in (f"[{group}]", *map(" = ".join, names.items()))
+    ]
+    (described / "entry_points.txt").write_text("\n".join(lines) + "\n")

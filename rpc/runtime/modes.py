@@ -49,6 +49,11 @@ _top_hooks: Final[Callable[[bool], Any]] = _autograd._top_saved_tensors_default_
 _CPU_AUTOCAST_DTYPE: Final = torch.bfloat16
 """PyTorch's default on every thread."""
 
+_is_block_open = False
+"""Whether a block of autocast was put aside while it was open. A generator that holds it may end it on any
+thread, which then counts one block too few, and would never clear its cache of cast weights again.
+"""
+
 _AUTOCAST_DEVICES: Final = (
     *("cpu", "cuda", "xla", "mps", "xpu", "hpu", "ipu", "mtia", "maia", "privateuseone"),
 )
@@ -73,6 +78,7 @@ def modes_changed() -> bool:
         or _dispatch_modes() > 0
         or _top_hooks(False) is not None
         or get_autocast_dtype("cpu") is not _CPU_AUTOCAST_DTYPE
+        or (_is_block_open and _autocast_nesting() != 0)
     )
 
 
@@ -134,6 +140,7 @@ class SavedModes:
     )
 
     def __init__(self) -> None:
+        global _is_block_open
         self._inference: Any = None
         self._functions = [_C._pop_torch_function_stack() for _ in range(_function_modes())]
         self._dispatch = [_C._pop_torch_dispatch_stack(None) for _ in range(_dispatch_modes())]
@@ -151,8 +158,9 @@ class SavedModes:
             for name in _autocast_defaults()
         ]
         self._cache = is_autocast_cache_enabled()
-        self._nesting = torch.autocast_increment_nesting() - 1
-        torch.autocast_decrement_nesting()
+        self._nesting = _autocast_nesting()
+        if self._nesting:
+            _is_block_open = True
         self._set_defaults()
 
     def _set_defaults(self) -> None:
@@ -230,6 +238,12 @@ def _autocast_defaults() -> dict[str, torch.dtype]:
 def _set_autocast(device: str, enabled: bool, dtype: torch.dtype) -> None:
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
+
+
+def _autocast_nesting() -> int:
+    """Number of blocks of autocast that this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def _set_nesting(count: int) -> None:

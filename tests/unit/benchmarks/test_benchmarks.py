@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import types
 from collections.abc import Callable
@@ -127,3 +128,25 @@ def test_command_measures_and_saves_and_prints_nothing_else(tmp_path: Path) -> N
     assert "null rpc_sync" in ran.stdout
     assert f"{FARCALL.title} beside farcall at HEAD" in ran.stdout
     assert json.loads(output.read_text())["summary"]["null"]["farcall"] > 0
+
+
+@in_repository
+def test_a_revision_is_measured_without_what_this_installation_has(tmp_path: Path) -> None:
+    program = textwrap.dedent("""
+        import importlib.metadata, sys
+        from pathlib import Path
+        import torch  # imports the backend of the installation
+        import spmd
+        from benchmarks.sides import revision
+
+        folder = Path(sys.argv[1])
+        revision("HEAD", folder).load()
+        import spmd
+        print(Path(spmd.__file__).is_relative_to(folder))
+        print(importlib.metadata.distribution("farcall").read_text("entry_points.txt") ==
+              (folder / next(folder.glob("*.dist-info")) / "entry_points.txt").read_text())
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr

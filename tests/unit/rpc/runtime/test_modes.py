@@ -137,3 +137,25 @@ def test_modes_that_were_left_are_not_in_force_where_their_block_ends_later() ->
         assert modes() == CLEAN
 
     on_a_new_thread(body)
+
+
+def test_autocast_casts_the_weights_of_today_after_a_block_ended_on_another_thread() -> None:
+    layer = torch.nn.Linear(2, 2, bias=False)
+    block = torch.autocast("cpu")
+
+    def begin() -> None:
+        block.__enter__()
+        reset_modes()
+
+    def end() -> None:
+        block.__exit__(None, None, None)
+        assert modes_changed()
+        reset_modes()
+        for weight in (1.0, 2.0):
+            with torch.no_grad():
+                layer.weight.fill_(weight)
+            with torch.autocast("cpu"):
+                assert layer(torch.ones(1, 2)).tolist() == [[2 * weight] * 2]
+
+    on_a_new_thread(begin)
+    on_a_new_thread(end)
