@@ -14,6 +14,7 @@ __all__ = [
     "BlockingCallError",
     "ForkedProcessError",
     "FunctionNotFoundError",
+    "GivenUpError",
     "GroupMismatchError",
     "InvalidNameError",
     "InvalidOptionError",
@@ -145,6 +146,14 @@ class MessageLostError(RpcError, ConnectionError):
 class NoMemoryError(RpcError, MemoryError):
     """There was no memory for a large message where it arrived: a call, which has not run, or an answer. Its
     call ends; the connection is used further.
+    """
+
+
+class GivenUpError(RpcError):
+    """Work was given up because something else has failed: another worker was lost, or reports its own error.
+
+    A callee that raises it is not at fault. The log of its worker has the line at level INFO, without a
+    traceback.
     """
 
 

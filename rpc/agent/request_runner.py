@@ -25,7 +25,14 @@ from farcall_guard import PACKAGES
 from rpc.agent.calls import name_of
 from rpc.agent.ports import Running
 from rpc.agent.tape import Observation, Recording, note
-from rpc.errors import NotInitializedError, ProtocolError, RpcError, WorkerLostError, with_article
+from rpc.errors import (
+    GivenUpError,
+    NotInitializedError,
+    ProtocolError,
+    RpcError,
+    WorkerLostError,
+    with_article,
+)
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer
 from rpc.runtime.current import is_initialized
@@ -328,8 +335,9 @@ class RequestRunner:
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
         # A function that goes on after this worker has ended, by Ctrl-C for one, cannot call others.
         wanted |= isinstance(error, NotInitializedError) and not is_initialized()
+        consequence = isinstance(error, GivenUpError)
         logger.log(
-            logging.DEBUG if wanted else logging.WARNING,
+            logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
             "worker '%s': %s, called by worker '%s', raised %s%s: %s",
             self._agent.info.name,
             _raised_in(error) if of is None else name_of(of),
@@ -341,7 +349,7 @@ class RequestRunner:
         )
         serializer, codec = self._agent.serializer, peer.codec.id
         payload = serializer.dump_exception(error, self._agent.info.name, peer, codec=codec)
-        if not wanted:
+        if not (wanted or consequence):
             _print_traceback(self._agent.info.name, payload.header[EXCEPTION][2])
         self.answer(peer, Kind.FAILURE, call_id, payload)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from torch.distributed import DistBackendError
+from torch.distributed import DistBackendError, DistStoreError
 
-from rpc.errors import RpcError
+from rpc.errors import GivenUpError, RpcError
 
 __all__ = [
     "KINDS",
@@ -16,6 +16,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "RankLostError",
     "RanksMissingError",
+    "StoreGivenUpError",
 ]
 
 
@@ -43,6 +44,10 @@ class RankLostError(CollectiveError, ConnectionError):
 
 KINDS: Final = (CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, RankLostError)
 """What one rank can tell the others of; each by its place here."""
+
+
+class StoreGivenUpError(GivenUpError, DistStoreError):
+    """The wait for a key of a store was given up: the worker that would set it is lost, or has failed."""
 
 
 class RanksMissingError(Exception):

@@ -17,6 +17,7 @@ from rpc.functions import async_execution
 from rpc.group.workers import WorkerInfo
 from rpc.lifecycle.worker_watch import on_worker_lost
 from rpc.runtime.current import current_agent, extension
+from spmd.collectives.errors import StoreGivenUpError
 
 __all__ = ["WorkerStore", "fail_if_lost", "forget_keys", "install"]
 
@@ -30,7 +31,7 @@ class _Keys:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
-        self._waiting: list[tuple[set[str], Future[None]]] = []
+        self._waiting: list[tuple[set[str], Future[str | None]]] = []
         self._given_up: dict[str, str] = {}
 
     def put(self, key: str, value: bytes) -> None:
@@ -39,12 +40,12 @@ class _Keys:
         for future in ready:
             future.set_result(None)
 
-    def _set(self, key: str, value: bytes) -> list[Future[None]]:
+    def _set(self, key: str, value: bytes) -> list[Future[str | None]]:
         self._values[key] = value
         self._waiting, ready = self._split(key)
         return ready
 
-    def _split(self, key: str) -> tuple[list[tuple[set[str], Future[None]]], list[Future[None]]]:
+    def _split(self, key: str) -> tuple[list[tuple[set[str], Future[str | None]]], list[Future[str | None]]]:
         """Who still waits now that ``key`` is there, and who does not."""
         for missing, _ in self._waiting:
             missing.discard(key)
@@ -89,19 +90,16 @@ class _Keys:
         with self._lock:
             return len(self._values)
 
-    def wait(self, keys: Sequence[str]) -> Future[None]:
-        """A future that is done when all keys are there."""
-        future: Future[None] = Future()
+    def wait(self, keys: Sequence[str]) -> Future[str | None]:
+        """A future that is done when all keys are there; its value is why, if they will never be."""
+        future: Future[str | None] = Future()
         with self._lock:
             missing = {key for key in keys if key not in self._values}
             reason = next((why for prefix, why in self._given_up.items() if _begin(missing, prefix)), None)
             if missing and reason is None:
                 self._waiting.append((missing, future))
                 return future
-        if reason is None:
-            future.set_result(None)
-        else:
-            _fail(future, reason)
+        future.set_result(reason)
         return future
 
     def give_up(self, prefix: str, reason: str) -> None:
@@ -110,11 +108,7 @@ class _Keys:
             ended = [future for missing, future in self._waiting if _begin(missing, prefix)]
             self._waiting = [each for each in self._waiting if each[1] not in ended]
         for future in ended:
-            _fail(future, reason)
-
-
-def _fail(future: Future[Any], reason: str) -> None:
-    future.set_exception(DistStoreError(reason))
+            future.set_result(reason)
 
 
 def _begin(keys: set[str], prefix: str) -> bool:
@@ -207,12 +201,14 @@ class WorkerStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         try:
-            self._run(_wait, ([self._prefix + key for key in keys],), timeout)
+            given_up = self._run(_wait, ([self._prefix + key for key in keys],), timeout)
         except RpcTimeoutError as error:
             limit = timeout or self._limit
             raise DistStoreError(
                 f"nobody has set {', '.join(keys)} in the store at worker '{self._worker}' after {limit}"
             ) from error
+        if given_up is not None:
+            raise StoreGivenUpError(given_up)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from rpc.agent.futures import Future
 from rpc.functions import async_execution
 from rpc.runtime.current import current_agent
 from rref import RRef
+from spmd.collectives.errors import StoreGivenUpError
 from spmd.collectives.store import WorkerStore, fail_if_lost
 from spmd.engine.errors import SpmdError
 from spmd.engine.layouts import coordinates
@@ -71,7 +72,13 @@ class ServedWorker:
         agent.extensions[_EXTENSION] = store  # C++ does not keep it; the previous group has ended
         self._forming = store
         with fail_if_lost(store, [self._driver, *self._workers]):
-            dist.init_process_group("farcall", store=store, rank=self._rank, world_size=len(self._workers))
+            try:
+                dist.init_process_group(
+                    "farcall", store=store, rank=self._rank, world_size=len(self._workers)
+                )
+            except StoreGivenUpError as error:
+                # How PyTorch came to the store explains nothing to the driver.
+                raise StoreGivenUpError(str(error)) from None
         self._forming = None
 
     def _mesh(self, key: MeshKey) -> _Mesh:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import rpc
 from rpc.agent import departure
-from rpc.agent.futures import wait_futures
-from rpc.errors import RpcError, RpcTimeoutError
+from rpc.agent.futures import Future, as_completed, wait_futures
+from rpc.errors import GivenUpError, RpcError, RpcTimeoutError
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
 from spmd import backend
@@ -98,17 +98,18 @@ class _Mode:
         name = f"spmd-{secrets.token_hex(8)}"
         current_agent().serializer.register_reducer(LogicalTensor, in_message)
         own = rpc.get_worker_info().name
+        calls = [
+            rpc.rpc_async(each, make, args=(own, list(names), rank, name), timeout=0)
+            for rank, each in enumerate(names)
+        ]
         try:
-            made = wait_futures(
-                [
-                    rpc.rpc_async(each, make, args=(own, list(names), rank, name), timeout=0)
-                    for rank, each in enumerate(names)
-                ]
-            )
+            made = wait_futures(calls)
         except BaseException as error:  # the others may wait for the one that has failed
             store = WorkerStore(names[0], f"{name}/")
             store.set_timeout(timedelta(seconds=_PATIENCE))
             store.give_up(f"SPMD mode could not begin: {type(error).__name__}: {error}")
+            if isinstance(error, GivenUpError):
+                raise (_cause_in(calls) or error) from None
             raise
         self.ports = [_RemotePort(name, worker) for name, worker in zip(names, made, strict=True)]
         state = torch.get_rng_state()
@@ -126,6 +127,19 @@ class _Mode:
             with suppress(RpcTimeoutError):  # then the processes are ended
                 rpc.shutdown(timeout=_PATIENCE)
         _end(self.processes)
+
+
+def _cause_in(calls: Sequence[Future[Any]]) -> BaseException | None:
+    """The error of a call that has not just been given up because of another one."""
+    with suppress(RpcTimeoutError):
+        for call in as_completed(calls, _PATIENCE):
+            try:
+                call.value()
+            except GivenUpError:
+                pass
+            except BaseException as error:
+                return error
+    return None
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -123,6 +123,34 @@ def test_an_exception_is_told_to_workers_that_had_no_connection_to_the_script(tm
     assert lines[-1].startswith(f"rpc.errors.WorkerLostError: {reason}")
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "raise ImportError('no dataset here')",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); rpc.shutdown()",
+    ],
+    ids=["raises", "dies", "refuses"],
+)
+def test_spmd_mode_that_cannot_begin_tells_its_cause_once_on_each_worker(
+    tmp_path: Path, failure: str
+) -> None:
+    begins = "import spmd, torch.distributed as dist\nrpc.barrier()\n"
+    scripts = [begins + each for each in ("spmd.use_spmd()", "rpc.shutdown()", failure)]
+    with terminal(tmp_path, *scripts) as processes:
+        driver, bystander, culprit = ends(processes)
+    assert driver[0] == 1
+    assert driver[1][-1].startswith(
+        ("rpc.errors.WorkerLostError: worker 'worker2'", "spmd.engine.errors.SpmdError: worker 'worker2'")
+    )
+    assert len([line for line in bystander[1] if "is gone" in line]) <= 2, "worker2, and the driver after it"
+    assert not [line for line in bystander[1] if "Traceback" in line or "called by" in line]
+    for _, lines in (driver, bystander, culprit):
+        losses = [line for line in lines if line.startswith("worker '") and "is gone" in line]
+        assert len({line.partition(" is gone")[0] for line in losses}) == len(losses)
+    assert len([line for line in driver[1] if line == "Traceback (most recent call last):"]) <= 2
+
+
 @pytest.mark.parametrize("ways", [("rpc_sync", "wait", "wait_all"), ("to_here", "shutdown")], ids="-".join)
 def test_ctrl_c_ends_all_scripts_of_a_terminal_each_with_one_short_traceback(
     tmp_path: Path, ways: tuple[str, ...]

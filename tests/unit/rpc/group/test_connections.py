@@ -151,8 +151,8 @@ def test_who_is_lost_gets_no_more_messages_and_the_connection_is_closed(make_nod
     right.on_loop(right.connections.lose, right.peers[left.member.incarnation], "it was given up")
     right.on_loop(right.connections.lose, right.peers[left.member.incarnation], "twice")
     assert right.gone == [("left", "it was given up")]
-    assert right.open_connections() == []
     assert left.wait_gone()[0] == "right"
+    until(lambda: right.open_connections() == [])
 
 
 @contextlib.contextmanager
