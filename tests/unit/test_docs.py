@@ -81,6 +81,23 @@ def test_paths_that_a_document_names_exist(document: Path) -> None:
     assert not missing
 
 
+def anchors(document: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+def test_headings_that_a_document_links_to_exist(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", document.read_text())
+    targets = [(document.parent / page if page else document, heading) for page, heading in links]
+    assert [heading for page, heading in targets if heading not in anchors(page)] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
 def test_modules_and_targets_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text()
