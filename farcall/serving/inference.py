@@ -144,7 +144,7 @@ def _input(message: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) ->
     if datatype != _BYTES and datatype not in _DTYPES:
         raise Malformed(f"input {message.name!r} has the datatype {datatype!r}, which is not known here")
     if any(size < 0 for size in shape):
-        raise Malformed(f"input {message.name!r} has the shape {shape}; sizes are 0 or more")
+        raise Malformed(f"input {message.name!r} has the shape {list(shape)}; sizes are 0 or more")
     try:
         size = byte_count(_DTYPES.get(datatype, "uint8"), shape)
     except Malformed as error:

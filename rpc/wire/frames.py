@@ -57,7 +57,7 @@ __all__ = [
     "unpack_header",
 ]
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAGIC: Final = b"farcall"
 PREAMBLE: Final = MAGIC + bytes([PROTOCOL_VERSION])
 

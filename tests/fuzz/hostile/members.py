@@ -25,7 +25,7 @@ from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from rpc.serialization.codecs import NEUTRAL
 from rpc.serialization.serializer import Serializer
-from rpc.wire.frames import Kind, encode
+from rpc.wire.frames import PREAMBLE, Kind, encode
 from tests.fuzz.hostile import corpus
 from tests.fuzz.hostile.mutation import Mutator, packed, unpacked
 from tests.support.hostile import Hostile, Target, target
@@ -446,7 +446,7 @@ def _bytes_of(item: Any, known: dict[int, int], *, stranger: bool) -> bytes:
             except Exception:  # it cannot be said
                 return b""
             data = b"".join(map(bytes, framed))
-            return b"farcall\x02" + data if stranger and kind in (Kind.HELLO, Kind.LANE) else data
+            return PREAMBLE + data if stranger and kind in (Kind.HELLO, Kind.LANE) else data
     return packed([item])
 
 

@@ -428,7 +428,7 @@ def test_data_followed_by_a_reset_is_noticed(loop: LoopThread, sockets: Sockets,
         owner = Recorder()
         connection = open_connection(loop, here, owner)
         send(connection, {}, b"never read, so that the end is a reset")
-        there.sendall(b"farcall\x02" + frame(Kind.CALL, 1))
+        there.sendall(PREAMBLE + frame(Kind.CALL, 1))
         there.close()
         assert owner.reason()
 

@@ -29,7 +29,7 @@ from rpc.transport import tls
 from rpc.transport.base import Connection, TransportContext
 from rpc.transport.tcp import TcpTransport
 from rpc.transport.tls import TlsContexts, TlsStream
-from rpc.wire.frames import Kind, encode
+from rpc.wire.frames import PREAMBLE, Kind, encode
 from tests.support.certificates import Authority
 from tests.support.streams import SOON, Recorder, Sockets, send, until
 
@@ -227,7 +227,7 @@ def test_who_listens_with_a_certificate_of_another_authority_is_told_nothing(
     assert not stranger.connections
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"farcall\x02", b"\x16\x03\x01\x00\xff"])
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", PREAMBLE, b"\x16\x03\x01\x00\xff"])
 def test_who_speaks_no_tls_is_turned_away(
     make_side: MakeSide,
     authority: Authority,
