@@ -196,7 +196,9 @@ def test_what_cannot_be_mixed_says_what_to_do() -> None:
         x.numpy()
     with pytest.raises(RuntimeError, match="spmd:0"):
         x.data = torch.ones(2)
-    with pytest.raises(NotImplementedError, match="expected a generator of the device 'spmd:0', got one of cpu"):
+    with pytest.raises(
+        NotImplementedError, match="expected a generator of the device 'spmd:0', got one of cpu"
+    ):
         torch.rand(2, device=spmd.device(), generator=torch.Generator())
     spmd.shutdown()
 
