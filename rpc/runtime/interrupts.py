@@ -19,6 +19,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import _thread
 import asyncio.unix_events
+import functools
 import signal
 import threading
 import time
@@ -102,7 +103,17 @@ def restore_interrupts() -> None:
     _agents -= 1
     found = _handler_of(_SIGINT)
     if not _agents and type(found) is _Deferring and _is_main_thread():
-        signal.signal(_SIGINT, found.handler)
+        signal.signal(_SIGINT, signal.default_int_handler if _is_over(found.handler) else found.handler)
+
+
+def _is_over(handler: Handler) -> bool:
+    """Whether a handler belongs to an ``asyncio.run`` that has ended. It could not put Python's handler back,
+    since ours was there.
+    """
+    if not isinstance(handler, functools.partial):
+        return False
+    task = handler.keywords.get("main_task")
+    return isinstance(task, asyncio.Future) and task.done()
 
 
 def ensure_deferred() -> None:

@@ -40,11 +40,13 @@ _MAX_LINK_BYTES: Final = 64 << 10
 """Maximum size of the pickle of one of them, in bytes."""
 
 _Descriptor = MemberDescriptorType | GetSetDescriptorType
+# Used as descriptors: the class may have properties of these names, or refuse access to its attributes.
 _args: Final[Any] = BaseException.args
 _cause: Final[Any] = BaseException.__cause__
 _context: Final[Any] = BaseException.__context__
 _suppress: Final[Any] = BaseException.__suppress_context__
-# Used as descriptors: the class may have a property of that name, or refuse that its attributes are set.
+_traceback: Final[Any] = BaseException.__traceback__
+_dict: Final[Any] = vars(BaseException)["__dict__"]
 _NOT_SENT: Final = (vars(AttributeError)["obj"],)
 
 Link = tuple[bool, bytes, str, str]
@@ -57,6 +59,7 @@ class Writing(Protocol):
     to: Destination | None
     rebuilds_exceptions: bool
     sends_chains: bool
+    links: dict[int, tuple[BaseException, bytes]]
 
     def apart(self, obj: Any) -> bytes: ...
 
@@ -91,12 +94,12 @@ def restore(error: BaseException, state: tuple[Any, ...]) -> None:
     for name, value in slots.items():
         descriptor = next((each for each in _descriptors(type(error)) if each.__name__ == name), None)
         if descriptor is None:  # the class here has no such slot
-            error.__dict__[name] = value
+            _dict.__get__(error)[name] = value
         else:
             descriptor.__set__(error, value)
     if attributes:
         if type(error).__setstate__ is BaseException.__setstate__:
-            error.__dict__.update(attributes)
+            _dict.__get__(error).update(attributes)
         else:
             error.__setstate__(attributes)
     if chain:
@@ -109,14 +112,15 @@ def restore_own(error: BaseException, state: tuple[Any, ...]) -> None:
     if own_state is not None:
         error.__setstate__(own_state)
     if notes:
-        error.__dict__.setdefault("__notes__", notes)
+        _dict.__get__(error).setdefault("__notes__", notes)
     _link(error, chain)
 
 
 def add_note(error: BaseException, note: str) -> None:
     """Add a note, whatever the class makes of its attributes."""
-    notes = error.__dict__.get("__notes__")
-    error.__dict__["__notes__"] = [*notes, note] if isinstance(notes, list) else [note]
+    attributes = _dict.__get__(error)
+    notes = attributes.get("__notes__")
+    attributes["__notes__"] = [*notes, note] if isinstance(notes, list) else [note]
 
 
 def twin(error: BaseException) -> BaseException:
@@ -136,10 +140,9 @@ def twin(error: BaseException) -> BaseException:
             restore(copied, _state(error))
     except Exception:  # raised by the class's own methods
         return error
-    _cause.__set__(copied, error.__cause__)
-    _context.__set__(copied, error.__context__)
-    _suppress.__set__(copied, error.__suppress_context__)
-    return copied.with_traceback(error.__traceback__)
+    for each in (_cause, _context, _suppress, _traceback):
+        each.__set__(copied, each.__get__(error))
+    return copied
 
 
 class Partly:
@@ -227,7 +230,7 @@ def _state(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any], dict[
             continue
         if value is not None or descriptor.__objclass__.__module__ != "builtins":
             slots[descriptor.__name__] = value
-    return _args.__get__(error), slots, error.__dict__
+    return _args.__get__(error), slots, _dict.__get__(error)
 
 
 def _descriptors(kind: type) -> Iterator[Any]:
@@ -325,8 +328,10 @@ def _chain(error: BaseException, pickler: Writing) -> list[Link]:
     links: list[Link] = []
     seen = {id(error)}
     while len(links) < _MAX_LINKS:
-        is_cause = error.__cause__ is not None
-        linked = error.__cause__ if is_cause or error.__suppress_context__ else error.__context__
+        linked = _cause.__get__(error)
+        is_cause = linked is not None
+        if not (is_cause or _suppress.__get__(error)):
+            linked = _context.__get__(error)
         if linked is None or id(linked) in seen:
             break
         error = linked
@@ -336,6 +341,15 @@ def _chain(error: BaseException, pickler: Writing) -> list[Link]:
 
 
 def _link_of(error: BaseException, pickler: Writing) -> bytes:
+    """The pickle of one exception of a chain. It is made once for each message: where every exception has
+    the next one as its cause and as its argument, each of them is in the chains of all before it.
+    """
+    if id(error) not in pickler.links:
+        pickler.links[id(error)] = error, _pickled_apart(error, pickler)
+    return pickler.links[id(error)][1]
+
+
+def _pickled_apart(error: BaseException, pickler: Writing) -> bytes:
     for attempt in (error, Partly(error), Partly(error, bare=True)):
         try:
             data = pickler.apart(attempt)

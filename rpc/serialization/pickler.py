@@ -118,6 +118,11 @@ class Departing:
     sends_chains = False  # exceptions bring their causes and contexts
 
     @functools.cached_property
+    def links(self) -> dict[int, tuple[BaseException, bytes]]:
+        """Causes and contexts of exceptions in this message, by id, and their pickles."""
+        return {}
+
+    @functools.cached_property
     def by_value(self) -> Any:
         """The pickler of cloudpickle for this message: it knows which functions share their globals."""
         return cloudpickle.Pickler(io.BytesIO())

@@ -200,3 +200,15 @@ def test_an_agent_that_another_thread_starts_is_protected_once_the_main_thread_u
         press_and_go_on(done)
         wait_to_be_interrupted()
     assert done == ["all of it"]
+
+
+def test_the_handler_of_an_asyncio_run_that_has_ended_is_not_put_back() -> None:
+    async def use() -> None:
+        ensure_deferred()
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    asyncio.run(use())
+    restore_interrupts()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    defer_interrupts()

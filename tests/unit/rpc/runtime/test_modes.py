@@ -141,7 +141,7 @@ def test_modes_that_were_left_are_not_in_force_where_their_block_ends_later() ->
 
 def test_autocast_casts_the_weights_of_today_after_a_block_ended_on_another_thread() -> None:
     layer = torch.nn.Linear(2, 2, bias=False)
-    block = torch.autocast("cpu")
+    block: Any = torch.autocast("cpu")
 
     def begin() -> None:
         block.__enter__()  # type: ignore[no-untyped-call]

@@ -197,3 +197,22 @@ def test_an_attribute_that_cannot_be_read_here_costs_all_but_class_and_text() ->
     assert type(arrived) is zoo.TakesMore
     assert str(arrived) == "1: a"
     assert "its arguments and attributes are missing: ValueError: cannot be rebuilt" in arrived.__notes__[0]
+
+
+@pytest.mark.parametrize("way", [raise_remotely, as_value, twin])
+def test_a_class_that_refuses_access_to_its_attributes_arrives(way: Way) -> None:
+    error = zoo.Guarded("text")
+    arrived = way(error)
+    assert arrived is not error
+    assert (type(arrived), str(arrived)) == (zoo.Guarded, "text")
+
+
+def test_a_cause_that_is_also_an_argument_is_pickled_a_few_times_however_long_the_chain() -> None:
+    first = error = zoo.CountsPickles("innermost")
+    for _ in range(20):
+        error = zoo.CountsPickles(error)
+        error.__cause__ = error.args[0]
+    arrived = raise_remotely(error)
+    assert type(arrived.__cause__) is zoo.CountsPickles
+    assert type(arrived.args[0].__cause__) is zoo.CountsPickles
+    assert first.pickles <= 21

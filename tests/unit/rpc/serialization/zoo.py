@@ -209,6 +209,25 @@ class Cyclic(Exception):
         self.me = self
 
 
+class Guarded(Exception):
+    """Refuses access to what an exception has."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__class__", "__reduce_ex__", "__setstate__"):
+            raise PermissionError(name)
+        return super().__getattribute__(name)
+
+
+class CountsPickles(Exception):
+    """Counts how often it is pickled."""
+
+    pickles = 0
+
+    def __reduce__(self) -> Any:
+        self.pickles += 1
+        return CountsPickles, self.args
+
+
 def unset_os_error() -> OSError:
     """One whose attributes do not come from its arguments."""
     error = OSError()
