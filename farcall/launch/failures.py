@@ -100,13 +100,20 @@ def record(error: BaseException, trace: str) -> None:
     """In a worker's process: leave a record of an exception for the launcher."""
     file = os.environ.get(_FILE)
     if file:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+        said = " ".join(f"{type(error).__name__}: {_text(error)}".split())[:1000]
         written = Path(f"{file}.{os.getpid()}")
         try:
             written.write_text(json.dumps({"at": time.time(), "message": said, "trace": trace}))
             written.replace(file)  # as a whole: this process may be ended at any moment
         except OSError as failure:  # the exception itself is printed all the same
             say(f"cannot write {written} for the launcher: {failure.strerror}")
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # the program's own __str__; tracebacks have these words, too
+        return "<exception str() failed>"
 
 
 def signal_name(number: int) -> str:

@@ -47,9 +47,19 @@ class _Stream:
         if self.rest and (not read or len(self.rest) > _LINE_BYTES):
             lines.append(self.rest)
             self.rest = b""
-        if self.log is not None:
-            self.log.write(b"".join(line + b"\n" for line in lines))
+        if self.log is not None and lines:
+            self._note(b"".join(line + b"\n" for line in lines))
         return b"".join(self.prefix + line + b"\n" for line in lines)
+
+    def _note(self, text: bytes) -> None:
+        """Write to the file, as long as that is possible: pipes must be read in any case."""
+        assert self.log is not None
+        try:
+            while text:
+                text = text[self.log.write(text) :]
+        except OSError as error:
+            say(f"cannot write to {self.log.name} any more: {error.strerror}. The workers run on")
+            self.log = None
 
 
 class Output:

@@ -113,7 +113,8 @@ class WorkerProcess:
         self._record = self._folder / f"rank{self.rank}-{self.starts}.json"
         file = self._output.log_file(self.rank)
         if file is not None and self.starts > 1:
-            with open(file, "a") as log:
+            # If the disk is full, the thread that writes the output says so.
+            with contextlib.suppress(OSError), open(file, "a") as log:
                 log.write(f"farcall: start {self.starts} of rank {self.rank}\n")
         with contextlib.ExitStack() as opened:
             target: int | IO[bytes] = subprocess.PIPE

@@ -12,7 +12,7 @@ import enum
 import io
 import pickle
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -28,8 +28,13 @@ _METADATA: Final = ".metadata"
 _CLASSES: Final[dict[str, type]] = {
     name: value
     for name, value in vars(metadata).items()
-    if isinstance(value, type) and (value.__module__ == metadata.__name__ or issubclass(value, enum.Enum))
+    if isinstance(value, type) and value.__module__ == metadata.__name__
 }
+
+_FileRange: Final = filesystem._StorageInfo
+
+_STATEFUL: Final = {_FileRange, *(each for each in _CLASSES.values() if not issubclass(each, enum.Enum))}
+"""Classes of the instances that have a state in a pickle."""
 
 
 class RestrictedReader(FsspecReader):
@@ -59,8 +64,11 @@ class RestrictedReader(FsspecReader):
             raise pickle.UnpicklingError(
                 f"{path} is no metadata of a checkpoint, but a {type(found).__name__}"
             )
-        for each in (found.storage_data or {}).values():
-            place = PurePosixPath(each.relative_path)
+        files = {} if found.storage_data is None else found.storage_data
+        if type(files) is not dict or any(type(each) is not _FileRange for each in files.values()):
+            raise pickle.UnpicklingError(f"{path} is damaged: it does not say in which files its tensors are")
+        for each in files.values():
+            place = PurePosixPath(str(each.relative_path))
             if place.is_absolute() or ".." in place.parts:
                 raise pickle.UnpicklingError(f"{path} names a file outside the checkpoint: {place}")
         if found.storage_meta is None:
@@ -96,8 +104,14 @@ def only_data(entry: str, pickled: io.BytesIO) -> io.BytesIO:
     return again
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Loads what PyTorch writes into ``.metadata``."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Loads what PyTorch writes into ``.metadata``.
+
+    It is the unpickler that is written in Python: in the other one, a pickle could set attributes of the
+    classes themselves, and of the function, for the whole process.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, file: Any, path: str) -> None:
         super().__init__(file)
@@ -106,9 +120,9 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == metadata.__name__ and name in _CLASSES:
             return _CLASSES[name]
-        if module == filesystem.__name__ and name == "_StorageInfo":
-            return filesystem._StorageInfo
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+        if module == filesystem.__name__ and name == _FileRange.__name__:
+            return _FileRange
+        if module == "torch" and (name == "Size" or isinstance(vars(torch).get(name), torch.dtype)):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
@@ -122,9 +136,19 @@ class _MetadataUnpickler(pickle.Unpickler):
             "restore(..., weights_only=False)"
         )
 
+    def load_build(self) -> None:
+        target = self.stack[-2]  # type: ignore[attr-defined]
+        if type(target) not in _STATEFUL:
+            raise pickle.UnpicklingError(
+                f"{self._path} changes {target!r}, which is no part of the checkpoint: it was made to do harm"
+            )
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
 
 def _layout(name: str) -> torch.layout:
-    found = getattr(torch, name.removeprefix("torch."), None)
+    found = vars(torch).get(str(name).removeprefix("torch."))
     if not isinstance(found, torch.layout):
         raise pickle.UnpicklingError(f"{name!r} is no layout of tensors")
     return found

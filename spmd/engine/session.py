@@ -352,7 +352,8 @@ class Session:
         self._generation += 1
         try:
             wait_futures([port.regroup(self._generation) for port in self._ports])
-        except RpcError:
+        except RpcError as error:
+            self._broken = error  # some workers have new groups, and others have not
             self._give_up()  # the others may wait for the one that has failed
             raise
 

@@ -122,19 +122,19 @@ def made_from_files() -> Environment:
         raise Unavailable(f"no newer one is on this machine ({_last_line(looked.stderr)})")
     _new(Path(sys.executable))
     until = monotonic() + _FILES_SECONDS
-    try:
-        done = _pip(pytorch, env=_UNCONFIGURED, seconds=_FILES_SECONDS)
-        if done.returncode:
-            raise Unavailable(_last_line(done.stderr))
-        for library in _libraries():  # one that is missing may not be needed to import PyTorch
-            _pip(["install", library, *where], env=_UNCONFIGURED, seconds=until - monotonic())
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"the installation took more than {_FILES_SECONDS:g} s") from None
+    done = _pip(pytorch, env=_UNCONFIGURED, seconds=_FILES_SECONDS)
+    if done.returncode:
+        raise Unavailable(_last_line(done.stderr))
+    for library in _libraries():  # one that is missing may not be needed to import PyTorch
+        _pip(["install", library, *where], env=_UNCONFIGURED, seconds=until - monotonic())
     packages = next(Path(sys.prefix).glob("lib/python3.*/site-packages"))
     own = next(FOLDER.glob("lib/python3.*/site-packages"))
-    (own / "other_packages.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
-    environment = _environment()
-    _READY.write_text("files")
+    try:
+        (own / "other_packages.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
+        environment = _environment()
+        _READY.write_text("files")
+    except OSError as error:  # the disk is full
+        raise Unavailable(str(error)) from error
     return environment
 
 
@@ -224,7 +224,9 @@ def _configured(*names: str) -> list[str]:
 
 def _new(python: Path) -> None:
     _READY.unlink(missing_ok=True)
-    subprocess.run([python, "-m", "venv", "--clear", FOLDER], check=True)
+    done = _run([python, "-m", "venv", "--clear", FOLDER], seconds=_FILES_SECONDS)
+    if done.returncode:
+        raise Unavailable(f"{FOLDER.name} cannot be made: {_last_line(done.stderr or done.stdout)}")
 
 
 def _environment() -> Environment:
@@ -250,6 +252,8 @@ def _run(
         return subprocess.run(command, env=env, timeout=seconds, capture_output=True, text=True, check=False)
     except OSError as error:
         raise Unavailable(str(error)) from error
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"it took more than {error.timeout:.0f} s to run {Path(command[0]).name}") from None
 
 
 def _last_line(text: str) -> str:

@@ -142,6 +142,20 @@ def test_lines_are_seen_when_they_are_printed_and_each_rank_has_a_file(
         assert (tmp_path / "logs" / f"rank{rank}.log").read_text() == "ready\nsaved at SIGTERM\n"
 
 
+def test_a_full_disk_under_the_files_does_not_stop_the_job(launchers: Launchers, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
+    program = """
+import os
+print("line\\n" * 100_000)
+print("done", 1 // int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+"""
+    launcher = launchers(program, "-n 1 --restart 1 --log-dir logs")
+    assert launcher.end() == 0
+    assert "rank0.log any more: No space left on device. The workers run on" in launcher.said
+    assert "[0] done" in launcher.said
+
+
 @pytest.mark.nightly
 def test_a_job_does_not_wait_for_processes_that_its_program_has_left(launchers: Launchers) -> None:
     program = """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from farcall.launch.failures import Failure
+from farcall.launch.failures import Failure, record
 
 RAISED = Failure(0, 10, 1, 3.0, "LookupError: bad luck", "Traceback ...")
 LOST_ANOTHER = Failure(1, 11, 1, 2.0, "WorkerLostError: worker0 is lost", "Traceback ...")
@@ -41,3 +43,15 @@ def test_the_likeliest_cause_is_the_first_failure(failures: list[Failure], cause
 )
 def test_a_failure_has_a_shells_status(failure: Failure, status: int, what: str) -> None:
     assert (failure.exit_status, failure.what) == (status, what)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+def test_an_exception_without_a_text_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARCALL_ERROR_FILE", str(tmp_path / "record"))
+    record(Unprintable(), "Traceback ...")
+    left = Failure.of(0, 1, 1, tmp_path / "record")
+    assert left.what == "raised Unprintable: <exception str() failed>"

@@ -6,6 +6,7 @@ import argparse
 import os
 import pickle
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from spmd.checkpoint import CheckpointManager
@@ -150,6 +151,28 @@ def test_metadata_that_runs_code_is_refused(tmp_path: Path, place: str) -> None:
     with pytest.raises(pickle.UnpicklingError, match=r"names posix\.mkdir"):
         saving.restore(1, state())
     assert not (tmp_path / "ran").exists()
+
+
+def test_metadata_that_changes_a_class_is_refused(tmp_path: Path) -> None:
+    saving = manager(tmp_path)
+    saving.save(1, state())
+    named = pickle.dumps(MetadataIndex, protocol=2)[:-1]
+    attributes = pickle.dumps((None, {"changed": 1}), protocol=2)[2:-1]
+    (tmp_path / "1" / ".metadata").write_bytes(named + attributes + pickle.BUILD + pickle.STOP)
+    with pytest.raises(pickle.UnpicklingError, match=r"changes <class .*MetadataIndex"):
+        saving.restore(1, state())
+    assert not hasattr(MetadataIndex, "changed")
+
+
+def test_metadata_whose_files_are_no_mapping_is_refused(tmp_path: Path) -> None:
+    saving = manager(tmp_path)
+    saving.save(1, state())
+    metadata: Any = metadata_of(tmp_path / "1")
+    metadata.storage_data = Metadata({})
+    metadata.storage_data.values = OrderedDict  # the class: its instances name no files
+    (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(pickle.UnpicklingError, match="does not say in which files"):
+        saving.restore(1, state())
 
 
 def test_an_entry_that_runs_code_is_refused(tmp_path: Path) -> None:

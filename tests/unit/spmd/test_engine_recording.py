@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from rpc.errors import WorkerLostError
 from spmd.collectives.errors import CollectiveError
 from spmd.engine import current
 from spmd.engine.api import (
@@ -269,6 +270,35 @@ def test_workers_make_new_groups_when_a_collective_has_failed_on_all(
     with pytest.raises(OperationError, match="it does not fit"):
         session.sync()
     assert generations == [1]
+    del x
+
+
+def test_nothing_more_is_run_when_workers_could_not_make_new_groups(
+    both: tuple[Session, InlinePort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, port = both
+    send = port.send
+
+    def failed(step: Step) -> Any:
+        monkeypatch.setattr(port, "send", send)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(Answer((), (Failure(0, CollectiveError("all_gather: it does not fit")),)))
+        return future
+
+    def regroup(generation: int) -> Any:
+        done: Any = torch.futures.Future()
+        done.set_exception(WorkerLostError("worker 'inline' is lost"))
+        return done
+
+    monkeypatch.setattr(port, "send", failed)
+    monkeypatch.setattr(port, "regroup", regroup)
+    monkeypatch.setattr(port, "abort", lambda reason: None)
+    x = there(1) * 2
+    for _ in range(2):
+        with pytest.raises(WorkerLostError):
+            session.sync()
+    with pytest.raises(WorkerLostError):
+        (there(1) + 1).tolist()
     del x
 
 
