@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.utils import _pytree as pytree
 
-from spmd.checkpoint.reading import only_data
+from spmd.checkpoint.reading import load_data
 from spmd.engine import api as engine
 from spmd.sharding.marks import op_sharding
 from spmd.sharding.op_sharding import OpSharding
@@ -192,9 +192,18 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items, plan.storage_data, plan.planner_data)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        super().load_bytes(
-            read_item, only_data(read_item.dest_index.fqn, value) if self._weights_only else value
-        )
+        if not self._weights_only:
+            super().load_bytes(read_item, value)
+            return
+        entry = read_item.dest_index.fqn
+        loaded = load_data(entry, value)
+        # PyTorch's planner would load the pickle without ``weights_only``: it only makes the place ready.
+        super().load_bytes(read_item, _nothing())
+        container: Any = self.original_state_dict if self.flatten_state_dict else self.state_dict
+        *path, last = self.mappings[entry] if self.flatten_state_dict else (entry,)
+        for key in path:
+            container = container[key]
+        container[last] = loaded
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         key = read_item.dest_index.fqn
@@ -286,3 +295,11 @@ def _write_items(key: str, cut: Tensor | CpuShards) -> list[WriteItem]:
         )
         for worker, chunk in _distinct(sharding, shape)
     ]
+
+
+def _nothing() -> io.BytesIO:
+    """None, as ``torch.save`` writes it."""
+    saved = io.BytesIO()
+    torch.save(None, saved)
+    saved.seek(0)
+    return saved

@@ -21,7 +21,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from spmd.checkpoint.file_systems import FsspecReader
 
-__all__ = ["RestrictedReader", "only_data"]
+__all__ = ["RestrictedReader", "load_data"]
 
 _METADATA: Final = ".metadata"
 
@@ -77,8 +77,8 @@ class RestrictedReader(FsspecReader):
         return found
 
 
-def only_data(entry: str, pickled: io.BytesIO) -> io.BytesIO:
-    """An entry of a checkpoint that is no tensor, pickled again from what ``weights_only`` admits of it.
+def load_data(entry: str, pickled: io.BytesIO) -> object:
+    """Load an entry of a checkpoint that is no tensor, if ``weights_only`` admits it.
 
     Args:
         entry: its name, for errors.
@@ -88,7 +88,7 @@ def only_data(entry: str, pickled: io.BytesIO) -> io.BytesIO:
         pickle.UnpicklingError: it has objects of classes or functions that were not declared as safe.
     """
     try:
-        value = torch.load(pickled, weights_only=True)
+        return torch.load(pickled, weights_only=True)
     except pickle.UnpicklingError as error:
         pickled.seek(0)
         named = ", ".join(sorted(get_unsafe_globals_in_checkpoint(pickled)))
@@ -98,10 +98,6 @@ def only_data(entry: str, pickled: io.BytesIO) -> io.BytesIO:
             "torch.serialization.add_safe_globals; if you trust whoever wrote the checkpoint, use "
             "restore(..., weights_only=False)"
         ) from error
-    again = io.BytesIO()
-    torch.save(value, again)
-    again.seek(0)
-    return again
 
 
 class _MetadataUnpickler(pickle._Unpickler):

@@ -135,6 +135,15 @@ def metadata_of(path: Path) -> Metadata:
     return found
 
 
+def test_entries_that_are_no_tensors_are_restored_wherever_they_are(tmp_path: Path) -> None:
+    saved = {**state(), "run": {"steps": [1, 2], "names": {"a": "b"}}, "epoch": 3}
+    manager(tmp_path).save(1, saved)
+    restored: dict[str, Any] = {**state(), "run": {"steps": [0, 0], "names": {"a": ""}}, "epoch": 0}
+    manager(tmp_path).restore(1, restored)
+    assert restored["run"] == saved["run"]
+    assert restored["epoch"] == 3
+
+
 @pytest.mark.parametrize("place", ["whole", "planner", "key"])
 def test_metadata_that_runs_code_is_refused(tmp_path: Path, place: str) -> None:
     saving = manager(tmp_path)
