@@ -144,7 +144,7 @@ def test_autocast_casts_the_weights_of_today_after_a_block_ended_on_another_thre
     block: Any = torch.autocast("cpu")
 
     def begin() -> None:
-        block.__enter__()  # type: ignore[no-untyped-call]
+        block.__enter__()
         reset_modes()
 
     def end() -> None:
