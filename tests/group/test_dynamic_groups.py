@@ -219,6 +219,12 @@ def end_hold() -> None:
     release.set()
 
 
+def report_shutdown(worker: Worker) -> None:
+    departure = current_agent().departure
+    until(lambda: departure.under_way)
+    worker.report("in shutdown")
+
+
 def leave_watching(worker: Worker) -> None:
     """Is in shutdown for as long as a call of its own is under way, and reports who is lost meanwhile."""
     watch = rpc.on_worker_lost(lambda each, reason: worker.report("lost", each.name))
@@ -226,10 +232,7 @@ def leave_watching(worker: Worker) -> None:
         worker.report("ready")
         worker.wait_for("go")
         rpc.rpc_async("worker1", hold)
-        departure = current_agent().departure
-        threading.Thread(
-            target=lambda: (until(lambda: departure.under_way), worker.report("in shutdown"))
-        ).start()
+        threading.Thread(target=report_shutdown, args=(worker,)).start()
 
 
 def test_others_that_shut_down_while_this_worker_does_are_not_lost(run_workers: RunWorkers) -> None:

@@ -29,7 +29,7 @@ SHORT = {
 def run(name: str, folder: Path) -> Terminal:
     env = (
         os.environ
-        | ({} if name == "elastic" else {"FARCALL_LOG": "error"})  # whose bar stands where lines are logged
+        | ({} if name in ("elastic", "fsdp") else {"FARCALL_LOG": "error"})  # they kill their own workers
         | {
             "TMPDIR": str(folder),
             "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]),
