@@ -8,16 +8,26 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import textwrap
 
 __all__ = ["add_group_arguments", "example_parser", "parse_arguments", "positive", "rate"]
 
 
+class _Paragraphs(argparse.HelpFormatter):
+    """Fits the paragraphs of a docstring to the terminal, and leaves commands as they are written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(
+            textwrap.indent(each, indent) if each.startswith(" ") else fill(each, width, indent)
+            for each in text.split("\n\n")
+        )
+
+
 def example_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help shows an example's docstring as it is written."""
+    """A parser whose help shows an example's docstring."""
     head, _, rest = (description or "").partition("\n\n")
-    return argparse.ArgumentParser(
-        description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return argparse.ArgumentParser(description=head, epilog=rest, formatter_class=_Paragraphs)
 
 
 def add_group_arguments(parser: argparse.ArgumentParser) -> None:

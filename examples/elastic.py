@@ -21,6 +21,7 @@ Trainers on other machines can join at any time, with the same secret in FARCALL
 from __future__ import annotations
 
 import argparse
+import logging
 import multiprocessing
 import queue
 import signal
@@ -37,7 +38,7 @@ import rpc
 from command_line import example_parser, positive, rate
 from digits import Images, load_images
 from example_run import Miss, ending
-from live_progress import live_progress, print_figures
+from live_progress import live_progress, print_figures, print_line
 
 TARGET = 0.93
 LOST_SECONDS = 120.0
@@ -108,6 +109,12 @@ def be_a_trainer(name: str, meeting: str) -> None:
     rpc.shutdown()
 
 
+def be_a_started_trainer(name: str, meeting: str) -> None:
+    """The same in a process that the server has started, on its terminal."""
+    logging.getLogger("rpc").setLevel(logging.ERROR)  # the server says who is lost, and keeps its bar whole
+    be_a_trainer(name, meeting)
+
+
 finished = threading.Event()
 
 
@@ -130,7 +137,9 @@ class Crew:
     def start(self, name: str) -> None:
         """Start a process, which will join by itself."""
         context = multiprocessing.get_context("spawn")
-        self._processes[name] = context.Process(target=be_a_trainer, args=(name, self._meeting), daemon=True)
+        self._processes[name] = context.Process(
+            target=be_a_started_trainer, args=(name, self._meeting), daemon=True
+        )
         resource_tracker.ensure_running()  # else it starts with the first of them, and unblocks signals
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the server only
         self._processes[name].start()
@@ -169,8 +178,10 @@ def direct(options: argparse.Namespace, meeting: str) -> None:
     server = Server(options.learning_rate)
     crew = Crew(server, meeting, options)
     with rpc.on_worker_joined(crew.set_to_work), rpc.on_worker_lost(crew.replace):
-        for number in range(options.trainers):
-            crew.start(f"trainer{number}")
+        names = [f"trainer{number}" for number in range(options.trainers)]
+        print_line(f"Starting {', '.join(names)} on this machine.")
+        for name in names:
+            crew.start(name)
         with live_progress("steps", options.steps, plain=options.plain) as progress:
             for step in range(options.steps):
                 try:

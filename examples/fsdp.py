@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import subprocess
 import sys
 import tempfile
@@ -112,7 +113,10 @@ def in_a_process(
     """What a driver in a process of its own does, until it ends or is killed after a step."""
     command = [sys.executable, __file__, "--folder", folder, "--workers", str(workers)]
     command += ["--steps", str(options.steps), "--every", str(options.every), "--seed", str(options.seed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    quiet = {
+        "FARCALL_LOG": "error"
+    } | os.environ  # workers would say across the bar that this driver was killed
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=quiet) as process:
         assert process.stdout is not None
         for line in process.stdout:
             step, loss = line.split()

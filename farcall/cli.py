@@ -79,7 +79,7 @@ def cli() -> None:
 _XLA_HELP = "Libraries find torch_xla too, as if the program imported it."
 
 
-@cli.command(context_settings=_PROGRAM)
+@cli.command(context_settings=_PROGRAM, short_help="Run a program of torch.distributed.rpc on farcall.")
 @click.option("--xla", is_flag=True, help=_XLA_HELP)
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
 @click.argument("target", type=click.Path(), callback=_program)
@@ -211,7 +211,7 @@ def launch(
     return launch_job(found, target, arguments, module=module, lend_names=lend_names, xla=xla)
 
 
-@cli.command()
+@cli.command(short_help="Check this machine and this installation.")
 @click.option(
     "--meet",
     metavar="HOST:PORT",
@@ -267,7 +267,7 @@ def _meanwhile(what: str) -> Iterator[None]:
             click.echo("\r\x1b[K", err=True, nl=False)
 
 
-@cli.command()
+@cli.command(short_help="Serve a model or functions over gRPC.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8443, show_default=True, help="0: a free one.")
 @click.option(
@@ -323,7 +323,7 @@ def serve(**options: Any) -> int:
         raise click.ClickException(getattr(error, "strerror", None) or str(error)) from error
 
 
-@cli.command()
+@cli.command(short_help="Show versions and what this machine offers.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def env(as_json: bool) -> int:
     """Show versions and what this machine offers, for bug reports."""
@@ -333,7 +333,7 @@ def env(as_json: bool) -> int:
     return 0
 
 
-@cli.command()
+@cli.command(short_help="Print what completes commands in a shell.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> int:
     """Print what completes this command in a shell: eval "$(farcall completion bash)"."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.calls import CallTable
-from rpc.agent.departure import Activity, Departure
+from rpc.agent.departure import SHUT_DOWN, Activity, Departure
 from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Completions
 from rpc.agent.gather import Gathering
@@ -377,7 +377,7 @@ class Agent:
                 )
         finally:
             clear_current_agent(self)
-            self.close("it has shut down" if graceful else "it has shut down without waiting")
+            self.close(SHUT_DOWN if graceful else "it has shut down without waiting")
 
     @protected
     def close(self, reason: str) -> None:

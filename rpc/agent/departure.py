@@ -28,13 +28,16 @@ from rpc.runtime.mailbox import Counter, Mailbox
 from rpc.runtime.notices import Notices
 from rpc.wire.frames import Frame, Kind, encode
 
-__all__ = ["Activity", "Departure"]
+__all__ = ["SHUT_DOWN", "Activity", "Departure"]
 
 logger = logging.getLogger(__name__)
 
 ROUNDS: Final = 3
 """The first ends when no call is under way anywhere, the second when all references are given back, the
 third when everybody has seen what was not given back. Then all leave."""
+
+SHUT_DOWN: Final = "it has shut down"
+"""Reason that a worker gives to the others when its graceful shutdown ends."""
 
 _CLOSED: Final = "another thread has ended the agent"
 
@@ -252,6 +255,11 @@ class Departure:
             return self._peers.present()
         leader = self._peers.by_incarnation(self.leader)
         return [] if leader is None else [leader]
+
+    @property
+    def begun(self) -> bool:
+        """Whether this worker's graceful shutdown has begun. From any thread."""
+        return self._claimed.locked()
 
     def claim(self) -> bool:
         """Whether the caller is the first that wants to wait here."""

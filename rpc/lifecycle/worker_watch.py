@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 from rpc.agent.agent import Agent
+from rpc.agent.departure import SHUT_DOWN
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 
@@ -49,6 +50,7 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> ExitStack:
 def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> ExitStack:
     """Have ``callback(worker, reason)`` called for each other worker that is lost for good from now on: it
     left, died or was cut off, as ``reason`` says. A worker that comes back under its name joins as a new one.
+    While this worker is in ``shutdown`` itself, others that have shut down in the same way are not lost.
 
     Arguments and value as for ``on_worker_joined``.
 
@@ -92,8 +94,12 @@ def watch(agent: Agent) -> None:
         if not peer.is_self:
             note(_joined, peer.member.info)
 
+    def gone(peer: Peer, reason: str) -> None:
+        if not (agent.departure.begun and reason == SHUT_DOWN):
+            note(_lost, peer.member.info, reason)
+
     agent.on_joined(joined)
-    agent.on_gone(lambda peer, reason: note(_lost, peer.member.info, reason))
+    agent.on_gone(gone)
     agent.on_close(lambda: told.put(None))
 
 

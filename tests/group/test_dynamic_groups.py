@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rpc
 from rpc.errors import RRefError, WorkerLostError
+from rpc.runtime.current import current_agent
 from tests.support.orders import add_follower, ask, dismiss, follow_orders, start_followers
 from tests.support.streams import until
 from tests.support.tracked import Tracked
@@ -204,6 +206,47 @@ def test_the_program_is_told_who_comes_and_who_is_lost(run_workers: RunWorkers) 
         name, reason = workers[0].wait_for("went")
         assert (name, bool(reason)) == ("other", True)
     dismiss(workers)
+
+
+release = threading.Event()
+
+
+def hold() -> None:
+    release.wait()
+
+
+def end_hold() -> None:
+    release.set()
+
+
+def report_shutdown(worker: Worker) -> None:
+    departure = current_agent().departure
+    until(lambda: departure.under_way)
+    worker.report("in shutdown")
+
+
+def leave_watching(worker: Worker) -> None:
+    """Is in shutdown for as long as a call of its own is under way, and reports who is lost meanwhile."""
+    watch = rpc.on_worker_lost(lambda each, reason: worker.report("lost", each.name))
+    with watch, worker.group(dynamic=True):
+        worker.report("ready")
+        worker.wait_for("go")
+        rpc.rpc_async("worker1", hold)
+        threading.Thread(target=report_shutdown, args=(worker,)).start()
+
+
+def test_others_that_shut_down_while_this_worker_does_are_not_lost(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(leave_watching, 1)
+    workers[0].wait_for("ready")
+    others = [add(workers) for _ in range(3)]
+    workers[0].tell("go")
+    workers[0].wait_for("in shutdown")
+    let_leave(others[1])
+    others[2].kill()
+    assert workers[0].wait_for("lost") == "worker3", "it died; worker2 left before it"
+    ask(others[0], end_hold)
+    let_leave(others[0])
+    workers.results()
 
 
 kept: list[rpc.RRef[Tracked]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,7 +29,7 @@ SHORT = {
 def run(name: str, folder: Path) -> Terminal:
     env = (
         os.environ
-        | {"FARCALL_LOG": "error"}
+        | ({} if name in ("elastic", "fsdp") else {"FARCALL_LOG": "error"})  # they kill their own workers
         | {
             "TMPDIR": str(folder),
             "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]),
@@ -42,6 +43,14 @@ def test_no_line_is_wider_than_the_terminal(name: str, tmp_path: Path) -> None:
     with run(name, tmp_path) as terminal:
         terminal.end(SECONDS)
         assert [line for line in terminal.lines if len(line) > COLUMNS] == []
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_help_fits_the_terminal_except_for_commands(name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--help"]
+    env = os.environ | {"COLUMNS": "80", "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path])}
+    lines = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert [line for line in lines if len(line) > 80 and not line.startswith("    ")] == []
 
 
 @pytest.mark.parametrize("name", SHORT)

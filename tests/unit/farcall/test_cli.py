@@ -28,6 +28,13 @@ def test_without_a_command_it_explains_itself(capsys: pytest.CaptureFixture[str]
     assert "COMMAND" in capsys.readouterr().err
 
 
+def test_each_command_is_explained_in_a_line_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.partition("Commands:")[2].splitlines()
+    assert len(lines) > 5
+    assert [line for line in lines if line.endswith("...") or len(line) > 80] == []
+
+
 def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
