@@ -18,10 +18,15 @@ import pytest
 
 import rpc
 from rpc.errors import RpcTimeoutError
+from rpc.runtime.current import current_agent
 from tests.support.serving import WAIT_SECONDS, in_worker0, open_gate, serve, wait_at_gate
+from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
 SLOW = 0.3
+
+FILLING = 400
+"""Number of calls that keep a worker with one thread busy: it adds 20 threads a second at most."""
 
 _here: dict[str, Any] = {}
 """What functions here wait for, in their own process."""
@@ -114,13 +119,11 @@ def reports() -> Iterator[Reports]:
 @contextlib.contextmanager
 def in_thread(function: Callable[..., Any], *args: Any) -> Iterator[None]:
     """Meanwhile, a thread named ``caller`` runs this."""
-    thread = threading.Thread(target=function, args=args, name="caller")
+    thread = threading.Thread(target=function, args=args, name="caller", daemon=True)
     thread.start()
-    try:
-        yield
-    finally:
-        thread.join(WAIT_SECONDS)
-        assert not thread.is_alive()
+    yield
+    thread.join(WAIT_SECONDS)
+    assert not thread.is_alive()
 
 
 def call(worker: str, function: Callable[..., Any]) -> None:
@@ -258,33 +261,35 @@ def report_stopped(worker: Worker) -> None:
 
 
 def test_callee_whose_threads_are_busy(run_workers: RunWorkers) -> None:
-    run_workers.start([report_queued, serve_with_one_thread, fill]).results()
+    workers = run_workers.start([report_queued, serve_with_one_thread, fill])
+    workers[1].wait_for("busy")
+    workers[0].tell("busy")
+    workers[0].wait_for("reported")
+    workers[1].tell("reported")
+    workers.results()
 
 
 def report_queued(worker: Worker) -> None:
     with worker.group(slow_call_seconds=SLOW), reports() as lines:
-        rpc.rpc_sync("worker1", prepare)
-        rpc.rpc_sync("worker2", begin_filling)
+        worker.wait_for("busy")
         with in_thread(call, "worker1", wait_for_event):
-            lines.until(r"; worker1 has it queued behind \d+ tasks: all of its threads are busy$")
-            _release_worker1()
-
-
-def _release_worker1() -> None:
-    rpc.rpc_sync("worker1", release, timeout=0)
-
-
-def begin_filling() -> None:
-    for _ in range(60):
-        _here.setdefault("calls", []).append(rpc.rpc_async("worker1", wait_for_event, timeout=0))
-
-
-def fill(worker: Worker) -> None:
-    serve(worker, slow_call_seconds=0)
+            line = lines.until(r"; worker1 has it queued behind \d+ tasks: all of its threads are busy$")
+            worker.report("reported", line)
 
 
 def serve_with_one_thread(worker: Worker) -> None:
-    serve(worker, slow_call_seconds=0, num_worker_threads=1, max_worker_threads=1)
+    prepare()
+    with worker.group(slow_call_seconds=0, num_worker_threads=1, max_worker_threads=1):
+        until(lambda: current_agent().get_debug_info()["agent.queued_tasks"] > FILLING // 2)
+        worker.report("busy")
+        worker.wait_for("reported")
+        release()
+
+
+def fill(worker: Worker) -> None:
+    with worker.group(slow_call_seconds=0):
+        for each in [rpc.rpc_async("worker1", wait_for_event, timeout=0) for _ in range(FILLING)]:
+            each.wait()
 
 
 # ---- timeouts, and calls that nobody should hear of

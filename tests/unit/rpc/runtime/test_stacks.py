@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import FrameType
 
 import pytest
@@ -53,7 +53,7 @@ def in_condition() -> None:
 
 
 def in_subprocess() -> None:
-    subprocess.run([sys.executable, "-c", "input()"], stdin=near, check=True)
+    subprocess.run([sys.executable, "-c", "input()"], stdin=near.fileno(), check=True)
 
 
 def let_go() -> None:
@@ -114,7 +114,7 @@ def test_what_a_thread_waits_for(function: Callable[[], object], words: str) -> 
             assert time.monotonic() < deadline, found
         users = users_frame(frame_of(thread))
         assert users is not None
-        assert users.f_code is function.__code__  # type: ignore[attr-defined]
+        assert users.f_code is function.__code__
         assert place_of(users).partition(":")[0].endswith("test_stacks.py")
 
 
@@ -127,7 +127,7 @@ def test_code_of_ours_and_of_python_is_not_the_users() -> None:
 
 def test_frames_of_a_coroutine_lead_to_what_it_awaits() -> None:
     class Suspension:
-        def __await__(self) -> Iterator[None]:
+        def __await__(self) -> Generator[None, None, None]:
             yield
 
     async def inner() -> None:
