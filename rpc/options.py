@@ -289,6 +289,11 @@ class AgentOptions(RpcBackendOptions):
         reconnect_within: a connection that breaks between two living workers is made again within so many
             seconds (default 30), and messages go on where they were; then the worker is lost. One whose
             address refuses, since its process has ended, is lost at once.
+        slow_call_seconds: a call without an answer for this many seconds (default 30) is reported in the log,
+            as a warning that says which thread waits, for which worker and function, and what the callee is
+            doing: the line that it runs, and what it waits for. The report is repeated after twice the time,
+            four times and so on. The ``RpcTimeoutError`` of a call with a timeout of at least a second says
+            the same. 0: callees are never asked.
         listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
             address that reaches the rendezvous, loopback if that is on loopback. With ``0.0.0.0`` or ``[::]``
             others are told that address.
@@ -333,6 +338,7 @@ class AgentOptions(RpcBackendOptions):
     tcp_stripes: _Integer = _Option(1, _integer(1, 64))
     lost_after: _Option[float, float] = _Option(30.0, _seconds_or_zero)
     reconnect_within: _Option[float, float] = _Option(30.0, _seconds_or_zero)
+    slow_call_seconds: _Option[float, float] = _Option(30.0, _seconds_or_zero)
     listen: _Option[str | None, str | None] = _Option(None, _or_none(_listen))
     token: _Option[bytes | None, str | bytes | None] = _Option(None, _or_none(to_token))
     token_file: _Option[str | None, str | None] = _Option(None, _or_none(_string))

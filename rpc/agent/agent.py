@@ -30,6 +30,7 @@ from rpc.agent.ports import CANCEL
 from rpc.agent.request_runner import RequestRunner, running
 from rpc.agent.standstill import Standstill
 from rpc.agent.tape import Observation, Recording, Tape
+from rpc.agent.waiting import Waiting
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.shared_memory.exchange import SharedMemory
 from rpc.bulk.striping import Striping
@@ -185,6 +186,7 @@ class Agent:
             options.lost_after,
         )
         self.large_came = self.heartbeat.large_came
+        self.waiting = Waiting(self, self.loop, options.slow_call_seconds)
         self.departure = Departure(self.activity, self.peers, self.connections, self._loop_thread, hooks)
         self.standstill = Standstill(
             self.caller, self.peers, self.executor, self.activity, self.departure, self.serializer
@@ -249,6 +251,7 @@ class Agent:
             self.peers.present()
             self.connections.join_group(self.view, group)
             self.heartbeat.begin()
+            self.waiting.begin()
 
         self.on_loop(form)
 
@@ -412,6 +415,7 @@ class Agent:
         what is open.
         """
         self.heartbeat.stop()
+        self.waiting.stop()
         try:
             await self.striping.finish()
         finally:

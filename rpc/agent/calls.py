@@ -77,6 +77,7 @@ class PendingCall(Awaited):
         coalesced: its message may still wait for others.
         wants_graph: gradients were on when it was made; else nobody is told that its answer has no history.
         claimed: the turn at reading that the current thread has claimed; it must ``wait`` or ``release`` it.
+        last_seen: what its callee did when it was last asked, in words; "" if it was not asked.
         began, when_ended: where somebody listens to calls: when it was opened, and who is told of its end.
     """
 
@@ -89,6 +90,7 @@ class PendingCall(Awaited):
     holds: Any = None
     outcome: Frame | BaseException | None
     watched = False
+    last_seen = ""
     began = 0.0
     when_ended: Callable[[PendingCall, Frame | BaseException], None] | None = None
     coalesced = False
@@ -111,9 +113,11 @@ class PendingCall(Awaited):
 
     def timeout_error(self) -> RpcTimeoutError:
         """The error of this call when its time is over."""
+        seen = f" {self.last_seen}." if self.last_seen else ""
         return RpcTimeoutError(
             f"RPC ran for more than its timeout of {self.timeout * 1000:.0f} ms: {self.asked} on worker "
-            f"'{self.peer.name}' has not answered. Pass a larger timeout= (0 for none), or set_rpc_timeout()."
+            f"'{self.peer.name}' has not answered.{seen} Pass a larger timeout= (0 for none), or "
+            "set_rpc_timeout()."
         )
 
     def lost_error(self) -> WorkerLostError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable
@@ -21,7 +20,6 @@ from typing import Any, Final
 
 import torch
 
-from farcall_guard import PACKAGES
 from rpc.agent.calls import name_of
 from rpc.agent.ports import Running
 from rpc.agent.tape import Observation, Recording, note
@@ -39,6 +37,7 @@ from rpc.runtime.current import is_initialized
 from rpc.runtime.events import RequestEnded
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
+from rpc.runtime.stacks import OURS
 from rpc.serialization.failures import text_of
 from rpc.serialization.payload import EXCEPTION, Payload
 from rpc.wire.frames import Frame, Kind
@@ -84,10 +83,6 @@ Answer = Callable[[Any, BaseException | None], None]
 LATER: Final = object()
 """What ``RequestRunner.start`` returns when the answer is given later."""
 
-
-_HOME: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_OURS: Final = tuple(os.path.join(_HOME, package, "") for package in PACKAGES)
-"""Where our own code lies, of which the log of a failed call does not speak."""
 
 _QUICK_BYTES: Final = 1 << 20
 """So much is copied in the time of a few hand-overs between threads."""
@@ -422,7 +417,7 @@ def _raised_in(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if code.co_filename.startswith(_OURS):
+        if code.co_filename.startswith(OURS):
             trace = trace.tb_next
             continue
         return code.co_qualname

@@ -32,13 +32,15 @@ class Control:
     """Delivers each message exactly once while its receiver lives; order is not kept.
 
     ``post`` may be called from any thread, everything else on the loop's thread. ``lose`` is called with a
-    peer to which a message cannot be sent, and why; ``posted`` counts all messages that were ever sent.
+    peer to which a message cannot be sent, and why; ``posted`` counts the messages that were ever sent, but
+    for those on ``uncounted`` topics, which only ask how things are and begin nothing.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox, lose: Callable[[Peer, str], object]
     ) -> None:
         self.posted = 0
+        self.uncounted: set[str] = set()
         self._loop = loop
         self._mailbox = mailbox
         self._lose = lose
@@ -73,7 +75,7 @@ class Control:
             self._loop.call_soon(self._topics[topic], peer, [body])
         elif peer.lost is None:
             self._delivery(peer).send([topic, body])
-            self.posted += 1
+            self.posted += topic not in self.uncounted
             self._flush_soon(peer)
 
     def received(self, peer: Peer, frame: Frame) -> None:

@@ -23,7 +23,7 @@ from typing import Final
 from rpc.errors import RpcError
 from rpc.group.liveness import Liveness
 from rpc.group.peer import RESUMED, Peer
-from rpc.runtime.process_signs import ProcessSigns, process_signs
+from rpc.runtime.process_signs import ProcessSigns, computes, process_signs
 from rpc.transport.session import MAX_UNACKNOWLEDGED
 from rpc.wire.frames import Frame, Kind, LargeFrame, encode_small
 
@@ -148,7 +148,7 @@ class Heartbeat:
         for incarnation in silent:
             peer = full[incarnation]
             count, before = self._asked_to_acknowledge.get(incarnation, (0, None))
-            if peer.session.heard == count and _computes(before, _process_of(peer)):
+            if peer.session.heard == count and computes(before, _process_of(peer)):
                 self._acknowledging.excuse(incarnation)
             else:
                 self._keeps_too_much(peer, f"none of them for {self._lost_after:g} s")
@@ -167,7 +167,7 @@ class Heartbeat:
     def _is_silent(self, peer: Peer) -> None:
         before = self._asked.pop(peer.incarnation, None)
         now = _process_of(peer)
-        if _computes(before, now):
+        if computes(before, now):
             self._liveness.excuse(peer.incarnation)
             logger.warning(
                 "worker '%s' has given no sign of life for %g s, but its process computes: something "
@@ -192,10 +192,3 @@ class Heartbeat:
 
 def _process_of(peer: Peer) -> ProcessSigns | None:
     return process_signs(peer.link.process) if peer.link.process else None
-
-
-def _computes(before: ProcessSigns | None, now: ProcessSigns | None) -> bool:
-    """Whether it is the same process, which has run meanwhile, or wants to."""
-    if before is None or now is None or now.start != before.start or now.stopped:
-        return False
-    return now.busy or now.ticks > before.ticks

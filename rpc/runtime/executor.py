@@ -158,6 +158,11 @@ class Executor:
                 "queued_tasks": len(self._backlog),
             }
 
+    def queued_before(self, argument: object) -> int | None:
+        """How many tasks are queued before the one with this argument; None if that is not queued."""
+        backlog = self._backlog.copy()
+        return next((index for index, (_, each) in enumerate(backlog) if each is argument), None)
+
     def when_idle(self, callback: Callable[[], None] | None) -> None:
         """Have ``callback`` called, on a worker thread, each time that no task is left."""
         self._on_idle = callback

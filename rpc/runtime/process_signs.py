@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["ProcessSigns", "process_signs"]
+__all__ = ["ProcessSigns", "computes", "process_signs", "thread_seconds"]
 
 _STATE, _UTIME, _STIME, _START = 0, 11, 12, 19  # in /proc/PID/stat, behind the name (proc(5))
 _BUSY: Final = frozenset("RD")
@@ -41,6 +41,22 @@ def process_signs(process: int) -> ProcessSigns | None:
                 states.add(_stat(f"/proc/{process}/task/{thread}/stat")[_STATE])
         ticks = int(fields[_UTIME]) + int(fields[_STIME])
         return ProcessSigns(fields[_STATE] in _STOPPED, bool(states & _BUSY), ticks, int(fields[_START]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def computes(before: ProcessSigns | None, now: ProcessSigns | None) -> bool:
+    """Whether it is the same process, which has run meanwhile, or wants to."""
+    if before is None or now is None or now.start != before.start or now.stopped:
+        return False
+    return now.busy or now.ticks > before.ticks
+
+
+def thread_seconds(thread: int) -> float | None:
+    """CPU time of a thread of this process, given its native id; None where the kernel does not say."""
+    try:
+        with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[0]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
 

@@ -81,7 +81,7 @@ class _Group:
     def __init__(self, count: int) -> None:
         self._clock = Clock(count)
         self._network = SimulatedNetwork(self._clock)
-        self._options = AgentOptions()
+        self._options = AgentOptions(slow_call_seconds=0)
         self._by_loop: dict[WorkerLoop, Worker] = {}
         self._workers: list[Worker] = []
         self._held: dict[Worker, list[RRef[Any]]] = {}

@@ -121,7 +121,11 @@ class Life:
         self.truth.excused = plan.excused
         self.truth.tell = tell
         self.network.say = None if tell is None else self.truth.say
-        self._options = AgentOptions(lost_after=plan.lost_after, reconnect_within=plan.reconnect_within)
+        self._options = AgentOptions(
+            lost_after=plan.lost_after,
+            reconnect_within=plan.reconnect_within,
+            slow_call_seconds=0,  # there are no threads whose frames could be looked at
+        )
         self._world = WorkerLoop(self.clock, "-")  # type: ignore[abstract]
         self._by_loop: dict[WorkerLoop, Worker] = {}
         self._bound = plan.lost_after + plan.reconnect_within + CONNECT_SECONDS + 10.0

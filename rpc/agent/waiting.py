@@ -1,0 +1,402 @@
+"""Says what a call that has had no answer for long waits for: the shell round ``slow_calls``.
+
+A timer on the loop looks at the table of calls. A call that is due is asked about: a control message names it
+to its callee, whose loop answers from what its threads' frames show, without its executor and without user
+code. If the callee waits for a call itself, the callee of that one is asked next, and so on along the chain.
+Nothing is done when a call is made; the waiting thread and its line are found when a report is due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Final, Protocol
+
+from rpc.agent.calls import CallTable, PendingCall, name_of
+from rpc.agent.futures import Future, as_completed
+from rpc.agent.request_runner import Request, RequestRunner
+from rpc.agent.slow_calls import (
+    MAX_HOPS,
+    Answer,
+    Awaited,
+    Due,
+    Hop,
+    Schedule,
+    chain_in_words,
+    read_answer,
+    write_answer,
+)
+from rpc.errors import ProtocolError
+from rpc.group.control import Control
+from rpc.group.handshake import legible
+from rpc.group.peer import Peer
+from rpc.runtime.executor import Executor
+from rpc.runtime.process_signs import ProcessSigns, computes, process_signs, thread_seconds
+from rpc.runtime.stacks import coroutine_frames, is_users, place_of, users_frame, waits_for, waits_in
+
+__all__ = ["WAITING", "Waiting"]
+
+logger = logging.getLogger(__name__)
+
+WAITING: Final = "waiting"
+"""Topic of control messages: questions what is done about a call, and the answers."""
+
+_LOOK_SECONDS: Final = 0.25
+"""Seconds between two looks at the table of calls."""
+
+_IDLE_LOOK_SECONDS: Final = 0.5
+"""The same, if there are none."""
+
+_MAX_LOOK_SECONDS: Final = 2.5
+_CALLS_PER_SECOND: Final = 4000
+"""In a long table, this many calls are looked at per second, but not less often than the maximum."""
+
+_ANSWER_SECONDS: Final = 2.0
+"""How long a worker may take to answer a question, in seconds."""
+
+_SAMPLE_SECONDS: Final = 0.1
+_LEAST_COMPUTED: Final = 0.002
+"""A thread computes if it has used this much CPU time within the sample, in seconds."""
+
+_MAX_REPORTS: Final = 8
+"""Maximum number of calls that are asked about after one look."""
+
+_MAX_QUESTIONS: Final = 64
+"""Maximum number of questions that are being answered at a time; others are dropped."""
+
+_RUNS: Final = frozenset(
+    each.__code__ for each in (RequestRunner.run, RequestRunner.start, RequestRunner._finish)
+)
+"""Code that has a local variable ``request`` while it runs that."""
+
+
+class Asking(Protocol):
+    """What is needed of the agent."""
+
+    calls: CallTable
+    control: Control
+    executor: Executor
+    runner: RequestRunner
+    own_peer: Peer
+
+    def peer_by_incarnation(self, incarnation: int, /) -> Peer | None: ...
+
+
+@dataclass(slots=True)
+class _Inquiry:
+    """A call that is being asked about, and what has been found so far.
+
+    Attributes:
+        waiter: the name of the waiting thread, and its line; None if no thread was found.
+        seen: the calls of the chain: the incarnation of the caller, and the id.
+        peer, signs, timer: who is being asked now, what was seen of its process, and when to give up.
+    """
+
+    call: PendingCall
+    due: Due
+    waiter: tuple[str, str] | None
+    seen: set[tuple[int, int]] = field(default_factory=set)
+    hops: list[Hop] = field(default_factory=list)
+    peer: Peer | None = None
+    signs: ProcessSigns | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+class Waiting:
+    """Asks, and answers, what calls wait for; on the loop's thread.
+
+    Args:
+        bound: age of a call at its first report, in seconds; 0 to ask about none.
+    """
+
+    def __init__(self, agent: Asking, loop: asyncio.AbstractEventLoop, bound: float) -> None:
+        self._agent = agent
+        self._loop = loop
+        self._bound = bound
+        self._schedule = Schedule(bound)
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, _Inquiry] = {}
+        self._answering = 0
+        self._timer: asyncio.TimerHandle | None = None
+        agent.control.uncounted.add(WAITING)
+        agent.control.on(WAITING, self._received)
+
+    def begin(self) -> None:
+        """Look at the table of calls from now on."""
+        if self._bound:
+            count = len(self._agent.calls)
+            interval = min(_LOOK_SECONDS if count else _IDLE_LOOK_SECONDS, self._bound / 4)
+            interval = max(interval, min(_MAX_LOOK_SECONDS, count / _CALLS_PER_SECOND))
+            self._timer = self._loop.call_later(interval, self._look, interval)
+
+    def stop(self) -> None:
+        """Look no more."""
+        for timer in (self._timer, *(inquiry.timer for inquiry in self._asked.values())):
+            if timer is not None:
+                timer.cancel()
+        self._asked.clear()
+
+    # ---- asking
+
+    def _look(self, interval: float) -> None:
+        self.begin()
+        calls = self._agent.calls
+        due = self._schedule.look(self._loop.time(), calls.waiting() if len(calls) else (), interval)
+        if not due:
+            return
+        waiters = _waiters()
+        for each in due[:_MAX_REPORTS]:
+            call = calls.find(each.call_id)
+            if call is not None and call.peer.lost is None:
+                me = self._agent.own_peer
+                inquiry = _Inquiry(call, each, waiters.get(id(call)))
+                self._ask(inquiry, call.peer, me, call.call_id)
+        more = sum(each.report for each in due[_MAX_REPORTS:])
+        if more:
+            logger.warning("%s: %d more calls have no answer yet", legible(self._agent.own_peer.name), more)
+
+    def _ask(self, inquiry: _Inquiry, peer: Peer, caller: Peer, call_id: int) -> None:
+        """Ask a worker what it does about a call of ``caller``."""
+        inquiry.seen.add((caller.incarnation, call_id))
+        inquiry.peer, inquiry.signs = peer, _signs_of(peer)
+        number = next(self._numbers)
+        self._asked[number] = inquiry
+        inquiry.timer = self._loop.call_later(_ANSWER_SECONDS, self._silent, number)
+        self._agent.control.post(peer, WAITING, ["ask", number, caller.incarnation, call_id])
+
+    def _silent(self, number: int) -> None:
+        inquiry = self._asked.pop(number)
+        peer = inquiry.peer
+        assert peer is not None
+        self._finish(inquiry, Hop(legible(peer.name), _silence(peer, inquiry.signs)))
+
+    def _told(self, peer: Peer, number: int, message: object) -> None:
+        inquiry = self._asked.get(number)
+        if inquiry is None:
+            return  # it is late
+        if inquiry.peer is not peer:
+            raise ProtocolError("an answer to a question that another worker was asked")
+        answer = read_answer(message)
+        del self._asked[number]
+        if inquiry.timer is not None:
+            inquiry.timer.cancel()
+        awaits = answer.awaits
+        following = None if awaits is None else self._agent.peer_by_incarnation(awaits.incarnation)
+        named = "another worker" if following is None else legible(following.name)
+        hop = Hop(legible(peer.name), answer, named)
+        if awaits is None or following is None or following.lost is not None:
+            self._finish(inquiry, hop)
+        elif (peer.incarnation, awaits.call_id) in inquiry.seen:
+            self._finish(inquiry, hop, closed=True)
+        elif len(inquiry.hops) + 1 >= MAX_HOPS:
+            self._finish(inquiry, hop)
+        else:
+            inquiry.hops.append(hop)
+            self._ask(inquiry, following, peer, awaits.call_id)
+
+    def _finish(self, inquiry: _Inquiry, last: Hop, *, closed: bool = False) -> None:
+        """All is known that can be: log it, and keep it for the error of a timeout."""
+        call, due = inquiry.call, inquiry.due
+        if self._agent.calls.find(call.call_id) is not call:
+            return  # it has ended meanwhile
+        me = legible(self._agent.own_peer.name)
+        found = chain_in_words(me, [*inquiry.hops, last], closed=closed)
+        call.last_seen = f"After {due.age:.3g} s, {found}"
+        if not due.report:
+            return
+        asked = f"{legible(call.peer.name)}: {legible(call.asked)}"
+        if inquiry.waiter is None:
+            logger.warning("%s has had no answer for %.3g s from %s; %s", me, due.age, asked, found)
+        else:
+            thread, place = inquiry.waiter
+            text = "%s: %s has waited %.3g s for %s (%s); %s"
+            logger.warning(text, me, legible(thread), due.age, asked, legible(place), found)
+
+    # ---- answering
+
+    def _received(self, peer: Peer, body: object) -> None:
+        match body:
+            case ["ask", int(number), int(caller), int(call_id)]:
+                self._asked_about(peer, int(number), int(caller), int(call_id))
+            case ["tell", int(number), message]:
+                self._told(peer, int(number), message)
+            case _:
+                raise ProtocolError("a malformed question what a call waits for")
+
+    def _asked_about(self, peer: Peer, number: int, caller: int, call_id: int) -> None:
+        if self._answering >= _MAX_QUESTIONS:
+            return
+        source = self._agent.peer_by_incarnation(caller)
+        key = None if source is None else (source, call_id)
+
+        def find() -> Request | None:
+            return None if key is None else self._agent.runner.cancellable.get(key)
+
+        request = find()
+        if request is None:
+            self._tell(peer, number, Answer("unknown"))
+            return
+        self._answering += 1
+        before = _computed(request)
+
+        def answer() -> None:
+            self._answering -= 1
+            request = find()
+            found = Answer("unknown") if request is None else _describe(request, self._agent.executor, before)
+            self._tell(peer, number, found)
+
+        self._loop.call_later(_SAMPLE_SECONDS, answer)
+
+    def _tell(self, peer: Peer, number: int, answer: Answer) -> None:
+        self._agent.control.post(peer, WAITING, ["tell", number, write_answer(answer)])
+
+
+def _signs_of(peer: Peer) -> ProcessSigns | None:
+    return process_signs(peer.link.process) if peer.link.process else None
+
+
+def _silence(peer: Peer, before: ProcessSigns | None) -> str:
+    """Why a worker may not answer a question, in words."""
+    process = peer.link.process
+    if not peer.is_self and not peer.connected:
+        return "cannot be asked: the connection to it is not open"
+    if not process:
+        return "does not answer: it may be stopped, or something there holds the interpreter"
+    now = _signs_of(peer)
+    if now is None or (before is not None and before.start != now.start):
+        return f"does not answer: its process ({process}) has ended, or cannot be seen"
+    if now.stopped:
+        return f"does not answer: its process ({process}) is stopped"
+    if computes(before, now):
+        return f"does not answer: its process ({process}) computes, and something there holds the interpreter"
+    return f"does not answer: its process ({process}) sleeps, and something there holds the interpreter"
+
+
+# ---- what frames show
+
+
+def _frames() -> dict[int, FrameType]:
+    """The innermost frames of all other threads."""
+    frames = sys._current_frames()
+    # Else this one would keep itself, and its callers, until garbage is collected.
+    del frames[threading.get_ident()]
+    return frames
+
+
+def _thread(ident: int) -> threading.Thread | None:
+    return next((thread for thread in threading.enumerate() if thread.ident == ident), None)
+
+
+def _waiters() -> dict[int, tuple[str, str]]:
+    """The threads that wait for calls, and at which line of the user's code, by the ``id`` of the call."""
+    found: dict[int, tuple[str, str]] = {}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in _frames().items():
+        call = _awaited_call(frame)
+        if call is not None:
+            users = users_frame(frame)
+            place = "no line of the program" if users is None else place_of(users)
+            found[id(call)] = names.get(ident, f"thread {ident}"), place
+    return found
+
+
+def _call_of(future: object) -> PendingCall | None:
+    call = getattr(future, "_call", None)
+    return call if isinstance(call, PendingCall) else None
+
+
+_WAITS: Final[dict[object, Callable[[dict[str, Any]], PendingCall | None]]] = {
+    PendingCall.wait.__code__: lambda values: values.get("self"),
+    Future.wait.__code__: lambda values: _call_of(values.get("self")),
+    Future.__await__.__code__: lambda values: _call_of(values.get("self")),
+    as_completed.__code__: lambda values: next(filter(None, map(_call_of, values.get("awaited", ()))), None),
+}
+"""Code that waits for a call, and which call, given its local variables."""
+
+
+def _awaited_call(frame: FrameType | None) -> PendingCall | None:
+    """The call that a thread waits for, given its innermost frame: not one further out, whose code has been
+    interrupted by a signal handler or a finalizer of the user's.
+    """
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        find = _WAITS.get(frame.f_code)
+        if find is not None:
+            call = find(frame.f_locals)
+            return call if call is not None and call.outcome is None else None
+        frame = frame.f_back
+    return None
+
+
+def _run_frame(request: Request) -> tuple[int, FrameType, FrameType] | None:
+    """The thread that runs a request, its innermost frame, and the one that has begun the request."""
+    for ident, innermost in _frames().items():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code in _RUNS and frame.f_locals.get("request") is request:
+                return ident, innermost, frame
+            frame = frame.f_back
+    return None
+
+
+def _computed(request: Request) -> tuple[int, float] | None:
+    """The thread that runs a request, and the CPU time that it has used."""
+    found = _run_frame(request)
+    thread = None if found is None else _thread(found[0])
+    if thread is None or thread.native_id is None:
+        return None
+    seconds = thread_seconds(thread.native_id)
+    return None if seconds is None else (thread.native_id, seconds)
+
+
+def _describe(request: Request, executor: Executor, before: tuple[int, float] | None) -> Answer:
+    """What is done about a request; ``before`` is what ``_computed`` said a moment ago."""
+    now = _computed(request)
+    found = _run_frame(request)
+    if found is not None:
+        busy = before is not None and now is not None and now[0] == before[0]
+        busy = busy and now is not None and before is not None and now[1] - before[1] > _LEAST_COMPUTED
+        return _running(*found, computing=busy)
+    task = request.task
+    if task is not None and not task.done():
+        return _awaiting(coroutine_frames(task.get_coro()))
+    ahead = executor.queued_before(request)
+    if ahead is not None:
+        return Answer("queued", ahead=ahead)
+    return Answer("arriving" if request.arrivals is not None else "postponed")
+
+
+def _running(ident: int, innermost: FrameType, run: FrameType, *, computing: bool) -> Answer:
+    thread = _thread(ident)
+    users = users_frame(innermost, run)
+    awaits = _awaited(_awaited_call(innermost))
+    if users is not None:
+        function, place = users.f_code.co_qualname, place_of(users)
+        doing = "computes" if computing else waits_for(innermost, run)
+    else:
+        what = run.f_locals.get("function")
+        function, place = "" if what is None else name_of(what), ""
+        doing = "computes" if computing else waits_in(function.rpartition(".")[2])
+    return Answer("running", "a thread" if thread is None else thread.name, function, place, doing, 0, awaits)
+
+
+def _awaiting(frames: list[FrameType]) -> Answer:
+    inner = [frame for frame in frames if is_users(frame.f_code.co_filename)]
+    if not inner:
+        return Answer("awaiting", doing="has not begun")
+    users = inner[-1]
+    following = frames[frames.index(users) + 1 :]
+    awaits = None
+    if following and (find := _WAITS.get(following[-1].f_code)) is not None:
+        awaits = _awaited(find(following[-1].f_locals))
+    doing = f"awaits {following[0].f_code.co_qualname}" if following else "awaits a future"
+    return Answer("awaiting", "", users.f_code.co_qualname, place_of(users), doing, 0, awaits)
+
+
+def _awaited(call: PendingCall | None) -> Awaited | None:
+    return None if call is None else Awaited(call.peer.incarnation, call.call_id, call.asked)

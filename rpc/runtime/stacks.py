@@ -1,0 +1,172 @@
+"""What a thread does, as seen from another thread by its frames: at which line of the user's code, and what
+it waits for. Nothing here reads the values of variables.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sysconfig
+from types import CodeType, FrameType
+from typing import Any, Final
+
+from farcall_guard import PACKAGES
+
+__all__ = ["HOME", "OURS", "coroutine_frames", "is_users", "place_of", "users_frame", "waits_for", "waits_in"]
+
+HOME: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+OURS: Final = tuple(os.path.join(HOME, package, "") for package in PACKAGES)
+"""Folders of this distribution's code."""
+
+_STANDARD: Final = tuple(
+    os.path.join(folder, "")
+    for folder in {sysconfig.get_path("stdlib"), os.path.dirname(os.path.abspath(os.__file__))}
+)
+_INSTALLED: Final = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
+
+_BY_METHOD: Final = {
+    "Event.wait": "waits for an Event",
+    "Condition.wait": "waits for a Condition",
+    "Condition.wait_for": "waits for a Condition",
+    "Semaphore.acquire": "waits for a semaphore",
+    "Barrier.wait": "waits for a threading.Barrier",
+    "Thread.join": "waits for a thread to end",
+}
+"""Methods of ``threading``, by their qualified names."""
+
+_BY_FILE: Final = {
+    "threading.py": "waits for a lock",
+    "queue.py": "waits for a queue",
+    "socket.py": "waits for a socket",
+    "ssl.py": "waits for a socket",
+    "selectors.py": "waits for a socket or pipe",
+    "subprocess.py": "waits for a subprocess",
+    "connection.py": "waits for a pipe",
+}
+"""Files of the standard library."""
+
+_BY_CALL: Final = {
+    "sleep": "sleeps",
+    "acquire": "waits for a lock",
+    "recv": "waits for a socket",
+    "recv_into": "waits for a socket",
+    "recvfrom": "waits for a socket",
+    "accept": "waits for a socket",
+    "connect": "waits for a socket",
+    "sendall": "waits for a socket",
+    "select": "waits for a socket or pipe",
+    "poll": "waits for a socket or pipe",
+    "waitpid": "waits for a subprocess",
+}
+"""Functions written in C, which have no frame, by the name under which the code calls them."""
+
+_WITH: Final = "waits to enter a with block, for a lock most likely"
+
+_NAMES: Final = frozenset(
+    ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_FAST_BORROW")
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """Whether code of this file is the user's: not of this distribution, and not of the standard library."""
+    if file.startswith(_INSTALLED):
+        return not file.startswith(OURS)
+    return not file.startswith((*OURS, *_STANDARD, "<frozen "))
+
+
+def users_frame(frame: FrameType | None, end: FrameType | None = None) -> FrameType | None:
+    """The innermost frame of the user's own code, before the frame ``end``; if there is none, of an installed
+    package; else None.
+    """
+    installed: FrameType | None = None
+    while frame is not None and frame is not end:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            if not file.startswith(_INSTALLED):
+                return frame
+            installed = installed or frame
+        frame = frame.f_back
+    return installed
+
+
+def place_of(frame: FrameType) -> str:
+    """``FILE:LINE`` where a frame is; the file relative to the current directory if it lies there."""
+    file = frame.f_code.co_filename
+    try:
+        here = os.path.join(os.getcwd(), "")
+    except OSError:
+        here = ""
+    return f"{file.removeprefix(here)}:{frame.f_lineno or 0}"
+
+
+def waits_for(frame: FrameType | None, end: FrameType | None = None) -> str:
+    """What a thread that does not compute waits for, given its innermost frame; "" if that is not known, as
+    where none of the user's code is between that frame and the frame ``end``.
+    """
+    called: CodeType | None = None
+    while frame is not None and frame is not end:
+        if is_users(frame.f_code.co_filename):
+            return _of_frame(called) if called is not None else _of_call(frame)
+        called = frame.f_code
+        frame = frame.f_back
+    return ""
+
+
+def waits_in(name: str) -> str:
+    """As ``waits_for``, for a function written in C of this name; "" if it is not known to wait."""
+    return _BY_CALL.get(name, "")
+
+
+def _of_frame(called: CodeType) -> str:
+    """As ``waits_for``, of the function that the user's code has called."""
+    by_method = _BY_METHOD.get(called.co_qualname.removeprefix("Bounded"))
+    file = os.path.basename(called.co_filename)
+    return by_method or _BY_FILE.get(file) or f"is in {called.co_qualname} of {file}"
+
+
+def _of_call(frame: FrameType) -> str:
+    """As ``waits_for``, of the function in C that a frame calls just now."""
+    name = _called_name(frame.f_code, frame.f_lasti)
+    if name is None:
+        return ""
+    return name if name == _WITH else _BY_CALL.get(name, f"is in a call of {name}")
+
+
+def _called_name(code: CodeType, at: int) -> str | None:
+    """The last part of the name that is called by the instruction at an offset."""
+    before: list[dis.Instruction] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.offset >= at:
+            break
+        before.append(instruction)
+    else:
+        return None
+    if instruction.opname == "BEFORE_WITH" or any(each.opname == "LOAD_SPECIAL" for each in before[-3:]):
+        return _WITH
+    call = instruction.positions
+    if not instruction.opname.startswith("CALL") or call is None or call.col_offset is None:
+        return None
+    start, end = (call.lineno or 0, call.col_offset), (call.end_lineno or 0, call.end_col_offset or 0)
+    found: tuple[tuple[int, int], str] | None = None
+    for each in before:
+        where = each.positions
+        if where is None or each.opname not in _NAMES or not isinstance(each.argval, str):
+            continue
+        ends = (where.end_lineno or 0, where.end_col_offset or 0)
+        if (where.lineno, where.col_offset) == start and ends < end and (found is None or ends > found[0]):
+            found = ends, each.argval
+    return None if found is None else found[1]
+
+
+def coroutine_frames(coroutine: Any) -> list[FrameType]:
+    """The frames of a suspended coroutine and of what it awaits, from the outermost."""
+    frames: list[FrameType] = []
+    while coroutine is not None and len(frames) < 1000:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+        if frame is None:
+            break
+        frames.append(frame)
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return frames

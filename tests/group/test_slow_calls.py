@@ -1,0 +1,319 @@
+"""A call without an answer is reported in the log: who waits, at which line, and what the callee does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+
+import rpc
+from rpc.errors import RpcTimeoutError
+from rpc.runtime.current import current_agent
+from tests.support.serving import WAIT_SECONDS, in_worker0, open_gate, serve, wait_at_gate
+from tests.support.streams import until
+from tests.support.workers import RunWorkers, Worker
+
+SLOW = 0.3
+
+FILLING = 400
+"""Number of calls that keep a worker with one thread busy: it adds 20 threads a second at most."""
+
+_here: dict[str, Any] = {}
+"""What functions here wait for, in their own process."""
+
+
+def prepare() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    _here.update(lock=lock, event=threading.Event(), queue=queue.Queue(), loop=None)
+
+
+def release() -> None:
+    _here["lock"].release()
+    _here["event"].set()
+    _here["queue"].put(None)
+    if _here["loop"] is not None:
+        _here["loop"].call_soon_threadsafe(_here["released"].set)
+
+
+def take_lock() -> None:
+    with _here["lock"]:
+        pass
+
+
+def acquire_lock() -> None:
+    _here["lock"].acquire()
+    _here["lock"].release()
+
+
+def wait_for_event() -> None:
+    _here["event"].wait()
+
+
+def take_from_queue() -> None:
+    _here["queue"].get()
+
+
+def sleep_until_released() -> None:
+    while not _here["event"].is_set():
+        time.sleep(0.5)
+
+
+def compute_until_released() -> None:
+    while not _here["event"].is_set():
+        sum(range(10_000))
+
+
+async def await_event() -> None:
+    released = asyncio.Event()
+    _here.update(loop=asyncio.get_running_loop(), released=released)
+    await released.wait()
+
+
+class Reports(logging.Handler):
+    """The warnings of slow calls in this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.put(record.getMessage())
+
+    def until(self, pattern: str) -> str:
+        """The first line that matches."""
+        seen: list[str] = []
+        while True:
+            try:
+                seen.append(self._lines.get(timeout=WAIT_SECONDS))
+            except queue.Empty:
+                pytest.fail(f"no line like {pattern!r} among {seen}")
+            if re.search(pattern, seen[-1]):
+                return seen[-1]
+
+    def is_empty(self) -> bool:
+        return self._lines.empty()
+
+
+@contextlib.contextmanager
+def reports() -> Iterator[Reports]:
+    handler = Reports()
+    log = logging.getLogger("rpc.agent.waiting")
+    log.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        log.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def in_thread(function: Callable[..., Any], *args: Any) -> Iterator[None]:
+    """Meanwhile, a thread named ``caller`` runs this."""
+    thread = threading.Thread(target=function, args=args, name="caller", daemon=True)
+    thread.start()
+    yield
+    thread.join(WAIT_SECONDS)
+    assert not thread.is_alive()
+
+
+def call(worker: str, function: Callable[..., Any]) -> None:
+    rpc.rpc_sync(worker, function, timeout=0)
+
+
+HERE = r"\S*test_slow_calls\.py:\d+"
+WAITED = rf"^worker0: caller has waited [\d.]+ s for worker1: {{0}} \({HERE}\); worker1 runs it "
+
+CALLEES: tuple[tuple[Callable[..., Any], str], ...] = (
+    (take_lock, rf"on farcall-\d+ at {HERE} in take_lock, which waits to enter a with block, for a lock"),
+    (acquire_lock, rf"on farcall-\d+ at {HERE} in acquire_lock, which waits for a lock$"),
+    (wait_for_event, rf"on farcall-\d+ at {HERE} in wait_for_event, which waits for an Event$"),
+    (take_from_queue, rf"on farcall-\d+ at {HERE} in take_from_queue, which waits for a queue$"),
+    (sleep_until_released, rf"on farcall-\d+ at {HERE} in sleep_until_released, which sleeps$"),
+    (compute_until_released, rf"on farcall-\d+ at {HERE} in compute_until_released, which computes$"),
+    (await_event, rf"as a coroutine at {HERE} in await_event, which awaits Event\.wait$"),
+)
+
+
+def allow() -> None:
+    for function in (prepare, release, *(function for function, _ in CALLEES)):
+        rpc.allow_function(function)
+
+
+def report_all(worker: Worker, **options: Any) -> None:
+    allow()
+    with worker.group(slow_call_seconds=SLOW, **options), reports() as lines:
+        for function, does in CALLEES:
+            rpc.rpc_sync("worker1", prepare)
+            with in_thread(call, "worker1", function):
+                lines.until(WAITED.format(function.__name__) + does)
+                rpc.rpc_sync("worker1", release)
+
+
+def serve_all(worker: Worker, **options: Any) -> None:
+    allow()
+    serve(worker, slow_call_seconds=0, **options)
+
+
+@pytest.mark.parametrize("deserialization", ["pickle", "safe"])
+def test_report_says_what_the_callee_does(run_workers: RunWorkers, deserialization: str) -> None:
+    options = {"deserialization": deserialization}
+    run_workers.start([report_all, serve_all], kwargs=options).results()
+
+
+# ---- chains
+
+
+def call_take_lock_of_worker0() -> None:
+    rpc.rpc_sync("worker0", take_lock, timeout=0)
+
+
+def call_take_lock_of_worker2() -> None:
+    rpc.rpc_async("worker2", take_lock, timeout=0).wait()
+
+
+async def await_take_lock_of_worker2() -> None:
+    await rpc.rpc_async("worker2", take_lock, timeout=0)
+
+
+@in_worker0(slow_call_seconds=SLOW)
+def test_calls_that_lead_back_to_the_caller_are_named() -> None:
+    prepare()
+    with reports() as lines, in_thread(call, "worker1", call_take_lock_of_worker0):
+        lines.until(
+            rf"caller has waited .* at {HERE} in call_take_lock_of_worker0, which waits for worker0: "
+            rf"take_lock; worker0 runs it on farcall-\d+ at {HERE} in take_lock, which waits to enter .*; "
+            "the calls lead back to worker0: worker0 → worker1 → worker0$"
+        )
+        release()
+
+
+@pytest.mark.parametrize("how", [call_take_lock_of_worker2, await_take_lock_of_worker2])
+def test_callee_that_waits_for_a_third_worker(run_workers: RunWorkers, how: Callable[..., Any]) -> None:
+    run_workers.start([functools.partial(report_third, how=how), serve_slowly, serve_slowly]).results()
+
+
+def report_third(worker: Worker, how: Callable[..., Any]) -> None:
+    with worker.group(slow_call_seconds=SLOW), reports() as lines:
+        rpc.rpc_sync("worker2", prepare)
+        with in_thread(call, "worker1", how):
+            lines.until(
+                rf"worker1 runs it .* at {HERE} in {how.__name__}, which waits for worker2: take_lock; "
+                rf"worker2 runs it on farcall-\d+ at {HERE} in take_lock, which waits to enter [^;]*$"
+            )
+            rpc.rpc_sync("worker2", release)
+
+
+def serve_slowly(worker: Worker) -> None:
+    serve(worker, slow_call_seconds=0)
+
+
+def call_wait_for_first() -> None:
+    rpc.rpc_sync("worker0", wait_for_first, timeout=0)
+
+
+def wait_for_first() -> None:
+    _here["known"].wait()
+    with contextlib.suppress(CancelledError):
+        _here["first"].wait()
+
+
+@in_worker0(slow_call_seconds=SLOW)
+def test_cycle_of_calls_is_named() -> None:
+    _here["known"] = threading.Event()
+    with reports() as lines:
+        _here["first"] = rpc.rpc_async("worker1", call_wait_for_first, timeout=0)
+        _here["known"].set()
+        lines.until("; this is a cycle of calls: worker0 → worker1 → worker0 → worker1$")
+        _here["first"].cancel()
+
+
+# ---- callees that run nothing, or do not answer
+
+
+def test_stopped_callee(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([report_stopped, serve_slowly])
+    workers[1].wait_for("at the gate")
+    workers[1].stop()
+    workers[0].tell("stopped")
+    workers[0].wait_for("reported")
+    workers[1].resume()
+    workers[0].tell("resumed")
+    workers.results()
+
+
+def report_stopped(worker: Worker) -> None:
+    with worker.group(slow_call_seconds=SLOW), reports() as lines, in_thread(call, "worker1", wait_at_gate):
+        worker.wait_for("stopped")
+        line = lines.until(r"; worker1 does not answer: its process \(\d+\) is stopped$")
+        worker.report("reported", line)
+        worker.wait_for("resumed")
+        rpc.rpc_sync("worker1", open_gate)
+
+
+def test_callee_whose_threads_are_busy(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([report_queued, serve_with_one_thread, fill])
+    workers[1].wait_for("busy")
+    workers[0].tell("busy")
+    workers[0].wait_for("reported")
+    workers[1].tell("reported")
+    workers.results()
+
+
+def report_queued(worker: Worker) -> None:
+    with worker.group(slow_call_seconds=SLOW), reports() as lines:
+        worker.wait_for("busy")
+        with in_thread(call, "worker1", wait_for_event):
+            line = lines.until(r"; worker1 has it queued behind \d+ tasks: all of its threads are busy$")
+            worker.report("reported", line)
+
+
+def serve_with_one_thread(worker: Worker) -> None:
+    prepare()
+    with worker.group(slow_call_seconds=0, num_worker_threads=1, max_worker_threads=1):
+        until(lambda: current_agent().get_debug_info()["agent.queued_tasks"] > FILLING // 2)
+        worker.report("busy")
+        worker.wait_for("reported")
+        release()
+
+
+def fill(worker: Worker) -> None:
+    with worker.group(slow_call_seconds=0):
+        for each in [rpc.rpc_async("worker1", wait_for_event, timeout=0) for _ in range(FILLING)]:
+            each.wait()
+
+
+# ---- timeouts, and calls that nobody should hear of
+
+
+@in_worker0(slow_call_seconds=30)
+def test_error_of_a_timeout_says_where_the_callee_was() -> None:
+    rpc.rpc_sync("worker1", prepare)
+    began = time.monotonic()
+    with pytest.raises(
+        RpcTimeoutError,
+        match=r"has not answered\. After [\d.]+ s, worker1 runs it on farcall-\d+ at "
+        rf"{HERE} in wait_for_event, which waits for an Event\. Pass a larger",
+    ):
+        rpc.rpc_sync("worker1", wait_for_event, timeout=3)
+    assert time.monotonic() - began < 10, "the error comes when the time is over"
+    rpc.rpc_sync("worker1", release)
+
+
+@in_worker0(slow_call_seconds=0)
+def test_callees_are_not_asked_where_that_is_turned_off() -> None:
+    rpc.rpc_sync("worker1", prepare)
+    with reports() as lines:
+        with pytest.raises(RpcTimeoutError, match=r"has not answered\. Pass a larger"):
+            rpc.rpc_sync("worker1", wait_for_event, timeout=2)
+        assert lines.is_empty()
+    rpc.rpc_sync("worker1", release)
