@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
@@ -121,7 +120,6 @@ def in_place_of_gloo() -> Iterator[None]:
             options.group_id = wanted["group_name"]
             options.global_ranks_in_group = wanted["global_ranks_in_group"]
             group: Any = create(options, None)
-            group.options = SimpleNamespace()
             group._set_sequence_number_for_group = lambda: None
             return group
 
