@@ -113,7 +113,7 @@ def in_place_of_gloo() -> Iterator[None]:
             return isinstance(instance, FarcallProcessGroup)
 
     class StandIn(metaclass=Kind):
-        def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta, **newer: Any) -> Any:
             options: Any = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
             options.store, options.timeout = store, timeout
             options.group_rank, options.group_size = rank, size
