@@ -28,7 +28,6 @@ SMOKE: Final = (
         "tests/group/spmd/test_backend_face.py",
         "tests/group/spmd/test_flight_recorder.py",
         "tests/group/test_calls.py",
-        "tests/group/test_guide.py",
     ),
 )
 """What CI runs: each part of farcall once, and what depends on the version of PyTorch."""
