@@ -82,7 +82,7 @@ def start_separate_agent(
     Whoever starts it closes it, also when the process ends or is forked.
     """
     agent = _start(store, name, rank, world_size, rpc_backend_options, current=False)
-    agent.connections.tells_losses = not is_initialized()
+    agent.group.connections.tell_losses(tells=not is_initialized())
     return agent
 
 
@@ -145,7 +145,7 @@ def _start(
             [member.name for member in group.members] if group.static else None,
         )
         if current:
-            watch(agent)
+            watch(agent.lifecycle.hooks, agent.lifecycle.departure)
             set_current_agent(agent)  # calls of others may arrive as soon as it has joined
         agent.join(group.me, group.members, group.key, static=group.static)
         logger.debug(
@@ -157,7 +157,7 @@ def _start(
             ", ".join(agent.addresses),
         )
         if keeper is not None:
-            introduce(agent, group.others)
+            introduce(agent.calls.caller, group.others)
             keeper.start()
             keeper.wait_until_member()
         else:
@@ -171,10 +171,11 @@ def _start(
 
 def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:
     """Has later joiners find this worker, and takes care of the store."""
-    keeper = Keeper(joined, timeout, AgentNeighbours(agent))
-    agent.on_gone(lambda peer, _: keeper.worker_gone(Loss(peer.incarnation, left=peer.has_left)))
-    agent.on_close(keeper.leave)
-    agent.on_forked(keeper.abandon_after_fork)
+    keeper = Keeper(joined, timeout, AgentNeighbours(agent.group))
+    hooks = agent.lifecycle.hooks
+    hooks.gone.append(lambda peer, _: keeper.worker_gone(Loss(peer.incarnation, left=peer.has_left)))
+    hooks.close.append(keeper.leave)
+    hooks.forked.append(keeper.abandon_after_fork)
     return keeper
 
 
@@ -201,14 +202,16 @@ def _reach_all(agent: Agent) -> None:
     """Connect to the other members of a small group, so that a goodbye tells them why this worker ends: they
     cannot know if they only find its socket gone.
     """
-    others = [peer for peer in agent.peers.all() if not peer.is_self and not peer.connected and not peer.lost]
+    others = [
+        peer for peer in agent.group.peers.all() if not peer.is_self and not peer.connected and not peer.lost
+    ]
     if not others or len(others) > _MOST_REACHED:
         return
-    agent.connections.tells_losses = False  # the others may be about to end, too
+    agent.group.connections.tell_losses(tells=False)  # the others may be about to end, too
     calls = []
     for peer in others:
         with contextlib.suppress(RpcError):
-            calls.append(agent.caller.call(peer.name, noop, (), {}, _REACH_SECONDS))
+            calls.append(agent.calls.caller.call(peer.name, noop, (), {}, _REACH_SECONDS))
     for call in calls:
         with contextlib.suppress(RpcError):
             call.result()
