@@ -20,6 +20,7 @@ from rpc.agent.tape import note
 from rpc.errors import WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
+from rpc.runtime.blocking import this_thread
 from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.runtime.tasks import COMPLETION
 from rpc.serialization.payload import Connect, Payload
@@ -136,7 +137,7 @@ class Caller:
                 agent.serializer.take_back(payload.header, peer)
                 raise
         call = agent.calls.open(peer, what, timeout, header=payload.header, how=how)
-        if not is_grad_enabled():
+        if this_thread.runs_callees or not is_grad_enabled():
             call.wants_graph = False
         return call
 
