@@ -16,6 +16,7 @@ from farcall.observe.jobs import JOB, job_id
 from farcall.observe.observer import Observer, program_name
 from rpc.agent.agent import Agent
 from rpc.runtime.events import PeerJoined, PeerLost
+from rpc.runtime.stacks import LIBRARIES
 
 __all__ = ["install", "observer"]
 
@@ -65,6 +66,7 @@ def _identity() -> dict[str, Any]:
         "program": program_name(),
         "folder": _folder(),
         "python": sys.version.split()[0],
+        "libraries": list(LIBRARIES),
     }
 
 

@@ -23,8 +23,8 @@ from farcall.observe.jobs import jobs_folder, remove_old
 from farcall.observe.layout import Beat
 from farcall.observe.looks import Looker
 from farcall.observe.orders import Orders
+from farcall.observe.processes import start_of
 from farcall.observe.state_file import StateFile
-from rpc.runtime.process_signs import process_signs
 
 __all__ = ["Observer"]
 
@@ -153,8 +153,7 @@ class Observer:
         path = self._path(folder, self.job)
         self._file = StateFile(path)
         self._stacks = FrozenStacks(path.with_suffix(".stacks"))
-        signs = process_signs(os.getpid())
-        facts = {"start": 0 if signs is None else signs.start, "signal": self._stacks.signal}
+        facts = {"start": start_of(os.getpid()), "signal": self._stacks.signal}
         self.identity = {**self.identity, **facts}
         self._looker.ignored.add(threading.get_ident())
         remove_old(folder, self.job)

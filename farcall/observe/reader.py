@@ -6,9 +6,7 @@ is no state file at all, is skipped and named. Control characters in texts are e
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import stat
 import time
@@ -28,8 +26,8 @@ from farcall.observe.layout import (
     unpack_records,
     unpack_snapshot,
 )
+from farcall.observe.processes import Signs, ask_for_stacks, signs_of
 from farcall.observe.state import JobState, Process, WorkerState
-from rpc.runtime.process_signs import ProcessSigns, computes, process_signs
 
 __all__ = ["read_job", "read_worker", "settled"]
 
@@ -42,8 +40,6 @@ _SAMPLE_SECONDS: Final = 0.15
 
 _DUMP_SECONDS: Final = 1.0
 """Maximum time to wait for stacks that were asked for, in seconds."""
-
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 def _legible(value: Any, depth: int = 0) -> Any:
@@ -140,80 +136,56 @@ def _newest(workers: Sequence[WorkerState]) -> list[WorkerState]:
 def settled(workers: Sequence[WorkerState]) -> list[WorkerState]:
     """The workers with what the kernel says of their processes, and with stacks of those that are frozen."""
     here = socket.gethostname()
-    before = {each.file: _signs(each, here) for each in workers}
-    asked = [each for each, signs in ((each, before[each.file]) for each in workers) if _ask(each, signs)]
-    if any(before.values()):
+    before = [_signs(each, here) for each in workers]
+    asked = {n for n, each in enumerate(workers) if _ask(each, before[n])}
+    if any(before):
         time.sleep(_SAMPLE_SECONDS)
     until = time.monotonic() + _DUMP_SECONDS
     found = []
-    for each in workers:
+    for n, each in enumerate(workers):
         stacks = each.frozen
-        while each in asked and not stacks and time.monotonic() < until:
-            stacks = _read_stacks(Path(each.file).with_suffix(".stacks"))
+        while n in asked and not stacks and time.monotonic() < until:
             time.sleep(0.01)
-        found.append(_with_process(each, before[each.file], here, stacks))
+            stacks = _read_stacks(Path(each.file).with_suffix(".stacks"))
+        found.append(_with_process(each, before[n], here, stacks))
     return found
 
 
-def _signs(worker: WorkerState, here: str) -> ProcessSigns | None:
+def _signs(worker: WorkerState, here: str) -> Signs | None:
     """What can be seen of a worker's process; None if it is not here, or has ended."""
     if worker.host != here or not worker.pid:
         return None
-    signs = process_signs(worker.pid)
+    signs = signs_of(worker.pid)
     return signs if signs is not None and signs.start == worker.fact("start", 0) else None
 
 
-def _ask(worker: WorkerState, signs: ProcessSigns | None) -> bool:
+def _ask(worker: WorkerState, signs: Signs | None) -> bool:
     """Ask a process that has not looked for a while for its stacks; returns whether it was asked."""
     silent = 0.0 if worker.beat is None else time.monotonic() - worker.beat.monotonic
     number = worker.fact("signal", 0)
-    if signs is None or signs.stopped or silent < FROZEN_SECONDS or worker.frozen or worker.phase == "left":
+    if signs is None or signs.is_stopped or silent < FROZEN_SECONDS or worker.frozen or worker.has_left:
         return False
-    return isinstance(number, int) and ask_for_stacks(worker.pid, number)
-
-
-def ask_for_stacks(process: int, number: int) -> bool:
-    """Send the signal that has stacks written, if the process catches that one: others would end it."""
-    caught = int(_status(process).get("SigCgt", "0"), 16)
-    if not 0 < number <= signal.SIGRTMAX or not caught >> (number - 1) & 1:
-        return False
-    with contextlib.suppress(OSError):
-        os.kill(process, number)
-        return True
-    return False
-
-
-def _status(process: int) -> dict[str, str]:
-    """The fields of ``/proc/PID/status``."""
-    try:
-        text = Path(f"/proc/{process}/status").read_text(errors="replace")
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+    return isinstance(number, int) and ask_for_stacks(worker.pid, signs, number)
 
 
 def _with_process(
-    worker: WorkerState, before: ProcessSigns | None, here: str, stacks: Mapping[int, Stack]
+    worker: WorkerState, before: Signs | None, here: str, stacks: Mapping[int, Stack]
 ) -> WorkerState:
     beat = worker.beat
+    last = 0.0 if beat is None else beat.monotonic
     if worker.host != here:
         age = time.time() - beat.wall if beat is not None else 0.0
-        now = 0.0 if beat is None else beat.monotonic + max(0.0, age)
-        return replace(worker, now=now)
-    if before is None:
-        return replace(worker, process=Process(alive=False), now=beat.monotonic if beat else 0.0)
-    signs = process_signs(worker.pid)
-    status = _status(worker.pid)
-    if signs is None or signs.start != before.start:
-        return replace(worker, process=Process(alive=False), now=beat.monotonic if beat else 0.0)
-    ticks = signs.ticks - before.ticks
-    memory = status.get("VmRSS", "0 kB").split()[0]
+        return replace(worker, now=last + max(0.0, age))
+    signs = _signs(worker, here)
+    if before is None or signs is None:
+        return replace(worker, process=Process(alive=False), now=last)
+    used = signs.seconds - before.seconds
     process = Process(
         alive=True,
-        stopped=signs.stopped,
-        traced=int(status.get("TracerPid", "0") or 0),
-        computes=computes(before, signs) and ticks > 0,
-        memory=int(memory) * 1024 if memory.isdecimal() else 0,
-        share=ticks / _TICKS / _SAMPLE_SECONDS,
+        stopped=signs.is_stopped,
+        traced=signs.tracer,
+        computes=used > 0,
+        memory=signs.memory,
+        share=used / _SAMPLE_SECONDS,
     )
     return replace(worker, process=process, now=time.monotonic(), frozen=stacks)

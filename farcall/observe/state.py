@@ -176,11 +176,18 @@ class WorkerState:
 
     @property
     def incarnation(self) -> int:
-        return int(number(self.fact("incarnation", 0)))
+        found = self.fact("incarnation", 0)
+        return found if isinstance(found, int) else 0
 
     @property
     def folder(self) -> str:
         return str(self.fact("folder"))
+
+    def is_library(self, file: str) -> bool:
+        """Whether code of this file is not the program's own."""
+        folders = self.fact("libraries", [])
+        known = tuple(each for each in folders if isinstance(each, str)) if isinstance(folders, list) else ()
+        return file.startswith((*known, "<"))
 
     @property
     def is_dead(self) -> bool:
