@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+from functools import partial
 from typing import Any, Final
 
 from farcall.observe.jobs import JOB, job_id
@@ -48,8 +49,10 @@ def install(agent: Agent) -> None:
     agent.extensions["observe"] = found
     agent.events.listen(PeerLost, lambda lost: found.record("lost", who=lost.name, why=lost.reason))
     agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
-    found.beats.append(lambda: _identify(found, agent))
+    identify = partial(_identify, found, agent)
+    found.beats.append(identify)
     agent.on_close(lambda: found.identify(phase="leaving"))
+    agent.on_closed(lambda: found.beats.remove(identify))
     agent.on_closed(lambda: _ended(found, agent))
     agent.on_forked(_forked)
 

@@ -265,7 +265,7 @@ def _thread(
         found["call"] = [call.peer.incarnation, call.call_id]
     if computes:
         found["computes"] = True
-    if users is None and run is None and call is None:
+    if users is None and run is None and call is None and not computes:
         found["idle"] = True
         found["stack"] = [_place(innermost)]
         return found

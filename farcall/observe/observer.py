@@ -184,7 +184,7 @@ class Observer:
         if self._file.path.parent.name != self.job:
             self._move()
         self.orders.look(self._file.path.parent)
-        for beat in self.beats:
+        for beat in list(self.beats):
             beat()
         if busy or moved or self._changed or self._stopping:
             self._changed = False
@@ -220,6 +220,11 @@ class Observer:
         if changed or any(_moves(each, now) for each in snapshot["threads"]):
             self._moved_at = now
         snapshot["moved"] = self._moved_at
+        for agent in agents:
+            for name, part in list(agent.extensions.items()):
+                observed = getattr(part, "observed", None)
+                if observed is not None:
+                    snapshot[name] = observed()
         for name, make in list(self.extra.items()):
             snapshot[name] = make()
         while not self._file.snapshot(snapshot):

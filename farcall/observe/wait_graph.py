@@ -20,6 +20,7 @@ Key = tuple[int, str]
 
 PROCESS: Final = "process"
 _SHUTDOWN: Final = "shutdown"
+_SPMD_THREAD: Final = "farcall-spmd-worker"
 _EARLIER_SECONDS: Final = 3.0
 """A worker of a job that is over ended by itself if its last sign is this much older than that of others."""
 
@@ -299,12 +300,21 @@ class _Builder:
                 node.remark = f"queued at {to}, {waiting}: all of its {len(threads)} threads are busy"
             case "arriving":
                 node.kind, node.remark = "arriving", f"its arguments are still arriving at {to}"
+            case "begun" if doing := self._spmd_thread(callee):
+                node.edges.append(Edge(doing))
             case "begun":
                 node.kind = "postponed"
                 node.remark = f"{to} has run it, and waits for the future that it returned"
             case _:
                 node.kind = "unanswered"
                 node.remark = f"{to} runs no such call: it waits for an object, or the answer is under way"
+
+    def _spmd_thread(self, index: int) -> Key | None:
+        """The thread that does the steps of an SPMD program, if it does one."""
+        for thread in self._workers[index].threads:
+            if thread.name == _SPMD_THREAD and (thread.waits or not thread.fields.get("idle")):
+                return index, str(thread.id)
+        return None
 
     def _of_object(self, node: Node, index: int, worker: WorkerState, thread: ThreadState) -> None:
         """It waits for a lock, a queue, an event."""
@@ -377,7 +387,7 @@ class _Builder:
             theirs = next(
                 (
                     each
-                    for each in mappings(self._workers[other].snapshot.get("groups"))
+                    for each in mappings(self._workers[other].snapshot.get("spmd.node"))
                     if each.get("name") == group
                 ),
                 None,
