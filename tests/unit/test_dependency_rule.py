@@ -64,6 +64,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"values", "grpc_server"},
         {"client"},
         {"serving", "transport", "compat"},
+        {"observe"},
         {"launch", "environment", "ray"},
         {"doctor"},
         {"meeting", "trials"},
