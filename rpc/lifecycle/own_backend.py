@@ -22,14 +22,12 @@ import weakref
 from importlib.metadata import entry_points
 from typing import Final
 
-import torch
-
 from rpc.agent.agent import Agent
-from rpc.device_maps import check_device_maps
 from rpc.errors import RpcError
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo
+from rpc.lifecycle import device_agreement
 from rpc.lifecycle.neighbours import AgentNeighbours, introduce, noop
 from rpc.lifecycle.worker_watch import watch
 from rpc.options import AgentOptions, parse_listen
@@ -111,6 +109,7 @@ def _start(
     store = store.sealed(token)
     try:
         draft = _describe(agent, WorkerInfo(name, rank), store.master)
+        met = device_agreement.agree(agent)
         profiling.install(agent)
         for extension in entry_points(group=EXTENSIONS):
             extension.load()(agent)
@@ -124,17 +123,12 @@ def _start(
             keeper = _keeper(agent, joined, timeout)
         else:
             group = join_static(store, draft, world_size, timeout, job=job)
-        check_device_maps(
-            name,
-            options.device_maps,
-            options.devices,
-            torch.cuda.device_count() if options.device_maps or options.devices else 0,
-            [member.name for member in group.members] if group.static else None,
-        )
+        device_agreement.check(name, options, group.members, static=group.static)
         if current:
             watch(agent)
             set_current_agent(agent)  # calls of others may arrive as soon as it has joined
         agent.join(group.me, group.members, group.key, static=group.static)
+        met(agent.own_peer)
         logger.debug(
             "'%s' (id %d) is in a %s group of %d, listening at %s",
             name,
@@ -202,6 +196,7 @@ def _describe(agent: Agent, info: WorkerInfo, master: str | None) -> Member:
         main_identity(),
         agent.options.max_message_bytes,
         agent.serializer.allow is not None,
+        *device_agreement.described(agent.options),
     )
 
 

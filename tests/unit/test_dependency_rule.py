@@ -44,6 +44,7 @@ ROOMS = (
     {"group"},
     {"bulk"},
     {"agent"},
+    {"devices"},
     {"profiling"},
     {"rendezvous"},
     {"lifecycle"},
