@@ -34,6 +34,7 @@ def install(agent: Agent) -> References:
         hooks,
         agent.mailbox,
         agent.executor,
+        agent.calls.answers.ready,
     )
     agent.extensions[EXTENSION] = references
     agent.serializer.register_carrier(RRef, RRefCarrier(references))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rpc.agent.calls import PendingCall
+from rpc.agent.device_ports import Ready
 from rpc.agent.futures import Future
 from rpc.agent.request_runner import Answer, Call, Request
 from rpc.agent.tape import Observation, Recording
@@ -51,6 +52,8 @@ class Calls(Protocol):
 
 class Answers(Protocol):
     """Runs requests, and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
+
+    def ready(self, value: Any) -> Ready | None: ...
 
     def enter(self, peer: Peer, frame: Any) -> Request: ...
 

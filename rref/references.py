@@ -14,6 +14,7 @@ from _thread import LockType
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from rpc.agent.device_ports import Ready
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import CallsUnderWay, ControlMessages
 from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError
@@ -49,6 +50,7 @@ class References:
         incarnation: of this worker, which has not joined a group yet.
         calls, under_way, workers, control: see ``rref.ports``.
         lose: cuts off a worker; from any thread.
+        ready: returns the work on devices that makes an object; see ``RequestRunner.ready``.
 
     Attributes:
         calls, workers: as given.
@@ -65,6 +67,7 @@ class References:
         hooks: Hooks,
         mailbox: Mailbox,
         executor: Executor,
+        ready: Callable[[Any], Ready | None],
     ) -> None:
         self.calls = calls
         self.workers = workers
@@ -73,6 +76,7 @@ class References:
         self._lose = lose
         self._mailbox = mailbox
         self._executor = executor
+        self._ready = ready
         self._left = False
         self.released = False
         """Whether all references have been given back, or the agent closes."""
@@ -175,7 +179,7 @@ class References:
     def own(self, content: Any) -> tuple[RRefId, Ref]:
         """An object of this worker that is to be referred to."""
         rref = self._protocol.new_id()
-        self._values[rref] = Value.of(content)
+        self._values[rref] = Value.of(content, self._ready(content))
         self.steps.do(self._protocol.own, rref)
         return rref, rref
 

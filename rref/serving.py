@@ -202,7 +202,8 @@ class Server:
         peer, frame = request.peer, request.frame
 
         def answer(content: Any, error: BaseException | None, *, at_end: bool = False) -> None:
-            parked = value.set(content) if error is None else value.fail(error)
+            made = self._answers.ready(content) if error is None else None
+            parked = value.set(content, made) if error is None else value.fail(error)
             if on is not None and on.turns is not None:
                 on.turns.leave()
             self._references.finished(rref)
@@ -242,13 +243,25 @@ class Server:
         self._activity.ended()
 
     def _answer_fetch(self, fetch: tuple[Peer, int, Value]) -> None:
-        peer, call_id, value = fetch
+        devices = fetch[0].devices
+        if devices is not None:
+            with devices.streams():
+                self._send_object(*fetch)
+        else:
+            self._send_object(*fetch)
+
+    def _send_object(self, peer: Peer, call_id: int, value: Value) -> None:
         try:
             payload = peer.codec.dumps(value.get(), peer, what="the object")
         except BaseException as error:
             self._answers.fail(peer, call_id, error)
             return
-        if payload.header or len(payload.buffers) > 1 or len(payload.buffers[0]) > SMALL_BYTES:
+        if (
+            payload.header
+            or payload.staging is not None
+            or len(payload.buffers) > 1
+            or len(payload.buffers[0]) > SMALL_BYTES
+        ):
             self._delayed.send(peer)
             self._answers.answer(peer, Kind.REPLY, call_id, payload)
         else:
@@ -268,7 +281,7 @@ class Server:
                 return None
             self._postponed_ended()
         # Of what is a matter of a few bytes, this thread sends a copy: no code of the user's takes part.
-        payload = peer.codec.dump_quickly(value.get()) if value.error is None else None
+        payload = peer.codec.dump_quickly(value.content) if value.error is None else None
         if payload is None:
             return self._answer_fetch, (peer, call_id, value)
         self._delayed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers, payload.codec))

@@ -178,7 +178,7 @@ class Agent:
             options.max_message_bytes,
         )
         bulk = Bulk(shared_memory.send, striping.consider, group.lose)
-        sender = Sender(serializer, events, shared_memory.send, striping.consider)
+        sender = Sender(serializer, events, activity, shared_memory.send, striping.consider, group.lose)
         self.messages = Messages(dispatcher, sender, control, bulk, shared_memory, striping)
 
         # Calls, and answers.
@@ -268,6 +268,8 @@ class Agent:
             lambda peer, call_id, _: completions.run_soon([(bulk.send_again, (peer, call_id))]),
         )
         dispatcher.on_lost((None,), caller.request_lost)
+        sender.on_unsent((Kind.REPLY, Kind.FAILURE), answers.answer_unsent)
+        sender.on_unsent((None,), caller.request_unsent)
         control.on(CANCEL, answers.cancel)
         connections.serve(Reception(dispatcher, bulk, striping, peers, departure, hooks, events))
         try:

@@ -22,6 +22,7 @@ from rpc.agent.tape import Tracing, note
 from rpc.errors import MessageLostError, WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
+from rpc.runtime.blocking import this_thread
 from rpc.runtime.events import Events
 from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.runtime.tasks import COMPLETION, Task
@@ -177,7 +178,7 @@ class Caller:
                 self._serializer.take_back(payload.header, peer)
                 raise
         call = self.table.open(peer, what, timeout, header=payload.header, how=how)
-        if not is_grad_enabled():
+        if this_thread.runs_callees or not is_grad_enabled():
             call.wants_graph = False
         return call
 
@@ -254,6 +255,15 @@ class Caller:
         if call.settle(frame) and call.future is not None:
             return call.future.complete, COMPLETION
         return None
+
+    def request_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
+        """A request that was to be sent later could not be sent: see ``Sender.on_unsent``."""
+        call = self.table.answered(call_id, peer)
+        if call is not None:
+            if isinstance(error, QueueFull):
+                error = call.timeout_error()
+            if call.settle(error) and call.future is not None:
+                self._run_soon([(call.future.complete, COMPLETION)])
 
     def request_lost(self, peer: Peer, call_id: int, what: str) -> None:
         """A large request has not arrived, so it does not run: see ``Dispatcher.on_lost``."""

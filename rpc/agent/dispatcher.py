@@ -22,7 +22,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.events import Events, MessageReceived, MessageSent
 from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task
-from rpc.serialization.payload import EXCEPTION, Payload
+from rpc.serialization.payload import EXCEPTION, Payload, Staging
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, LargeFrame, describe, encode, encode_small
@@ -37,6 +37,9 @@ KindHandler = Callable[[Peer, Frame], Task | None]
 LostHandler = Callable[[Peer, int, str], object]
 """Called with the receiver of a large message that was lost, its call id, and what happened, in words."""
 
+UnsentHandler = Callable[[Peer, int, BaseException], object]
+"""Called with the receiver of a message that could not be sent, its call id, and why."""
+
 _UNNUMBERED: Final = frozenset((Kind.ALIVE, Kind.LANES))
 """They belong to one connection, and are not part of the session."""
 
@@ -50,17 +53,23 @@ class Sender:
     Args:
         share: sends a message through shared memory, if it can.
         sent_large: called with a peer and the bytes of a message that was sent on its connection.
+        lose: cuts off a worker that cannot be sent what it must have.
     """
 
     def __init__(
         self,
         serializer: Serializer,
         events: Events,
+        activity: Activity,
         share: Callable[[Peer, int, int, Payload, float], bool],
         sent_large: Callable[[Peer, int], object],
+        lose: Callable[[Peer, str], object],
     ) -> None:
         self._serializer = serializer
         self._events = events
+        self._activity = activity
+        self._lose = lose
+        self._unsent_handlers: dict[int | None, UnsentHandler] = {}
         self._share = share
         self._sent_large = sent_large
 
@@ -83,6 +92,9 @@ class Sender:
             wait: seconds to wait at most while too much is queued for that peer.
             coalesce: see ``Connection.send_small``.
         """
+        if payload.staging is not None:
+            self._send_when_staged(peer, kind, call_id, payload, payload.staging, wait)
+            return
         header, buffers = payload.header, payload.buffers
         count = len(buffers)
         events = self._events
@@ -106,6 +118,46 @@ class Sender:
                 raise
             described = self._serializer.without_exception(header, error)
             self.send(peer, kind, call_id, described, wait=wait, coalesce=coalesce)
+
+    def on_unsent(self, kinds: Collection[int | None], handler: UnsentHandler) -> None:
+        """Have ``handler`` called for messages of these kinds that were to be sent later and could not be;
+        None: for requests of all kinds that have no handler.
+        """
+        self._unsent_handlers |= dict.fromkeys(kinds, handler)
+
+    def _send_when_staged(
+        self, peer: Peer, kind: int, call_id: int, payload: Payload, staging: Staging, wait: float
+    ) -> None:
+        """Send a message once copies of its tensors have been made; the thread goes on meanwhile."""
+        payload.staging = None
+        self._activity.postponed.begin()
+
+        def staged(error: BaseException | None) -> None:
+            try:
+                if error is None:
+                    self.send(peer, kind, call_id, payload, wait=wait)
+                else:
+                    self._serializer.take_back(payload.header, peer)
+            except BaseException as raised:
+                error = raised
+            try:
+                if error is not None:
+                    self._not_sent(peer, kind, call_id, error)
+            finally:
+                self._activity.postponed.end()
+                self._activity.ended()
+
+        staging.when_done(staged)
+
+    def _not_sent(self, peer: Peer, kind: int, call_id: int, error: BaseException) -> None:
+        """A message could not be sent, and the thread that wanted to send it has gone on."""
+        handler = self._unsent_handlers.get(kind)
+        if handler is None and call_id:
+            handler = self._unsent_handlers.get(None)
+        if handler is not None:
+            handler(peer, call_id, error)
+        elif peer.lost is None:
+            self._lose(peer, f"a message with tensors of a device could not be sent to it: {error}")
 
 
 class Dispatcher:

@@ -23,6 +23,7 @@ import torch
 
 from rpc.agent.activity import Activity
 from rpc.agent.calls import name_of
+from rpc.agent.device_ports import Ready, RequestDevices, RequestStreams
 from rpc.agent.tape import Observation, Recording, Tracing, note
 from rpc.errors import (
     GivenUpError,
@@ -57,9 +58,10 @@ class Request:
 
     ``recording`` is what it is noted in, once it is loaded; ``task`` runs its coroutine, if it has one.
     ``cancelled``: its caller wants no value any more. ``began``: when it came, on the monotonic clock.
+    ``streams``: those of devices that it runs on; None where messages use no devices.
     """
 
-    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "task")
+    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "streams", "task")
 
     def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
         self.peer = peer
@@ -69,6 +71,7 @@ class Request:
         self.cancelled = False
         self.began = monotonic()
         self.task: asyncio.Task[None] | None = None
+        self.streams: RequestStreams | None = None
 
     def cancel(self) -> None:
         """Have it not begin, or cancel its coroutine; what runs on a thread goes on. From any thread."""
@@ -132,10 +135,23 @@ class RequestRunner:
         self._activity = activity
         self._send = send
         self._run_soon = run_soon
+        self._devices: RequestDevices | None = None
         self._cancellable: dict[tuple[Peer, int], Request] = {}
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
         self._stopped = False
+
+    # ---- devices
+
+    def use_devices(self, devices: RequestDevices) -> None:
+        """Run requests on streams of devices from now on; see ``rpc.devices``."""
+        self._devices = devices
+
+    def ready(self, value: Any) -> Ready | None:
+        """What streams of devices must join before they use a value that was made on the current ones; None
+        where messages use no devices.
+        """
+        return None if self._devices is None else self._devices.ready(value)
 
     # ---- taking requests in
 
@@ -154,6 +170,10 @@ class RequestRunner:
         """A request that was entered and is not answered yet."""
         return self._cancellable.get((peer, call_id))
 
+    def entered(self) -> list[Request]:
+        """The requests that were entered and are not answered yet, oldest first."""
+        return list(self._cancellable.copy().values())
+
     def __len__(self) -> int:
         """How many requests were entered and are not answered yet."""
         return len(self._cancellable)
@@ -167,6 +187,8 @@ class RequestRunner:
         is ready: at once by the task that is returned, or later.
         """
         events = self._events
+        if self._devices is not None:
+            run = self._devices.around(run)
         self.requests_begun = next(self._numbers)
         if events.request_begun:
             begun = RequestBegun(request.peer.name, request.frame.call_id)
@@ -283,6 +305,9 @@ class RequestRunner:
             except BaseException:
                 value.close()
                 raise
+            if request.streams is not None:
+                value = request.streams.follow(value)
+                answer = request.streams.around(answer)
             coroutine = self._finish(value, request, answer)
             postponed.begin()
             try:
@@ -444,6 +469,11 @@ class RequestRunner:
             if kind == Kind.FAILURE:
                 logger.exception("could not even send a failure to worker '%s'", peer.name)
                 raise
+            self.fail(peer, call_id, error)
+
+    def answer_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
+        """An answer that was to be sent later could not be sent: see ``Sender.on_unsent``."""
+        if peer.lost is None:
             self.fail(peer, call_id, error)
 
     def answer_lost(self, peer: Peer, call_id: int, what: str) -> None:

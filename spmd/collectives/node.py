@@ -34,10 +34,13 @@ __all__ = ["Node", "WatchesWorkers", "find_node"]
 
 _NONE: Final = "-"
 _LOOK_SECONDS: Final = 2.0
+_EXTENSION: Final = "spmd.node"
 
 
 class WatchesWorkers(Protocol):
-    """What is told when a worker is gone."""
+    """What is told when a worker is gone, and observed."""
+
+    def observed(self) -> dict[str, Any]: ...
 
     def worker_gone(self, peer: Peer, reason: str) -> None: ...
 
@@ -49,6 +52,7 @@ class Node:
 
     Args:
         lifecycle: of an agent that has joined its group.
+        extensions: of the agent; observers find the node there.
         bulk: its bulk messages.
         run_soon: has tasks run on its executor threads.
         shares_memory: whether it uses shared memory.
@@ -63,6 +67,7 @@ class Node:
     def __init__(
         self,
         lifecycle: Lifecycle,
+        extensions: dict[str, Any],
         bulk: Bulk,
         run_soon: Callable[[Sequence[Task]], object],
         peers: Sequence[Peer],
@@ -88,6 +93,8 @@ class Node:
         ]
         for handlers, mine in self._hooks:
             handlers.append(mine)
+        self._extensions = extensions
+        extensions[_EXTENSION] = self
         if owned:
             atexit.register(self.close)
             _owned.add(self)
@@ -97,6 +104,7 @@ class Node:
         """The node of an agent; arguments as for ``Node``."""
         return cls(
             agent.lifecycle,
+            agent.extensions,
             agent.messages.bulk,
             agent.calls.completions.run_soon,
             peers,
@@ -104,6 +112,10 @@ class Node:
             shares_memory=agent.options.shared_memory_bytes > 0,
             owned=owned,
         )
+
+    def observed(self) -> list[dict[str, Any]]:
+        """What observers are to know: of each group the last collective that this rank has begun."""
+        return [group.observed() for group in list(self._groups)]
 
     def add(self, group: WatchesWorkers) -> None:
         """Tell ``group`` from now on when workers are gone, also of those that are already."""
@@ -128,6 +140,8 @@ class Node:
         for handlers, mine in self._hooks:
             with contextlib.suppress(ValueError):
                 handlers.remove(mine)
+        if self._extensions.get(_EXTENSION) is self:
+            del self._extensions[_EXTENSION]
         if self._owned:
             self.close()
 
