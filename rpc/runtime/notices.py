@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Final
 
 from rpc.runtime.blocking import INFINITE, wait_for_event
+
+logger = logging.getLogger(__name__)
 
 FIRST_SECONDS: Final = 3.0
 _LONGEST_SECONDS: Final = 60.0
@@ -53,3 +55,9 @@ def wait_telling(
             if said is not None:
                 logger.warning("%s", said)
     return True
+
+
+def tell_of_start(names: Sequence[str], waited: str) -> None:
+    """Say which new processes have not begun yet; they import what they need."""
+    if names:
+        logger.warning("%s so far to start %s", waited, ", ".join(names))
