@@ -268,8 +268,8 @@ def _await_start(workers: dict[str, tuple[subprocess.Popen[bytes], BinaryIO]]) -
                 if not sign.read(1):
                     process, _ = workers[name]
                     raise SpmdError(
-                        f"worker {name!r} (process {process.pid}) ended with status {process.wait()} while it "
-                        "began: what it has printed says why"
+                        f"worker {name!r} (process {process.pid}) ended with status {process.wait()} while "
+                        "it began: what it has printed says why"
                     )
             if signs and notices.due():
                 tell_of_start(list(signs.values()), notices.waited)
