@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rpc.agent.caller import Caller
 from rpc.agent.calls import CallTable
+from rpc.agent.device_ports import RequestDevices
 from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.hooks import Hooks
 from rpc.agent.request_runner import RequestRunner
@@ -29,6 +30,7 @@ class _Common(Protocol):
     info: WorkerInfo
     mailbox: Mailbox
     executor: Executor
+    devices: RequestDevices | None
 
     @property
     def on_gone(self) -> Callable[[Callable[[Peer, str], None]], object]:

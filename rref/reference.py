@@ -398,7 +398,7 @@ class RRef(Generic[T]):
             with contextlib.suppress(Exception):  # asking for it failed
                 return self._type.value()
         value = self._references.find(self._rref)
-        return None if value is None or not value.is_ready or value.error is not None else type(value.get())
+        return None if value is None or not value.is_ready or value.error is not None else type(value.content)
 
     if not TYPE_CHECKING:  # which is to find wrong names
 

@@ -147,7 +147,8 @@ class References:
     def own(self, content: Any) -> tuple[RRefId, Ref]:
         """An object of this worker that is to be referred to."""
         rref = self._protocol.new_id()
-        self._values[rref] = Value.of(content)
+        devices = self.agent.devices
+        self._values[rref] = Value.of(content, None if devices is None else devices.ready(content))
         self.steps.do(self._protocol.own, rref)
         return rref, rref
 

@@ -184,7 +184,11 @@ class Server:
         agent = self._agent
 
         def answer(content: Any, error: BaseException | None, *, at_end: bool = False) -> None:
-            parked = value.set(content) if error is None else value.fail(error)
+            if error is None:
+                devices = agent.devices
+                parked = value.set(content, None if devices is None else devices.ready(content))
+            else:
+                parked = value.fail(error)
             if on is not None and on.turns is not None:
                 on.turns.leave()
             self._references.finished(rref)
@@ -224,14 +228,26 @@ class Server:
         self._agent.something_ended()
 
     def _answer_fetch(self, fetch: tuple[Peer, int, Value]) -> None:
-        peer, call_id, value = fetch
+        devices = fetch[0].devices
+        if devices is not None:
+            with devices.streams():
+                self._send_object(*fetch)
+        else:
+            self._send_object(*fetch)
+
+    def _send_object(self, peer: Peer, call_id: int, value: Value) -> None:
         agent = self._agent
         try:
             payload = peer.codec.dumps(value.get(), peer, what="the object")
         except BaseException as error:
             agent.fail(peer, call_id, error)
             return
-        if payload.header or len(payload.buffers) > 1 or len(payload.buffers[0]) > SMALL_BYTES:
+        if (
+            payload.header
+            or payload.staging is not None
+            or len(payload.buffers) > 1
+            or len(payload.buffers[0]) > SMALL_BYTES
+        ):
             self._delayed.send(peer)
             agent.answer(peer, Kind.REPLY, call_id, payload)
         else:
@@ -252,7 +268,7 @@ class Server:
                 return None
             self._postponed_ended()
         # Of what is a matter of a few bytes, this thread sends a copy: no code of the user's takes part.
-        payload = peer.codec.dump_quickly(value.get()) if value.error is None else None
+        payload = peer.codec.dump_quickly(value.content) if value.error is None else None
         if payload is None:
             return self._answer_fetch, (peer, call_id, value)
         self._delayed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers, payload.codec))

@@ -21,6 +21,7 @@ from typing import Any, Final
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.calls import CallTable
 from rpc.agent.departure import SHUT_DOWN, Activity, Departure
+from rpc.agent.device_ports import RequestDevices
 from rpc.agent.dispatcher import Dispatcher, KindHandler
 from rpc.agent.futures import Completions
 from rpc.agent.gather import Gathering
@@ -82,7 +83,10 @@ class Agent:
         extensions: what stands on this agent, by name: each part's own object, where its code finds it again.
         tape: notes what tensors calls carry.
         observer: a key of the header, and what observes a request that has it.
+        devices: the devices that messages use; None if they use none.
     """
+
+    devices: RequestDevices | None = None
 
     info: WorkerInfo
     view: Membership
@@ -351,6 +355,10 @@ class Agent:
         if observer is None or answer or observer[0] not in header:
             return recording
         return observer[1](header[observer[0]], recording)
+
+    def use_devices(self, devices: RequestDevices) -> None:
+        """Run requests on streams of devices from now on; see ``rpc.devices``."""
+        self.devices = self.dispatcher.devices = devices
 
     # ---- the end
 

@@ -20,6 +20,7 @@ from rpc.group.connections import Connections
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination, Waits
 from rpc.group.workers import Member
+from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, wait_for_event
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible
@@ -188,7 +189,8 @@ class Departure:
             if not self._is_closed:
                 raise
             end(_CLOSED)
-        wait_for_event(ended, INFINITE)
+        with waits.waiting("shutdown"):
+            wait_for_event(ended, INFINITE)
         if failure[0] is not None:
             raise self._error(f"worker '{self._me.name}' has left without waiting any longer: {failure[0]}")
 

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from rpc.agent.device_ports import RequestDevices
 from rpc.agent.ports import Dispatching
 from rpc.agent.request_runner import Request
 from rpc.errors import MessageLostError, ProtocolError, RpcError, SerializationError
@@ -24,8 +25,8 @@ from rpc.group.peer import Peer
 from rpc.runtime.events import MessageReceived, MessageSent, RequestBegun
 from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import COMPLETION, Task
-from rpc.serialization.payload import EXCEPTION, Arrivals, Payload
-from rpc.transport.base import INFINITE, SMALL_BYTES
+from rpc.serialization.payload import EXCEPTION, Arrivals, Payload, Staging
+from rpc.transport.base import INFINITE, SMALL_BYTES, QueueFull
 from rpc.wire.frames import Frame, Kind, LargeFrame, describe, encode, encode_small
 
 __all__ = ["Dispatcher", "KindHandler"]
@@ -56,7 +57,10 @@ class Dispatcher:
         followed: kinds of frames behind which another most likely comes at once.
         requests_begun: how many requests were ever taken in; of several simultaneous ones, some may be
             counted late.
+        devices: runs requests on streams of devices; None where messages use none.
     """
+
+    devices: RequestDevices | None = None
 
     def __init__(
         self,
@@ -97,6 +101,9 @@ class Dispatcher:
             wait: seconds to wait at most while too much is queued for that peer.
             coalesce: see ``Connection.send_small``.
         """
+        if payload.staging is not None:
+            self._send_when_staged(peer, kind, call_id, payload, payload.staging, wait)
+            return
         header, buffers = payload.header, payload.buffers
         count = len(buffers)
         events = self._events
@@ -120,6 +127,46 @@ class Dispatcher:
                 raise
             described = self._agent.serializer.without_exception(header, error)
             self.send(peer, kind, call_id, described, wait=wait, coalesce=coalesce)
+
+    def _send_when_staged(
+        self, peer: Peer, kind: int, call_id: int, payload: Payload, staging: Staging, wait: float
+    ) -> None:
+        """Send a message once copies of its tensors have been made; the thread goes on meanwhile."""
+        agent = self._agent
+        payload.staging = None
+        agent.postponed.begin()
+
+        def staged(error: BaseException | None) -> None:
+            try:
+                if error is None:
+                    self.send(peer, kind, call_id, payload, wait=wait)
+                else:
+                    agent.serializer.take_back(payload.header, peer)
+            except BaseException as raised:
+                error = raised
+            try:
+                if error is not None:
+                    self._not_sent(peer, kind, call_id, error)
+            finally:
+                agent.postponed.end()
+                agent.something_ended()
+
+        staging.when_done(staged)
+
+    def _not_sent(self, peer: Peer, kind: int, call_id: int, error: BaseException) -> None:
+        """A message could not be sent, and whoever wanted to send it has gone on."""
+        if kind in (Kind.REPLY, Kind.FAILURE):
+            if peer.lost is None:
+                self._agent.fail(peer, call_id, error)
+            return
+        call = self._agent.calls.answered(call_id, peer) if call_id else None
+        if call is not None:
+            if isinstance(error, QueueFull):
+                error = call.timeout_error()
+            if call.settle(error) and call.future is not None:
+                self._agent.run_soon([(call.future.complete, COMPLETION)])
+        elif not call_id and peer.lost is None:
+            self._agent.lose(peer, f"a message with tensors of a device could not be sent to it: {error}")
 
     # ---- the table of message kinds
 
@@ -283,6 +330,8 @@ class Dispatcher:
         is ready: at once by a task that is put among ``tasks``, or later.
         """
         agent, events = self._agent, self._events
+        if self.devices is not None:
+            run = self.devices.around(run)
         self.requests_begun = next(self._numbers)
         if events.request_begun:
             begun = RequestBegun(request.peer.name, request.frame.call_id)

@@ -29,6 +29,7 @@ from rpc.errors import (
     SerializationError,
 )
 from rpc.group.peer import Peer, PeerTable
+from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import protected
@@ -187,9 +188,10 @@ class Gathering:
         # Who waits for a limited time may do something else then: this stands nowhere for ever.
         with self._standstill.waiting() if timeout is None else contextlib.nullcontext():
             self._standstill.serving()  # from now on
-            done = wait_telling(
-                state.complete, deadline, logger, lambda waited: self._tell(key, state, waited)
-            )
+            with waits.waiting("barrier", lambda: self._awaited_by(key)):
+                done = wait_telling(
+                    state.complete, deadline, logger, lambda waited: self._tell(key, state, waited)
+                )
         if not done:
             me = self._peers.own.name
             missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
@@ -236,6 +238,11 @@ class Gathering:
         names, number = key
         others = [name for name in names if name != self._peers.own.name]
         self._standstill.tell(others, _fail, names, number, *_described(error))
+
+    def _awaited_by(self, key: Key) -> list[str]:
+        """The workers that this one waits for in a round: those missing if it leads, else the leader."""
+        names, number = key
+        return self.missing(names, number) if names[0] == self._peers.own.name else [names[0]]
 
     def missing(self, names: Names, number: int) -> list[str]:
         """On the leader: who has not come yet."""

@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from rpc.agent.calls import name_of
+from rpc.agent.device_ports import RequestStreams
 from rpc.agent.ports import Running
 from rpc.agent.tape import Observation, Recording, note
 from rpc.errors import (
@@ -52,9 +53,10 @@ class Request:
 
     ``recording`` is what it is noted in, once it is loaded; ``task`` runs its coroutine, if it has one.
     ``cancelled``: its caller wants no value any more. ``began``: when it came, on the monotonic clock.
+    ``streams``: those of devices that it runs on; None where messages use no devices.
     """
 
-    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "task")
+    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "streams", "task")
 
     def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
         self.peer = peer
@@ -64,6 +66,7 @@ class Request:
         self.cancelled = False
         self.began = monotonic()
         self.task: asyncio.Task[None] | None = None
+        self.streams: RequestStreams | None = None
 
     def cancel(self) -> None:
         """Have it not begin, or cancel its coroutine; what runs on a thread goes on. From any thread."""
@@ -203,6 +206,9 @@ class RequestRunner:
             except BaseException:
                 value.close()
                 raise
+            if request.streams is not None:
+                value = request.streams.follow(value)
+                answer = request.streams.around(answer)
             coroutine = self._finish(value, request, answer)
             postponed.begin()
             try:

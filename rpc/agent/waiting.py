@@ -13,13 +13,12 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
+from rpc.agent.call_frames import awaited_call, awaited_in, request_of
 from rpc.agent.calls import CallTable, PendingCall, name_of
-from rpc.agent.futures import Future, as_completed
 from rpc.agent.request_runner import Request, RequestRunner
 from rpc.agent.slow_calls import (
     MAX_HOPS,
@@ -69,11 +68,6 @@ _MAX_REPORTS: Final = 8
 
 _MAX_QUESTIONS: Final = 64
 """Maximum number of questions that are being answered at a time; others are dropped."""
-
-_RUNS: Final = frozenset(
-    each.__code__ for each in (RequestRunner.run, RequestRunner.start, RequestRunner._finish)
-)
-"""Code that has a local variable ``request`` while it runs that."""
 
 
 class Asking(Protocol):
@@ -298,7 +292,7 @@ def _waiters() -> dict[int, tuple[str, str]]:
     found: dict[int, tuple[str, str]] = {}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in _frames().items():
-        call = _awaited_call(frame)
+        call = awaited_call(frame)
         if call is not None:
             users = users_frame(frame)
             place = "no line of the program" if users is None else place_of(users)
@@ -306,41 +300,12 @@ def _waiters() -> dict[int, tuple[str, str]]:
     return found
 
 
-def _call_of(future: object) -> PendingCall | None:
-    call = getattr(future, "_call", None)
-    return call if isinstance(call, PendingCall) else None
-
-
-_WAITS: Final[dict[object, Callable[[dict[str, Any]], PendingCall | None]]] = {
-    PendingCall.wait.__code__: lambda values: values.get("self"),
-    Future.wait.__code__: lambda values: _call_of(values.get("self")),
-    Future.__await__.__code__: lambda values: _call_of(values.get("self")),
-    as_completed.__code__: lambda values: next(filter(None, map(_call_of, values.get("awaited", ()))), None),
-}
-"""Code that waits for a call, and which call, given its local variables."""
-
-
-def _awaited_call(frame: FrameType | None) -> PendingCall | None:
-    """The call that a thread waits for, given its innermost frame: not one further out, whose code has been
-    interrupted by a signal handler or a finalizer of the user's.
-    """
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        find = _WAITS.get(frame.f_code)
-        if find is not None:
-            call = find(frame.f_locals)
-            return call if call is not None and call.outcome is None else None
-        frame = frame.f_back
-    return None
-
-
 def _run_frame(request: Request) -> tuple[int, FrameType, FrameType] | None:
     """The thread that runs a request, its innermost frame, and the one that has begun the request."""
     for ident, innermost in _frames().items():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code in _RUNS and frame.f_locals.get("request") is request:
-                return ident, innermost, frame
-            frame = frame.f_back
+        found = request_of(innermost)
+        if found is not None and found[0] is request:
+            return ident, innermost, found[1]
     return None
 
 
@@ -374,7 +339,7 @@ def _describe(request: Request, executor: Executor, before: tuple[int, float] | 
 def _running(ident: int, innermost: FrameType, run: FrameType, *, computing: bool) -> Answer:
     thread = _thread(ident)
     users = users_frame(innermost, run)
-    awaits = _awaited(_awaited_call(innermost))
+    awaits = _awaited(awaited_call(innermost))
     if users is not None:
         function, place = users.f_code.co_qualname, place_of(users)
         doing = "computes" if computing else waits_for(innermost, run)
@@ -392,8 +357,8 @@ def _awaiting(frames: list[FrameType]) -> Answer:
     users = inner[-1]
     following = frames[frames.index(users) + 1 :]
     awaits = None
-    if following and (find := _WAITS.get(following[-1].f_code)) is not None:
-        awaits = _awaited(find(following[-1].f_locals))
+    if following:
+        awaits = _awaited(awaited_in(following[-1]))
     doing = f"awaits {following[0].f_code.co_qualname}" if following else "awaits a future"
     return Answer("awaiting", "", users.f_code.co_qualname, place_of(users), doing, 0, awaits)
 

@@ -16,6 +16,7 @@ from rpc.runtime import file_limit
 from rpc.runtime.blocking import wait_while
 from rpc.runtime.events import Events, PeerJoined
 from rpc.runtime.interrupts import protected
+from rpc.serialization.payload import PeerDevices
 from rpc.serialization.serializer import OwnCodec
 from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
 from rpc.transport.inline_read import InlineReader
@@ -53,7 +54,10 @@ class Peer:
         reader: how threads may read the connection, or None.
         lost: why the worker is gone for good, or None.
         has_left: whether it is gone because it left, and said so.
+        devices: what is agreed with it about devices; None if tensors on devices cannot be sent.
     """
+
+    devices: PeerDevices | None = None
 
     def __init__(
         self,

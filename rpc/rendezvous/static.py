@@ -44,6 +44,7 @@ from rpc.rendezvous.arrivals import (
 )
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, Waiting
+from rpc.runtime import waits
 from rpc.runtime.notices import Notices
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class _Joining:
         self._coordinates = False
         self._others: list[Arrival] = []
         self.log = Log(store)
+        self._wait = waits.waiting("rendezvous", place=store.description, world_size=arrival.world_size)
         self._index = self.log.append(arrival)
 
     def run(self) -> Verdict:
@@ -127,8 +129,12 @@ class _Joining:
 
     def _find(self) -> Verdict | None:
         """Wait until there is a verdict, or this worker can tell it; None if there is no time left."""
-        doubt_since: float | None = None
         notices = Notices()
+        with self._wait:
+            return self._look_until_given(notices)
+
+    def _look_until_given(self, notices: Notices) -> Verdict | None:
+        doubt_since: float | None = None
         while (given := self.log.verdict(self._index)) is None or given.kind is Kind.GONE:
             if given is not None:  # this process was so slow to write its arrival that it was given up
                 self._index = self.log.append(self._arrival)
@@ -184,6 +190,7 @@ class _Joining:
         if not due and self._me.id != 0:
             return None
         arrivals = self._arrivals()
+        self._wait.details["present"] = sorted({each.member.id for each in arrivals})
         if len(arrivals) != self._known:
             self._known = len(arrivals)
             self._backoff.restart()

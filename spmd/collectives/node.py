@@ -31,10 +31,13 @@ __all__ = ["Node", "WatchesWorkers", "find_node"]
 
 _NONE: Final = "-"
 _LOOK_SECONDS: Final = 2.0
+_EXTENSION: Final = "spmd.node"
 
 
 class WatchesWorkers(Protocol):
-    """What is told when a worker is gone."""
+    """What is told when a worker is gone, and observed."""
+
+    def observed(self) -> dict[str, Any]: ...
 
     def worker_gone(self, peer: Peer, reason: str) -> None: ...
 
@@ -69,9 +72,14 @@ class Node:
         ]
         for handlers, mine in self._hooks:
             handlers.append(mine)
+        agent.extensions[_EXTENSION] = self  # where observers find it
         if owned:
             atexit.register(self.close)
             _owned.add(self)
+
+    def observed(self) -> list[dict[str, Any]]:
+        """What observers are to know: of each group the last collective that this rank has begun."""
+        return [group.observed() for group in list(self._groups)]
 
     def add(self, group: WatchesWorkers) -> None:
         """Tell ``group`` from now on when workers are gone, also of those that are already."""
@@ -96,6 +104,8 @@ class Node:
         for handlers, mine in self._hooks:
             with contextlib.suppress(ValueError):
                 handlers.remove(mine)
+        if self.agent.extensions.get(_EXTENSION) is self:
+            del self.agent.extensions[_EXTENSION]
         if self._owned:
             self.close()
 

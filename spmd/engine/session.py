@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, WorkerLostError
+from rpc.runtime import waits
 from spmd.collectives.errors import CollectiveError
 from spmd.engine.aliases import Value
 from spmd.engine.bounded_cache import BoundedCache
@@ -310,7 +311,8 @@ class Session:
         answers: list[Answer] = []
         for future in step.answers:
             try:
-                answers.append(future.wait())
+                with waits.waiting("an SPMD step"):
+                    answers.append(future.wait())
             except RpcError as error:
                 self._broken = self._broken or _unanswered(step.described(), error)
                 answers.append(Answer())

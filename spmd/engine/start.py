@@ -59,6 +59,9 @@ _ALONE: Final = (
 
 _DRIVER: Final = "driver"
 
+_WORKER: Final = "import farcall_guard; farcall_guard.prefer(); from spmd.engine.process import main; main()"
+"""Program of a worker process. It finds farcall's packages wherever the driver's ``sys.path`` leads."""
+
 _PATIENCE: Final = 10.0
 """Seconds that a worker has to end."""
 
@@ -247,7 +250,7 @@ def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subproc
     ours, theirs = os.pipe()
     sign = open(ours, "rb")  # noqa: SIM115
     try:
-        command = [sys.executable, "-m", "spmd.engine.process", *args, str(theirs)]
+        command = [sys.executable, "-c", _WORKER, *args, str(theirs)]
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(theirs,))
     except BaseException:
         sign.close()

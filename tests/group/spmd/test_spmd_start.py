@@ -31,10 +31,10 @@ print("sum", x.sum().item(), "of", spmd.global_device_count())
 """Ends without ``shutdown``: its workers must end all the same."""
 
 
-def run(tmp_path: Path, *prefix: str, **variables: str) -> str:
+def run(tmp_path: Path, *prefix: str, program: str = PROGRAM, **variables: str) -> str:
     """What the program prints."""
     script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
+    script.write_text(program)
     done = subprocess.run(
         [sys.executable, *prefix, str(script)],
         capture_output=True,
@@ -50,6 +50,15 @@ def run(tmp_path: Path, *prefix: str, **variables: str) -> str:
 @pytest.mark.processes
 def test_workers_are_started_on_this_machine(tmp_path: Path) -> None:
     assert run(tmp_path, FARCALL_SPMD_WORKERS="2") == "sum 12.0 of 2"
+
+
+@pytest.mark.processes
+def test_workers_find_our_packages_though_the_driver_has_a_namesake_on_its_path(tmp_path: Path) -> None:
+    namesake = tmp_path / "others" / "spmd"
+    namesake.mkdir(parents=True)
+    (namesake / "__init__.py").touch()
+    program = f"import sys, spmd\nsys.path.insert(0, {str(namesake.parent)!r})\n{PROGRAM}"
+    assert run(tmp_path, program=program, FARCALL_SPMD_WORKERS="2") == "sum 12.0 of 2"
 
 
 @pytest.mark.processes
