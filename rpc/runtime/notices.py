@@ -21,17 +21,20 @@ class Notices:
 
     Attributes:
         next: the time of the next notice, on the monotonic clock.
+        told: number of notices so far.
     """
 
     def __init__(self) -> None:
         self._began = monotonic()
         self._interval = FIRST_SECONDS
         self.next = self._began + self._interval
+        self.told = 0
 
     def due(self) -> bool:
         """Whether one is due; then the next is due after twice the time, a minute at most."""
         if monotonic() < self.next:
             return False
+        self.told += 1
         self._interval = min(2 * self._interval, _LONGEST_SECONDS)
         self.next = monotonic() + self._interval
         return True
