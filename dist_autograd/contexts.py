@@ -24,7 +24,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from dist_autograd.graph import Leaf
-from dist_autograd.ports import Answers, Workers
+from dist_autograd.ports import Workers
 from dist_autograd.recording import Sent
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import ControlMessages, Kinds, Send
@@ -128,7 +128,7 @@ class Contexts:
 
     Args:
         incarnation: of this worker.
-        answers, workers: see ``dist_autograd.ports``.
+        workers: see ``dist_autograd.ports``.
         kinds, control, send: see ``rpc.agent.ports``.
         when_made: called when a context is about to become known.
 
@@ -139,7 +139,6 @@ class Contexts:
     def __init__(
         self,
         incarnation: int,
-        answers: Answers,
         workers: Workers,
         kinds: Kinds,
         control: ControlMessages,
@@ -150,7 +149,6 @@ class Contexts:
         when_made: Callable[[], object],
     ) -> None:
         self._incarnation = incarnation
-        self._answers = answers
         self._workers = workers
         self._control = control
         self._send = send
@@ -285,13 +283,7 @@ class Contexts:
                     self._remember(context_id)
             if context is not None and self._end(context, peer):
                 ended.append(context)
-        return (self._let_go, (ended, peer)) if ended else None
-
-    def _let_go(self, ended: tuple[list[Context], Peer]) -> None:
-        contexts, peer = ended
-        for context in contexts:
-            context.let_go()
-        self._answers.lend_thread(peer, at_once=False)
+        return (_let_go, ended) if ended else None
 
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
@@ -318,3 +310,8 @@ class Contexts:
         elif creator is not None and nobody_tells:
             context.through = creator
             self._control.post(creator, _TOPIC, ["joined", context.id])
+
+
+def _let_go(ended: list[Context]) -> None:
+    for context in ended:
+        context.let_go()

@@ -95,7 +95,6 @@ def install(agent: Agent) -> None:
     models = Models()
     contexts = Contexts(
         agent.incarnation,
-        answers,
         workers,
         agent.messages,
         agent.messages.control,

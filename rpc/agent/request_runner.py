@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import sys
@@ -157,7 +158,7 @@ class RequestRunner:
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
         """A frame of kind ``CALL``."""
-        return self.accept(self.enter(peer, frame), self.run)
+        return self._accept(self.enter(peer, frame), self.run)
 
     def enter(self, peer: Peer, frame: Frame) -> Request:
         """A request that its caller may cancel until it is answered."""
@@ -186,6 +187,9 @@ class RequestRunner:
         """Have ``run`` run a request, which must be answered once, when all that travelled beside its buffers
         is ready: at once by the task that is returned, or later.
         """
+        return self._accept(request, functools.partial(self._run_accepted, run))
+
+    def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
         events = self._events
         if self._devices is not None:
             run = self._devices.around(run)
@@ -237,22 +241,26 @@ class RequestRunner:
             return
         del function  # now, since its destructor may be the user's
         large = len(payload.buffers) > 1 and sum(map(len, payload.buffers)) > _QUICK_BYTES
-        self.lend_thread(peer, value, large=large)
+        self._stand_by(peer, value, large=large)
         self.answer(peer, Kind.REPLY, request.frame.call_id, payload)
 
-    def lend_thread(
-        self, peer: Peer, value: Any = None, *, large: bool = False, at_once: bool = True
-    ) -> None:
+    def _stand_by(self, peer: Peer, value: Any, *, large: bool) -> None:
         """Have this thread wait for the next request of ``peer`` itself, if it has nothing else to do.
 
         To be called before an answer is out, since the next request may come at once. But a thread that waits
         runs nothing of the user's, such as the destructor of the ``value`` that it still has in hand, and
-        does not copy what is large: then it goes there when it is done, as without ``at_once``.
+        does not copy what is large: then it goes there when it is done.
         """
         source = peer.reader
         if source is not None:
-            at_once = at_once and not large and type(value) in _WITHOUT_DESTRUCTOR
-            self._executor.lend(source, at_once=at_once)
+            self._executor.lend(source, at_once=not large and type(value) in _WITHOUT_DESTRUCTOR)
+
+    def _run_accepted(self, run: Callable[[Request], None], request: Request) -> None:
+        """Run a request, and then have this thread wait for the next one as above."""
+        run(request)
+        source = request.peer.reader
+        if source is not None:
+            self._executor.lend(source, at_once=False)
 
     def load(self, request: Request) -> Call:
         """The function and arguments of a request; raises what unpickling raises."""
