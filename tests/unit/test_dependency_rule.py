@@ -64,7 +64,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"values", "grpc_server"},
         {"client"},
         {"serving", "transport", "compat"},
-        {"launch", "environment", "ray"},
+        {"launch", "environment", "one_sided", "ray"},
         {"doctor"},
         {"meeting", "trials"},
         {"cli"},
