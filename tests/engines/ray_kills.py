@@ -29,7 +29,7 @@ class Maker:
     def pid(self) -> int:
         return os.getpid()
 
-    @ray.method(tensor_transport="FARCALL")
+    @ray.method(tensor_transport="FARCALL")  # type: ignore[untyped-decorator]
     def make(self, number: int, size: int) -> dict[str, torch.Tensor]:
         return {"a": torch.full((size,), float(number)), "b": torch.tensor([number])}
 
@@ -93,7 +93,7 @@ def main() -> None:
     print("outcomes", dict(outcomes))
     failed = given.transfers - outcomes["whole"]
     assert failed <= given.kills, f"{failed} transfers failed, with {given.kills} kills"
-    assert not ray.exceptions.GetTimeoutError.__name__ in outcomes
+    assert ray.exceptions.GetTimeoutError.__name__ not in outcomes
     for actor in actors[:2]:
         left = [1, 1]
         for _ in range(100):
