@@ -146,7 +146,13 @@ class Backwards:
         self._agent.fail(*part)
 
     def _run_part(self, part: tuple[Participant, int, list[Any]]) -> None:
-        running, call_id, marks = part
+        if self._agent.devices is None:
+            self._run_and_answer(*part)
+        else:
+            with self._agent.devices.streams():
+                self._run_and_answer(*part)
+
+    def _run_and_answer(self, running: Participant, call_id: int, marks: list[Any]) -> None:
         kind = Kind.REPLY
         try:
             payload = running.run(marks)

@@ -26,6 +26,7 @@ from torch import Tensor
 from dist_autograd.graph import Leaf
 from dist_autograd.recording import Sent
 from rpc.agent.agent import Agent
+from rpc.agent.device_ports import RequestDevices, SharedWork
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Task
@@ -74,33 +75,55 @@ class Context:
         self._lock = threading.RLock()  # a user's signal handler may leave this context while it is held
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         """By its identity each leaf, and its gradient."""
+        self._work: SharedWork | None = None
+        """The work on devices that makes the gradients, once there is any."""
+
+    @property
+    def devices(self) -> RequestDevices | None:
+        """The devices that messages of this worker use; None if they use none."""
+        return self.contexts.agent.devices
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """The gradient of each leaf of this worker that a backward has reached."""
         with self._lock:
-            return dict(self._gradients.values())
+            found = dict(self._gradients.values())
+            if self._work is not None:
+                self._work.join(found.values())
+            return found
 
     def accumulate(self, leaves: Sequence[Leaf], gradients: Sequence[Tensor | None]) -> None:
         """Add to leaves' gradients, whose tensors are not changed: somebody may hold them.
 
         A leaf that is frozen meanwhile gets none, as ever.
         """
+        devices = self.devices
+        on_device = devices is not None and not all(each is None or each.is_cpu for each in gradients)
         with self._lock:
             known = self._gradients
+            if devices is not None and on_device:
+                self._work = self._work or devices.ready(None)
+                before_this = [known[id(leaf.tensor)][1] for leaf in leaves if id(leaf.tensor) in known]
+                self._work.join(before_this)
             for reached, gradient in zip(leaves, gradients, strict=True):
                 leaf = reached.tensor
                 if gradient is None or not leaf.requires_grad:
                     continue
                 before = known.get(id(leaf))
                 known[id(leaf)] = leaf, gradient if before is None else _sum(before[1], gradient)
+            if self._work is not None and on_device:
+                self._work.renew()
 
     def change(self, leaves: Iterable[Tensor], change: Callable[[Tensor], Tensor]) -> None:
         """Put what ``change`` makes of the gradients of some leaves in their place; others wait meanwhile."""
         with self._lock:
+            if self._work is not None:
+                self._work.join([gradient for _, gradient in self._gradients.values()])
             for leaf in leaves:
                 known = self._gradients.get(id(leaf))
                 if known is not None:
                     self._gradients[id(leaf)] = leaf, change(known[1])
+            if self._work is not None:
+                self._work.renew()
 
     @interruptible
     def let_go(self) -> None:
@@ -131,7 +154,7 @@ class Contexts:
     """
 
     def __init__(self, agent: Agent, when_made: Callable[[], object]) -> None:
-        self._agent = agent
+        self.agent = agent
         self._when_made = when_made
         self._known: dict[int, Context] = {}
         self.find: Callable[[int], Context | None] = self._known.get
@@ -162,8 +185,8 @@ class Contexts:
     def new(self) -> Context:
         """A new context, of which this worker is the creator."""
         self._when_made()
-        context_id = (self._agent.info.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
-        context = self._known[context_id] = Context(self, context_id, self._agent.incarnation, None)
+        context_id = (self.agent.info.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
+        context = self._known[context_id] = Context(self, context_id, self.agent.incarnation, None)
         return context
 
     def get(self, context_id: int) -> Context:
@@ -176,7 +199,7 @@ class Contexts:
     def unknown(self, context_id: int) -> AutogradError:
         """The error of who asks for a context that is not known here."""
         return AutogradError(
-            f"Could not find autograd context with id: {context_id} on worker '{self._agent.info.name}'. It "
+            f"Could not find autograd context with id: {context_id} on worker '{self.agent.info.name}'. It "
             "is over, or no call made inside it has come here: use the id inside its "
             "'with dist_autograd.context() as context_id:'."
         )
@@ -184,9 +207,9 @@ class Contexts:
     def join(self, context_id: int, creator: int, through: Peer) -> Context | None:
         """The context that an arrived message names, made known here if need be; None if it is over."""
         with self._lock:
-            if creator == self._agent.incarnation or context_id in self._over:
+            if creator == self.agent.incarnation or context_id in self._over:
                 return self._known.get(context_id)
-            maker = self._agent.peer_by_incarnation(creator)
+            maker = self.agent.peer_by_incarnation(creator)
             if maker is not None and maker.lost is not None:
                 return None
             self._when_made()
@@ -204,7 +227,7 @@ class Contexts:
 
     def release_soon(self, context: Context) -> None:
         """The same, from a finalizer: on the loop's thread."""
-        self._agent.mailbox.call(self._end_on_loop, context)
+        self.agent.mailbox.call(self._end_on_loop, context)
 
     @protected
     def _end(self, context: Context, heard_from: Peer | None) -> bool:
@@ -223,20 +246,20 @@ class Contexts:
 
     def _end_on_loop(self, context: Context) -> None:
         if self._end(context, None):
-            self._agent.executor.submit((Context.let_go, context))
+            self.agent.executor.submit((Context.let_go, context))
 
     def _say_over(self, peer: Peer, context_id: int) -> None:
         """Tell a worker that a context is over, together with those that follow in the next moments."""
         with self._lock:
             self._unsaid.setdefault(peer, []).append(context_id)
-        self._agent.mailbox.gathered(self._say_all_over, None)
+        self.agent.mailbox.gathered(self._say_all_over, None)
 
     def _say_all_over(self, _: object) -> None:
         with self._lock:
             unsaid, self._unsaid = self._unsaid, {}
         for peer, context_ids in unsaid.items():
             try:
-                self._agent.send(peer, OVER, 0, Payload({"over": context_ids}, []), wait=False)
+                self.agent.send(peer, OVER, 0, Payload({"over": context_ids}, []), wait=False)
             except WorkerLostError as error:
                 logger.debug("nobody is left to be told that contexts are over: %s", error)
 
@@ -263,7 +286,7 @@ class Contexts:
         contexts, peer = ended
         for context in contexts:
             context.let_go()
-        self._agent.runner.lend_thread(peer, at_once=False)
+        self.agent.runner.lend_thread(peer, at_once=False)
 
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
@@ -283,10 +306,10 @@ class Contexts:
 
     def _look_after(self, context: Context) -> None:
         """See to it that this worker hears of a context's end, though who would have told it may be gone."""
-        creator = self._agent.peer_by_incarnation(context.creator)
+        creator = self.agent.peer_by_incarnation(context.creator)
         nobody_tells = context.through is not None and context.through.lost is not None
         if (creator is not None and creator.lost is not None) or (creator is None and nobody_tells):
             self._end_on_loop(context)
         elif creator is not None and nobody_tells:
             context.through = creator
-            self._agent.control.post(creator, _TOPIC, ["joined", context.id])
+            self.agent.control.post(creator, _TOPIC, ["joined", context.id])

@@ -29,6 +29,7 @@ from dist_autograd.recording import Origin
 from dist_autograd.remote_part import RemotePart
 from rpc.agent.agent import Agent
 from rpc.agent.calls import PendingCall
+from rpc.agent.device_ports import SharedWork
 from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
@@ -137,7 +138,7 @@ class Messages:
             if whole is not None:
                 origin, gradients = whole
                 kind, message, part.whole = WHOLE_PART, origin.message, True
-                payload = self.dump(gradients, part.peer)
+                payload = self.dump(gradients, origin)
             payload.header["backward"] = _request(key, context, retain_graph, marks, message)
             self._agent.caller.transmit(part, kind, payload)
         except BaseException:
@@ -151,14 +152,24 @@ class Messages:
 
     def gradients(self, key: Key, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of a message to where it came from."""
-        payload = self.dump(gradients, origin.source)
+        payload = self.dump(gradients, origin)
         payload.header["gradients"] = [*key, origin.message]
         self._agent.send(origin.source, GRADIENTS, 0, payload)
 
-    def dump(self, gradients: Sequence[Tensor | None], to: Peer) -> Payload:
-        """A message's gradients, to be sent."""
-        payload: Payload = to.codec.dump_tensors(gradients, to, "the gradients of a message")
+    def dump(self, gradients: Sequence[Tensor | None], origin: Origin) -> Payload:
+        """A message's gradients, to be sent where it came from; to devices by the reverse of the map by which
+        its tensors came.
+        """
+        to, what = origin.source, "the gradients of a message"
+        payload: Payload = to.codec.dump_tensors(gradients, to, what, as_call=origin.answer)
         return payload
+
+    def work_on(self, gradients: Sequence[Tensor | None]) -> SharedWork | None:
+        """The work that makes gradients, where these may be on devices; for another thread to join."""
+        devices = self._agent.devices
+        if devices is None or all(each is None or each.is_cpu for each in gradients):
+            return None
+        return devices.ready(list(gradients))
 
     def load(self, peer: Peer, frame: Frame) -> Sequence[Tensor | None]:
         """The gradients in a message."""
