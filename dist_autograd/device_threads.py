@@ -100,7 +100,8 @@ def heralded(
         herald = _end(anchor, task)
         assert herald.grad_fn is not None
         engine.set_sequence_number(herald.grad_fn, _FIRST)
-        yield [*roots, herald], [*gradients, torch.empty(0, device="cpu")]
+        # First: a device's thread may hand the roots out, one by one, and this thread takes what is there.
+        yield [herald, *roots], [torch.empty(0, device="cpu"), *gradients]
 
 
 def _end(anchor: Tensor, task: list[int] | None) -> Tensor:

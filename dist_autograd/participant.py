@@ -60,7 +60,7 @@ class Participant:
     def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         if self._whole and origin.source is self.peer:
             before = self._held_back
-            self._held_back = origin, gradients, self._messages.work_on(gradients)
+            self._held_back = origin, gradients, self.own.context.work_on(gradients)
             if before is None:
                 return
             origin, gradients, work = before

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
-from rpc.errors import SerializationError, WorkerLostError
+from rpc.errors import RpcError, SerializationError, WorkerLostError
 from rpc.group.link import Link
 from rpc.group.membership import Membership, WorkerReference
 from rpc.group.workers import Member
@@ -107,6 +108,12 @@ class Peer:
     def acknowledge(self) -> None:
         """Tell the worker how many of its messages were taken in. From any thread."""
         self._send_heartbeat(self.session.acknowledging(), 0)
+
+    def large_came(self, number: int) -> None:
+        """A message that came in chunks is about to be taken in: say so. It has no number in the session."""
+        self.session.expect_large()
+        with contextlib.suppress(RpcError):  # the worker is gone, and about to be noted so
+            self.send_small(encode_small(Kind.ARRIVED, number, {}, ()), 0)
 
     def send_heartbeat(self, wants: int) -> None:
         """Send a sign of life; ``wants`` is the codec of the ``Kind.ALIVE`` frame. From any thread."""
