@@ -95,6 +95,7 @@ def install(agent: Agent) -> None:
     models = Models()
     contexts = Contexts(
         agent.incarnation,
+        answers,
         workers,
         agent.messages,
         agent.messages.control,

@@ -370,7 +370,7 @@ class AgentOptions(RpcBackendOptions):
                     f"{present[source]} for {to!r}, cannot map it to {target} too"
                 )
         present.update(addition)
-        self.device_maps = device_maps  # type: ignore[assignment]  # a Mapping is invariant in its keys
+        self.__dict__["device_maps"] = device_maps  # two sources of one target: ``init_rpc`` refuses that
 
     def set_devices(self, devices: Iterable[DeviceLike]) -> None:
         """Set the local devices, of any accelerator, that the agent uses."""

@@ -136,7 +136,7 @@ class RequestRunner:
         self._activity = activity
         self._send = send
         self._run_soon = run_soon
-        self._devices: RequestDevices | None = None
+        self.devices: RequestDevices | None = None
         self._cancellable: dict[tuple[Peer, int], Request] = {}
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
@@ -146,13 +146,13 @@ class RequestRunner:
 
     def use_devices(self, devices: RequestDevices) -> None:
         """Run requests on streams of devices from now on; see ``rpc.devices``."""
-        self._devices = devices
+        self.devices = devices
 
     def ready(self, value: Any) -> Ready | None:
         """What streams of devices must join before they use a value that was made on the current ones; None
         where messages use no devices.
         """
-        return None if self._devices is None else self._devices.ready(value)
+        return None if self.devices is None else self.devices.ready(value)
 
     # ---- taking requests in
 
@@ -191,8 +191,8 @@ class RequestRunner:
 
     def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
         events = self._events
-        if self._devices is not None:
-            run = self._devices.around(run)
+        if self.devices is not None:
+            run = self.devices.around(run)
         self.requests_begun = next(self._numbers)
         if events.request_begun:
             begun = RequestBegun(request.peer.name, request.frame.call_id)
