@@ -145,6 +145,28 @@ def test_a_dead_worker_is_named_with_the_step_that_it_did_not_answer(run_workers
     assert "RRef" not in said
 
 
+def begin_without_a_worker(worker: Worker) -> str:
+    worker.join()
+    with pytest.raises(WorkerLostError) as raised:
+        spmd.use_spmd()
+    assert raised.value.worker == "worker2"
+    rpc.shutdown(graceful=False)
+    return str(raised.value)
+
+
+def die_when_the_mode_begins(worker: Worker) -> None:
+    worker.join()
+    with mock.patch("spmd.engine.serving.make", worker.die):
+        rpc.shutdown()
+
+
+def test_a_worker_that_dies_while_the_mode_begins_is_named(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([begin_without_a_worker, serve, die_when_the_mode_begins])
+    said = workers[0].result()
+    assert said.startswith("SPMD mode could not begin: worker 'worker2' is gone: ")
+    assert "make" not in said
+
+
 @in_worker0(3)
 def test_a_second_use_spmd_is_refused_until_shutdown() -> None:
     assert not spmd.is_spmd()
