@@ -23,6 +23,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from rpc.agent.activity import Activity
+from rpc.agent.call_frames import running
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.calls import CallTable
 from rpc.agent.departure import Departure
@@ -35,8 +36,7 @@ from rpc.agent.hooks import Hooks
 from rpc.agent.lifecycle import Lifecycle
 from rpc.agent.messages import Messages
 from rpc.agent.ports import CANCEL
-from rpc.agent.request_runner import RequestRunner, running
-from rpc.agent.standstill import Standstill
+from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Tracing
 from rpc.agent.waiting import Waiting
 from rpc.bulk.point_to_point import Bulk
@@ -204,8 +204,7 @@ class Agent:
         activity.serve(lambda: answers.requests_begun)
         describe = functools.partial(_under_way, table, executor)
         departure = Departure(activity, peers, connections, ground.loop_thread, hooks, describe)
-        standstill = Standstill(caller, peers, executor, activity, departure, serializer)
-        gathering = Gathering(caller, peers, hooks, serializer, standstill)
+        gathering = Gathering(caller, peers, executor, activity, departure, hooks, serializer)
         self.calls = Calls(caller, table, answers, completions, gathering)
 
         # What is noticed: silent workers, slow calls, workers that are gone.

@@ -14,7 +14,7 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from time import monotonic
 from types import CoroutineType
@@ -547,22 +547,3 @@ def _raised_in(error: BaseException) -> str:
             continue
         return code.co_qualname
     return "a call"
-
-
-def running(threads: Iterable[threading.Thread]) -> list[str]:
-    """Which functions other threads of these run for other workers, and for whom. Looks at their frames, so
-    that it costs nothing while calls come.
-    """
-    frames = sys._current_frames()
-    # Else this one would keep itself, its callers and what they have in hand until garbage is collected.
-    del frames[threading.get_ident()]
-    found: list[str] = []
-    for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        while frame is not None and frame.f_code is not RequestRunner.start.__code__:
-            frame = frame.f_back
-        if frame is not None:
-            function, request = frame.f_locals["function"], frame.f_locals["request"]
-            name = getattr(function, "__qualname__", type(function).__name__)
-            found.append(f"{name} for worker '{request.peer.name}'")
-    return found
