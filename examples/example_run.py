@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -152,6 +153,8 @@ def in_group(name: str, options: argparse.Namespace) -> Iterator[None]:
 def _work(work: Work, options: argparse.Namespace) -> None:
     """The part of one worker; ends the process with what went wrong."""
     torch.set_num_threads(1)  # there are as many processes as this machine can feed
+    # The others wait for rank 0 as long as it computes; to say so would tear the bars that it shows.
+    logging.getLogger("rpc.agent.gather").setLevel(logging.ERROR)
     preempted(options)  # from now on the signals of preemption do not end this process
     try:
         work(options)

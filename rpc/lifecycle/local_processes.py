@@ -35,6 +35,7 @@ from rpc.lifecycle.startup import init_rpc
 from rpc.options import AgentOptions
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.current import current_agent, is_initialized
+from rpc.runtime.notices import Notices, tell_of_start
 
 __all__ = ["LocalGroup", "local_group", "spawn", "worker_names"]
 
@@ -242,22 +243,27 @@ class _Processes:
             self._workers.append(_Worker(name, process, ours))
 
     def started(self) -> None:
-        """Wait until all are about to join."""
-        self._wait(lambda worker: worker.started)
+        """Wait until all are about to join; the log says for whom, if it takes long."""
+        notices = Notices()
+        self._wait(lambda worker: worker.started or worker.outcome is not None, notices)
 
     def results(self) -> list[Any]:
         """Wait until all have ended; what they returned, or the error of one."""
+        self.started()
         self._wait(lambda worker: worker.outcome is not None)
         self._join(_GRACE_SECONDS)
         return [worker.outcome[0] for worker in self._workers if worker.outcome is not None]
 
-    def _wait(self, done: Callable[[_Worker], bool]) -> None:
-        while not all(map(done, self._workers)):
-            wait([each for worker in self._workers if not done(worker) for each in _signs(worker)])
+    def _wait(self, done: Callable[[_Worker], bool], notices: Notices | None = None) -> None:
+        while waiting := [worker for worker in self._workers if not done(worker)]:
+            left = None if notices is None else max(0.0, notices.next - time.monotonic())
+            wait([each for worker in waiting for each in _signs(worker)], left)
             self._listen()
             if any(worker.failed for worker in self._workers):
                 self._settle()
                 raise self._failure()
+            if notices is not None and notices.due():
+                tell_of_start([worker.name for worker in waiting if not done(worker)], notices.waited)
 
     def _listen(self) -> None:
         for worker in self._workers:
