@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from functools import partial
 from typing import Any, Final
 
@@ -40,7 +41,8 @@ def install(agent: Agent) -> None:
         return
     with _lock:
         if _observer is None:
-            _observer = Observer(_identity(), os.environ.get(JOB) or _place(agent))
+            facts = _identity() | {"incarnation": agent.incarnation}
+            _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
             _observer.start()
         else:
@@ -51,6 +53,8 @@ def install(agent: Agent) -> None:
     agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
     identify = partial(_identify, found, agent)
     found.beats.append(identify)
+    # On the loop, and not at the next look: the interpreter may not run until then.
+    agent.on_joined(lambda _: agent.loop.call_soon(identify))
     agent.on_close(lambda: found.identify(phase="leaving"))
     agent.on_closed(lambda: found.beats.remove(identify))
     agent.on_closed(lambda: _ended(found, agent))
@@ -67,6 +71,7 @@ def _identity() -> dict[str, Any]:
         "number": next(_numbers),
         "phase": "joining",
         "program": program_name(),
+        "began": time.time(),
         "folder": _folder(),
         "python": sys.version.split()[0],
         "libraries": list(LIBRARIES),
@@ -95,7 +100,6 @@ def _identify(found: Observer, agent: Agent) -> None:
     facts = {
         "name": agent.info.name,
         "rank": agent.info.id,
-        "incarnation": agent.incarnation,
         "group": key,
         "static": agent.view.static,
         "phase": "running",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final, Protocol
 
-from farcall.observe.locks import awaited_object, holder_of, kind_of
+from farcall.observe.locks import awaited_object, holder_of, is_lock, kind_of
 from rpc.agent.call_frames import awaited_call, awaited_in, request_of
 from rpc.agent.calls import CallTable, PendingCall, name_of
 from rpc.agent.request_runner import Request, RequestRunner
@@ -33,8 +33,8 @@ _MAX_ITEMS: Final = 200
 
 _MAX_PEERS: Final = 600
 _MAX_TEXT: Final = 200
-_LEAST_SHARE: Final = 0.2
-"""A thread computes if it has used this share of a core since the last look."""
+_LEAST_SHARE: Final = 0.03
+"""A thread computes if it has used this share of a core since the last look: cores may be few."""
 
 
 class Observed(Protocol):
@@ -74,10 +74,11 @@ class Looker:
         """Whether any thread is at another place of the program than at the last look; cheap."""
         frames = _frames(self.ignored)
         before, current = self._threads, {}
+        waiting = {each.thread: id(each) for each in waits.current()}
         changed = False
         for ident, frame in frames.items():
             users = users_frame(frame)
-            key = (0, 0) if users is None else (id(users), users.f_lasti)
+            key = (waiting.get(ident, 0), 0) if users is None else (id(users), users.f_lasti)
             seen = before.get(ident)
             if seen is None or seen.key != key:
                 seen = _Seen(key, now, None if seen is None else seen.seconds, now)
@@ -295,7 +296,7 @@ def _lock(ident: int, users: FrameType, frames: Mapping[int, FrameType]) -> dict
     if awaited is None:
         return {}
     found: dict[str, Any] = {"on": _text(awaited.name), "kind": kind_of(awaited.object)}
-    if not hasattr(type(awaited.object), "acquire") and not hasattr(type(awaited.object), "locked"):
+    if not is_lock(awaited.object):
         return found
     holder = holder_of(awaited.object, ident, frames)
     if holder is not None:
