@@ -28,6 +28,7 @@ from farcall.launch.watch import JobWatch
 from farcall.observe.jobs import job_id
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.store import SharedStore, Waiting, start
+from rpc.runtime.preemption import REQUEUE_STATUS
 
 __all__ = ["DynamicGroup"]
 
@@ -87,6 +88,8 @@ class DynamicGroup:
         finally:
             self._workers.kill()
             del store  # it is served until now
+        if self._end is not None and self._workers.want_requeue:
+            return Order(Kind.END, failure=self._end.failure, status=REQUEUE_STATUS)
         return self._end or Order(Kind.END)
 
     def _take_in_news(self) -> None:
@@ -109,7 +112,7 @@ class DynamicGroup:
 
     def _start_again(self, worker: WorkerProcess, failure: Failure, place: str) -> None:
         """Start a failed worker again; if no restart is left, have all end."""
-        if self._used == self._job.restarts:
+        if self._used == self._job.restarts or failure.wants_requeue:
             self._watch.failed([failure])
             self._end = Order(Kind.END, failure=failure, status=failure.exit_status)
             self._workers.end()

@@ -53,12 +53,13 @@ def install(agent: Agent) -> None:
     agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
     identify = partial(_identify, found, agent)
     found.beats.append(identify)
+    hooks = agent.lifecycle.hooks
     # On the loop, and not at the next look: the interpreter may not run until then.
-    agent.on_joined(lambda _: agent.loop.call_soon(identify))
-    agent.on_close(lambda: found.identify(phase="leaving"))
-    agent.on_closed(lambda: found.beats.remove(identify))
-    agent.on_closed(lambda: _ended(found, agent))
-    agent.on_forked(_forked)
+    hooks.joined.append(lambda _: agent.mailbox.call(identify))
+    hooks.close.append(lambda: found.identify(phase="leaving"))
+    hooks.closed.append(lambda: found.beats.remove(identify))
+    hooks.closed.append(lambda: _ended(found, agent))
+    hooks.forked.append(_forked)
 
 
 def _identity() -> dict[str, Any]:
@@ -93,7 +94,7 @@ def _place(agent: Agent) -> str:
 
 def _identify(found: Observer, agent: Agent) -> None:
     """Say who this is, once the group is known."""
-    key = agent.connections.group
+    key = agent.group.connections.group
     if not key or found.identity["phase"] != "joining":
         return
     given = os.environ.get(JOB)
@@ -101,7 +102,7 @@ def _identify(found: Observer, agent: Agent) -> None:
         "name": agent.info.name,
         "rank": agent.info.id,
         "group": key,
-        "static": agent.view.static,
+        "static": agent.is_static_group,
         "phase": "running",
     }
     found.identify(given or job_id(key), **facts)

@@ -14,9 +14,11 @@ from types import FrameType
 from typing import Any, Final, Protocol
 
 from farcall.observe.locks import awaited_object, holder_of, is_lock, kind_of
+from rpc.agent.agent import Calls
 from rpc.agent.call_frames import awaited_call, awaited_in, request_of
-from rpc.agent.calls import CallTable, PendingCall, name_of
-from rpc.agent.request_runner import Request, RequestRunner
+from rpc.agent.calls import PendingCall, name_of
+from rpc.agent.group import AgentGroup
+from rpc.agent.request_runner import Request
 from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.executor import Executor
@@ -40,12 +42,9 @@ _LEAST_SHARE: Final = 0.03
 class Observed(Protocol):
     """What is read of an agent."""
 
-    calls: CallTable
-    runner: RequestRunner
+    calls: Calls
+    group: AgentGroup
     executor: Executor
-
-    @property
-    def peers(self) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -137,7 +136,7 @@ class Looker:
     # ---- calls and requests
 
     def _calls(self, agents: Iterable[Observed], now: float) -> list[dict[str, Any]]:
-        pending = [call for agent in agents for call in agent.calls.waiting()]
+        pending = [call for agent in agents for call in agent.calls.table.waiting()]
         first, self._first = self._first, {}
         found: list[dict[str, Any]] = []
         for call in pending[: 10 * _MAX_ITEMS]:
@@ -151,7 +150,7 @@ class Looker:
     def _requests(self, agents: Iterable[Observed], now: float) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for agent in agents:
-            oldest = list(agent.runner.cancellable.copy().values())[:_MAX_ITEMS]
+            oldest = agent.calls.answers.entered()[:_MAX_ITEMS]
             found += [_request(request, agent.executor) for request in oldest]
         return found
 
@@ -210,8 +209,7 @@ def _request(request: Request, executor: Executor) -> dict[str, Any]:
 
 
 def _peers(agent: Observed) -> list[Peer]:
-    peers: list[Peer] = agent.peers.all()
-    return peers
+    return agent.group.peers.all()
 
 
 def _peer(peer: Peer) -> dict[str, Any]:

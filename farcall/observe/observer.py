@@ -188,7 +188,7 @@ class Observer:
         now = monotonic()
         agents = self.agents
         calls, requests = _counts(agents)
-        busy = any(len(agent.calls) or agent.runner.cancellable for agent in agents)
+        busy = any(len(agent.calls.table) or len(agent.calls.answers) for agent in agents)
         waiting = [each for each in waits.current() if each.what != "shutdown"]
         busy = busy or bool(waiting)
         moved = self._looker.moved(now)
@@ -285,8 +285,8 @@ def _named(each: dict[str, Any]) -> dict[str, Any]:
 
 def _counts(agents: list[Any]) -> tuple[int, int]:
     """Calls made and requests taken in by agents."""
-    return sum(agent.calls.opened for agent in agents), sum(
-        agent.dispatcher.requests_begun for agent in agents
+    return sum(agent.calls.table.opened for agent in agents), sum(
+        agent.calls.answers.requests_begun for agent in agents
     )
 
 

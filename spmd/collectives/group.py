@@ -38,7 +38,7 @@ class _Channel:
     """Messages of collectives, to and from ranks."""
 
     def __init__(self, node: Node, peers: Sequence[Peer], tags: Sequence[int]) -> None:
-        self._bulk, self._peers, self._tags = node.agent.bulk, peers, tags
+        self._bulk, self._peers, self._tags = node.bulk, peers, tags
 
     def send(self, rank: int, buffers: list[Any]) -> Transfer:
         return self._bulk.send(self._peers[rank], self._tags[rank] + COLLECTIVES, buffers)
@@ -76,12 +76,11 @@ class Group:
         self._closed = self._leaves = False
         self._operation = ""
         self.members.watch(self._write_record)  # first: whoever is woken next may leave the group
-        bulk = node.agent.bulk
-        share = node.agent.options.shared_memory_bytes > 0
-        formation = form(bulk, peers, rank, name, node.key, share, timeout or INFINITE)
+        bulk = node.bulk
+        formation = form(bulk, peers, rank, name, node.key, node.shares_memory, timeout or INFINITE)
         tags = formation.tags
         self._close_tags = partial(close_tags, bulk, peers, rank, tags)
-        self.messages = Messages(bulk, peers, self.members, tags, node.agent.run_soon, self._record_message)
+        self.messages = Messages(bulk, peers, self.members, tags, node.run_soon, self._record_message)
         self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tags))
         self._sequencer = Sequencer(f"farcall-group-{name}")
         self.messages.begin()

@@ -44,6 +44,7 @@ ROOMS = (
     {"group"},
     {"bulk"},
     {"agent"},
+    {"devices"},
     {"profiling"},
     {"rendezvous"},
     {"lifecycle"},
@@ -65,7 +66,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"client"},
         {"serving", "transport", "compat"},
         {"observe"},
-        {"launch", "environment"},
+        {"launch", "environment", "one_sided", "ray"},
         {"doctor"},
         {"meeting", "trials"},
         {"cli"},
@@ -88,6 +89,7 @@ WITH_EXTRAS = {
     ROOT / "farcall" / "serving": ("grpc", "serve"),
     ROOT / "farcall" / "transport": ("grpc",),
     ROOT / "farcall" / "grpc_server.py": ("grpc",),
+    ROOT / "farcall" / "ray": ("ray",),
 }
 """What needs extras, and which."""
 
