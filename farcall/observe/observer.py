@@ -35,6 +35,10 @@ _LOOK_SECONDS: Final = 0.5
 """Seconds between two looks while anything is in flight, or moves."""
 
 _IDLE_SECONDS: Final = 1.0
+_MAX_LOOK_SECONDS: Final = 1.5
+_MAX_SHARE: Final = 0.01
+"""Where threads are many, looks are rarer, so that they take no more of the time than this."""
+
 _JOINING_SECONDS: Final = 0.1
 """The same until the worker has a name, so that it has one when anything happens."""
 
@@ -196,14 +200,15 @@ class Observer:
         before, seconds = self._counted, max(1e-6, now - self._looked_at)
         rates = [max(0, new - old) / seconds for new, old in zip(counted, before, strict=True)]
         self._looked_at = now
-        if counted != self._counted:
+        progress = counted != self._counted
+        if progress:
             self._counted, self._moved_at, self._called_at = counted, now, now
         self.orders.look(self._file.path.parent)
         for beat in list(self.beats):
             beat()
         if busy or moved or self._changed or self._stopping:
             self._changed = False
-            self._write(agents, now)
+            self._write(agents, now, progress=progress)
             self._stacks.clear()
         if self._records:
             newest = [self._records.popleft() for _ in range(len(self._records))][-_MAX_RECORDS:]
@@ -213,7 +218,8 @@ class Observer:
         self._file.beat(Beat(self._number, now, time(), *counted, used.user + used.system, *rates))
         if self.identity["phase"] == "joining":
             return _JOINING_SECONDS
-        return _LOOK_SECONDS if busy or moved else _IDLE_SECONDS
+        interval = _LOOK_SECONDS if busy or moved else _IDLE_SECONDS
+        return min(max(interval, (monotonic() - now) / _MAX_SHARE), _MAX_LOOK_SECONDS)
 
     def _move(self) -> None:
         """With the lock held: put the files where they belong by now."""
@@ -226,13 +232,13 @@ class Observer:
         with contextlib.suppress(OSError):
             before.rmdir()  # if nobody else is there
 
-    def _write(self, agents: list[Any], now: float) -> None:
+    def _write(self, agents: list[Any], now: float, *, progress: bool) -> None:
         assert self._file is not None
         snapshot: dict[str, Any] = {
             "worker": self.identity | {"job": self.job},
             "monotonic": now,
             "wall": time(),
-            **self._looker.look(agents, now),
+            **self._looker.look(agents, now, progress=progress),
         }
         changed = self._follow(snapshot)
         if changed or any(_moves(each, now) for each in snapshot["threads"]):
