@@ -70,6 +70,7 @@ __all__ = [
     "set_code_exec_strategy",
     "set_up_device",
     "to_copy",
+    "work_of_future",
     "world",
 ]
 
@@ -233,5 +234,9 @@ INTERNALS.expect(
 # ---- SPMD mode: workers
 
 c10d_library: Final[Any] = _find("torch._C._distributed_c10d", NO_SPMD_MODE)
+work_of_future: Final[Callable[[Any], Any]] = _find(
+    "torch._C._distributed_c10d:_create_work_from_future",
+    "programs for several processes cannot run as one in SPMD mode",
+)
 world: Final[Any] = _find("torch.distributed.distributed_c10d:_world", NO_SPMD_MODE)
 """All process groups of this process."""

@@ -75,7 +75,9 @@ class PendingCall(Awaited):
         holds: what must stay while the call is under way, such as a reference to the object that it is for.
         watched: the loop ends it when its deadline passes; else the thread that waits does.
         coalesced: its message may still wait for others.
-        wants_graph: gradients were on when it was made; else nobody is told that its answer has no history.
+        wants_graph: if its answer was computed from tensors that require grad and has no history, the log
+            says so. False for calls made under ``no_grad``, and for those that callees make: whether there
+            is a context is for the program to decide that has called them.
         claimed: the turn at reading that the current thread has claimed; it must ``wait`` or ``release`` it.
         last_seen: what its callee did when it was last asked, in words; "" if it was not asked.
         began, when_ended: where somebody listens to calls: when it was opened, and who is told of its end.

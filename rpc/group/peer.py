@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
-from rpc.errors import SerializationError, WorkerLostError
+from rpc.errors import RpcError, SerializationError, WorkerLostError
 from rpc.group.link import Link
 from rpc.group.membership import Membership, WorkerReference
 from rpc.group.workers import Member
@@ -16,6 +17,7 @@ from rpc.runtime import file_limit
 from rpc.runtime.blocking import wait_while
 from rpc.runtime.events import Events, PeerJoined
 from rpc.runtime.interrupts import protected
+from rpc.serialization.payload import PeerDevices
 from rpc.serialization.serializer import OwnCodec
 from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
 from rpc.transport.inline_read import InlineReader
@@ -53,7 +55,10 @@ class Peer:
         reader: how threads may read the connection, or None.
         lost: why the worker is gone for good, or None.
         has_left: whether it is gone because it left, and said so.
+        devices: what is agreed with it about devices; None if tensors on devices cannot be sent.
     """
+
+    devices: PeerDevices | None = None
 
     def __init__(
         self,
@@ -103,6 +108,12 @@ class Peer:
     def acknowledge(self) -> None:
         """Tell the worker how many of its messages were taken in. From any thread."""
         self._send_heartbeat(self.session.acknowledging(), 0)
+
+    def large_came(self, number: int) -> None:
+        """A message that came in chunks is about to be taken in: say so. It has no number in the session."""
+        self.session.expect_large()
+        with contextlib.suppress(RpcError):  # the worker is gone, and about to be noted so
+            self.send_small(encode_small(Kind.ARRIVED, number, {}, ()), 0)
 
     def send_heartbeat(self, wants: int) -> None:
         """Send a sign of life; ``wants`` is the codec of the ``Kind.ALIVE`` frame. From any thread."""

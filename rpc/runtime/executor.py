@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any, Final
 
+from rpc.runtime.blocking import this_thread
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.modes import modes_changed, reset_modes
 from rpc.runtime.tasks import COMPLETION, Task, TaskSource
@@ -239,6 +240,7 @@ class Executor:
 
     def _run(self, worker: _Worker) -> None:
         self._current.worker = worker
+        this_thread.runs_callees = True
         backlog = self._backlog
         checked = True
         while True:

@@ -115,7 +115,7 @@ def everything_else(at: Target, lane_token: bytes) -> dict[str, bytes]:
 def lanes_token() -> bytes:
     """That of lanes which worker 1 has just offered to worker 0."""
     agent = current_agent()
-    lanes = agent.striping._lanes[agent.peer("worker0")] = _Lanes(3)
+    lanes = agent.messages.striping._lanes[agent.group.peers.find("worker0")] = _Lanes(3)
     return lanes.token
 
 
