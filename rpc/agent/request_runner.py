@@ -44,6 +44,7 @@ from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.stacks import OURS
 from rpc.runtime.tasks import Task
+from rpc.runtime.torch_internals import BaseFuture
 from rpc.serialization.failures import text_of
 from rpc.serialization.payload import EXCEPTION, Payload
 from rpc.serialization.serializer import Serializer
@@ -326,7 +327,7 @@ class RequestRunner:
                 self._ended()
                 raise
             return LATER
-        if not isinstance(value, torch._C.Future):
+        if not isinstance(value, BaseFuture):
             raise RpcError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {getattr(function, '__qualname__', function)} on worker "

@@ -13,6 +13,7 @@ from rpc.bulk.transfer import Transfer
 from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE
+from rpc.runtime.torch_internals import InferenceMode
 from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.board import Board
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
@@ -25,7 +26,6 @@ from spmd.collectives.messages import Messages
 from spmd.collectives.node import Node
 from spmd.collectives.sequencer import Sequencer
 from spmd.collectives.signature import text_of
-from spmd.collectives.torch_internals import inference_mode
 from spmd.collectives.work import GroupWork
 
 __all__ = ["Group"]
@@ -145,7 +145,7 @@ class Group:
         try:
             members.check_collective()
             # Not recorded by autograd, and inference tensors may be written on any thread.
-            with inference_mode():
+            with InferenceMode(True):
                 try:
                     with self._waiting(signature):
                         perform(self.algorithms, signature, deadline)
