@@ -33,7 +33,7 @@ from rpc.agent.tape import Observation, Recording, Tape
 from rpc.agent.waiting import Waiting
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.shared_memory.exchange import SharedMemory
-from rpc.bulk.striping import Striping
+from rpc.bulk.streams import BulkStreams
 from rpc.errors import ForkedProcessError, RpcError
 from rpc.group.connections import Connections
 from rpc.group.control import Control
@@ -165,16 +165,18 @@ class Agent:
             takes=self.serializer.allow is None,
         )
         self.share = self.shared_memory.send
-        self.striping = Striping(
+        self.bulk_streams = BulkStreams(
             self.loop,
             self.mailbox,
             self.connections,
             self.frames_received,
+            dispatcher.take_bulk,
             options.tcp_stripes,
             options.max_message_bytes,
+            options.send_queue_bytes,
         )
-        self.connections.lane_came = self.striping.lane_came
-        self.bulk = Bulk(self.share, self.striping.consider, self.lose)
+        self.connections.stream_came = self.bulk_streams.stream_came
+        self.bulk = Bulk(self.share, self.bulk_streams.consider, self.lose)
         self.find_target = self.bulk.find_target
 
         self.heartbeat = Heartbeat(
@@ -199,14 +201,14 @@ class Agent:
             self.bulk.peers,
             self.departure.awaited,
         ]
-        hooks.gone.extend((self.shared_memory.peer_gone, self.striping.peer_gone, self.bulk.peer_gone))
+        hooks.gone.extend((self.shared_memory.peer_gone, self.bulk_streams.peer_gone, self.bulk.peer_gone))
         hooks.closed.append(self.bulk.close)
-        hooks.forked.extend((self.bulk.abandon, self.shared_memory.abandon, self.striping.abandon))
+        hooks.forked.extend((self.bulk.abandon, self.shared_memory.abandon, self.bulk_streams.abandon))
         for kind, handler in (
             (Kind.CONTROL, self.control.received),
             (Kind.GOODBYE, self.connections.goodbye_received),
             (Kind.SEGMENTS, self.shared_memory.received),
-            (Kind.LANES, self.striping.received),
+            (Kind.STREAMS, self.bulk_streams.received),
             (Kind.SHUTDOWN, self.departure.received),
         ):
             self.dispatcher.on(kind, handler)
@@ -276,7 +278,7 @@ class Agent:
 
     def peer_broke(self, peer: Peer) -> None:
         """The connection to a worker broke, and is made again."""
-        self.striping.peer_broke(peer)
+        self.bulk_streams.peer_broke(peer)
         self.bulk.peer_broke(peer)
 
     def _send_again(self, peer: Peer, call_id: int) -> None:
@@ -417,13 +419,13 @@ class Agent:
         self.heartbeat.stop()
         self.waiting.stop()
         try:
-            await self.striping.finish()
+            await self.bulk_streams.finish()
         finally:
             try:
                 await self.connections.close(self.peers.all(), reason)
             finally:
                 self.shared_memory.close()
-                self.striping.close()
+                await self.bulk_streams.close()
 
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.

@@ -37,7 +37,7 @@ KindHandler = Callable[[Peer, Frame], Task | None]
 
 _OWN_KINDS: Final = frozenset((Kind.CALL, Kind.REPLY, Kind.FAILURE))
 
-_UNNUMBERED: Final = frozenset((Kind.ALIVE, Kind.LANES))
+_UNNUMBERED: Final = frozenset((Kind.ALIVE, Kind.STREAMS))
 """They belong to one connection, and are not part of the session."""
 
 _FEW: Final = 4
@@ -113,7 +113,7 @@ class Dispatcher:
                 peer.check_size(size)
                 aliased = count > 1  # others may be the caller's own memory
                 peer.send(pieces, size, aliased=aliased, wait=wait)
-                self._agent.striping.consider(peer, size)
+                self._agent.bulk_streams.consider(peer, size)
         except BaseException as error:
             self._agent.serializer.take_back(header, peer)
             if EXCEPTION not in header or not isinstance(error, SerializationError | ProtocolError):
@@ -167,6 +167,8 @@ class Dispatcher:
                 frame = frame if opener is None else opener(peer, frame)  # noqa: PLW2901
                 if type(frame) is LargeFrame:
                     self._agent.large_came(peer, frame)
+                    if frame.kind in _OWN_KINDS:
+                        peer.session.expect_large()
                 kind, header = frame[0], frame[2]
                 adopted = header and kind in _OWN_KINDS  # the handlers of other kinds do that themselves
                 arrivals = self._agent.serializer.adopt(header, peer) if adopted else None
@@ -206,6 +208,17 @@ class Dispatcher:
             self._activity.ended()
         return mine
 
+    def take_bulk(self, peer: Peer, frame: LargeFrame) -> None:
+        """On any thread: take in a bulk message that came on a stream of its own."""
+        tasks: list[Task] = []
+        try:
+            self._agent.large_came(peer, frame)
+            self._take_in(peer, frame, None, tasks)
+        except Exception as error:
+            self._refuse(peer, error)
+        if tasks:
+            self._agent.run_soon(tasks)
+
     def _take_in(self, peer: Peer, frame: Frame, arrivals: Arrivals | None, tasks: list[Task]) -> None:
         """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
         kind = frame[0]
@@ -229,7 +242,7 @@ class Dispatcher:
             handler = self._handlers.get(kind)
             if handler is None:
                 raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
-            if kind in _UNNUMBERED:
+            if kind in _UNNUMBERED or type(frame) is LargeFrame:
                 peer.session.take_in_heartbeat()
             else:
                 due = peer.session.take_in()

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 from rpc.agent.calls import CallTable
 from rpc.agent.departure import Activity
 from rpc.agent.tape import Observation, Recording, Tape
-from rpc.bulk.striping import Striping
+from rpc.bulk.streams import BulkStreams
 from rpc.group.control import Control
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
@@ -85,7 +85,7 @@ class Dispatching(Protocol):
     executor: Executor
     activity: Activity
     postponed: Counter
-    striping: Striping
+    bulk_streams: BulkStreams
 
     def something_ended(self) -> None: ...
 

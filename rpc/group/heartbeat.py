@@ -104,8 +104,7 @@ class Heartbeat:
         peer.session.large.pop(frame.call_id, None)
 
     def large_came(self, peer: Peer, frame: LargeFrame) -> None:
-        """A large message is about to be taken in, which has no number in the session."""
-        peer.session.expect_large()
+        """A large message is about to be taken in. From any thread."""
         with contextlib.suppress(RpcError):  # it is gone, and about to be noted so
             peer.send_small(encode_small(Kind.ARRIVED, frame.number, {}, ()), 0)
 

@@ -103,7 +103,7 @@ class Session:
         return self.received >= self._acknowledge_at
 
     def take_in_heartbeat(self) -> None:
-        """A frame is taken in that has no number."""
+        """A frame is taken in that has no number, such as a large message. From any thread."""
         self._unnumbered += 1
 
     def expect_large(self) -> None:

@@ -213,7 +213,10 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
         ),
         r"a malformed hello: InvalidNameError.*\\x1b\[31m\\n",
     ),
-    "a call": (PREAMBLE + frame(Kind.CALL, {}, b"a pickle"), "expected hello or lane, got a frame of kind 5"),
+    "a call": (
+        PREAMBLE + frame(Kind.CALL, {}, b"a pickle"),
+        "expected hello or stream, got a frame of kind 5",
+    ),
     "random bytes": (
         PREAMBLE + random.Random(1).randbytes(5000),
         "a frame of [0-9]+ bytes is over the limit",
