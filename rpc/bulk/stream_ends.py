@@ -126,7 +126,11 @@ class BulkQueue:
             self.unsent += message.size
             self._waiting.append(message)
             self._wake(-(-message.size // _PIECE_BYTES))
-        return True
+            if self.threads or message not in self._waiting:
+                return True
+            self._waiting.remove(message)  # the system gives no more threads
+            self.unsent -= message.size
+        return False
 
     def leave(self) -> None:
         """Say on each stream, behind all messages, that nothing more comes."""
@@ -171,7 +175,11 @@ class BulkQueue:
                 writer.thread = threading.Thread(
                     target=self._run, args=(writer,), name="farcall-bulk-send", daemon=True
                 )
-                writer.thread.start()
+                try:
+                    writer.thread.start()
+                except RuntimeError:
+                    writer.thread = None
+                    return
 
     def _run(self, writer: _Writer) -> None:
         try:
@@ -306,7 +314,11 @@ class StreamReader:
     def _start(self) -> None:
         self._unwatch()
         self.thread = threading.Thread(target=self._run, name="farcall-bulk-receive", daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            self.thread = None
+            self._failed(False, str(error))
 
     def close(self) -> None:
         """Read nothing more."""

@@ -542,6 +542,8 @@ class Reassembly:
             raise ProtocolError(f"the open messages have more than {MAX_BUFFERS} buffers")
         message = ArrivingMessage(what, rooms, lead, self._allocate, target)
         with self._opened:
+            if number in self.open_messages:  # meanwhile, on another stream
+                raise ProtocolError(f"message {number} was opened twice")
             message.is_dropped = self._is_cleared
             self.open_messages[number] = message
             self._buffers += len(rooms)

@@ -60,7 +60,7 @@ __all__ = [
     "unpack_header",
 ]
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAGIC: Final = b"farcall"
 PREAMBLE: Final = MAGIC + bytes([PROTOCOL_VERSION])
 

@@ -33,7 +33,7 @@ def answer(side: Handshake, message: Message) -> Any:
     return side.receive(message.kind, message.header)
 
 
-def test_the_first_message_of_a_lane_is_returned_once_its_side_has_proven_itself() -> None:
+def test_the_first_message_of_a_stream_is_returned_once_its_side_has_proven_itself() -> None:
     one, other = dialler(), acceptor()
     stream = Stream(b"the streams' token", 3)
     assert answer(other, answer(one, answer(other, one.greet(stream)))) == stream
