@@ -29,7 +29,6 @@ from rpc.wire.frames import (
     chunk_prefix,
     encode_small,
     large_frame,
-    open_message,
     read_prefix,
 )
 
@@ -269,8 +268,8 @@ class StreamReader:
         loop: watches the socket meanwhile.
         sock: the stream.
         arriving: puts the messages together.
-        max_message_bytes: the largest message that is accepted.
-        received: called, on the thread that reads, with each complete message.
+        opened: called, on the thread that reads, with the number and the opening of a message that begins.
+        received: called there with each complete message.
         left: called there when the peer says that nothing more comes.
         failed: called there when nothing more can be read: whether the peer has sent what the protocol does
             not allow, and the reason.
@@ -282,8 +281,8 @@ class StreamReader:
         loop: Loop,
         sock: BulkSocket,
         arriving: Reassembly,
-        max_message_bytes: int,
         *,
+        opened: Callable[[int, memoryview], object],
         received: Callable[[LargeFrame], object],
         left: Callable[[], object],
         failed: Callable[[bool, str], object],
@@ -292,7 +291,7 @@ class StreamReader:
         self._loop = loop
         self._socket = sock
         self._arriving = arriving
-        self._max_message_bytes = max_message_bytes
+        self._opened = opened
         self._received, self._left, self._failed, self._ended = received, left, failed, ended
         self._prefix = memoryview(bytearray(PREFIX_BYTES))
         self._lock = threading.Lock()
@@ -364,7 +363,7 @@ class StreamReader:
                 raise ProtocolError(f"an opening of {length} bytes")
             opening = memoryview(bytearray(length))
             self._fill(opening)
-            open_message(self._arriving, number, opening, self._max_message_bytes)
+            self._opened(number, opening)
             return True
         if kind == Kind.CHUNK:
             whole = self._read_chunk(number, offset, length)

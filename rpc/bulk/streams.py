@@ -43,7 +43,8 @@ from rpc.transport.base import Connection, SilentOwner
 from rpc.transport.bulk_socket import BulkSocket
 from rpc.transport.stream import StreamConnection
 from rpc.transport.write_queue import STREAMED_BYTES
-from rpc.wire.frames import Frame, Kind, LargeFrame, encode_small
+from rpc.wire.chunking import Reassembly
+from rpc.wire.frames import Frame, Kind, LargeFrame, encode_small, open_message
 
 __all__ = ["BulkStreams"]
 
@@ -64,7 +65,7 @@ class _Streams:
 
     Attributes:
         count: for each direction.
-        gate: held while a message is taken in, and while ``is_closed`` is set.
+        gate: held while a message is opened or taken in, and while ``is_closed`` is set.
     """
 
     def __init__(self, count: int) -> None:
@@ -311,7 +312,7 @@ class BulkStreams:
                     self._loop,
                     sock,
                     main.arriving,
-                    self._max_message_bytes,
+                    opened=partial(self._opened, streams, main.arriving),
                     received=partial(self._came, peer, streams),
                     left=partial(self._mailbox.call, self._peer_leaves, peer, streams),
                     failed=partial(self._failed, peer, streams),
@@ -324,6 +325,12 @@ class BulkStreams:
         logger.debug("large messages for worker '%s' go over %d bulk streams", peer.name, streams.count)
 
     # ---- what comes on them, on the threads that read
+
+    def _opened(self, streams: _Streams, arriving: Reassembly, number: int, opening: memoryview) -> None:
+        with streams.gate:
+            if streams.is_closed:  # no buffer may be found for it, which another connection's message gets
+                raise ConnectionError("the connection has ended")
+            open_message(arriving, number, opening, self._max_message_bytes)
 
     def _came(self, peer: Peer, streams: _Streams, frame: LargeFrame) -> None:
         if frame.kind != Kind.BULK:

@@ -71,7 +71,7 @@ class Receiver:
                 loop or Loop(),
                 bulk_socket(sock),
                 self.arriving,
-                limit,
+                opened=lambda number, opening: open_message(self.arriving, number, opening, limit),
                 received=self._received,
                 left=self.left.release,
                 failed=self._failed,
