@@ -165,7 +165,7 @@ class Dispatcher:
             for frame in frames:
                 opener = self._openers.get(frame[0])
                 frame = frame if opener is None else opener(peer, frame)  # noqa: PLW2901
-                if type(frame) is LargeFrame:
+                if type(frame) is LargeFrame and frame.kind != Kind.BULK:  # whose credit says that it is here
                     self._agent.large_came(peer, frame)
                     if frame.kind in _OWN_KINDS:
                         peer.session.expect_large()
@@ -212,7 +212,6 @@ class Dispatcher:
         """On any thread: take in a bulk message that came on a stream of its own."""
         tasks: list[Task] = []
         try:
-            self._agent.large_came(peer, frame)
             self._take_in(peer, frame, None, tasks)
         except Exception as error:
             self._refuse(peer, error)

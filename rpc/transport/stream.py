@@ -118,6 +118,10 @@ class StreamConnection:
         """Puts large messages together, also those that come on bulk streams."""
         return self._decoder.arriving
 
+    @property
+    def has_streams(self) -> bool:
+        return self._queue.streams is not None
+
     def send_large_by(self, streams: Streams) -> None:
         """Send the largest messages over bulk streams from now on."""
         self._queue.streams = streams

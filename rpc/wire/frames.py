@@ -52,6 +52,7 @@ __all__ = [
     "describe",
     "encode",
     "encode_small",
+    "is_bulk",
     "large_frame",
     "new_tuple",
     "open_message",
@@ -228,6 +229,12 @@ def describe(head: bytes) -> tuple[int, int, dict[str, Any]]:
     end = PREFIX_BYTES + _start_of_buffers(prefix)
     header = unpack_header(memoryview(head)[end - prefix[2] : end]) if prefix[2] else {}
     return prefix[4], prefix[1], header
+
+
+def is_bulk(head: bytes, call_id: int) -> bool:
+    """Whether the first piece of a message, as ``encode`` made it, is of kind ``BULK`` with this call id."""
+    prefix = _unpack_prefix(head)
+    return bool(prefix[1] == call_id and prefix[4] == Kind.BULK)
 
 
 def decode_one(data: bytearray) -> Frame:

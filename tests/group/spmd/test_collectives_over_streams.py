@@ -142,7 +142,8 @@ def begin_and_report(worker: Worker, operation: Operation, seconds: float) -> st
         tensor = torch.empty(COUNT)
         open_streams()
         limit_connections(SLOW_BYTES)
-        dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
+        world: Any = dist.group.WORLD
+        world.set_timeout(timedelta(seconds=seconds))
         dist.barrier()
         if worker.rank == 0:
             strike_in_the_middle(lambda: worker.report("in the middle"))
