@@ -24,12 +24,16 @@ from typing import Any, Final
 from torch import Tensor
 
 from dist_autograd.graph import Leaf
+from dist_autograd.ports import Workers
 from dist_autograd.recording import Sent
-from rpc.agent.agent import Agent
+from rpc.agent.hooks import Hooks
+from rpc.agent.ports import ControlMessages, Kinds, Send
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
-from rpc.runtime.executor import Task
+from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.mailbox import Mailbox
+from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 
@@ -123,15 +127,33 @@ class Contexts:
     """The contexts that one worker knows of.
 
     Args:
-        agent: of this worker.
+        incarnation: of this worker.
+        workers: see ``dist_autograd.ports``.
+        kinds, control, send: see ``rpc.agent.ports``.
         when_made: called when a context is about to become known.
 
     Attributes:
         find: a function that returns the context of an id; None if it is over, or was never known here.
     """
 
-    def __init__(self, agent: Agent, when_made: Callable[[], object]) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        incarnation: int,
+        workers: Workers,
+        kinds: Kinds,
+        control: ControlMessages,
+        send: Send,
+        hooks: Hooks,
+        mailbox: Mailbox,
+        executor: Executor,
+        when_made: Callable[[], object],
+    ) -> None:
+        self._incarnation = incarnation
+        self._workers = workers
+        self._control = control
+        self._send = send
+        self._mailbox = mailbox
+        self._executor = executor
         self._when_made = when_made
         self._known: dict[int, Context] = {}
         self.find: Callable[[int], Context | None] = self._known.get
@@ -141,9 +163,9 @@ class Contexts:
         self._over: dict[int, None] = {}
         """The latest that are over, in case that a call made inside one comes late."""
         self._unsaid: dict[Peer, list[int]] = {}
-        agent.on(OVER, self._over_arrived, any_thread=True)
-        agent.control.on(_TOPIC, self._told)
-        agent.on_gone(self._gone)
+        kinds.on(OVER, self._over_arrived, any_thread=True)
+        control.on(_TOPIC, self._told)
+        hooks.gone.append(self._gone)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -162,9 +184,13 @@ class Contexts:
     def new(self) -> Context:
         """A new context, of which this worker is the creator."""
         self._when_made()
-        context_id = (self._agent.info.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
-        context = self._known[context_id] = Context(self, context_id, self._agent.incarnation, None)
+        context_id = (self._workers.own.member.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
+        context = self._known[context_id] = Context(self, context_id, self._incarnation, None)
         return context
+
+    def largest_id(self) -> int:
+        """The largest id that a context of this worker can have."""
+        return (self._workers.own.member.id << COUNTER_BITS) + (1 << COUNTER_BITS) - 1
 
     def get(self, context_id: int) -> Context:
         """As ``find``; raises ``AutogradError`` if there is none."""
@@ -176,7 +202,7 @@ class Contexts:
     def unknown(self, context_id: int) -> AutogradError:
         """The error of who asks for a context that is not known here."""
         return AutogradError(
-            f"Could not find autograd context with id: {context_id} on worker '{self._agent.info.name}'. It "
+            f"Could not find autograd context with id: {context_id} on worker '{self._workers.own.name}'. It "
             "is over, or no call made inside it has come here: use the id inside its "
             "'with dist_autograd.context() as context_id:'."
         )
@@ -184,9 +210,9 @@ class Contexts:
     def join(self, context_id: int, creator: int, through: Peer) -> Context | None:
         """The context that an arrived message names, made known here if need be; None if it is over."""
         with self._lock:
-            if creator == self._agent.incarnation or context_id in self._over:
+            if creator == self._incarnation or context_id in self._over:
                 return self._known.get(context_id)
-            maker = self._agent.peer_by_incarnation(creator)
+            maker = self._workers.by_incarnation(creator)
             if maker is not None and maker.lost is not None:
                 return None
             self._when_made()
@@ -204,7 +230,7 @@ class Contexts:
 
     def release_soon(self, context: Context) -> None:
         """The same, from a finalizer: on the loop's thread."""
-        self._agent.mailbox.call(self._end_on_loop, context)
+        self._mailbox.call(self._end_on_loop, context)
 
     @protected
     def _end(self, context: Context, heard_from: Peer | None) -> bool:
@@ -223,20 +249,20 @@ class Contexts:
 
     def _end_on_loop(self, context: Context) -> None:
         if self._end(context, None):
-            self._agent.executor.submit((Context.let_go, context))
+            self._executor.submit((Context.let_go, context))
 
     def _say_over(self, peer: Peer, context_id: int) -> None:
         """Tell a worker that a context is over, together with those that follow in the next moments."""
         with self._lock:
             self._unsaid.setdefault(peer, []).append(context_id)
-        self._agent.mailbox.gathered(self._say_all_over, None)
+        self._mailbox.gathered(self._say_all_over, None)
 
     def _say_all_over(self, _: object) -> None:
         with self._lock:
             unsaid, self._unsaid = self._unsaid, {}
         for peer, context_ids in unsaid.items():
             try:
-                self._agent.send(peer, OVER, 0, Payload({"over": context_ids}, []), wait=False)
+                self._send(peer, OVER, 0, Payload({"over": context_ids}, []), wait=False)
             except WorkerLostError as error:
                 logger.debug("nobody is left to be told that contexts are over: %s", error)
 
@@ -257,13 +283,7 @@ class Contexts:
                     self._remember(context_id)
             if context is not None and self._end(context, peer):
                 ended.append(context)
-        return (self._let_go, (ended, peer)) if ended else None
-
-    def _let_go(self, ended: tuple[list[Context], Peer]) -> None:
-        contexts, peer = ended
-        for context in contexts:
-            context.let_go()
-        self._agent.runner.lend_thread(peer, at_once=False)
+        return (_let_go, ended) if ended else None
 
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
@@ -283,10 +303,15 @@ class Contexts:
 
     def _look_after(self, context: Context) -> None:
         """See to it that this worker hears of a context's end, though who would have told it may be gone."""
-        creator = self._agent.peer_by_incarnation(context.creator)
+        creator = self._workers.by_incarnation(context.creator)
         nobody_tells = context.through is not None and context.through.lost is not None
         if (creator is not None and creator.lost is not None) or (creator is None and nobody_tells):
             self._end_on_loop(context)
         elif creator is not None and nobody_tells:
             context.through = creator
-            self._agent.control.post(creator, _TOPIC, ["joined", context.id])
+            self._control.post(creator, _TOPIC, ["joined", context.id])
+
+
+def _let_go(ended: list[Context]) -> None:
+    for context in ended:
+        context.let_go()

@@ -114,7 +114,10 @@ def direct(options: argparse.Namespace) -> None:
     pixels = held_out.pixels.numpy()
     repeated = np.concatenate([pixels] * options.rounds)
     figures: dict[str, str] = {}
-    with farcall.serve(served, limits=limits) as server:
+    with (
+        farcall.serve(served, limits=limits) as server,
+        live_progress("asking", len(served), plain=options.plain) as progress,
+    ):
         address = f"localhost:{server.port}"
         for name in served:
             digits, seconds, total = ask_all(address, name, repeated, options.clients)
@@ -126,6 +129,7 @@ def direct(options: argparse.Namespace) -> None:
                 f"{len(digits) / total:,.0f} calls a second; half within {percentiles[49] * 1e3:.1f} ms, "
                 f"99 of 100 within {percentiles[98] * 1e3:.1f} ms"
             )
+            progress.advance(name)
         figures["accuracy"] = f"{accuracy:.3f} of {len(pixels)} images held out"
         from_node = ask_from_node(address, "in batches", pixels)
     if from_node is None:

@@ -258,7 +258,7 @@ class AgentOptions(RpcBackendOptions):
         max_worker_threads: up to this many threads are started as fast as calls block (default 512); beyond,
             20 a second.
         device_maps: for each callee, which of its devices stands for which of ours, one to one.
-        devices: the local CUDA devices to use; default: those that the device maps name.
+        devices: the local devices to use, of any accelerator; default: those that the device maps name.
         dynamic: ask for a group that workers join and leave at any time, also where ``WORLD_SIZE`` is set
             in the environment (default ``False``: dynamic only if no world size is known).
         rendezvous_timeout: how long ``init_rpc`` waits for the store and the other workers, in seconds
@@ -312,7 +312,7 @@ class AgentOptions(RpcBackendOptions):
     Raises:
         InvalidOptionError: a value is out of range.
         TypeError: a value is of the wrong type.
-        ValueError: a device map is not one to one, or ``devices`` has other than CUDA devices.
+        ValueError: a device map is not one to one, or ``devices`` has others than accelerators.
 
     Example::
 
@@ -374,7 +374,7 @@ class AgentOptions(RpcBackendOptions):
         self.device_maps = device_maps  # type: ignore[assignment]  # a Mapping is invariant in its keys
 
     def set_devices(self, devices: Iterable[DeviceLike]) -> None:
-        """Set the local CUDA devices that the agent uses."""
+        """Set the local devices, of any accelerator, that the agent uses."""
         self.devices = devices
 
 

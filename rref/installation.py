@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rpc.agent.agent import Agent
 from rref.carrier import RRefCarrier
+from rref.delayed_answers import DelayedAnswers
 from rref.reference import EXTENSION, RRef
 from rref.references import References
 from rref.remote_module.module import RemoteModule, reduce_remote_module
@@ -22,7 +23,29 @@ def install(agent: Agent) -> References:
         installed: References = agent.extensions[EXTENSION]
         return installed
     agent.serializer.register_reducer(RemoteModule, reduce_remote_module)
-    agent.extensions[EXTENSION] = references = References(agent)
+    hooks = agent.lifecycle.hooks
+    references = References(
+        agent.incarnation,
+        agent.calls.caller,
+        agent.calls.table,
+        agent.group.peers,
+        agent.messages.control,
+        agent.group.lose,
+        hooks,
+        agent.mailbox,
+        agent.executor,
+        agent.calls.answers.ready,
+    )
+    agent.extensions[EXTENSION] = references
     agent.serializer.register_carrier(RRef, RRefCarrier(references))
-    Server(agent, references)
+    Server(
+        references,
+        agent.calls.answers,
+        agent.messages,
+        agent.lifecycle.activity,
+        agent.executor,
+        agent.serializer,
+        agent.tracing.recording_of,
+        DelayedAnswers(agent.mailbox, hooks),
+    )
     return references

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 import dist_autograd
-from dist_autograd.contexts import COUNTER_BITS, Context, current
+from dist_autograd.contexts import Context, current
 from dist_autograd.installation import autograd
 from dist_autograd.recording import Sent, computed_from
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
@@ -119,7 +119,7 @@ def _init(worker_id: int) -> None:
 
 def _get_max_id() -> int:
     """The largest id that a context of this worker can have."""
-    return (autograd().agent.info.id << COUNTER_BITS) + (1 << COUNTER_BITS) - 1
+    return autograd().contexts.largest_id()
 
 
 def _get_debug_info() -> dict[str, int]:

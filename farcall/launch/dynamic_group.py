@@ -25,6 +25,7 @@ from farcall.launch.signals import ENDING
 from farcall.launch.terminal import name_ranks, say
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.store import SharedStore, Waiting, start
+from rpc.runtime.preemption import REQUEUE_STATUS
 
 __all__ = ["DynamicGroup"]
 
@@ -76,6 +77,8 @@ class DynamicGroup:
         finally:
             self._workers.kill()
             del store  # it is served until now
+        if self._end is not None and self._workers.want_requeue:
+            return Order(Kind.END, failure=self._end.failure, status=REQUEUE_STATUS)
         return self._end or Order(Kind.END)
 
     def _take_in_news(self) -> None:
@@ -96,7 +99,7 @@ class DynamicGroup:
 
     def _start_again(self, worker: WorkerProcess, failure: Failure, place: str) -> None:
         """Start a failed worker again; if no restart is left, have all end."""
-        if self._used == self._job.restarts:
+        if self._used == self._job.restarts or failure.wants_requeue:
             self._end = Order(Kind.END, failure=failure, status=failure.exit_status)
             self._workers.end()
             return

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from farcall.launch.terminal import say
+from rpc.runtime.preemption import REQUEUE_STATUS
 
 __all__ = ["Failure", "record", "signal_name"]
 
@@ -63,10 +64,17 @@ class Failure:
         """The failure that is most likely the cause of the others."""
         return min(failures, key=lambda failure: (failure._rarely_a_cause(), failure.at))
 
+    @property
+    def wants_requeue(self) -> bool:
+        """Whether the process has saved its state, since the job is preempted, and is to be run again."""
+        return self.status == REQUEUE_STATUS and not self.message
+
     def _rarely_a_cause(self) -> int:
         if self.message:
-            return 2 if self.message.startswith(_LOSS) else 1
-        return 4 if self.status == -signal.SIGTERM else 0 if self.status < 0 else 3
+            return 3 if self.message.startswith(_LOSS) else 1
+        if self.wants_requeue:
+            return 2
+        return 5 if self.status == -signal.SIGTERM else 0 if self.status < 0 else 4
 
     @property
     def exit_status(self) -> int:
@@ -85,12 +93,17 @@ class Failure:
         """What happened to the process."""
         if self.message:
             return f"raised {self.message}"
+        if self.wants_requeue:
+            return f"has saved its state, to be run again later (status {self.status})"
         if self.status < 0:
             return f"was killed by {signal_name(-self.status)}"
         return f"ended with status {self.status}"
 
     def sum_up(self, remark: str = "") -> None:
-        """Print the one summary of a job that has failed."""
+        """Print the one summary of a job that has failed, or is preempted."""
+        if self.wants_requeue:
+            say(f"preempted: {self.process} {self.what}")
+            return
         say(f"{self.process} failed first{remark}: it {self.what}")
         if self.trace:
             print(self.trace.rstrip(), file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from farcall.launch.rounds import Kind, Order, Report, State
 from farcall.launch.signals import ENDING
 from farcall.launch.terminal import name_ranks, say
 from rpc.runtime.notices import Notices
+from rpc.runtime.preemption import REQUEUE_STATUS
 
 __all__ = ["StaticGroup"]
 
@@ -60,6 +61,8 @@ class StaticGroup:
             while self._end is None or self._workers.running:
                 self._take_in_news()
                 self._look_after_workers()
+            if self._leaves and self._workers.want_requeue:
+                return Order(Kind.END, status=REQUEUE_STATUS)
             return self._end
         except BaseException as error:
             self._leave(f"has failed: {type(error).__name__}: {error}", 1)

@@ -29,6 +29,7 @@ from rpc.errors import (
     SerializationError,
 )
 from rpc.group.peer import Peer, PeerTable
+from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import protected
@@ -61,13 +62,17 @@ class _Round:
 
 
 class Gathering:
-    """The rounds that one agent takes part in. From any thread."""
+    """The rounds that one agent takes part in. From any thread.
+
+    Attributes:
+        standstill: finds barriers that cannot complete.
+    """
 
     def __init__(
         self, caller: Caller, peers: PeerTable, hooks: Hooks, serializer: Serializer, standstill: Standstill
     ) -> None:
         self._caller = caller
-        self._standstill = standstill
+        self.standstill = standstill
         self._peers = peers
         self._lock = threading.RLock()  # a finalizer may come back here
         self._next: dict[Names, int] = {}
@@ -185,11 +190,12 @@ class Gathering:
         names, _ = key
         deadline = time.monotonic() + timeout if timeout else INFINITE
         # Who waits for a limited time may do something else then: this stands nowhere for ever.
-        with self._standstill.waiting() if timeout is None else contextlib.nullcontext():
-            self._standstill.serving()  # from now on
-            done = wait_telling(
-                state.complete, deadline, logger, lambda waited: self._tell(key, state, waited)
-            )
+        with self.standstill.waiting() if timeout is None else contextlib.nullcontext():
+            self.standstill.serving()  # from now on
+            with waits.waiting("barrier", lambda: self._awaited_by(key)):
+                done = wait_telling(
+                    state.complete, deadline, logger, lambda waited: self._tell(key, state, waited)
+                )
         if not done:
             me = self._peers.own.name
             missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
@@ -204,12 +210,12 @@ class Gathering:
     def _tell(self, key: Key, state: _Round, waited: str) -> str | None:
         """For whom this worker waits, unless it serves meanwhile; raises ``RpcError`` if that is in vain."""
         names, number = key
-        if self._standstill.serving():
+        if self.standstill.serving():
             return None
         me = self._peers.own.name
         missing = self.missing(names, number)
         if names[0] != me:
-            asked = self._standstill.inquire(names[0], _missing, names, number)
+            asked = self.standstill.inquire(names[0], _missing, names, number)
             try:
                 missing = asked.wait()
             except RpcTimeoutError:
@@ -218,24 +224,29 @@ class Gathering:
                 )
         here = [name for name in names if name not in missing]
         if missing and here[:1] == [me]:
-            in_vain = self._standstill.in_vain(missing, state.complete)
+            in_vain = self.standstill.in_vain(missing, state.complete)
             if in_vain is not None:
                 error = RpcError(f"barrier or all_gather among {list(names)} cannot complete: {in_vain.why}")
                 self._tell_all(key, error)
-                self._standstill.end_shutdowns(in_vain)
+                self.standstill.end_shutdowns(in_vain)
                 raise error
         for_whom = ", ".join(f"worker '{name}'" for name in missing) or "the answer"
         return f"worker '{me}' has waited {waited} in barrier or all_gather, for {for_whom}"
 
     def inquired(self) -> None:
         """A follower has asked who is missing."""
-        self._standstill.inquired()
+        self.standstill.inquired()
 
     def _tell_all(self, key: Key, error: RpcError) -> None:
         """Have all others who take part fail; returns when they know."""
         names, number = key
         others = [name for name in names if name != self._peers.own.name]
-        self._standstill.tell(others, _fail, names, number, *_described(error))
+        self.standstill.tell(others, _fail, names, number, *_described(error))
+
+    def _awaited_by(self, key: Key) -> list[str]:
+        """The workers that this one waits for in a round: those missing if it leads, else the leader."""
+        names, number = key
+        return self.missing(names, number) if names[0] == self._peers.own.name else [names[0]]
 
     def missing(self, names: Names, number: int) -> list[str]:
         """On the leader: who has not come yet."""
@@ -325,18 +336,18 @@ def _check_is_round(names: Any, number: Any, *taking_part: Any) -> None:
 
 def _contribute(names: Names, number: int, name: str, *, value: Any) -> None:
     _check_is_round(names, number, name)
-    current_agent().gathering.contribute(names, number, name, value)
+    current_agent().calls.gathering.contribute(names, number, name, value)
 
 
 def _publish(names: Names, number: int, *, objects: dict[str, Any]) -> None:
     objects = dict(objects)
     _check_is_round(names, number, *objects)
-    current_agent().gathering.publish(names, number, objects)
+    current_agent().calls.gathering.publish(names, number, objects)
 
 
 def _missing(names: Names, number: int) -> list[str]:
     _check_is_round(names, number)
-    gathering: Gathering = current_agent().gathering
+    gathering: Gathering = current_agent().calls.gathering
     gathering.inquired()
     return gathering.missing(names, number)
 
@@ -345,7 +356,7 @@ def _fail(names: Names, number: int, kind: str, text: str, attributes: dict[str,
     _check_is_round(names, number)
     error = _ERRORS.get(kind, RpcError)(text)
     vars(error).update((str(name), str(value)) for name, value in attributes.items())
-    current_agent().gathering.fail(names, number, error)
+    current_agent().calls.gathering.fail(names, number, error)
 
 
 def _described(error: RpcError) -> tuple[str, str, dict[str, str]]:

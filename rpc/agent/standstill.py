@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, TypeVar
 
+from rpc.agent.activity import Activity
 from rpc.agent.caller import Caller
-from rpc.agent.departure import Activity, Departure
+from rpc.agent.departure import Departure
 from rpc.agent.futures import Future
 from rpc.errors import ProtocolError, RpcError
 from rpc.group.peer import PeerTable
@@ -108,8 +109,7 @@ class Standstill:
 
     def inquired(self) -> None:
         """Another worker has asked how a wait stands."""
-        with self._lock:
-            self._activity.inquiries += 1
+        self._activity.inquired()
 
     def _count(self, main: int, task: int) -> None:
         with self._lock:
@@ -187,7 +187,7 @@ class Standstill:
 
 
 def _standing() -> tuple[bool, bool, int]:
-    standstill: Standstill = current_agent().standstill
+    standstill: Standstill = current_agent().calls.gathering.standstill
     standstill.inquired()
     found = standstill.standing(1)
     return found.in_shutdown, found.at_rest, found.begun
@@ -196,4 +196,4 @@ def _standing() -> tuple[bool, bool, int]:
 def _give_up_shutdown(reason: str) -> None:
     if type(reason) is not str:
         raise ProtocolError("a shutdown is given up for a reason in words")
-    current_agent().departure.give_up(reason)
+    current_agent().lifecycle.departure.give_up(reason)

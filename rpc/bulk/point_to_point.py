@@ -1,4 +1,4 @@
-"""Messages of bytes from worker to worker, received into buffers that are posted for them: ``agent.bulk``.
+"""Messages of bytes from worker to worker, received into posted buffers: ``agent.messages.bulk``.
 
 What collectives are built on. A message goes to a *tag* of a worker; the n-th one fills the n-th buffer that
 this worker has posted for that sender and tag (``matching.py``), however they are sent:
@@ -119,8 +119,8 @@ class Bulk:
 
     Example::
 
-        received = agent.bulk.post(left, tag=7, into=torch.empty(1024).numpy())
-        sent = agent.bulk.send(right, tag=7, buffers=torch.ones(1024).numpy())
+        received = agent.messages.bulk.post(left, tag=7, into=torch.empty(1024).numpy())
+        sent = agent.messages.bulk.send(right, tag=7, buffers=torch.ones(1024).numpy())
         received.wait(timeout=30)
         sent.wait(timeout=30)
     """

@@ -83,11 +83,9 @@ class Transfer(Awaited):
     @protected
     def _wait(self, deadline: float) -> None:
         check_may_block()
-        reader = None if self._is_streamed() else self._peer.reader
-        claimed = None if reader is None else reader.claim()
         try:
-            if reader is not None and claimed is not None:
-                reader.wait_for(self, deadline, claimed)
+            if not self._is_streamed():
+                self._peer.wait(self, deadline)
             while not self._done:
                 self.fill()
                 if not self.done() and not self.sleep(deadline):

@@ -38,7 +38,7 @@ from rpc.transport.base import (
 from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame, Kind, encode
 
-__all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections"]
+__all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections", "Outfit"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,11 @@ class ConnectionEvents(Protocol):
 
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
 
+    def stream_came(self, connection: Connection, stream: Stream) -> Callable[[], object]:
+        """Judge a connection that is to be a bulk stream. Returns what takes it over once it is let in;
+        ``ProtocolError`` if it is not expected.
+        """
+
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
         """On any thread; see ``Receiver``."""
 
@@ -91,23 +96,23 @@ class ConnectionEvents(Protocol):
     def peer_gone(self, peer: Peer, reason: str) -> None: ...
 
 
+Outfit = Callable[[Peer, Connection], Connection]
+"""Makes of each connection that is established the one that its peer is to send by."""
+
+
 class Connections:
     """All connections of one agent.
 
     Args:
         loop: the agent's loop.
         transports: by scheme, best first.
-        events: told of frames and of workers that are gone.
         max_frame_bytes: the largest frame that a peer may send.
         authenticator: has other workers prove that they belong to the job; None to ask nothing.
+        handshake_seconds: time that a worker that this one connects to may take to shake hands.
+        reconnect_seconds: time within which a broken connection may be made again; 0: it is not.
 
     Attributes:
         group: the key of the group, once it is formed.
-        stream_came: judges a connection that is to be a bulk stream, or raises ``ProtocolError``; returns
-            what takes it over once it is let in.
-        outfit: makes of each connection that is established the one that its peer is to send by.
-        tells_losses: the log names workers that are gone. Another agent of the process does where this is
-            false, or this worker is leaving itself.
         closed: this worker leaves, or has left.
     """
 
@@ -115,23 +120,25 @@ class Connections:
         self,
         loop: asyncio.AbstractEventLoop,
         transports: Mapping[str, Transport],
-        events: ConnectionEvents,
         max_frame_bytes: int,
         authenticator: Authenticator | None = None,
+        *,
+        handshake_seconds: float = CONNECT_SECONDS,
+        reconnect_seconds: float = 0.0,
     ) -> None:
-        self.connect_seconds = self.handshake_seconds = CONNECT_SECONDS
-        self.reconnect_seconds = 0.0
+        self.connect_seconds = CONNECT_SECONDS
+        self.handshake_seconds = handshake_seconds
+        self.reconnect_seconds = reconnect_seconds
         self.stranger_seconds = STRANGER_SECONDS
         self.farewell_seconds = FAREWELL_SECONDS
         self.group = ""
-        self.stream_came: Callable[[Connection, Stream], Callable[[], object]] | None = None
-        self.outfit: Callable[[Peer, Connection], Connection] | None = None
-        self.tells_losses = True
         self.closed = False
         self.loop = loop
         self.authenticator = authenticator
+        self._events: ConnectionEvents
         self._transports = transports
-        self._events = events
+        self._outfit: Outfit | None = None
+        self._tells_losses = True
         self._max_frame_bytes = max_frame_bytes
         self._view: Membership | None = None
         self._listeners: list[Listener] = []
@@ -139,6 +146,27 @@ class Connections:
         self._strangers: dict[Greeting, None] = {}  # those of them whose other side has proven nothing yet
         self._refusals = LimitedLog(logger)
         self._dialler = Dialler(loop, transports, self)
+
+    # ---- set up
+
+    def serve(self, events: ConnectionEvents) -> None:
+        """From now on, ``events`` is told of frames and of workers that are gone. Before ``listen``."""
+        self._events = events
+
+    def equip(self, outfit: Outfit | None) -> None:
+        """Have ``outfit`` make what peers send by from now on; None: they send by connections as they are."""
+        self._outfit = outfit
+
+    @property
+    def is_equipped(self) -> bool:
+        """Whether ``equip`` is in force."""
+        return self._outfit is not None
+
+    def tell_losses(self, *, tells: bool) -> None:
+        """Whether the log names workers that are gone. It need not if another agent of the process does, or
+        if this worker is leaving itself.
+        """
+        self._tells_losses = tells
 
     # ---- listening
 
@@ -251,9 +279,7 @@ class Connections:
             return
         match said:
             case Stream() as stream:
-                if self.stream_came is None:
-                    raise ProtocolError("a bulk stream, which this worker does not take")
-                take_over = self.stream_came(greeting.connection, stream)
+                take_over = self._events.stream_came(greeting.connection, stream)
                 greeting.welcome()
                 greeting.finish()
                 take_over()
@@ -405,7 +431,7 @@ class Connections:
             self.lose(peer, str(error))
 
     def _hand_over(self, peer: Peer, connection: Connection, *session: int) -> None:
-        outfitted = connection if self.outfit is None else self.outfit(peer, connection)
+        outfitted = connection if self._outfit is None else self._outfit(peer, connection)
         peer.established(outfitted, *session)
 
     # ---- the end
@@ -423,7 +449,7 @@ class Connections:
         if not peer.link.lose():
             return
         level = logging.INFO if left else logging.WARNING
-        level = level if self.tells_losses else logging.DEBUG
+        level = level if self._tells_losses else logging.DEBUG
         me = "" if self._view is None else f"worker '{self._view.me.name}': "
         logger.log(level, "%sworker '%s' (id %d) is gone: %s", me, peer.name, peer.member.id, reason)
         connection = peer.gone(reason, left=left)

@@ -49,11 +49,11 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return reduced  # its attributes are what it consists of
     elif kind is Tensor:
-        if not tensor.__dict__ and not _is_transformed(tensor):
+        if not tensor.__dict__ and not _is_transformed(tensor) and not _takes_cpu(pickler):
             usual = plain(tensor)
             if usual is not None:
                 return dense, usual
-        reduced = _reduce_by_layout(tensor)
+        reduced = _reduce_by_layout(tensor, pickler)
     elif kind is Parameter:
         reduced = parameter, (tensor.detach(), tensor.requires_grad)
     elif kind.__reduce_ex__ not in _OWN_REDUCE:
@@ -76,7 +76,25 @@ def set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
     tensor.__dict__.update(attributes)
 
 
-def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
+def _takes_cpu(pickler: Any) -> bool:
+    """Whether CPU tensors of the message go to a device."""
+    placement = getattr(pickler, "placement", None)
+    return placement is not None and placement.takes_cpu
+
+
+def _check_device(tensor: Tensor | UntypedStorage, pickler: Any) -> None:
+    """Raise ``SerializationError`` if no device map says where a tensor of a device goes."""
+    placement = getattr(pickler, "placement", None)
+    if placement is not None:
+        placement.target(tensor.device)
+        return
+    raise SerializationError(
+        f"it is on device {tensor.device}, and RPC only supports CPU tensors in messages of this kind: move "
+        "it to the CPU before sending it (tensor.cpu()), and back on the other side"
+    )
+
+
+def _reduce_by_layout(tensor: Tensor, pickler: Any = None) -> tuple[Any, ...]:
     requires_grad = tensor.requires_grad
     if _is_transformed(tensor):
         raise SerializationError(
@@ -87,10 +105,7 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
         name = str(tensor.dtype).removeprefix("torch.")
         return on_meta, (name, (*tensor.shape,), tensor.stride(), requires_grad)
     if not tensor.is_cpu:
-        raise SerializationError(
-            f"it is on device {tensor.device}, and RPC only supports CPU tensors: move it to the CPU before "
-            "sending it (tensor.cpu()), and back on the other side"
-        )
+        _check_device(tensor, pickler)
     tensor = tensor.detach()
     if tensor.is_nested:
         sizes, strides = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
@@ -109,7 +124,7 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
         return made, ("mkldnn", requires_grad, tensor.to_dense())
     if tensor.is_quantized:
         return _reduce_quantized(tensor)
-    return reduce_strided(tensor, requires_grad)
+    return reduce_strided(tensor, requires_grad, pickler)
 
 
 def _reduce_nested_with_history(tensor: Any) -> tuple[Any, ...]:
@@ -218,7 +233,7 @@ def sparse_coo(
 ) -> Tensor:
     """Rebuild a sparse tensor in coordinate layout; it is coalesced if the original was."""
     tensor = torch.sparse_coo_tensor(
-        indices, values, shape, device="cpu", is_coalesced=coalesced, check_invariants=check
+        indices, values, shape, device=values.device, is_coalesced=coalesced, check_invariants=check
     )
     return tensor.requires_grad_(requires_grad)
 
@@ -235,7 +250,7 @@ def sparse_compressed(
 ) -> Tensor:
     """Rebuild a sparse tensor in CSR, CSC, BSR or BSC layout."""
     tensor = torch.sparse_compressed_tensor(
-        starts, indices, values, shape, layout=layout, device="cpu", check_invariants=check
+        starts, indices, values, shape, layout=layout, device=values.device, check_invariants=check
     )
     return tensor.requires_grad_(requires_grad)
 
@@ -269,13 +284,20 @@ def constant(name: str) -> Any:
     return getattr(torch, name)
 
 
-def reduce_storage(storage: UntypedStorage | TypedStorage, _: object = None) -> tuple[Any, ...]:
+def reduce_storage(storage: UntypedStorage | TypedStorage, pickler: Any = None) -> tuple[Any, ...]:
     """Reduce a storage, all of it."""
     if isinstance(storage, TypedStorage):
         return typed_storage, (storage._untyped_storage, storage.dtype)
-    if storage.device.type != "cpu":
-        raise SerializationError(f"it is a storage on device {storage.device}; only CPU storages can be sent")
+    if storage.device.type != "cpu" or _takes_cpu(pickler):
+        if storage.device.type != "cpu":
+            _check_device(storage, pickler)
+        return storage_of, (torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),)
     return untyped_storage, (memory_at(storage.data_ptr(), storage.nbytes(), storage),)
+
+
+def storage_of(tensor: Tensor) -> UntypedStorage:
+    """Rebuild a storage from a tensor of its bytes."""
+    return tensor.untyped_storage()
 
 
 def untyped_storage(data: Any) -> UntypedStorage:

@@ -107,11 +107,6 @@ class Session:
         """A frame is taken in that has no number, such as a large message. From any thread."""
         self._unnumbered += 1
 
-    def expect_large(self) -> None:
-        """The message that ``take_in`` is called for next is a large one, which has no number."""
-        self.received -= 1
-        self._unnumbered += 1
-
     @property
     def heard(self) -> int:
         return self.received + self._unnumbered

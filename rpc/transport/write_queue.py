@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final, Protocol
 
+from rpc.runtime import waits
 from rpc.runtime.blocking import wait_while
 from rpc.runtime.interrupts import protected
 from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed, QueueFull
@@ -251,7 +252,10 @@ class WriteQueue:
         if wait and (large.is_full() if in_chunks else self._is_full()):
             self._before_waiting()
             deadline = monotonic() + wait
-            if not (large.wait_for_room(deadline) if in_chunks else self._wait_for_room(deadline)):
+            with waits.waiting("a full send queue", to=self.description):
+                wait_for_room = large.wait_for_room if in_chunks else self._wait_for_room
+                has_room = wait_for_room(deadline)
+            if not has_room:
                 session = self._session
                 what = "take what is queued for it"
                 if session is not None and session.is_full():

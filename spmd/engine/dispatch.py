@@ -16,11 +16,11 @@ from torch.autograd.graph import increment_version
 from spmd.engine import operators
 from spmd.engine.aliases import Alias, read, refuse_repeated, steps_of_view, write
 from spmd.engine.current import engine
-from spmd.engine.errors import SpmdError
 from spmd.engine.generator import draw, of_device
 from spmd.engine.handlers import HANDLERS, resize
 from spmd.engine.logical_tensor import LogicalTensor, alias_of, fetched, show_instead, uploaded, wrap
 from spmd.engine.metas import Spec, infer
+from spmd.engine.one_rank import collective
 from spmd.engine.operation import Operation
 from spmd.engine.recorder import Recorder
 
@@ -62,13 +62,10 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 
 def _first_seen(operator: Any) -> Operation:
     """How an operator is recorded, settled when it is first met."""
-    if operator.namespace == "c10d":
-        raise SpmdError(
-            "collectives of torch.distributed take no tensors on spmd:0, those of all workers: leave "
-            "them out, as DistributedDataParallel, and say with spmd.mark_sharding how tensors are sharded"
-        )
     operation = Operation.of(operator)
     operation.handler = operators.decompose(operator) or HANDLERS.get(operator)
+    if operator.namespace == "c10d":
+        operation.handler = collective(operator)
     if operation.handler is None and is_composite(operation.name):
         operation.handler = _composed_out(operation) if operation.is_out else operator.decompose
     _ROUTES[id(operator)] = operation  # which PyTorch keeps for good

@@ -99,6 +99,16 @@ def spec_of(tensor: Tensor, layout: Layout = REPLICATED) -> Spec:
     )
 
 
+_NORMS: Final = (
+    "aten::native_layer_norm",
+    "aten::native_group_norm",
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::_native_batch_norm_legit_functional",
+    "aten::_native_batch_norm_legit_no_training",
+)
+"""Operators that return a normalized tensor and two statistics of the tensor."""
+
 _fake_mode: FakeTensorMode | None = None
 
 
@@ -128,7 +138,22 @@ def infer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         Exception: what the operation raises for such arguments.
     """
     with torch.no_grad(), _quietly(), _mode():
-        return _specs(operator(*_fakes(args), **{name: _fakes(each) for name, each in kwargs.items()}))
+        found = _specs(operator(*_fakes(args), **{name: _fakes(each) for name, each in kwargs.items()}))
+    return _statistics_as_computed(found, args) if operator._schema.name in _NORMS else found
+
+
+def _statistics_as_computed(found: tuple[Spec, ...], args: tuple[Any, ...]) -> tuple[Spec, ...]:
+    """What a norm returns, with the dtypes that kernels of the CPU give its statistics.
+
+    They have the dtype of the parameters where that is wider than the input's, and running statistics keep
+    theirs.
+    """
+    tensor, *others = (each for each in args if isinstance(each, Spec))
+    wide = max((each.dtype for each in (tensor, *others)), key=lambda dtype: dtype.itemsize)
+    normed, mean, deviation, *running = found
+    dtypes = (wide, wide, *(each.dtype for each in others[-2:]))
+    statistics = zip((mean, deviation, *running), dtypes, strict=False)
+    return normed, *(Spec.of(each.shape, each.stride, dtype) for each, dtype in statistics)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""A worker that ``use_spmd`` starts: ``python -m spmd.engine.process INIT_METHOD NAME RANK WORLD_SIZE FD``.
-
-It writes a byte to the file descriptor when it is about to join.
-"""
+"""The process of a worker that ``use_spmd`` starts."""
 
 from __future__ import annotations
 
@@ -13,15 +10,14 @@ from pathlib import Path
 
 from spmd.engine.start import serve
 
-__all__: list[str] = []
+__all__ = ["main"]
 
 
-def _where(init_method: str) -> Path:
-    """The folder in which driver and workers meet."""
-    return Path(init_method.removeprefix("file://")).parent
+def main() -> None:
+    """Be a worker. Arguments of the process: INIT_METHOD NAME RANK WORLD_SIZE FD.
 
-
-if __name__ == "__main__":
+    It writes a byte to the file descriptor when it is about to join.
+    """
     for each in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -34,3 +30,8 @@ if __name__ == "__main__":
         serve(name, int(rank), int(world_size), init_method)
     finally:
         shutil.rmtree(_where(init_method), ignore_errors=True)  # a driver that was killed has left it
+
+
+def _where(init_method: str) -> Path:
+    """The folder in which driver and workers meet."""
+    return Path(init_method.removeprefix("file://")).parent

@@ -60,7 +60,7 @@ class ServedWorker:
         self._closed = False
         self._changed = threading.Condition()
         agent: Any = current_agent()
-        agent.on_close(self._stop)
+        agent.lifecycle.hooks.close.append(self._stop)
         self._watch = rpc.on_worker_lost(self._lost)
         self._thread = threading.Thread(target=self._work, name="farcall-spmd-worker", daemon=True)
         self._thread.start()

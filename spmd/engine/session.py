@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from rpc.agent.futures import wait_futures
-from rpc.errors import RpcError
+from rpc.errors import RpcError, WorkerLostError
+from rpc.runtime import waits
 from spmd.collectives.errors import CollectiveError
 from spmd.engine.aliases import Value
 from spmd.engine.bounded_cache import BoundedCache
@@ -100,6 +101,7 @@ class _UnderWay:
         answers: futures, by worker.
         inputs: ids.
         made: ids of what it makes.
+        number: of the step, from 0.
     """
 
     answers: list[Any]
@@ -108,6 +110,15 @@ class _UnderWay:
     places: list[Place] = field(default_factory=list)
     inputs: tuple[int, ...] = ()
     made: range = range(0)
+    number: int = 0
+
+    def described(self) -> str:
+        """What workers are asked for, with the user's lines."""
+        if not self.places:
+            return f"step {self.number}, {'to fetch a tensor' if self.inputs else 'to free tensors'}"
+        first, last = (described(self.places[end]) for end in (0, -1))
+        where = f"at {first}" if first == last else f"from {first} to {last}"
+        return f"step {self.number}, {len(self.places)} operations {where}"
 
 
 class Session:
@@ -239,7 +250,7 @@ class Session:
             del self._remotes[number]
             if number not in gone:
                 freed.append(number)
-        known = under_way.known
+        known, under_way.number = under_way.known, self._sequence
         forget, self._dropped = tuple(self._dropped), []
         packed = None if known is None else known.repetition.pack(base, under_way.inputs, scalars)
         for worker, port in enumerate(self._ports):
@@ -257,8 +268,10 @@ class Session:
             try:
                 under_way.answers.append(port.send(step))
             except Exception as error:  # some workers have the step, and others never will
-                self._broken = self._broken or error
-                raise
+                self._broken = self._broken or _unanswered(under_way.described(), error)
+                if self._broken is error:
+                    raise
+                raise self._broken from None
         self._sequence += 1
         self._under_way.append(under_way)
         while len(self._under_way) > _AHEAD:
@@ -298,9 +311,10 @@ class Session:
         answers: list[Answer] = []
         for future in step.answers:
             try:
-                answers.append(future.wait())
+                with waits.waiting("an SPMD step"):
+                    answers.append(future.wait())
             except RpcError as error:
-                self._broken = self._broken or error
+                self._broken = self._broken or _unanswered(step.described(), error)
                 answers.append(Answer())
         patience.end()
         lost = {place: self._lost[each] for place, each in enumerate(step.inputs) if each in self._lost}
@@ -352,10 +366,12 @@ class Session:
         self._generation += 1
         try:
             wait_futures([port.regroup(self._generation) for port in self._ports])
-        except RpcError as error:
-            self._broken = error  # some workers have new groups, and others have not
+        except RpcError as error:  # some workers have new groups, and others have not
+            self._broken = _unanswered("the request for new process groups after a failed operation", error)
             self._give_up()  # the others may wait for the one that has failed
-            raise
+            if self._broken is error:
+                raise
+            raise self._broken from None
 
     def drain(self) -> None:
         """Wait until the workers have done what they were sent, however it ends."""
@@ -446,6 +462,18 @@ class _Patience:
 def _is_of_others(cause: Exception) -> bool:
     """Whether an error only says that another worker has failed."""
     return isinstance(cause, CollectiveError)
+
+
+def _unanswered(asked: str, error: Exception) -> Exception:
+    """If a worker is gone, an error that says what it did not answer; any other error as it is."""
+    if not isinstance(error, WorkerLostError):
+        return error
+    return WorkerLostError(
+        f"worker '{error.worker}' is gone: {error.reason}. It has not answered {asked}. What the workers "
+        "hold is lost: end SPMD mode with spmd.shutdown(), begin it again, and go on from a checkpoint",
+        error.worker,
+        error.reason,
+    )
 
 
 def _explained(step: _UnderWay, index: int, cause: Exception) -> OperationError:

@@ -10,9 +10,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn
 
@@ -22,9 +24,10 @@ import torch.distributed as dist
 import rpc
 from rpc.agent import departure
 from rpc.agent.futures import Future, as_completed, wait_futures
-from rpc.errors import GivenUpError, RpcError, RpcTimeoutError
+from rpc.errors import GivenUpError, RpcError, RpcTimeoutError, WorkerLostError
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
+from rpc.runtime.notices import Notices, tell_of_start
 from spmd import backend
 from spmd.collectives.store import WorkerStore
 from spmd.engine.current import DEVICE, set_engine
@@ -55,6 +58,9 @@ _ALONE: Final = (
 )
 
 _DRIVER: Final = "driver"
+
+_WORKER: Final = "import farcall_guard; farcall_guard.prefer(); from spmd.engine.process import main; main()"
+"""Program of a worker process. It finds farcall's packages wherever the driver's ``sys.path`` leads."""
 
 _PATIENCE: Final = 10.0
 """Seconds that a worker has to end."""
@@ -109,8 +115,8 @@ class _Mode:
             store.set_timeout(timedelta(seconds=_PATIENCE))
             store.give_up(f"SPMD mode could not begin: {type(error).__name__}: {error}")
             if isinstance(error, GivenUpError):
-                raise (_cause_in(calls) or error) from None
-            raise
+                error = _cause_in(calls) or error
+            raise _begun_without(error) from None
         self.ports = [_RemotePort(name, worker) for name, worker in zip(names, made, strict=True)]
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
@@ -127,6 +133,14 @@ class _Mode:
             with suppress(RpcTimeoutError):  # then the processes are ended
                 rpc.shutdown(timeout=_PATIENCE)
         _end(self.processes)
+
+
+def _begun_without(error: BaseException) -> BaseException:
+    """If a worker is gone, an error that says what for; any other error as it is."""
+    if not isinstance(error, WorkerLostError):
+        return error
+    said = f"SPMD mode could not begin: worker '{error.worker}' is gone: {error.reason}"
+    return WorkerLostError(said, error.worker, error.reason)
 
 
 def _cause_in(calls: Sequence[Future[Any]]) -> BaseException | None:
@@ -218,8 +232,7 @@ def _on_this_machine(workers: int | Sequence[str] | None, programs: int) -> _Mod
             process, sign = _start_worker([init_method, name, str(rank), str(workers + 1)], environ)
             processes.append(process)
             signs.append(sign)
-        for name, process, sign in zip(names, processes, signs, strict=True):
-            _await_start(name, process, sign)
+        _await_start(dict(zip(names, zip(processes, signs, strict=True), strict=True)))
         options = AgentOptions(init_method=init_method)
         rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
         return _Mode(names, True, processes, programs)
@@ -237,7 +250,7 @@ def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subproc
     ours, theirs = os.pipe()
     sign = open(ours, "rb")  # noqa: SIM115
     try:
-        command = [sys.executable, "-m", "spmd.engine.process", *args, str(theirs)]
+        command = [sys.executable, "-c", _WORKER, *args, str(theirs)]
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(theirs,))
     except BaseException:
         sign.close()
@@ -247,13 +260,22 @@ def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subproc
     return process, sign
 
 
-def _await_start(name: str, process: subprocess.Popen[bytes], sign: BinaryIO) -> None:
-    with sign:
-        if not sign.read(1):
-            raise SpmdError(
-                f"worker {name!r} (process {process.pid}) ended with status {process.wait()} while it began: "
-                "what it has printed says why"
-            )
+def _await_start(workers: dict[str, tuple[subprocess.Popen[bytes], BinaryIO]]) -> None:
+    """Wait until all are about to join; the log says for whom, if it takes long."""
+    with ExitStack() as until_end:
+        signs = {until_end.enter_context(sign): name for name, (_, sign) in workers.items()}
+        notices = Notices()
+        while signs:
+            for sign in wait(list(signs), max(0.0, notices.next - time.monotonic())):
+                name = signs.pop(sign)
+                if not sign.read(1):
+                    process, _ = workers[name]
+                    raise SpmdError(
+                        f"worker {name!r} (process {process.pid}) ended with status {process.wait()} while "
+                        "it began: what it has printed says why"
+                    )
+            if signs and notices.due():
+                tell_of_start(list(signs.values()), notices.waited)
 
 
 def _under_torchrun(workers: int | Sequence[str] | None, programs: int) -> _Mode:

@@ -92,7 +92,7 @@ class Coordinator:
         self._waiting: deque[_Operation] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        current_agent().on_close(self._stop)
+        current_agent().lifecycle.hooks.close.append(self._stop)
         threading.Thread(target=self._work, name="farcall-served-model", daemon=True).start()
 
     @async_execution

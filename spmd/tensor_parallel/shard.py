@@ -203,7 +203,7 @@ class ModelShard:
                 dist.init_process_group(
                     "farcall", store=store, rank=self.rank, world_size=len(world), timeout=timeout
                 )
-        node = Node(agent, [agent.peer(each) for each in us.workers], us.name, owned=False)
+        node = Node.of(agent, [agent.group.peers.find(each) for each in us.workers], us.name, owned=False)
         self._group = Group(node, range(len(world)), self.rank, us.name, us.timeout)
         self._process_group = FarcallProcessGroup(self._group)
         ranks = {global_rank: place for place, global_rank in enumerate(world)}

@@ -2,13 +2,13 @@
 
     python -m tests.conformance.xla PATH                    # PATH: a checkout of github.com/pytorch/xla
     python -m tests.conformance.xla PATH --only sharding    # files whose name contains this
-    python -m tests.conformance.xla PATH --programs         # examples, and tests that are programs, too
 
-Each file of ``test/spmd`` runs in a process of its own under ``farcall run``, with 4 workers. If a case
-fails, the file runs with 8 workers and with 1 as well, as theirs run on machines of several sizes: a case
-counts if it passes in one of these runs. A program counts if it ends without an error, or has printed the
-loss of a step when its time is over, since some train a ResNet-50 for hours. The tests need ``absl-py`` and
-``rich``, and some programs ``torchvision``.
+Each file of ``test/spmd`` and each program of ``examples`` runs in a process of its own under
+``farcall run``, with 4 workers. If a case fails, the file runs with 8 workers and with 1 as well, as theirs
+run on machines of several sizes: a case counts if it passes in one of these runs. A program counts if it ends
+without an error. Training programs run with small models and little data
+(:mod:`tests.conformance.xla_small`). The command fails if fewer cases pass than expected, or if a program
+fails that needs no kernel of XLA's own. Their files need ``absl-py``, ``rich`` and ``torchvision``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,20 +32,20 @@ __all__ = ["Outcome", "main", "outcomes_in"]
 _WORKERS: Final = (4, 8, 1)
 _LEAST: Final = 180
 """Number of cases that must pass."""
+_SMALL: Final = Path(__file__).with_name("xla_small.py")
 
-_FLAGS: Final = {
-    "test_train_spmd_linear_model": ["--skip-gradient-checkpointing"],
-    "test_train_spmd_imagenet": ["--fake_data", "--model=resnet18", "--batch_size=8"],
-}
-_SMALL: Final = ["--num-steps=2", "--hidden-size=64", "--intermediate-size=128", "--num-layers=2"]
-_OF_DECODERS: Final = "train_decoder_only_base.py"
+_NO_TESTS: Final = ("test_sharding_strategies", "test_train_spmd_imagenet", "test_xla_sharding_base")
+"""Files of ``test/spmd`` without cases."""
 _NO_PROGRAMS: Final = ("decoder_only_model", "decoder_with_scan")
 """Files of ``examples`` that others import."""
+_KERNELS: Final = "flash_attention"
+"""Folder of ``examples`` whose programs call a TPU's kernel."""
+
+_DECODER: Final = ("--hidden-size=64", "--intermediate-size=128")
 
 _CASE: Final = re.compile(r"^(test\w+) \(([\w.]+)\)")
 _STATUS: Final = re.compile(r"(?:^|\.\.\. )(ok|FAIL|ERROR|skipped .*|expected failure)$")
 _HEADING: Final = re.compile(r"^(FAIL|ERROR): (\w+) \(([\w.]+)\)")
-_STEP: Final = re.compile(r"step\D{0,3}\d+.*loss", re.IGNORECASE)
 
 
 @dataclass
@@ -88,12 +90,18 @@ def outcomes_in(text: str) -> Outcome:
     return found
 
 
-def run(file: Path, flags: Sequence[str], workers: int, seconds: float) -> tuple[int | None, str]:
-    """Run a file under ``farcall run``; its exit status, None if its time was over, and what it printed."""
+def run(
+    file: Path, flags: Sequence[str], workers: int, seconds: float, before: Sequence[str] = ()
+) -> tuple[int | None, str]:
+    """Run a file under ``farcall run``; its exit status, None if its time was over, and what it printed.
+
+    Args:
+        before: a program that runs the file, and its first arguments.
+    """
     environ = {**os.environ, "FARCALL_SPMD_WORKERS": str(workers), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "farcall", "run", str(file.resolve()), *flags],
+            [sys.executable, "-m", "farcall", "run", *before, str(file.resolve()), *flags],
             cwd=file.parent,
             env=environ,
             stdout=output,
@@ -111,64 +119,77 @@ def run(file: Path, flags: Sequence[str], workers: int, seconds: float) -> tuple
 
 
 def test_files(checkout: Path) -> list[Path]:
-    """Tests, without their base class and what only measures."""
-    without = {"test_xla_sharding_base", "test_sharding_strategies"}
-    return [each for each in sorted((checkout / "test/spmd").glob("test_*.py")) if each.stem not in without]
+    """The files of ``test/spmd`` that have cases."""
+    return [each for each in sorted((checkout / "test/spmd").glob("test_*.py")) if each.stem not in _NO_TESTS]
 
 
 def programs(checkout: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Programs, with flags that make them small where they have such."""
-    yield checkout / "test/spmd/test_sharding_strategies.py", ["--sharding=spmd", "--embedding_dimension=64"]
-    for each in sorted((checkout / "examples").rglob("*.py")):
+    """Programs of ``test/spmd`` and ``examples``, and the flags that they run with."""
+    spmd, examples = checkout / "test/spmd", checkout / "examples"
+    yield spmd / "test_sharding_strategies.py", ["--batch_size=64", "--embedding_dimension=64"]
+    for sharding in ("batch", "spatial", "conv", "linear"):
+        flags = ["--fake_data", "--model=resnet18", "--num_epochs=1", f"--sharding={sharding}"]
+        yield spmd / "test_train_spmd_imagenet.py", flags
+    for each in sorted(examples.rglob("*.py")):
         if each.stem not in _NO_PROGRAMS:
-            yield each, _SMALL if each.name == _OF_DECODERS else []
+            yield each, list(_DECODER) if each.stem == "train_decoder_only_base" else []
+    scanned = "scan.decoder_with_scan.DecoderWithScan"
+    yield examples / "train_decoder_only_base.py", [scanned, *_DECODER]
+
+
+def _run_tests(file: Path, options: argparse.Namespace) -> tuple[Outcome, str]:
+    found = Outcome()
+    trains = file.stem.startswith("test_train")
+    before = [str(_SMALL), str(options.checkout.resolve())] if trains else []
+    for workers in _WORKERS:
+        found.add(outcomes_in(run(file, ["-v"], workers, options.seconds, before)[1]))
+        if not found.failed:
+            break
+    counts = f"{len(found.passed)} pass, {len(found.failed)} fail, {len(found.skipped)} skipped"
+    lines = [f"{file.stem}: {counts}", *sorted(found.failed), *([found.said] if found.said else [])]
+    passed, failed, skipped = (
+        {f"{file.stem}.{case}" for case in kind} for kind in (found.passed, found.failed, found.skipped)
+    )
+    return Outcome(passed, failed, skipped), "\n    ".join(lines)
+
+
+def _run_program(file: Path, flags: Sequence[str], options: argparse.Namespace) -> tuple[Outcome, str]:
+    before = [str(_SMALL), str(options.checkout.resolve())]
+    status, text = run(file, flags, _WORKERS[0], options.seconds, before)
+    name = " ".join([str(file.relative_to(options.checkout)), *flags])
+    if status == 0:
+        return Outcome({name}), f"{name}: ends"
+    if file.parent.name == _KERNELS:
+        return Outcome(skipped={name}), f"{name}: needs kernels of XLA"
+    said = "its time is over" if status is None else (text.strip().splitlines() or [""])[-1]
+    return Outcome(failed={name}), f"{name}: fails: {said}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what passes; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.xla", description=__doc__)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--only", default="", help="run files whose name contains this")
-    parser.add_argument("--programs", action="store_true", help="run examples as well")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="limit for each file")
+    parser.add_argument("--only", default="", help="run files whose path contains this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of files that run at once")
+    parser.add_argument("--seconds", type=float, default=600.0, help="limit for each run of a file")
     options = parser.parse_args(arguments)
-    total = Outcome()
-    for file in test_files(options.checkout):
-        if options.only not in file.name:
-            continue
-        found = Outcome()
-        for workers in _WORKERS:
-            flags = ["-v", *_FLAGS.get(file.stem, [])]
-            found.add(outcomes_in(run(file, flags, workers, options.seconds)[1]))
-            if not found.failed:
-                break
-        print(
-            f"{file.stem}: {len(found.passed)} pass, {len(found.failed)} fail, {len(found.skipped)} skipped",
-            *sorted(found.failed),
-            *([found.said] if found.said else []),
-            sep="\n    ",
-            flush=True,
-        )
-        for kind in ("passed", "failed", "skipped"):
-            getattr(total, kind).update(f"{file.stem}.{each}" for each in getattr(found, kind))
-    wrong = _run_programs(options) if options.programs else 0
-    print(f"{len(total.passed)} pass, {len(total.failed)} fail, {len(total.skipped)} skipped")
-    return int(not options.only and len(total.passed) < _LEAST) or wrong
-
-
-def _run_programs(options: argparse.Namespace) -> int:
-    """The number of programs that do not run."""
-    wrong = 0
-    for file, flags in programs(options.checkout):
-        if options.only not in file.name:
-            continue
-        status, text = run(file, flags, _WORKERS[0], options.seconds)
-        runs = status == 0 or (status is None and _STEP.search(text) is not None)
-        wrong += not runs
-        end = "ends" if status == 0 else "trains until its time is over"
-        last = (text.strip().splitlines() or [""])[-1]
-        print(f"{file.relative_to(options.checkout)}: {end if runs else 'does not run: ' + last}", flush=True)
-    return wrong
+    cases, ends = Outcome(), Outcome()
+    files = [each for each in test_files(options.checkout) if options.only in str(each)]
+    ran = [each for each in programs(options.checkout) if options.only in str(each[0])]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        jobs: list[tuple[Outcome, Callable[[], tuple[Outcome, str]]]] = [
+            *((cases, partial(_run_tests, each, options)) for each in files),
+            *((ends, partial(_run_program, *each, options)) for each in ran),
+        ]
+        for total, done in [(total, pool.submit(job)) for total, job in jobs]:
+            found, said = done.result()
+            total.add(found)
+            print(said, flush=True)
+    print(f"cases: {len(cases.passed)} pass, {len(cases.failed)} fail, {len(cases.skipped)} skipped")
+    print(
+        f"programs: {len(ends.passed)} end, {len(ends.failed)} fail, {len(ends.skipped)} need kernels of XLA"
+    )
+    return int(bool(ends.failed) or (not options.only and len(cases.passed) < _LEAST))
 
 
 if __name__ == "__main__":

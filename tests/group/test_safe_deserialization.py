@@ -404,7 +404,7 @@ HOSTILE_VALUES = [
 def attack(worker: Worker) -> list[str]:
     with worker.group(dynamic=True, **SAFE):
         wire, group = rpc.rpc_sync("worker0", say_target)
-        at = Target(Member.from_wire(wire), group, current_agent().connections.authenticator)
+        at = Target(Member.from_wire(wire), group, current_agent().group.connections.authenticator)
         with Hostile(at) as peer:
             peer.join(peer.newcomer(1))
             hostile = [

@@ -115,7 +115,8 @@ def everything_else(at: Target, stream_token: bytes) -> dict[str, bytes]:
 def offered_token() -> bytes:
     """That of streams which worker 1 has just offered to worker 0."""
     agent = current_agent()
-    streams = agent.bulk_streams._streams[agent.peer("worker0")] = _Streams(3)
+    peer = agent.group.peers.find("worker0")
+    streams = agent.messages.bulk_streams._streams[peer] = _Streams(3)
     return streams.token
 
 

@@ -55,7 +55,7 @@ def state() -> dict[str, Any]:
         "ran": list(ran),
         "largest RSS, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "handshaking": agent.connections.handshaking,
+        "handshaking": agent.group.connections.handshaking,
         "members": [info.name for info in rpc.get_worker_infos()],
     }
 

@@ -44,6 +44,7 @@ ROOMS = (
     {"group"},
     {"bulk"},
     {"agent"},
+    {"devices"},
     {"profiling"},
     {"rendezvous"},
     {"lifecycle"},
@@ -64,7 +65,8 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"values", "grpc_server"},
         {"client"},
         {"serving", "transport", "compat"},
-        {"launch", "environment"},
+        {"observe"},
+        {"launch", "environment", "one_sided", "ray"},
         {"doctor"},
         {"meeting", "trials"},
         {"cli"},
@@ -87,6 +89,7 @@ WITH_EXTRAS = {
     ROOT / "farcall" / "serving": ("grpc", "serve"),
     ROOT / "farcall" / "transport": ("grpc",),
     ROOT / "farcall" / "grpc_server.py": ("grpc",),
+    ROOT / "farcall" / "ray": ("ray",),
 }
 """What needs extras, and which."""
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from farcall.compat.torch_xla import process_group
 from farcall.compat.torch_xla.mode import begin_alone, lend_names
 from farcall.compat.torch_xla.model import mark_step
 from spmd.engine import start
@@ -33,6 +34,7 @@ __version__: Final = "2.9.0"
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 lend_names()
+process_group.register()
 
 
 def device(index: int | None = None) -> torch.device:

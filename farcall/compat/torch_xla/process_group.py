@@ -1,21 +1,23 @@
-"""``torch_xla.distributed.xla_backend``: importing it makes ``init_method="xla://"`` known, as theirs does.
+"""``torch_xla.distributed.xla_backend``: the backend ``xla``, and ``init_method="xla://"``.
 
-In SPMD mode there is one process, so the group that a program makes so (on gloo, for what wants one) has one
-rank. Groups of the backend ``xla`` have no meaning there.
+There is one process, so a group has one rank. In SPMD mode groups of the backend ``xla`` are refused, as
+XLA refuses them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from farcall.compat.torch_xla.mode import is_spmd
 from spmd.engine.errors import SpmdError
 
-__all__: list[str] = []
+__all__ = ["register"]
 
 _SCHEME = _BACKEND = "xla"
 
@@ -30,18 +32,24 @@ class MixedModesError(SpmdError, AssertionError):
     """SPMD mode is mixed with groups of processes. Theirs is an ``AssertionError``."""
 
 
-def _refuse(*_: Any) -> Any:
-    raise MixedModesError(
-        "SPMD mode cannot be mixed with other distributed libraries: leave out init_process_group('xla') and "
-        "what stands on it. For torch.distributed.checkpoint a group of 'gloo' will do"
-    )
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group of one rank. Its collectives on the device are those of ``spmd/engine/one_rank.py``."""
+    if is_spmd():
+        raise MixedModesError(
+            "SPMD mode cannot be mixed with other distributed libraries: leave out init_process_group('xla') "
+            "and what stands on it. For torch.distributed.checkpoint a group of 'gloo' will do"
+        )
+    if size != 1:
+        raise SpmdError(
+            f"a process group of the backend 'xla' has one process, and {size} are asked for: leave out rank "
+            "and world_size, or use several workers in SPMD mode (torch_xla.runtime.use_spmd)"
+        )
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def _register() -> None:
+def register() -> None:
+    """Register the backend and the scheme with ``torch.distributed``. Idempotent."""
     if _BACKEND not in dist.Backend.backend_list:
-        register: Any = register_rendezvous_handler
-        register(_SCHEME, _meet)
-        dist.Backend.register_backend(_BACKEND, _refuse, devices=["cpu"])
-
-
-_register()
+        make_known: Any = register_rendezvous_handler
+        make_known(_SCHEME, _meet)
+        dist.Backend.register_backend(_BACKEND, _create, devices=["cpu"])

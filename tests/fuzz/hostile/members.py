@@ -82,7 +82,7 @@ def remembered() -> dict[str, int]:
     """What a worker knows of references, when what waits for late messages is given up."""
     agent = current_agent()
     references = agent.extensions["rref"]
-    agent.on_loop(references._sweep)
+    agent.group.on_loop(references._sweep)
     counts: dict[str, int] = references.counts()
     return {kind: number for kind, number in counts.items() if number}
 

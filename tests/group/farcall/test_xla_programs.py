@@ -89,6 +89,47 @@ trainer.train()
 assert len(trainer.losses) == 3 and trainer.losses[0] > trainer.losses[1] > trainer.losses[2]
 '''
 
+ONE_PROCESS = """
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import torch_xla
+from torch_xla import runtime as xr
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+
+def train(model):
+    x = torch.ones(4, 3, device=torch_xla.device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    optimizer.step()
+    return [each.cpu() for each in model.parameters()]
+
+
+def main(index):
+    dist.init_process_group("xla", init_method="xla://")
+    assert (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == ("xla", 0, 1)
+    assert not xr.is_spmd()
+    plain, *models = (nn.Linear(3, 2).to(torch_xla.device()) for _ in range(3))
+    for each in models:
+        each.load_state_dict(plain.state_dict())
+    sharded = XlaFullyShardedDataParallel(models[1], compute_dtype=torch.float32, reshard_after_forward=False)
+    assert sharded.in_features == 3 and sharded.module is models[1]
+    expected = train(plain)
+    for model in (DistributedDataParallel(models[0], gradient_as_bucket_view=True), sharded):
+        assert all(map(torch.equal, train(model), expected))
+    with pytest.raises(ValueError, match="torch.autocast"):
+        XlaFullyShardedDataParallel(plain, compute_dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="'sharding_groups'"):
+        XlaFullyShardedDataParallel(plain, sharding_groups=[[0, 1]])
+    dist.destroy_process_group()
+
+
+torch_xla.launch(main)
+"""
+
 LANGUAGE = """
 import functools
 import sys
@@ -431,6 +472,10 @@ def run(tmp_path: Path, program: str, *options: str) -> None:
         },
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_program_for_several_processes_runs_as_one(tmp_path: Path) -> None:
+    run(tmp_path, ONE_PROCESS)
 
 
 def test_the_steps_of_the_guides_run(tmp_path: Path) -> None:

@@ -77,12 +77,12 @@ def agent() -> Any:
 
 
 def peer() -> Any:
-    (other,) = [each for each in agent().peers.all() if not each.is_self]
+    (other,) = [each for each in agent().group.peers.all() if not each.is_self]
     return other
 
 
 def streams() -> _Streams | None:
-    found: _Streams | None = agent().bulk_streams._streams.get(peer())
+    found: _Streams | None = agent().messages.bulk_streams._streams.get(peer())
     return found
 
 

@@ -31,10 +31,10 @@ print("sum", x.sum().item(), "of", spmd.global_device_count())
 """Ends without ``shutdown``: its workers must end all the same."""
 
 
-def run(tmp_path: Path, *prefix: str, **variables: str) -> str:
+def run(tmp_path: Path, *prefix: str, program: str = PROGRAM, **variables: str) -> str:
     """What the program prints."""
     script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
+    script.write_text(program)
     done = subprocess.run(
         [sys.executable, *prefix, str(script)],
         capture_output=True,
@@ -53,11 +53,30 @@ def test_workers_are_started_on_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_workers_find_our_packages_though_the_driver_has_a_namesake_on_its_path(tmp_path: Path) -> None:
+    namesake = tmp_path / "others" / "spmd"
+    namesake.mkdir(parents=True)
+    (namesake / "__init__.py").touch()
+    program = f"import sys, spmd\nsys.path.insert(0, {str(namesake.parent)!r})\n{PROGRAM}"
+    assert run(tmp_path, program=program, FARCALL_SPMD_WORKERS="2") == "sum 12.0 of 2"
+
+
+@pytest.mark.processes
 def test_a_worker_that_ends_while_it_begins_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(SpmdError, match=r"worker 'spmd0' \(process \d+\) ended with status 1 while"):
         spmd.use_spmd(workers=2)
     assert not spmd.is_spmd()
+
+
+@pytest.mark.processes
+def test_a_start_that_takes_long_says_for_whom_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rpc.runtime.notices.FIRST_SECONDS", 0.01)
+    spmd.use_spmd(workers=1)
+    spmd.shutdown()
+    assert "s so far to start spmd0" in caplog.text
 
 
 def test_the_first_argument_is_no_flag() -> None:
