@@ -184,7 +184,7 @@ BY_ONE_DRIVER = {
     ),
     "serve": (
         ["--rounds", "1", "--clients", "4", "--width", "256"],
-        r"^accuracy +0\.9\d\d of 449 images[^!]*^new version +\d+ images answered by the first version, then \d",
+        r"^accuracy +0\.9\d\d of 449 images[^!]*^new version +\d+ images answered by the first",
     ),
 }
 """Arguments with which those succeed soon that start workers for one program, and a line that they print.
