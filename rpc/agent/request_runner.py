@@ -444,7 +444,10 @@ class RequestRunner:
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
         # A function that goes on after this worker has ended, by Ctrl-C for one, cannot call others.
         wanted |= isinstance(error, NotInitializedError) and not is_initialized()
-        consequence = isinstance(error, GivenUpError)
+        # That its caller is gone has been told already, and there is nobody to answer.
+        consequence = isinstance(error, GivenUpError) or (
+            isinstance(error, WorkerLostError) and error.worker == peer.name
+        )
         logger.log(
             logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
             "worker '%s': %s, called by worker '%s', raised %s%s: %s",
