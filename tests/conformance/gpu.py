@@ -83,7 +83,9 @@ def _rewritten(module: str) -> str:
     source = source.replace("torch.cuda.", f"torch.{KIND}.").replace(".cuda(", f".{KIND}(")
     source = re.sub(r"(?<=[\"'{])cuda(?=[\"':}])", KIND, source)
     source = re.sub(r"(\w+)\.is_cuda", rf"(\1.device.type == '{KIND}')", source)
-    source = source.replace("get_cycles_per_ms()", "20")  # the simulated device sleeps microseconds
+    # The simulated device sleeps microseconds, not cycles.
+    source = source.replace("get_cycles_per_ms()", "20")
+    source = re.sub(r"^FIFTY_MIL_CYCLES = \d+", "FIFTY_MIL_CYCLES = 2000", source, flags=re.MULTILINE)
     source = source.replace("CUDA error", f"{KIND.upper()} error")
     return re.sub(r"@skip_if_lt_x_gpu\(\d\)", "", source)
 
