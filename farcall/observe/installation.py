@@ -14,6 +14,7 @@ import time
 from functools import partial
 from typing import Any, Final
 
+from farcall.observe.far_hosts import FarHosts, ignore
 from farcall.observe.jobs import JOB, job_id
 from farcall.observe.observer import Observer, program_name
 from rpc.agent.agent import Agent
@@ -38,6 +39,7 @@ def install(agent: Agent) -> None:
     """Have this process observed for as long as the agent lives."""
     global _observer
     if os.environ.get(_SWITCH) == "0":
+        ignore(agent)
         return
     with _lock:
         if _observer is None:
@@ -49,6 +51,7 @@ def install(agent: Agent) -> None:
             _observer.add(agent)
         found = _observer
     agent.extensions["observe"] = found
+    FarHosts(found, agent)
     agent.events.listen(PeerLost, lambda lost: found.record("lost", who=lost.name, why=lost.reason))
     agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
     identify = partial(_identify, found, agent)
