@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -25,6 +26,7 @@ from spmd.tensor_parallel.coordinator import Coordinator, coordinate
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError, ShardLostError
 from spmd.tensor_parallel.resharding import chunk
 from spmd.tensor_parallel.shard import Call, Initialize, Membership, ModelShard, Parallelize, Part, make
+from spmd.workers.worker_set import wait_together
 
 __all__ = ["ShardedModule", "build"]
 
@@ -276,22 +278,18 @@ def build(
         us = Membership(f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout)
         how = (parallelize, initialize, secrets.randbits(62))
         joining = [shard.rpc_async(timeout=0).join(us, rank, *how) for rank, shard in enumerate(shards)]
-        try:
-            wait_futures(joining)
-        except Exception:
-            _undo(shards, joining)
-            raise
+        wait_together(joining, partial(_undo, shards, joining))
         coordinator = rpc_sync(workers[0], coordinate, args=(shards, workers, max_batch_size))
         return ShardedModule(workers, shards, coordinator)
 
 
-def _undo(shards: Sequence[RRef[ModelShard]], joining: Sequence[Future[Any]]) -> None:
+def _undo(shards: Sequence[RRef[ModelShard]], joining: Sequence[Future[Any]], reason: str) -> None:
     """Free what is left of a model that could not be built. Why it could not is known; other errors are not
     told.
     """
     for shard in shards:
         with suppress(RpcError):
-            shard.rpc_async(timeout=0).abort("the model could not be built")
+            shard.rpc_async(timeout=0).abort(f"the model could not be built: {reason}")
     for shard, future in zip(shards, joining, strict=True):
         with suppress(Exception):
             future.wait()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint
@@ -28,22 +28,24 @@ from dist_autograd.graph import Leaf
 from dist_autograd.installation import autograd
 from dist_autograd.leaves import owned
 from dist_optim.local_optimizer import LocalOptimizer, mark_as_copy
+from rpc.agent.futures import Future
 from rpc.errors import AutogradError
+from rpc.functions import async_execution
 from rpc.runtime.current import current_agent
 from rref import RRef
 from spmd.collectives.group import Group
 from spmd.collectives.node import Node
 from spmd.collectives.process_group import FarcallProcessGroup
-from spmd.collectives.store import WorkerStore, fail_if_lost
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
 from spmd.tensor_parallel.random_numbers import draw_parts
+from spmd.workers.forming import Forming
+from spmd.workers.step_queue import StepQueue
 
-__all__ = ["Call", "Membership", "ModelShard", "Outcome", "Part", "make"]
+__all__ = ["Call", "Membership", "ModelShard", "Outcome", "Part", "Task", "make"]
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 Initialize = Callable[[nn.Module], object]
 
-_EXTENSION: Final = "spmd.served"
 dcp: Any = torch.distributed.checkpoint
 
 
@@ -62,6 +64,21 @@ class Membership:
     workers: tuple[str, ...]
     world: tuple[int, ...] | None
     timeout: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a shard is to do.
+
+    Attributes:
+        sequence: from 0; tasks are done in this order.
+        name: of a method of ``ModelShard``.
+        args: for it.
+    """
+
+    sequence: int
+    name: str
+    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -150,7 +167,8 @@ class ModelShard:
         self.rank = -1
         self._worker = ""
         self._aborted = ""
-        self._store: WorkerStore | None = None
+        self._forming: Forming | None = None
+        self._steps: StepQueue | None = None
         self._group: Group | None = None
         self._process_group: Any = None
         self._mesh: Any = None
@@ -178,6 +196,7 @@ class ModelShard:
         except BaseException:
             self.close()
             raise
+        self._steps = StepQueue(self._do, us.workers[0], self.abort, _ended)
 
     def _fill(self, parallelize: Parallelize, initialize: Initialize | None, seed: int) -> None:
         self.module = parallelize(self.module, self._mesh)
@@ -195,14 +214,10 @@ class ModelShard:
         world = us.world or tuple(range(len(us.workers)))
         timeout = timedelta(seconds=us.timeout)
         if us.world is None:
-            store = self._store = WorkerStore(us.workers[0], f"{us.name}/")
-            agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
-            if self._aborted:  # before there was a store
+            self._forming = Forming(us.workers, us.name)
+            if self._aborted:  # before there was a group to give up
                 raise ParallelError(self._aborted)
-            with fail_if_lost(store, us.workers):
-                dist.init_process_group(
-                    "farcall", store=store, rank=self.rank, world_size=len(world), timeout=timeout
-                )
+            self._forming.form(rank=self.rank, timeout=timeout)
         node = Node(agent, [agent.peer(each) for each in us.workers], us.name, owned=False)
         self._group = Group(node, range(len(world)), self.rank, us.name, us.timeout)
         self._process_group = FarcallProcessGroup(self._group)
@@ -219,7 +234,9 @@ class ModelShard:
         self._mesh = DeviceMesh.from_group(self._process_group, "cpu")
 
     def close(self) -> None:
-        """Leave the group and free the module."""
+        """Leave the group and free the module. Idempotent."""
+        if self._steps is not None:
+            self._steps.stop()
         if self._process_group is not None:
             dist.destroy_process_group(self._process_group)
         self._group = self._process_group = self._mesh = None
@@ -227,6 +244,15 @@ class ModelShard:
         self._locals.clear()
 
     # ---- running it
+
+    @async_execution
+    def do(self, task: Task) -> Future[Any]:
+        """Do a task when those before it are done."""
+        assert self._steps is not None, "not before join"
+        return self._steps.put(task)
+
+    def _do(self, task: Task) -> Any:
+        return getattr(self, task.name)(*task.args)
 
     def forward(self, call: Call) -> Outcome | None:
         """Run the module; rank 0 returns what it gives."""
@@ -348,13 +374,17 @@ class ModelShard:
         self._aborted = reason
         if self._group is not None:
             self._group.abort(reason)
-        elif self._store is not None:
-            self._store.give_up(reason)
+        elif self._forming is not None:
+            self._forming.give_up(reason)
 
     @property
     def failed(self) -> bool:
         """Whether the group has failed."""
         return self._group is None or self._group.members.failed
+
+
+def _ended() -> ParallelError:
+    return ParallelError("the model is closed")
 
 
 def _tensors(tree: Any) -> list[Tensor]:

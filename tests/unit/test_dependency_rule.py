@@ -54,6 +54,7 @@ ROOMS = (
 ROOMS_OF: dict[str, tuple[set[str], ...]] = {
     "spmd": (
         {"collectives"},
+        {"workers"},
         {"tensor_parallel"},
         {"engine", "backend"},
         {"sharding"},
