@@ -1,8 +1,8 @@
 """Rank 0 of a served model gives all shards their work, in one order.
 
 Every call, backward and other operation of a model makes collectives. If the shards did two of them in
-different orders, each would wait for the other. So clients ask rank 0 alone, whose one thread tells the
-others what to do, does its own part, and only then goes on.
+different orders, each would wait for the other. So clients ask rank 0 alone, whose one thread has all shards
+do one operation (:class:`~spmd.workers.worker_set.WorkerSet`), and only then goes on.
 
 *Failure.* Where all shards refuse an operation, as they do a wrong input, they stand where they stood, and
 the model goes on. Where only some do, or one is gone, nobody knows what the others would take the next

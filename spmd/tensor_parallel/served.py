@@ -24,8 +24,8 @@ from rpc.errors import AutogradError, RpcError, WorkerLostError
 from rref import RRef
 from spmd.tensor_parallel.coordinator import Coordinator, coordinate
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError, ShardLostError
-from spmd.tensor_parallel.resharding import chunk
-from spmd.tensor_parallel.shard import Call, Initialize, Membership, ModelShard, Parallelize, Part, make
+from spmd.tensor_parallel.shard import Call, Initialize, Membership, ModelShard, Parallelize, make
+from spmd.tensor_parallel.state_parts import Part, cut_state, whole_of
 from spmd.workers.worker_set import wait_together
 
 __all__ = ["ShardedModule", "build"]
@@ -133,7 +133,7 @@ class ShardedModule:
     def state_dict(self) -> dict[str, Tensor]:
         """The state, put together here from the shards' parts; nowhere else is it whole."""
         parts: list[dict[str, Part]] = self._of_all("parts")
-        return {name: _whole([each[name] for each in parts]) for name in parts[0]}
+        return {name: whole_of([each[name] for each in parts]) for name in parts[0]}
 
     def load_state_dict(self, state: Mapping[str, Tensor] | str | Path) -> None:
         """Take over a state.
@@ -150,14 +150,7 @@ class ShardedModule:
             self._run("load", str(Path(state).absolute()))
             return
         parts: list[dict[str, Part]] = self._of_all("parts")
-        if state.keys() != parts[0].keys():
-            odd = ", ".join(sorted(state.keys() ^ parts[0].keys()))
-            raise ParallelError(f"the state and the model differ in: {odd}")
-        cut = [
-            {name: _part_of(state[name], part, rank, len(parts), name) for name, part in each.items()}
-            for rank, each in enumerate(parts)
-        ]
-        self._of_all("take", *cut)
+        self._of_all("take", *cut_state(state, parts))
 
     def save(self, directory: str | Path) -> None:
         """Write the state into a distributed checkpoint, each shard its part.
@@ -320,18 +313,3 @@ def _world(workers: Sequence[str], ranks: Sequence[int | None]) -> tuple[int, ..
             + ", ".join(f"'{worker}': rank {rank}" for worker, rank in zip(workers, ranks, strict=True))
         )
     return known
-
-
-def _whole(parts: Sequence[Part]) -> Tensor:
-    dim = parts[0].dim
-    tensors = [part.local for part in parts if part.local is not None]
-    return tensors[0] if dim is None else torch.cat(tensors, dim)
-
-
-def _part_of(whole: Tensor, part: Part, rank: int, count: int, name: str) -> Tensor:
-    if tuple(whole.shape) != part.shape:
-        raise ParallelError(f"expected {name} of shape {[*part.shape]}, got {[*whole.shape]}")
-    if part.dim is None:
-        return whole
-    length, offset = chunk(part.shape[part.dim], count, rank)
-    return whole.narrow(part.dim, offset, length).contiguous()

@@ -37,11 +37,13 @@ from spmd.collectives.group import Group
 from spmd.collectives.node import Node
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
+from spmd.tensor_parallel.filling import materialize, reset
 from spmd.tensor_parallel.random_numbers import draw_parts
+from spmd.tensor_parallel.state_parts import Part, part_of
 from spmd.workers.forming import Forming
 from spmd.workers.step_queue import StepQueue
 
-__all__ = ["Call", "Membership", "ModelShard", "Outcome", "Part", "Task", "make"]
+__all__ = ["Call", "Membership", "ModelShard", "Outcome", "Task", "make"]
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 Initialize = Callable[[nn.Module], object]
@@ -112,21 +114,6 @@ class Outcome:
     value: Any
     differentiable: tuple[bool, ...]
     number: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a shard has of one entry of the state.
-
-    Attributes:
-        local: its part; None: the whole, which rank 0 gives.
-        dim: along which the parts make the whole; None if each has the whole.
-        shape: of the whole.
-    """
-
-    local: Tensor | None
-    dim: int | None
-    shape: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -200,10 +187,10 @@ class ModelShard:
 
     def _fill(self, parallelize: Parallelize, initialize: Initialize | None, seed: int) -> None:
         self.module = parallelize(self.module, self._mesh)
-        _materialize(self.module)
+        materialize(self.module)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), draw_parts():
             torch.manual_seed(seed)
-            (_reset if initialize is None else initialize)(self.module)
+            (reset if initialize is None else initialize)(self.module)
         for parameter in self.module.parameters():
             twin = self._locals[parameter] = _local_twin(parameter)
             if self.rank and not _is_sharded(parameter):
@@ -341,14 +328,7 @@ class ModelShard:
 
     def parts(self) -> dict[str, Part]:
         """What this shard has of the state, by name."""
-        return {name: self._part(value) for name, value in self.module.state_dict().items()}
-
-    def _part(self, value: Tensor) -> Part:
-        dim, local = None, value
-        if isinstance(value, DTensor):
-            (placement,) = value.placements
-            dim, local = placement.dim if isinstance(placement, Shard) else None, value.to_local()
-        return Part(None if dim is None and self.rank else local.detach(), dim, tuple(value.shape))
+        return {name: part_of(value, self.rank) for name, value in self.module.state_dict().items()}
 
     def take(self, parts: Mapping[str, Tensor]) -> None:
         """Take over this shard's part of a state."""
@@ -412,52 +392,3 @@ def _local_gradient(gradient: Tensor | None, parameter: Any) -> Tensor | None:
         laid_out = gradient.redistribute(placements=parameter.placements)
     local: Tensor = laid_out.to_local()
     return local
-
-
-def _materialize(module: nn.Module) -> None:
-    """Give parameters and buffers on the meta device memory for this rank's part. Ties are kept."""
-    made: dict[int, Any] = {}
-
-    def real(tensor: Any) -> Any:
-        if tensor is None or not tensor.is_meta:
-            return tensor
-        if id(tensor) not in made:
-            empty = _empty(tensor)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return made[id(tensor)]
-
-    for each in module.modules():
-        each._parameters = {name: real(value) for name, value in each._parameters.items()}
-        each._buffers = {name: real(value) for name, value in each._buffers.items()}
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device="cpu")
-    local = torch.empty_like(tensor._local_tensor, device="cpu")
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
-def _reset(module: nn.Module) -> None:
-    """Fill parameters and buffers as the modules that have them do.
-
-    Raises:
-        ParallelError: a module has some, and nothing that fills them.
-    """
-    unfilled = []
-    for name, each in module.named_modules():
-        own: Any = getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None)
-        if own is not None:
-            own()
-        elif any(tensor is not None for tensor in (*each._parameters.values(), *each._buffers.values())):
-            unfilled.append(f"'{name}' ({type(each).__name__})" if name else type(each).__name__)
-    if unfilled:
-        raise ParallelError(
-            f"modules have parameters or buffers, but no reset_parameters that fills them: "
-            f"{', '.join(unfilled)}. The model is built without memory, so what its constructors compute is "
-            "lost: pass initialize"
-        )
