@@ -29,6 +29,7 @@ from dist_autograd.remote_part import RemotePart
 from dist_autograd.worker_pass import WorkerPass
 from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.group.peer import Peer
+from rpc.runtime import waits
 from rpc.wire.frames import Frame, Kind
 
 __all__ = ["Root"]
@@ -169,11 +170,12 @@ class Root:
 
     def _wait_for(self, part: RemotePart | None, ready: Callable[[], bool]) -> None:
         """Wait for the end of a part, if there is one to wait for, and else for any news."""
-        if part is None:
-            self.own.progress.wait(ready)
-        else:
-            part.wait()
-            self._settled(part)
+        with waits.waiting("backward", lambda: [peer.name for peer in self._left.copy()]):
+            if part is None:
+                self.own.progress.wait(ready)
+            else:
+                part.wait()
+                self._settled(part)
 
     def _settled(self, part: RemotePart) -> None:
         """A worker has answered what began its part, or is gone, or is not waited for any more."""

@@ -30,6 +30,7 @@ import threading
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 import rpc
 from command_line import example_parser, positive, rate
 from digits import Images, load_images
-from example_run import Miss, ending
+from example_run import Miss, add_checkpoint_argument, ending, preempted, restored, save
 from live_progress import live_progress, print_figures, print_line
 
 TARGET = 0.93
@@ -47,12 +48,20 @@ LOST_SECONDS = 120.0
 class Server:
     """Owns the weights, and takes a step with each gradient that comes."""
 
-    def __init__(self, learning_rate: float) -> None:
+    def __init__(self, learning_rate: float, saved: Any = None) -> None:
         self._model = make_model()
         self._optimizer = torch.optim.SGD(self._model.parameters(), learning_rate, momentum=0.8)
         self._lock = threading.Lock()
         self.steps: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.enough = False
+        if saved is not None:
+            self._model.load_state_dict(saved["model"])
+            self._optimizer.load_state_dict(saved["optimizer"])
+
+    def state(self) -> dict[str, Any]:
+        """What a later run needs to continue."""
+        with self._lock:
+            return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def update(self, trainer: str, gradients: list[Tensor] | None) -> list[Tensor]:
         """Take a step, and answer with the new weights; with none when training is over."""
@@ -175,15 +184,18 @@ def direct(options: argparse.Namespace, meeting: str) -> None:
     torch.manual_seed(options.seed)
     rpc.init_rpc("server", rpc_backend_options=rpc.AgentOptions(init_method=meeting, dynamic=True))
     _, held_out = load_images()
-    server = Server(options.learning_rate)
+    saved = restored(options)
+    server = Server(options.learning_rate, saved)
+    first = 0 if saved is None else saved["steps"]
+    stopped_at = None
     crew = Crew(server, meeting, options)
     with rpc.on_worker_joined(crew.set_to_work), rpc.on_worker_lost(crew.replace):
         names = [f"trainer{number}" for number in range(options.trainers)]
         print_line(f"Starting {', '.join(names)} on this machine.")
         for name in names:
             crew.start(name)
-        with live_progress("steps", options.steps, plain=options.plain) as progress:
-            for step in range(options.steps):
+        with live_progress("steps", options.steps - first, plain=options.plain) as progress:
+            for step in range(first, options.steps):
                 try:
                     trainer = server.steps.get(timeout=LOST_SECONDS)
                 except queue.Empty:
@@ -191,7 +203,14 @@ def direct(options: argparse.Namespace, meeting: str) -> None:
                 progress.advance(f"{trainer}, {crew.lost.qsize()} lost")
                 if step % options.kill_every == options.kill_every - 1 and step < options.steps * 3 // 4:
                     crew.kill(trainer)
+                if preempted(options):
+                    stopped_at = step + 1
+                    break
         server.enough = True
+    if stopped_at is not None:
+        crew.dismiss()
+        rpc.shutdown()
+        save(server.state() | {"steps": stopped_at}, options)
     accuracy = server.accuracy(held_out)
     crew.dismiss()
     rpc.shutdown()
@@ -217,9 +236,11 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=rate, default=0.02, help="of SGD (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="for the first weights (%(default)s)")
     parser.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
+    add_checkpoint_argument(parser)
     parser.add_argument("--meet", metavar="HOST:PORT", help="where trainers of other machines come")
     parser.add_argument("--join", metavar="NAME", help="be one more trainer, of this name")
     options = parser.parse_args()
+    preempted(options)  # from now on the signals of preemption do not end this process
     if options.join and not options.meet:
         parser.error("--join needs --meet, where the server is")
     folder = tempfile.TemporaryDirectory(prefix="farcall-elastic-")

@@ -8,18 +8,33 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 
+import farcall
 import rpc
 from command_line import add_group_arguments, parse_arguments
 from live_progress import print_line
 
-__all__ = ["Miss", "ending", "in_group", "run_example", "run_workers"]
+__all__ = [
+    "Miss",
+    "Preempted",
+    "add_checkpoint_argument",
+    "ending",
+    "in_group",
+    "preempted",
+    "restored",
+    "run_example",
+    "run_workers",
+    "save",
+]
 
 Work = Callable[[argparse.Namespace], None]
 """What each worker does, once it is in the group."""
@@ -27,6 +42,42 @@ Work = Callable[[argparse.Namespace], None]
 
 class Miss(Exception):
     """The example did not reach what it is to show; says what is missing."""
+
+
+class Preempted(Exception):
+    """The engine takes this job's machines away, and the state is saved; says where."""
+
+
+def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+    """The file for the state of a job that is preempted."""
+    parser.add_argument(
+        "--checkpoint",
+        metavar="FILE",
+        help="save the state here when the job is preempted, and resume from it",
+    )
+
+
+def preempted(options: argparse.Namespace) -> bool:
+    """Whether the state is to be saved now: the job is preempted, and there is a file for it."""
+    return getattr(options, "checkpoint", None) is not None and farcall.preempted()
+
+
+def restored(options: argparse.Namespace) -> Any:
+    """What was saved by an earlier run, if there is such a file; else None."""
+    if options.checkpoint is None or not os.path.exists(options.checkpoint):
+        return None
+    return torch.load(options.checkpoint)
+
+
+def save(state: object, options: argparse.Namespace) -> NoReturn:
+    """Saves the state of a job that is preempted, whole or not at all.
+
+    Raises:
+        Preempted: it is saved.
+    """
+    torch.save(state, f"{options.checkpoint}.new")
+    os.replace(f"{options.checkpoint}.new", options.checkpoint)
+    raise Preempted(f"The job is preempted. Its state is in {options.checkpoint}; run it again to continue.")
 
 
 def run_example(parser: argparse.ArgumentParser, names: Sequence[str], direct: Work) -> None:
@@ -71,6 +122,9 @@ def ending(name: str = "", clean_up: Callable[[], object] = lambda: None) -> Ite
         yield
     except KeyboardInterrupt:
         status = 130
+    except Preempted as error:
+        print_line(str(error))
+        status = farcall.REQUEUE_STATUS
     except (Miss, RuntimeError) as error:  # RuntimeError: what the group reports, a lost worker for one
         status = f"{name}: {error}" if name else str(error)
     finally:
@@ -99,19 +153,25 @@ def in_group(name: str, options: argparse.Namespace) -> Iterator[None]:
 def _work(work: Work, options: argparse.Namespace) -> None:
     """The part of one worker; ends the process with what went wrong."""
     torch.set_num_threads(1)  # there are as many processes as this machine can feed
+    # The others wait for rank 0 as long as it computes; to say so would tear the bars that it shows.
+    logging.getLogger("rpc.agent.gather").setLevel(logging.ERROR)
+    preempted(options)  # from now on the signals of preemption do not end this process
     try:
         work(options)
+    except Preempted as error:
+        print_line(str(error))
+        sys.exit(farcall.REQUEUE_STATUS)
     except (Miss, RuntimeError) as error:  # what the group reports, a lost worker for one
         sys.exit(f"{rpc.get_worker_info().name}: {error}")
 
 
 def _take_part(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
-    miss = None
+    miss: Miss | Preempted | None = None
     if rpc.get_worker_info().id == 0:
         try:
             options.direct(options)
-        except Miss as missed:  # the others did their part: all leave in order
+        except (Miss, Preempted) as missed:  # the others did their part: all leave in order
             miss = missed
     rpc.barrier()
     if miss is not None:

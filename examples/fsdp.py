@@ -36,9 +36,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import farcall
 import spmd
 from command_line import example_parser, positive
-from example_run import Miss, ending
+from example_run import Miss, Preempted, ending
 from live_progress import live_progress, print_figures
 from spmd.checkpoint import CheckpointManager, prime_optimizer
 from spmd.fsdp import FSDPv2, checkpoint_module
@@ -102,8 +103,9 @@ def part(workers: int, folder: str, options: argparse.Namespace) -> Iterator[tup
     for step, loss in trained(model, optimizer, text, range(first, options.steps), mesh):
         yield step, loss
         manager.save_async(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        if manager.reached_preemption(step):  # after SIGTERM this step was saved
-            break
+        if manager.reached_preemption(step):  # this step was saved
+            manager.join()
+            raise Preempted(f"The job is preempted. Step {step} is saved in {folder}.")
     manager.join()
 
 
@@ -185,6 +187,7 @@ def main() -> None:
     """Compares; or trains only, where there is a folder."""
     options = make_parser().parse_args()
     torch.set_num_threads(1)
+    farcall.preempted()  # from now on the signals of preemption do not end this process, worker or driver
     with ending("fsdp", spmd.shutdown):
         if options.folder is None:
             compare(options)

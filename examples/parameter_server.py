@@ -34,7 +34,7 @@ import queue
 import socket
 import threading
 import time
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 import rpc
 from command_line import add_group_arguments, example_parser, parse_arguments, positive, rate
 from digits import Images, load_images
-from example_run import Miss, run_workers
+from example_run import Miss, Preempted, add_checkpoint_argument, preempted, restored, run_workers, save
 from training_display import TrainerProgress, training_display
 
 TARGET = 0.95
@@ -65,7 +65,7 @@ def make_model() -> nn.Module:
 class ParameterServer:
     """Owns the weights. Trainers call it, several at a time: each call runs on a thread of its own."""
 
-    def __init__(self, trainers: int, learning_rate: float, max_lead: int) -> None:
+    def __init__(self, trainers: int, learning_rate: float, max_lead: int, saved: Any = None) -> None:
         self._model = make_model()
         self._optimizer = torch.optim.SGD(self._model.parameters(), learning_rate, momentum=0.8)
         self._max_lead = max_lead
@@ -73,6 +73,28 @@ class ParameterServer:
         self._steps = [0] * trainers
         self._losses = [float("nan")] * trainers
         self._waiting: dict[int, torch.futures.Future[Weights]] = {}
+        self._stopped = False
+        if saved is not None:
+            self._model.load_state_dict(saved["model"])
+            self._optimizer.load_state_dict(saved["optimizer"])
+            self._steps = saved["steps"]
+
+    def stop(self) -> None:
+        """Answers trainers with no weights from now on, by which they end."""
+        with self._lock:
+            self._stopped = True
+            waiting, self._waiting = list(self._waiting.values()), {}
+        for future in waiting:
+            future.set_result([])
+
+    def state(self) -> dict[str, Any]:
+        """What a later run needs to continue."""
+        with self._lock:
+            return {
+                "model": self._model.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+                "steps": self._steps,
+            }
 
     def weights(self) -> Weights:
         """A copy of the weights as they are now."""
@@ -88,6 +110,9 @@ class ParameterServer:
         """
         reply: torch.futures.Future[Weights] = torch.futures.Future()
         with self._lock:
+            if self._stopped:
+                reply.set_result([])
+                return reply
             for parameter, gradient in zip(self._model.parameters(), gradients, strict=True):
                 parameter.grad = gradient
             self._optimizer.step()
@@ -141,7 +166,10 @@ class Trainer:
         self._use(self._server.rpc_sync().weights())
         for _ in range(steps):
             gradients, loss = self._gradients()
-            self._use(self._server.rpc_sync().update(self._index, gradients, loss))
+            weights = self._server.rpc_sync().update(self._index, gradients, loss)
+            if not weights:
+                return
+            self._use(weights)
 
     def _use(self, weights: Weights) -> None:
         with torch.no_grad():
@@ -165,8 +193,15 @@ def run_worker(options: argparse.Namespace) -> None:
     # `rpc.init_rpc` has seen to that, and `rpc.shutdown` ends it (in `example_run.py`). Rank 0 directs. The
     # others have nothing to do but answer calls, until all have come to the barrier. If a worker is lost, the
     # barrier raises, on all of them.
-    accuracy = direct(options) if rpc.get_worker_info().id == 0 else TARGET
+    accuracy, saved = TARGET, None
+    if rpc.get_worker_info().id == 0:
+        try:
+            accuracy = direct(options)
+        except Preempted as error:  # the others did their part: all leave in order
+            saved = error
     rpc.barrier()
+    if saved is not None:
+        raise saved
     if accuracy < TARGET:
         raise Miss(f"The accuracy is {accuracy:.3f}; it should be {TARGET} at least.")
 
@@ -179,7 +214,9 @@ def worker_name(rank: int) -> str:
 def direct(options: argparse.Namespace) -> float:
     """The server's part: makes the objects, has the trainers train, returns the accuracy reached."""
     names = [info.name for info in rpc.get_worker_infos()[1:]]
-    local = ParameterServer(len(names), options.learning_rate, options.max_lead)
+    saved = restored(options)
+    local = ParameterServer(len(names), options.learning_rate, options.max_lead, saved)
+    done = [steps for steps, _ in local.progress()]
     # (2) Remote objects: rpc.remote makes one on another worker and returns a reference at once.
     # (3) References travel: `server`, a reference to the object here, is an argument like any other.
     server = rpc.RRef(local)
@@ -190,7 +227,10 @@ def direct(options: argparse.Namespace) -> float:
     _, held_out = load_images()
     places = [trainer.rpc_sync().where() for trainer in trainers]
     began = time.perf_counter()
-    runs = [trainer.rpc_async(timeout=0).train(options.steps) for trainer in trainers]
+    runs = [
+        trainer.rpc_async(timeout=0).train(options.steps - steps)
+        for trainer, steps in zip(trainers, done, strict=True)
+    ]
     finished: queue.SimpleQueue[torch.futures.Future[None]] = queue.SimpleQueue()
     for run in runs:
         run.add_done_callback(finished.put)  # in this order: what failed first is what is reported
@@ -200,7 +240,11 @@ def direct(options: argparse.Namespace) -> float:
             with contextlib.suppress(queue.Empty):
                 finished.get(timeout=0.05).wait()  # raises what went wrong, a lost trainer for one
                 running -= 1
+            if preempted(options):
+                local.stop()
             display.show([TrainerProgress(steps, loss) for steps, loss in local.progress()])
+    if preempted(options):
+        save(local.state(), options)
     seconds = time.perf_counter() - began
     accuracy = local.accuracy(held_out)
     display.summary(
@@ -208,8 +252,8 @@ def direct(options: argparse.Namespace) -> float:
         [(socket.gethostname(), os.getpid()), *places],
         {
             "accuracy": f"{accuracy:.3f} on {len(held_out)} images held out",
-            "updates": f"{len(names) * options.steps} in {seconds:.1f} s",
-            "updates per second": f"{len(names) * options.steps / seconds:,.0f}",
+            "updates": f"{len(names) * options.steps - sum(done)} in {seconds:.1f} s",
+            "updates per second": f"{(len(names) * options.steps - sum(done)) / seconds:,.0f}",
         },
     )
     return accuracy
@@ -232,6 +276,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     training.add_argument("--seed", type=int, default=0, help="for the first weights (%(default)s)")
     training.add_argument("--plain", action="store_true", help="lines of text instead of progress bars")
+    add_checkpoint_argument(parser)
     training.add_argument("--trainers", type=positive, default=2, help="how many to start here (%(default)s)")
     add_group_arguments(parser)
     return parser

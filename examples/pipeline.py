@@ -26,6 +26,7 @@ import argparse
 import itertools
 import threading
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ import rpc
 from command_line import example_parser, positive, rate
 from digits import Images, load_images
 from dist_optim import DistributedOptimizer
-from example_run import Miss, run_example
+from example_run import Miss, add_checkpoint_argument, preempted, restored, run_example, save
 from live_progress import live_progress, print_figures, print_line
 
 ACCURACY = 0.93
@@ -113,6 +114,17 @@ class Pipeline:
             self._optimizer.step(context_id)
         return loss.item()
 
+    def state(self) -> dict[str, Any]:
+        """What a later run needs to continue: of both workers."""
+        stages = [stage.rpc_sync().state_dict() for stage in (self._first, self._second)]
+        return {"stages": stages, "optimizer": self._optimizer.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues where ``state`` was taken."""
+        for stage, saved in zip((self._first, self._second), state["stages"], strict=True):
+            stage.rpc_sync().load_state_dict(saved)
+        self._optimizer.load_state_dict(state["optimizer"])
+
     def accuracy(self, images: Images) -> float:
         """The share of images whose digit the model names."""
         with torch.no_grad():
@@ -132,10 +144,15 @@ def direct(options: argparse.Namespace) -> None:
     }
     seconds = dict.fromkeys(ways, 0.0)
     first_losses: dict[str, float] = {}
+    first, saved = 0, restored(options)
+    if saved is not None:
+        first, seconds, first_losses = saved["passes"], saved["seconds"], saved["first losses"]
+        for way, pipeline in pipelines.items():
+            pipeline.restore(saved[way])
     for pipeline in pipelines.values():
         pipeline.accuracy(held_out)  # everything is loaded and connected then
-    with live_progress("passes", options.passes, plain=options.plain) as progress:
-        for _ in range(options.passes):
+    with live_progress("passes", options.passes - first, plain=options.plain) as progress:
+        for number in range(first, options.passes):
             order = torch.split(torch.randperm(len(images)), options.batch)
             batches = [images[each] for each in order if len(each) == options.batch]
             for way, pipeline in pipelines.items():
@@ -145,6 +162,10 @@ def direct(options: argparse.Namespace) -> None:
                 seconds[way] += time.perf_counter() - began
                 first_losses.setdefault(way, loss)
             progress.advance(f"loss {loss:.3f}")
+            if preempted(options):
+                states = {way: pipeline.state() for way, pipeline in pipelines.items()}
+                progressed = {"passes": number + 1, "seconds": seconds, "first losses": first_losses}
+                save(states | progressed, options)
     accuracies = {way: pipeline.accuracy(held_out) for way, pipeline in pipelines.items()}
     speed_up = seconds["whole batches"] / seconds["micro-batches"]
     print_figures(
@@ -189,6 +210,7 @@ def main() -> None:
     parser.add_argument(
         "--target", type=float, default=0.0, help="fail if the speed-up is less (%(default)s)"
     )
+    add_checkpoint_argument(parser)
     run_example(parser, NAMES, direct)
 
 

@@ -37,7 +37,7 @@ import spmd
 from command_line import example_parser, positive
 from digits import load_images
 from example_run import Miss, ending
-from live_progress import live_progress, print_figures
+from live_progress import live_progress, print_figures, print_line
 from transformer import HEADS, Transformer, load_text
 
 # ---------------------------------------------------------------- two models and their data: plain PyTorch
@@ -205,6 +205,7 @@ def main() -> None:
     ways = ["data", "model", "both"] if options.cut == "all" else [options.cut]
     figures: dict[str, str] = {}
     with ending("spmd", spmd.shutdown):
+        print_line(f"Starting {options.workers} workers on this machine.")
         spmd.use_spmd(workers=options.workers)
         for name, how in itertools.product(models, ways):
             figures |= compare(name, how, options)

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     import rref as rref
     import spmd as spmd
     from farcall.serving import serve as serve
+    from rpc.runtime.preemption import REQUEUE_STATUS as REQUEUE_STATUS
+    from rpc.runtime.preemption import on_preempted as on_preempted
+    from rpc.runtime.preemption import preempted as preempted
 
-__all__ = ["__version__", "serve"]
+__all__ = ["REQUEUE_STATUS", "__version__", "on_preempted", "preempted", "serve"]
+
+_PREEMPTION = ("REQUEUE_STATUS", "on_preempted", "preempted")
 
 try:
     __version__ = _metadata.version("farcall")
@@ -30,10 +35,13 @@ except _metadata.PackageNotFoundError:  # run from a source tree that is not ins
 
 
 def __getattr__(name: str) -> _Any:
-    """``from farcall import rpc``; and ``farcall.serve``, for which gRPC is imported when it is asked for."""
+    """``from farcall import rpc``, and functions whose packages are imported when they are asked for."""
     if name in _guard.PACKAGES:
         _guard.check(*_guard.PACKAGES)
         return _importlib.import_module(name)
+    if name in _PREEMPTION:
+        _guard.check(*_guard.PACKAGES)
+        return getattr(_importlib.import_module("rpc.runtime.preemption"), name)
     if name == "serve":
         return _importlib.import_module("farcall.serving").serve
     raise AttributeError(f"module 'farcall' has no attribute {name!r}")

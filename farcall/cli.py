@@ -6,6 +6,7 @@
     farcall run train.py --epochs 3                # as `python train.py --epochs 3`, on farcall
     farcall doctor                                 # is this machine fit for farcall; can two communicate
     farcall serve digits.py:make_model             # a model for clients in any language
+    farcall why                                    # what a job that hangs waits for
     farcall env                                    # what a bug report needs
 """
 
@@ -22,6 +23,7 @@ from click.shell_completion import get_completion_class
 
 import farcall
 import farcall_guard
+from farcall.observe.commands import COMMANDS
 
 __all__ = ["main"]
 
@@ -75,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def cli() -> None:
     """Distributed RPC and remote objects for PyTorch."""
 
+
+for _command in COMMANDS:
+    cli.add_command(_command)
 
 _XLA_HELP = "Libraries find torch_xla too, as if the program imported it."
 

@@ -30,11 +30,14 @@ def to_device_map(device_map: Mapping[DeviceLike, DeviceLike]) -> DeviceMap:
 
 
 def to_device_list(devices: Iterable[DeviceLike]) -> list[torch.device]:
-    """Turn names of CUDA devices into ``torch.device`` objects; ``ValueError`` for another kind of device."""
+    """Turn names of accelerators into ``torch.device`` objects; ``ValueError`` for another kind of device."""
     normalized = [torch.device(device) for device in devices]
     for device in normalized:
-        if device.type != "cuda":
-            raise ValueError(f"`set_devices` expects CUDA devices only, got a device of type {device.type!r}")
+        if device.type in ("cpu", "meta"):
+            raise ValueError(
+                f"`set_devices` expects accelerators only, such as 'cuda:0', got a device of type "
+                f"{device.type!r}"
+            )
     return normalized
 
 
@@ -44,6 +47,7 @@ def check_device_maps(
     devices: Collection[torch.device],
     device_count: int,
     group: Collection[str] | None = None,
+    kind: str = "cuda",
 ) -> None:
     """Check one worker's device maps against the devices it has and the workers there are; ``ValueError``
     says what is wrong.
@@ -51,18 +55,17 @@ def check_device_maps(
     Args:
         name: the worker whose options these are.
         device_maps: its maps, by callee.
-        devices: the CUDA devices it asked to use; empty for all that its maps name.
-        device_count: how many CUDA devices its process sees.
+        devices: the devices it asked to use; empty for all that its maps name.
+        device_count: how many devices its process sees.
         group: names of all workers of a static group; ``None`` for a dynamic one, where a callee may join
             later.
+        kind: the type of these devices.
     """
+    sees = f"this process sees {device_count} {'CUDA' if kind == 'cuda' else kind} devices"
     if len(set(devices)) != len(devices):
         raise ValueError(f"Node {name} has duplicated devices: {_listed(devices)}")
-    if not _all_exist(devices, device_count):
-        raise ValueError(
-            f"Node {name} has devices with invalid indices: {_listed(devices)}; "
-            f"this process sees {device_count} CUDA devices"
-        )
+    if not _all_exist(devices, device_count, kind):
+        raise ValueError(f"Node {name} has devices with invalid indices: {_listed(devices)}; {sees}")
     if group is not None and not set(device_maps) <= set(group):
         unknown = ", ".join(sorted(set(device_maps) - set(group)))
         raise ValueError(
@@ -78,16 +81,41 @@ def check_device_maps(
                 f"Node {name} has unexpected source devices {where}: {_listed(device_map)}; "
                 f"its devices are {_listed(devices)}"
             )
-        if not _all_exist(device_map, device_count):
+        if not _all_exist(device_map, device_count, kind):
             raise ValueError(
-                f"Node {name} has source devices with invalid indices {where}: {_listed(device_map)}; "
-                f"this process sees {device_count} CUDA devices"
+                f"Node {name} has source devices with invalid indices {where}: {_listed(device_map)}; {sees}"
             )
 
 
-def _all_exist(devices: Iterable[torch.device], device_count: int) -> bool:
+def check_targets(
+    name: str, callee: str, device_map: DeviceMap, kind: str, device_count: int, devices: Collection[str]
+) -> None:
+    """Check a device map against the devices that the callee has; ``ValueError`` says what is wrong.
+
+    Args:
+        name, callee: the two workers.
+        device_map: from the one to the other.
+        kind: type of the callee's devices.
+        device_count: how many its process sees.
+        devices: those that it asked to use; empty for all.
+    """
+    where, targets = f"in its device map for {callee}", device_map.values()
+    used = {torch.device(device) for device in devices} | {torch.device("cpu")}
+    if devices and not used.issuperset(targets):
+        raise ValueError(
+            f"Node {name} has unexpected target devices {where}: {_listed(targets)}; the devices of {callee} "
+            f"are {', '.join(devices)}"
+        )
+    if not _all_exist(targets, device_count, kind):
+        raise ValueError(
+            f"Node {name} has target devices with invalid indices {where}: {_listed(targets)}; {callee} sees "
+            f"{device_count} devices of type '{kind}'"
+        )
+
+
+def _all_exist(devices: Iterable[torch.device], device_count: int, kind: str) -> bool:
     return all(
-        device.type == "cpu" or (device.type == "cuda" and 0 <= (device.index or 0) < device_count)
+        device.type == "cpu" or (device.type == kind and 0 <= (device.index or 0) < device_count)
         for device in devices
     )
 

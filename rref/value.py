@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from rpc.agent.device_ports import Ready
 from rpc.errors import RemoteError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
@@ -46,21 +47,22 @@ class Value:
         turns: those of requests that call a method of the object, if not all may run at once.
     """
 
-    __slots__ = ("_content", "_error", "_parked", "_ready", "_waiting", "turns")
+    __slots__ = ("_content", "_error", "_made", "_parked", "_ready", "_waiting", "turns")
 
     def __init__(self, turns: Turns | None = None) -> None:
         self.turns = turns
         self._ready = False
         self._content: Any = None
         self._error: BaseException | None = None
+        self._made: Ready | None = None
         self._waiting: list[Callable[[], object]] = []
         self._parked: list[Fetch] = []
 
     @classmethod
-    def of(cls, content: Any) -> Value:
-        """One that is there already."""
+    def of(cls, content: Any, made: Ready | None = None) -> Value:
+        """One that is there already; ``made`` is as for ``set``."""
         value = cls()
-        value._content = content
+        value._content, value._made = content, made
         value._ready = True
         return value
 
@@ -74,8 +76,19 @@ class Value:
         """The error of making the object, once there is one."""
         return self._error
 
-    def set(self, content: Any) -> list[Fetch]:
-        """The object is there. Returns the fetches that were parked, for the caller to answer."""
+    @property
+    def content(self) -> Any:
+        """The object, whose tensors on devices may still be being computed; see ``get``."""
+        return self._content
+
+    def set(self, content: Any, made: Ready | None = None) -> list[Fetch]:
+        """The object is there. Returns the fetches that were parked, for the caller to answer.
+
+        Args:
+            content: the object.
+            made: the work on devices that makes it.
+        """
+        self._made = made
         return self._finish(content, None)
 
     def fail(self, error: BaseException) -> list[Fetch]:
@@ -105,9 +118,13 @@ class Value:
         return self._ready and _took_back(self._waiting, callback)
 
     def get(self) -> Any:
-        """The object; raises the error of making it. Only once it ``is_ready``."""
+        """The object; raises the error of making it. Only once it ``is_ready``. Current streams of devices
+        wait for the work that makes it.
+        """
         if self._error is not None:
             raise twin(self._error)  # frames that it passes may hold the reference, and are not kept with it
+        if self._made is not None:
+            self._made.join()
         return self._content
 
     def wait(self, timeout: float, what: str) -> Any:

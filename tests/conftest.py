@@ -28,6 +28,7 @@ run_workers = workers.run_workers
 _snapshot_key = pytest.StashKey[leftovers.Snapshot]()
 _found_key = pytest.StashKey[list[str]]()
 _temporary_key = pytest.StashKey[Path]()
+_jobs_key = pytest.StashKey[Path]()
 _FIXTURE = "run_workers"
 
 
@@ -59,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Forks the fork server while this process is one bare thread, and moves temporary files aside."""
     become_subreaper()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where tmp_path goes, as ever
+    jobs = config.stash[_jobs_key] = Path(tempfile.mkdtemp(prefix="farcall-test-jobs-"))
+    os.environ["FARCALL_JOBS_DIR"] = str(jobs)
     folder = Path(tempfile.mkdtemp(prefix="farcall-tests-"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     config.stash[_temporary_key] = folder
@@ -107,5 +110,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if server := config.stash.get(workers.fork_server_key, None):
         with contextlib.suppress(OSError):
             server.stop()
-    if folder := config.stash.get(_temporary_key, None):
-        shutil.rmtree(folder, ignore_errors=True)
+    for key in (_temporary_key, _jobs_key):
+        if folder := config.stash.get(key, None):
+            shutil.rmtree(folder, ignore_errors=True)

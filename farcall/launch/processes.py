@@ -202,6 +202,11 @@ class WorkerProcesses:
         """How workers have failed since they were started."""
         return [worker.failure for worker in self._workers if worker.failure is not None]
 
+    @property
+    def want_requeue(self) -> bool:
+        """Whether all that have failed did so to be run again later."""
+        return bool(self.failures) and all(failure.wants_requeue for failure in self.failures)
+
     def poll(self) -> list[WorkerProcess]:
         """The workers that have ended since the last call. Those that are to end and do not are killed when
         their time is over.

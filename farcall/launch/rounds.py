@@ -10,8 +10,9 @@ order    given when                                          answered with
 =======  ==================================================  ====================================
 RUN k    all launchers have come; or all have STOPPED k - 1  RUNNING k, then DONE k or FAILED k
 STOP k   any has FAILED k                                    STOPPED k, with all its failures
-END      all are DONE; no restart is left; a launcher        LEFT
-         leaves, is silent, or does not stop
+END      all are DONE; no restart is left; a worker is       LEFT
+         preempted; a launcher leaves, is silent, or does
+         not stop
 =======  ==================================================  ====================================
 
 *It ends.* The job does not wait for a launcher that is silent, or that follows STOP or END too late. A
@@ -236,7 +237,7 @@ class Coordinator:
         self._give(Order(Kind.END, reason=reason, status=1), now)
 
     def _after_stop(self, failure: Failure, now: float) -> None:
-        if self.order.round < self._restarts:
+        if self.order.round < self._restarts and not failure.wants_requeue:
             self._give(Order(Kind.RUN, self.order.round + 1, failure), now)
         else:
             self._give(Order(Kind.END, self.order.round, failure, status=failure.exit_status), now)

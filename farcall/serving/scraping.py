@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
@@ -17,15 +17,18 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from rpc.transport.listening import SocketListener
+
 __all__ = ["Admits", "published"]
 
 Admits = Callable[[str], bool]
 """Whether the value of the header ``Authorization`` permits to read the metrics; '' without that header."""
 
 _CONNECTIONS: Final = 16
-"""Maximum number of open connections."""
+"""Maximum number of open connections, those in the TLS handshake included."""
+_BACKLOG: Final = 128
 _SECONDS: Final = 10.0
-"""Maximum time of a connection, from its beginning to the end of the answer."""
+"""Maximum time of a connection, from its beginning, the TLS handshake included, to the end of the answer."""
 _HEAD_BYTES: Final = 8192
 """Maximum size of a request."""
 _PATHS: Final = ("/", "/metrics")
@@ -50,39 +53,55 @@ async def published(
     Raises:
         OSError: the port is taken, or the address is not this host's.
     """
+    loop = asyncio.get_running_loop()
     connections: dict[asyncio.Task[None], None] = {}
 
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def accept(sock: socket.socket) -> None:
         while len(connections) >= _CONNECTIONS:
             oldest = next(iter(connections))
             del connections[oldest]
             oldest.cancel()
-        task = asyncio.ensure_future(_answer(reader, writer, registry, admits))
+        task = loop.create_task(_answer(sock, registry, admits, tls))
         connections[task] = None
-        task.add_done_callback(lambda each: connections.pop(each, None))
+        task.add_done_callback(lambda each: end(each, sock))
 
-    handshake = {} if tls is None else {"ssl_handshake_timeout": _SECONDS}
+    def end(task: asyncio.Task[None], sock: socket.socket) -> None:
+        connections.pop(task, None)
+        sock.close()  # here, as a task that is cancelled before its first step runs nothing
+
+    address = f"{host}:{port}"
     try:
-        server = await asyncio.start_server(accept, host, port, limit=_HEAD_BYTES, ssl=tls, **handshake)
+        listening = _listening(host, port)
     except OSError as error:
-        raise OSError(
-            error.errno, f"metrics cannot be served at {host}:{port}: {os.strerror(error.errno or 0)}"
-        ) from error
+        raise OSError(error.errno, f"metrics cannot be served at {address}: {error.strerror}") from error
+    bound: int = listening.getsockname()[1]
+    listener = SocketListener(loop, listening, address, accept)
     try:
-        yield server.sockets[0].getsockname()[1]
+        yield bound
     finally:
-        server.close()
+        listener.close()
         for each in list(connections):
             each.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
-        await server.wait_closed()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, where = found[0]
+    return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
 
 
 async def _answer(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, registry: CollectorRegistry, admits: Admits
+    sock: socket.socket, registry: CollectorRegistry, admits: Admits, tls: ssl.SSLContext | None
 ) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=_HEAD_BYTES)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport = None
     try:
         async with asyncio.timeout(_SECONDS):
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=tls)
+            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
             try:
                 status, body = _response(await reader.readuntil(b"\r\n\r\n"), registry, admits)
             except asyncio.LimitOverrunError:
@@ -94,7 +113,8 @@ async def _answer(
     except (TimeoutError, asyncio.IncompleteReadError, OSError):
         pass  # the client is slow, or gone
     finally:
-        writer.transport.abort()
+        if transport is not None:
+            transport.abort()
 
 
 def _response(request: bytes, registry: CollectorRegistry, admits: Admits) -> tuple[HTTPStatus, bytes]:

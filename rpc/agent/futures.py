@@ -24,6 +24,7 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 import torch
 
 from rpc.agent.calls import PendingCall, name_of
+from rpc.agent.device_ports import ArrivedTensors
 from rpc.errors import NotInitializedError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for, wait_for_event
@@ -32,6 +33,7 @@ from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.modes import with_default_modes
 from rpc.runtime.tasks import Task
+from rpc.runtime.torch_internals import BaseFuture
 from rpc.serialization.exception_state import twin
 from rpc.serialization.failures import text_of
 
@@ -53,11 +55,11 @@ F = TypeVar("F", bound="torch.futures.Future[Any]")
 
 _NO_DEVICES: Final[list[torch.device]] = []
 # PyTorch's methods in Python only call these.
-_construct = torch._C.Future.__init__
-_is_done = torch._C.Future.done
-_set_result = torch._C.Future.set_result
-_value_of = torch._C.Future.wait
-_call_when_done = torch._C.Future.add_done_callback
+_construct = BaseFuture.__init__
+_is_done = BaseFuture.done
+_set_result = BaseFuture.set_result
+_value_of = BaseFuture.wait
+_call_when_done = BaseFuture.add_done_callback
 
 
 class _ThreadState(threading.local):
@@ -83,7 +85,10 @@ class Future(torch.futures.Future[T]):
         total = await future            # in a coroutine, on any asyncio loop
     """
 
-    __slots__ = ("_asked", "_call", "_claim", "_ending")
+    __slots__ = ("_arrived", "_asked", "_call", "_claim", "_devices", "_ending")
+
+    _arrived: ArrivedTensors | None
+    _devices: list[int | str | torch.device] | None
 
     _asked: tuple[object, Peer] | None
     _call: PendingCall | None
@@ -92,7 +97,8 @@ class Future(torch.futures.Future[T]):
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
-        self._asked = self._call = None
+        self._asked = self._call = self._arrived = None
+        self._devices = devices
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
@@ -102,7 +108,7 @@ class Future(torch.futures.Future[T]):
         future._asked = call.what, call.peer
         future._call = call
         future._claim = allocate_lock()
-        future._ending = None
+        future._ending = future._arrived = future._devices = None
         call.future = future
         if call.outcome is not None:
             call.owner.complete_soon(future)
@@ -114,13 +120,25 @@ class Future(torch.futures.Future[T]):
         call = self._call
         if call is None:
             return
+        if call.peer.devices is None:
+            self._complete(call)
+        else:
+            with call.peer.devices.streams() as streams:
+                self._complete(call, streams)
+
+    @protected
+    def _complete(self, call: PendingCall, streams: Any = None) -> None:
+        """See ``complete``; ``streams`` are current, if messages use devices."""
         interruption: KeyboardInterrupt | None = None
         while (ending := self._ending) is None:
             if not self._claim.acquire(blocking=False):
                 _until_free(self._claim)  # another thread decodes
                 continue
             try:
-                self._ending = call.result(), None
+                value = call.result()
+                if streams is not None:
+                    self._arrived = streams.ready()
+                self._ending = value, None
             except BaseException as error:
                 self._ending = None, error.with_traceback(None)  # whose frames refer to this future
                 if isinstance(error, KeyboardInterrupt):
@@ -156,7 +174,15 @@ class Future(torch.futures.Future[T]):
                 _call_when_done(self, functools.partial(_release, done))
                 if not wait_for(done, INFINITE if timeout is None else monotonic() + timeout):
                     raise RpcTimeoutError(f"{self!r} was not completed within {timeout:g} s; it goes on")
+        if self._arrived is not None:
+            self._arrived.join()
         return cast("T", _value_of(self))
+
+    def value(self) -> T:
+        """The value of a future that is completed; raises its error."""
+        if self._arrived is not None:
+            self._arrived.join()
+        return super().value()
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # as PyTorch means it
         """Complete it with an exception; whoever waits is raised one like it."""
@@ -258,7 +284,7 @@ class Future(torch.futures.Future[T]):
         """
         if not callable(callback):
             super().add_done_callback(callback)  # type: ignore[unreachable]  # PyTorch's own error
-        _call_when_done(self, functools.partial(_called_back, _own_context(), callback))
+        _call_when_done(self, functools.partial(_called_back, _own_context(), self, callback))
         _raise_interruption()
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -276,6 +302,8 @@ class Future(torch.futures.Future[T]):
 
             _call_when_done(self, wake)
             yield from waiter
+        if self._arrived is not None:
+            self._arrived.join()
         return cast("T", _value_of(self))
 
 
@@ -285,7 +313,7 @@ class _Continuation:
     __slots__ = ("_callback", "_context", "_source", "future")
 
     def __init__(self, source: Future[Any], callback: Callable[[Any], Any]) -> None:
-        self.future: Future[Any] = Future()
+        self.future: Future[Any] = Future(devices=source._devices)
         self._source: Future[Any] | None = source
         self._callback = callback
         self._context = _own_context()
@@ -317,7 +345,14 @@ class _Continuation:
         logger.warning("%s, given to then(), raised %s", name, type(error).__name__, exc_info=error)
 
     def _run(self) -> Any:
-        return with_default_modes(self._context.run, self._callback, self._source)
+        run, source = self._context.run, cast("Future[Any]", self._source)
+        if source._arrived is None:
+            return with_default_modes(run, self._callback, source)
+        with source._arrived.streams() as streams:
+            source._arrived.join()
+            value = with_default_modes(run, self._callback, source)
+            self.future._arrived = streams.ready_with(value)
+        return value
 
 
 def _own_context() -> Context:
@@ -328,9 +363,16 @@ def _own_context() -> Context:
 
 
 @protected
-def _called_back(context: Context, callback: Callable[[Any], object], future: object) -> None:
+def _called_back(
+    context: Context, source: Future[Any], callback: Callable[[Any], object], future: object
+) -> None:
     try:
-        with_default_modes(context.run, callback, future)
+        if source._arrived is None:
+            with_default_modes(context.run, callback, future)
+        else:
+            with source._arrived.streams():
+                source._arrived.join()
+                with_default_modes(context.run, callback, source)
     except KeyboardInterrupt as error:
         _thread_state.interruption = error
 

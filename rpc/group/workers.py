@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
+
 from rpc.errors import InvalidNameError
 
 __all__ = ["Member", "WorkerInfo", "check_name"]
@@ -60,6 +62,9 @@ class Member:
         main: the program that runs as ``__main__``, and the names that it defines: see ``main_identity``.
         max_message_bytes: the largest message that it accepts.
         safe: it reads no pickles.
+        device_maps: for each callee that it has a device map for, pairs of its device and the callee's.
+        devices: if it has device maps, or devices of its own choice: the type of its accelerator, how many
+            devices it has, and which of them it uses; no names for all.
     """
 
     info: WorkerInfo
@@ -69,6 +74,8 @@ class Member:
     main: str = ""
     max_message_bytes: int = 1 << 36
     safe: bool = False
+    device_maps: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+    devices: tuple[str, int, tuple[str, ...]] | None = None
 
     @property
     def name(self) -> str:
@@ -78,9 +85,14 @@ class Member:
     def id(self) -> int:
         return self.info.id
 
+    def maps_for(self, callee: str) -> dict[torch.device, torch.device]:
+        """The device map that it has for a callee; empty if it has none."""
+        pairs = dict(self.device_maps).get(callee, ())
+        return {torch.device(source): torch.device(target) for source, target in pairs}
+
     def to_wire(self) -> list[Any]:
         """As a list that msgpack can encode."""
-        return [
+        fields: list[Any] = [
             self.info.name,
             self.info.id,
             self.incarnation,
@@ -90,11 +102,14 @@ class Member:
             self.max_message_bytes,
             self.safe,
         ]
+        if self.device_maps or self.devices is not None:
+            fields += [self.device_maps, self.devices]
+        return fields
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> Member:
         """The reverse of ``to_wire``; raises ``ValueError`` or ``TypeError`` for anything else."""
-        name, worker_id, incarnation, host, addresses, main, max_message_bytes, safe = fields
+        name, worker_id, incarnation, host, addresses, main, max_message_bytes, safe, *devices = fields
         if not (
             isinstance(name, str)
             and isinstance(worker_id, int)
@@ -107,4 +122,22 @@ class Member:
         ):
             raise TypeError(f"not a member description: {fields!r}")
         info = WorkerInfo(name, worker_id)
-        return cls(info, incarnation, host, tuple(addresses), main, max_message_bytes, safe)
+        described = (info, incarnation, host, tuple(addresses), main, max_message_bytes, safe)
+        return cls(*described, *_devices_from_wire(devices))
+
+
+def _devices_from_wire(fields: Sequence[Any]) -> tuple[Any, ...]:
+    """The last two attributes of a member; those of a worker without devices are not on the wire."""
+    match fields:
+        case []:
+            return ()
+        case [maps, None | [str(), int(), _] as devices]:
+            device_maps = tuple(
+                (str(callee), tuple((str(source), str(target)) for source, target in pairs))
+                for callee, pairs in maps
+            )
+            for source, target in (pair for _, pairs in device_maps for pair in pairs):
+                torch.device(source), torch.device(target)
+            return device_maps, devices and (devices[0], devices[1], tuple(map(str, devices[2])))
+        case _:
+            raise TypeError(f"not a description of devices: {str(fields)[:80]}")

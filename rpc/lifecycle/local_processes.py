@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -31,13 +30,14 @@ import torch
 
 from rpc.errors import AlreadyInitializedError, RpcError, WorkerLostError
 from rpc.group.workers import check_name
+from rpc.lifecycle import outcomes
 from rpc.lifecycle.startup import init_rpc
 from rpc.options import AgentOptions
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.current import current_agent, is_initialized
-from rpc.serialization.failures import text_of
+from rpc.runtime.notices import Notices, tell_of_start
 
-__all__ = ["LocalGroup", "local_group", "spawn"]
+__all__ = ["LocalGroup", "local_group", "spawn", "worker_names"]
 
 _GRACE_SECONDS: Final = 1.0
 """So long the others may go on once one has failed: to notice it themselves, and to end."""
@@ -70,7 +70,7 @@ def spawn(main: Callable[..., Any], *args: Any, workers: int | Sequence[str] = 2
         if __name__ == "__main__":
             rpc.spawn(main, workers=2)
     """
-    names = _names(workers)
+    names = worker_names(workers)
     with _Processes(names, world_size=len(names)) as processes, _terminated_like_interrupted():
         processes.start(main, args)
         return processes.results()
@@ -119,7 +119,7 @@ def local_group(
     """
     if is_initialized():
         raise AlreadyInitializedError("this process is a worker already: call rpc.shutdown() first")
-    names = _names(workers)
+    names = worker_names(workers)
     with _Processes(names, world_size=len(names) + 1, options=options) as processes:
         processes.start(_serve, ())
         processes.started()
@@ -140,7 +140,8 @@ def _serve() -> None:
     """What a worker of a local group does by itself; the others call it until it may leave."""
 
 
-def _names(workers: int | Sequence[str]) -> tuple[str, ...]:
+def worker_names(workers: int | Sequence[str]) -> tuple[str, ...]:
+    """Names by rank: those given, or ``worker0``, ``worker1`` and so on for a number."""
     if isinstance(workers, str | bool) or not isinstance(workers, int | Sequence):
         raise TypeError(f"workers is a number or a list of names, not {workers!r}")
     names = [f"worker{rank}" for rank in range(workers)] if isinstance(workers, int) else list(workers)
@@ -164,7 +165,7 @@ class _Worker:
     process: SpawnProcess
     pipe: Connection
     started: bool = False
-    outcome: tuple[Any, ...] | None = None
+    outcome: outcomes.Outcome | None = None
 
     @property
     def failed(self) -> bool:
@@ -242,22 +243,27 @@ class _Processes:
             self._workers.append(_Worker(name, process, ours))
 
     def started(self) -> None:
-        """Wait until all are about to join."""
-        self._wait(lambda worker: worker.started)
+        """Wait until all are about to join; the log says for whom, if it takes long."""
+        notices = Notices()
+        self._wait(lambda worker: worker.started or worker.outcome is not None, notices)
 
     def results(self) -> list[Any]:
         """Wait until all have ended; what they returned, or the error of one."""
+        self.started()
         self._wait(lambda worker: worker.outcome is not None)
         self._join(_GRACE_SECONDS)
         return [worker.outcome[0] for worker in self._workers if worker.outcome is not None]
 
-    def _wait(self, done: Callable[[_Worker], bool]) -> None:
-        while not all(map(done, self._workers)):
-            wait([each for worker in self._workers if not done(worker) for each in _signs(worker)])
+    def _wait(self, done: Callable[[_Worker], bool], notices: Notices | None = None) -> None:
+        while waiting := [worker for worker in self._workers if not done(worker)]:
+            left = None if notices is None else max(0.0, notices.next - time.monotonic())
+            wait([each for worker in waiting for each in _signs(worker)], left)
             self._listen()
             if any(worker.failed for worker in self._workers):
                 self._settle()
                 raise self._failure()
+            if notices is not None and notices.due():
+                tell_of_start([worker.name for worker in waiting if not done(worker)], notices.waited)
 
     def _listen(self) -> None:
         for worker in self._workers:
@@ -282,14 +288,7 @@ class _Processes:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             hint = "" if worker.started else " while it started: see its output above"
             return RpcError(f"{worker.name} (process {pid}) {how}{hint}")
-        error, trace = worker.outcome
-        if isinstance(error, SystemExit):
-            return error
-        failure = RpcError(
-            f"{worker.name} (process {pid}) raised {type(error).__name__}: {text_of(error)}\n\n{trace}"
-        )
-        failure.__cause__ = error
-        return failure
+        return outcomes.failure(f"{worker.name} (process {pid})", worker.outcome)
 
     def _join(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -381,7 +380,7 @@ def _run_worker(
         value = main(*args)
         if is_initialized():
             current_agent().shutdown()
-        _say(pipe, (value,))
+        _say(pipe, outcomes.returned(value))
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one does not disturb the clean-up
         status = 130
@@ -389,8 +388,7 @@ def _run_worker(
         status = 1 if end.code else 0
         _say(pipe, (end, "") if end.code else (None,))
     except BaseException as error:
-        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without ours
-        _say(pipe, (error, "".join(traceback.format_exception(type(error), error, frames))))
+        _say(pipe, outcomes.failed(error))
         status = 1
     if status and is_initialized():
         current_agent().shutdown(graceful=False)  # the others notice at once
@@ -398,16 +396,8 @@ def _run_worker(
     sys.exit(status)
 
 
-def _say(pipe: Connection, what: Any) -> None:
-    try:
-        said = cloudpickle.dumps(what)
-        if what is not None and isinstance(what[0], BaseException):
-            cloudpickle.loads(said)  # an exception's class may not take the arguments that it keeps
-    except Exception as error:  # a value or an exception that cannot be sent
-        trace = what[1] if len(what) > 1 else ""
-        said = cloudpickle.dumps(
-            (RpcError(f"{what[0]!r} cannot be sent to the parent: {text_of(error)}"), trace)
-        )
+def _say(pipe: Connection, what: outcomes.Outcome | None) -> None:
+    said = cloudpickle.dumps(None) if what is None else outcomes.pack(what)
     with contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(said)
 

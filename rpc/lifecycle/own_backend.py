@@ -16,19 +16,18 @@ import atexit
 import contextlib
 import logging
 import os
+import secrets
 import sys
 import weakref
 from importlib.metadata import entry_points
 from typing import Final
 
-import torch
-
 from rpc.agent.agent import Agent
-from rpc.device_maps import check_device_maps
 from rpc.errors import RpcError
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo
+from rpc.lifecycle import device_agreement
 from rpc.lifecycle.neighbours import AgentNeighbours, introduce, noop
 from rpc.lifecycle.worker_watch import watch
 from rpc.options import AgentOptions, parse_listen
@@ -44,6 +43,7 @@ from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
 from rpc.runtime import file_limit
 from rpc.runtime.current import clear_current_agent, is_initialized, set_current_agent
+from rpc.runtime.torch_internals import INTERNALS
 from rpc.serialization.failures import text_of
 from rpc.serialization.functions import main_identity
 from rpc.transport.registry import load as load_transports
@@ -59,6 +59,9 @@ _MOST_REACHED: Final = 64
 
 _REACH_SECONDS: Final = 1.0
 """Maximum time, in seconds, that connecting to them may take."""
+
+_ID_BITS: Final = 53
+"""Size of the random ids of workers in a storeless group, so that none is given twice."""
 
 _SHOWN_OF_ERROR: Final = 200
 """In so many characters the other workers are told of the exception that ended a program."""
@@ -82,7 +85,7 @@ def start_separate_agent(
     Whoever starts it closes it, also when the process ends or is forked.
     """
     agent = _start(store, name, rank, world_size, rpc_backend_options, current=False)
-    agent.connections.tells_losses = not is_initialized()
+    agent.group.connections.tell_losses(tells=not is_initialized())
     return agent
 
 
@@ -103,27 +106,12 @@ def _start(
         host, port = parse_listen(options.listen)
     else:
         host, port = listen_address(store.master, single_host=place.single_host)
-    credential = find_credential(options, os.environ)
-    token, transports = credential.token, options.transports
-    on_one_host = options.listen is None and (credential.automatic or is_loopback(host))
-    if transports is None and on_one_host and UnixTransport.available:
-        transports = ("unix",)  # the kernel knows there whose processes connect
-    if transports is not None:
-        load_transports(transports)
-    authenticator = None if token is None else TokenAuthenticator(token)
-    tls = None if options.tls is None else TlsContexts.of(options.tls)
-    agent = Agent(options, host, port, authenticator=authenticator, transports=transports, tls=tls)
+    agent, token = _make(options, host, port)
     store = store.sealed(token)
     try:
-        draft = Member(
-            WorkerInfo(name, rank),
-            agent.incarnation,
-            host_identity(),
-            tuple(as_others_reach_it(each, store.master) for each in agent.addresses),
-            main_identity(),
-            options.max_message_bytes,
-            agent.serializer.allow is not None,
-        )
+        draft = _describe(agent, WorkerInfo(name, rank), store.master)
+        met = device_agreement.agree(agent)
+        INTERNALS.check()
         profiling.install(agent)
         for extension in entry_points(group=EXTENSIONS):
             extension.load()(agent)
@@ -137,17 +125,12 @@ def _start(
             keeper = _keeper(agent, joined, timeout)
         else:
             group = join_static(store, draft, world_size, timeout, job=job)
-        check_device_maps(
-            name,
-            options.device_maps,
-            options.devices,
-            torch.cuda.device_count() if options.device_maps or options.devices else 0,
-            [member.name for member in group.members] if group.static else None,
-        )
+        device_agreement.check(name, options, group.members, static=group.static)
         if current:
-            watch(agent)
+            watch(agent.lifecycle.hooks, agent.lifecycle.departure)
             set_current_agent(agent)  # calls of others may arrive as soon as it has joined
         agent.join(group.me, group.members, group.key, static=group.static)
+        met(agent.group.peers.own)
         logger.debug(
             "'%s' (id %d) is in a %s group of %d, listening at %s",
             name,
@@ -157,7 +140,7 @@ def _start(
             ", ".join(agent.addresses),
         )
         if keeper is not None:
-            introduce(agent, group.others)
+            introduce(agent.calls.caller, group.others)
             keeper.start()
             keeper.wait_until_member()
         else:
@@ -169,12 +152,63 @@ def _start(
     return agent
 
 
+def start_storeless_agent(name: str, group: str, options: AgentOptions) -> Agent:
+    """Start an agent as ``start_separate_agent`` does, in a group that meets at no store. Its members learn
+    of each other by ``admit``, and from those that connect to them. Extensions are not installed.
+
+    Args:
+        name: unique in the group.
+        group: a key that the agents of this group, and no others, share.
+        options: with ``listen``, and a token.
+    """
+    assert options.listen is not None
+    agent, _ = _make(options, *parse_listen(options.listen))
+    agent.group.connections.tell_losses(tells=False)
+    me = _describe(agent, WorkerInfo(name, secrets.randbits(_ID_BITS)), None)
+    agent.join(me, [], group, static=False)
+    return agent
+
+
+def admit(agent: Agent, member: Member) -> None:
+    """Make an agent know a further member of its storeless group."""
+    AgentNeighbours(agent.group).meet([member])
+
+
+def _make(options: AgentOptions, host: str, port: int) -> tuple[Agent, bytes | None]:
+    """An agent that listens, and its job's token."""
+    credential = find_credential(options, os.environ)
+    token, transports = credential.token, options.transports
+    on_one_host = options.listen is None and (credential.automatic or is_loopback(host))
+    if transports is None and on_one_host and UnixTransport.available:
+        transports = ("unix",)  # the kernel knows there whose processes connect
+    if transports is not None:
+        load_transports(transports)
+    authenticator = None if token is None else TokenAuthenticator(token)
+    tls = None if options.tls is None else TlsContexts.of(options.tls)
+    return Agent(options, host, port, authenticator=authenticator, transports=transports, tls=tls), token
+
+
+def _describe(agent: Agent, info: WorkerInfo, master: str | None) -> Member:
+    """An agent as other workers are to see it."""
+    return Member(
+        info,
+        agent.incarnation,
+        host_identity(),
+        tuple(as_others_reach_it(each, master) for each in agent.addresses),
+        main_identity(),
+        agent.options.max_message_bytes,
+        agent.serializer.allow is not None,
+        *device_agreement.described(agent.options),
+    )
+
+
 def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:
     """Has later joiners find this worker, and takes care of the store."""
-    keeper = Keeper(joined, timeout, AgentNeighbours(agent))
-    agent.on_gone(lambda peer, _: keeper.worker_gone(Loss(peer.incarnation, left=peer.has_left)))
-    agent.on_close(keeper.leave)
-    agent.on_forked(keeper.abandon_after_fork)
+    keeper = Keeper(joined, timeout, AgentNeighbours(agent.group))
+    hooks = agent.lifecycle.hooks
+    hooks.gone.append(lambda peer, _: keeper.worker_gone(Loss(peer.incarnation, left=peer.has_left)))
+    hooks.close.append(keeper.leave)
+    hooks.forked.append(keeper.abandon_after_fork)
     return keeper
 
 
@@ -201,14 +235,16 @@ def _reach_all(agent: Agent) -> None:
     """Connect to the other members of a small group, so that a goodbye tells them why this worker ends: they
     cannot know if they only find its socket gone.
     """
-    others = [peer for peer in agent.peers.all() if not peer.is_self and not peer.connected and not peer.lost]
+    others = [
+        peer for peer in agent.group.peers.all() if not peer.is_self and not peer.connected and not peer.lost
+    ]
     if not others or len(others) > _MOST_REACHED:
         return
-    agent.connections.tells_losses = False  # the others may be about to end, too
+    agent.group.connections.tell_losses(tells=False)  # the others may be about to end, too
     calls = []
     for peer in others:
         with contextlib.suppress(RpcError):
-            calls.append(agent.caller.call(peer.name, noop, (), {}, _REACH_SECONDS))
+            calls.append(agent.calls.caller.call(peer.name, noop, (), {}, _REACH_SECONDS))
     for call in calls:
         with contextlib.suppress(RpcError):
             call.result()

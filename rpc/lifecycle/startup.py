@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+from typing import Any, Final
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from rpc.errors import AlreadyInitializedError
+from rpc.errors import AlreadyInitializedError, InvalidNameError
 from rpc.group.workers import check_name
 from rpc.lifecycle import backend_registry
 from rpc.lifecycle.backend_registry import BackendType
@@ -20,9 +21,12 @@ from rpc.rendezvous.init_method import open_store, resolve_group
 from rpc.runtime import file_limit, process_one
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
 
+_RANK: Final = "{rank}"
+"""What the rank replaces in a name."""
+
 
 def init_rpc(
-    name: str,
+    name: str = "worker{rank}",
     backend: BackendType | None = None,
     rank: int = -1,
     world_size: int | None = None,
@@ -36,6 +40,7 @@ def init_rpc(
 
     Args:
         name: unique in the group; letters, digits, ``-``, ``_`` and ``:``, fewer than 128.
+            ``{rank}`` is replaced by the rank. Default: ``worker0`` for rank 0, and so on.
         backend: a member of ``BackendType``; default: the one that the options are for, else our own.
         rank: unique in the group, from 0. Default: ``RANK`` from the environment, as torchrun sets it, or
             what the variables of ``srun``, ``mpirun`` or Kubeflow say.
@@ -69,7 +74,6 @@ def init_with_store(
 ) -> None:
     """As ``init_rpc``, with a c10d store that exists already, if any, in place of an ``init_method``."""
     backend, options = _check(name, backend, rpc_backend_options)
-    show_log(name)
     process_one.end_at_sigterm()
     dynamic, timeout = False, options.rpc_timeout
     if isinstance(options, AgentOptions):
@@ -77,6 +81,8 @@ def init_with_store(
     init_method = options.init_method if store is None else ""
     environ = os.environ if dynamic or rank not in (None, -1) else placed_by_engine(os.environ)
     place = resolve_group(rank, world_size, environ, dynamic, init_method)
+    name = _with_rank(name, place.rank)
+    show_log(name)
     ours = _is_ours(backend)
     if ours:
         file_limit.check((place.world_size or 1) - 1)
@@ -102,6 +108,18 @@ def init_with_store(
         set_current_agent(agent)
 
 
+def _with_rank(name: object, rank: int | None) -> Any:
+    """A name with the rank in place of ``{rank}``."""
+    if not isinstance(name, str) or _RANK not in name:
+        return name
+    if rank is None:
+        raise InvalidNameError(
+            f"init_rpc got no name, or one with {_RANK}, and no rank: this group is dynamic and numbers its "
+            "workers itself. Pass a name, or a rank (rank= or the environment variable RANK)."
+        )
+    return name.replace(_RANK, str(rank))
+
+
 def _check(
     name: str, backend: BackendType | None, options: RpcBackendOptions | None
 ) -> tuple[BackendType, RpcBackendOptions]:
@@ -117,7 +135,7 @@ def _check(
             f"RPC is already initialized in this process, as '{current_agent().get_worker_info().name}': "
             "call shutdown() first"
         )
-    check_name(name)
+    check_name(_with_rank(name, 0))
     if backend is None:
         backend = BackendType.FARCALL if options is None else _backend_of(options)
     if options is None:

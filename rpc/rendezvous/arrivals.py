@@ -279,8 +279,14 @@ def is_near_only(member: Member) -> bool:
     return bool(member.addresses) and all(each.startswith("unix:") for each in member.addresses)
 
 
+WHAT_TO_CHECK: Final = (
+    "Check that every worker was started, and with the same world size, rendezvous address and job."
+)
+"""What to do where ranks are missing."""
+
+
 def describe_ranks(present: Iterable[int], world_size: int) -> str:
-    """Who arrived, who is missing, and what to look at."""
+    """Who arrived, and who is missing."""
 
     def listed(ranks: Sequence[int]) -> str:
         shown = ", ".join(map(str, ranks[:20]))
@@ -288,10 +294,7 @@ def describe_ranks(present: Iterable[int], world_size: int) -> str:
 
     here = sorted(set(present))
     missing = sorted(set(range(world_size)) - set(here))
-    return (
-        f"Ranks that arrived: {listed(here)}; missing: {listed(missing)}. Check that every worker was "
-        f"started, and with the same world size, rendezvous address and job."
-    )
+    return f"Ranks that arrived: {listed(here)}; missing: {listed(missing)}."
 
 
 def mixed(what: str, names: Iterable[str]) -> str:

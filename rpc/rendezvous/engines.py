@@ -1,8 +1,9 @@
-"""A worker's place as its engine tells it: Slurm's ``srun``, ``mpirun``, and Kubeflow's trainer.
+"""The place of a worker in its group, from the variables that its engine sets: Slurm's ``srun``, ``mpirun``,
+and Kubeflow's trainer.
 
-Each engine sets variables of its own. They are read where neither the program nor ``RANK`` says what the rank
-is, and what they say becomes the variables that torchrun sets, by which everything else goes on. Some engines
-tell ranks but no place to meet; the error then names the engine, and what to give.
+These variables are read if neither the program nor ``RANK`` gives the rank. They are translated into the
+variables that torchrun sets, which the rest of the rendezvous reads. Some engines set ranks but no meeting
+place; the error then names the engine and the option that sets one.
 """
 
 from __future__ import annotations
@@ -148,15 +149,24 @@ def _slurm(environ: Mapping[str, str]) -> Engine | None:
     if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     hosts = slurm_hosts(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
-    size = int(environ["SLURM_STEP_NUM_TASKS"])
+    tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number(environ, "SLURM_NODEID")
     return Engine(
         "srun",
         int(environ["SLURM_PROCID"]),
-        size,
+        int(environ["SLURM_STEP_NUM_TASKS"]),
         _number(environ, "SLURM_LOCALID"),
-        size if len(hosts) == 1 else None,
+        tasks[node] if node is not None and node < len(tasks) else None,
         (hosts[0], slurm_port(environ)),
     )
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """``2(x3),1`` as ``2 2 2 1``."""
+    found: list[int] = []
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(tasks)] * int(nodes or 1)
+    return found
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

@@ -31,6 +31,7 @@ from rpc.group.workers import Member
 from rpc.rendezvous.address import Probe, dead_among, probe
 from rpc.rendezvous.arrivals import (
     DEFAULT_PACE,
+    WHAT_TO_CHECK,
     Arrival,
     Conflict,
     Group,
@@ -44,6 +45,7 @@ from rpc.rendezvous.arrivals import (
 )
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, Waiting
+from rpc.runtime import waits
 from rpc.runtime.notices import Notices
 
 logger = logging.getLogger(__name__)
@@ -112,6 +114,13 @@ class _Joining:
         self._coordinates = False
         self._others: list[Arrival] = []
         self.log = Log(store)
+        self._wait = waits.waiting(
+            "rendezvous",
+            place=store.description,
+            world_size=arrival.world_size,
+            name=self._me.name,
+            rank=self._me.id,
+        )
         self._index = self.log.append(arrival)
 
     def run(self) -> Verdict:
@@ -127,8 +136,12 @@ class _Joining:
 
     def _find(self) -> Verdict | None:
         """Wait until there is a verdict, or this worker can tell it; None if there is no time left."""
-        doubt_since: float | None = None
         notices = Notices()
+        with self._wait:
+            return self._look_until_given(notices)
+
+    def _look_until_given(self, notices: Notices) -> Verdict | None:
+        doubt_since: float | None = None
         while (given := self.log.verdict(self._index)) is None or given.kind is Kind.GONE:
             if given is not None:  # this process was so slow to write its arrival that it was given up
                 self._index = self.log.append(self._arrival)
@@ -141,13 +154,13 @@ class _Joining:
                         return Verdict(Kind.MISMATCH, reason)
                 case None:
                     doubt_since = None
-            if notices.due() and (strangers := self._tell_of_waiting(notices.waited)) is not None:
+            if notices.due() and (strangers := self._tell_of_waiting(notices)) is not None:
                 return strangers
             if not self._backoff.pause():
                 return None
         return given
 
-    def _tell_of_waiting(self, waited: str) -> Verdict | None:
+    def _tell_of_waiting(self, notices: Notices) -> Verdict | None:
         """Say in the log who has come; or find those who meet here and will never be in this group."""
         world_size = self._arrival.world_size
         present = self._arrivals()
@@ -159,21 +172,18 @@ class _Joining:
                 f"torch.distributed.rpc runs there, and the two do not speak to each other. Run that program "
                 f"with `farcall run`, or have it import farcall's rpc.",
             )
-        hint = ""
-        if 0 in missing and self._store.master is not None and self._me.id != 0:
-            hint = (
-                " Somebody serves the store: a rank 0 that is just starting, another job, or PyTorch's RPC."
-            )
-        logger.warning(
-            "%s has waited %s at %s for a group of %d. %s%s It gives up in %.0f s.",
-            self._arrival,
-            waited,
-            self._store.description,
-            world_size,
-            describe_ranks([each.member.id for each in present], world_size),
-            hint,
-            self._waiting.remaining,
+        text = (
+            f"{self._arrival} has waited {notices.waited} at {self._store.description} for a group of "
+            f"{world_size}. {describe_ranks([each.member.id for each in present], world_size)}"
         )
+        if notices.told > 1:  # until then the others are importing PyTorch, most likely
+            text += f" {WHAT_TO_CHECK}"
+            if 0 in missing and self._store.master is not None and self._me.id != 0:
+                text += (
+                    " Somebody serves the store: a rank 0 that is just starting, another job or PyTorch's."
+                )
+            text += f" It gives up in {self._waiting.remaining:.0f} s."
+        logger.warning("%s", text)
         return None
 
     def _look(self) -> Verdict | _Doubt | None:
@@ -184,6 +194,7 @@ class _Joining:
         if not due and self._me.id != 0:
             return None
         arrivals = self._arrivals()
+        self._wait.details["present"] = sorted({each.member.id for each in arrivals})
         if len(arrivals) != self._known:
             self._known = len(arrivals)
             self._backoff.restart()
@@ -288,7 +299,7 @@ class _Joining:
         return Verdict(
             Kind.TIMEOUT,
             f"{self._arrival} waited {self._waiting.timeout:g} s at {self._store.description} for a group of "
-            f"{world_size}. {describe_ranks(present, world_size)}",
+            f"{world_size}. {describe_ranks(present, world_size)} {WHAT_TO_CHECK}",
         )
 
     def _give(self, verdict: Verdict) -> Verdict:

@@ -22,6 +22,8 @@ _SLICE_SECONDS: Final = 0.5
 class _ThisThread(threading.local):
     must_not_block: str | None = None
     """Why every blocking wait on the current thread raises ``BlockingCallError``; None where they do not."""
+    runs_callees: bool = False
+    """Whether the current thread is an agent's, and so runs what other workers have called."""
 
 
 this_thread: Final = _ThisThread()

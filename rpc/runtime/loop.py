@@ -48,6 +48,7 @@ class LoopThread:
 
     def _run(self) -> None:
         this_thread.must_not_block = self._no_blocking
+        this_thread.runs_callees = True
         asyncio.set_event_loop(self.loop)
         try:
             while not self._stopping:

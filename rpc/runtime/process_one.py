@@ -11,7 +11,7 @@ import signal
 import threading
 from types import FrameType
 
-__all__ = ["end_at_sigterm"]
+__all__ = ["end_at_sigterm", "ends_process"]
 
 
 def end_at_sigterm() -> None:
@@ -22,6 +22,11 @@ def end_at_sigterm() -> None:
         and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     ):
         signal.signal(signal.SIGTERM, _end)
+
+
+def ends_process(handler: object) -> bool:
+    """Whether a signal's handler is the one that ``end_at_sigterm`` sets."""
+    return handler is _end
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

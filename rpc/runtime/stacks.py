@@ -13,7 +13,17 @@ from typing import Any, Final
 
 from farcall_guard import PACKAGES
 
-__all__ = ["HOME", "OURS", "coroutine_frames", "is_users", "place_of", "users_frame", "waits_for", "waits_in"]
+__all__ = [
+    "HOME",
+    "LIBRARIES",
+    "OURS",
+    "coroutine_frames",
+    "is_users",
+    "place_of",
+    "users_frame",
+    "waits_for",
+    "waits_in",
+]
 
 HOME: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 OURS: Final = tuple(os.path.join(HOME, package, "") for package in PACKAGES)
@@ -24,6 +34,8 @@ _STANDARD: Final = tuple(
     for folder in {sysconfig.get_path("stdlib"), os.path.dirname(os.path.abspath(os.__file__))}
 )
 _INSTALLED: Final = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
+LIBRARIES: Final = (*OURS, *_STANDARD, *_INSTALLED)
+"""Folders of code that is not the program's own."""
 
 _BY_METHOD: Final = {
     "Event.wait": "waits for an Event",
@@ -58,6 +70,11 @@ _BY_CALL: Final = {
     "select": "waits for a socket or pipe",
     "poll": "waits for a socket or pipe",
     "waitpid": "waits for a subprocess",
+    "open": "waits for a file",
+    "read": "waits for a file or pipe",
+    "readline": "waits for a file or pipe",
+    "write": "waits for a file or pipe",
+    "input": "waits for input",
 }
 """Functions written in C, which have no frame, by the name under which the code calls them."""
 

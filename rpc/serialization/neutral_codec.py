@@ -83,7 +83,9 @@ class NeutralCodec:
 
     loads = loader(_value_of, "what worker '{}' sent")
 
-    def dump_tensors(self, tensors: Sequence[Tensor | None], to: Destination, what: str) -> Payload:
+    def dump_tensors(
+        self, tensors: Sequence[Tensor | None], to: Destination, what: str, *, as_call: bool = False
+    ) -> Payload:
         """As ``PickleCodec.dump_tensors``."""
         return self.dumps([None if tensor is None else tensor.detach() for tensor in tensors], to, what=what)
 

@@ -31,8 +31,9 @@ from rpc.serialization.failures import cannot_call, cannot_send
 from rpc.serialization.functions import name_of, resolve
 from rpc.serialization.loading import loader
 from rpc.serialization.memory import inline_limit
-from rpc.serialization.payload import Connect, Destination, Payload, Tracked
+from rpc.serialization.payload import Connect, Destination, Payload, Placement, Tracked
 from rpc.serialization.pickler import PROTOCOL, Read, Reducers, dump
+from rpc.serialization.placement import of_answers, of_calls
 from rpc.serialization.portable import PortablePickler, PythonUDF
 from rpc.serialization.settings import Settings
 from rpc.serialization.tensors import COMPUTED, dense, plain
@@ -96,12 +97,13 @@ class PickleCodec:
         else:
             record = PythonUDF(func, args, kwargs)
         prepare = None if replacement is None else lambda call: (None, None, *replacement.serialize(call), ())
+        placement = of_calls(to)
         try:
-            return dump(record, to, self._reducers, prepare=prepare, tracked=tracked)
+            return dump(record, to, self._reducers, prepare=prepare, tracked=tracked, placement=placement)
         except Exception as error:
             reason = error
         # Out here, so that no error is the other's context.
-        raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to))
+        raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to, placement))
 
     def _call_of(self, record: Any, connect: Connect | None) -> Call:
         module, name, args, kwargs, tensors = record
@@ -122,9 +124,15 @@ class PickleCodec:
     load_call = loader(_call_of, "a call from worker '{}'")
 
     def dumps(
-        self, value: Any, to: Destination | None, *, what: object = None, tracked: Tracked = None
+        self,
+        value: Any,
+        to: Destination | None,
+        *,
+        what: object = None,
+        tracked: Tracked = None,
+        as_call: bool = False,
     ) -> Payload:
-        """Serialize a value."""
+        """Serialize a value; ``as_call``: tensors of devices go where those of calls go."""
         kind = type(value)
         if kind in _SCALARS or (kind in _SEQUENCES and _is_short_sequence(value)):
             return Payload({}, [_NONE if value is None else _pickle((value, ()), PROTOCOL)])
@@ -140,10 +148,12 @@ class PickleCodec:
                 if taken is not None:
                     items, _, tensors = taken
                     return _with_buffers((items if kind is list else tuple(items), tensors))
-            return dump((value, ()), to, self._reducers, tracked=tracked)
+            placement = of_calls(to) if as_call else of_answers(to)
+            return dump((value, ()), to, self._reducers, tracked=tracked, placement=placement)
         except Exception as error:
             reason = error
-        raise cannot_send(reason, value, to, what, lambda part: self._try(part, to))
+        placement = of_calls(to) if as_call else of_answers(to)
+        raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
 
     def dump_quickly(self, value: Any) -> Payload | None:
         """Serialize a small value without running any code of the user's; None if that cannot be.
@@ -161,13 +171,16 @@ class PickleCodec:
             pass  # some unusual kind
         return None
 
-    def dump_tensors(self, tensors: Sequence[Tensor | None], to: Destination, what: str) -> Payload:
+    def dump_tensors(
+        self, tensors: Sequence[Tensor | None], to: Destination, what: str, *, as_call: bool = False
+    ) -> Payload:
         """Serialize some tensors, such as gradients. One that occurs twice arrives as two.
 
         Args:
             tensors: of any kind, or None.
             to: where they go.
             what: for error messages: a text that names them.
+            as_call: see ``dumps``.
 
         Raises:
             SerializationError: one of them cannot be sent.
@@ -180,7 +193,7 @@ class PickleCodec:
         for tensor in tensors:
             distinct.append(tensor.detach() if tensor is not None and id(tensor) in seen else tensor)
             seen.add(id(tensor))
-        return self.dumps(distinct, to, what=what)
+        return self.dumps(distinct, to, what=what, as_call=as_call)
 
     def _value_of(self, record: Any, connect: Connect | None) -> Any:
         value, tensors = record
@@ -200,8 +213,8 @@ class PickleCodec:
 
     load_tensors = loading.load_tensors
 
-    def _try(self, part: Any, to: Destination | None) -> None:
-        dump(part, to, self._reducers, trial=True)
+    def _try(self, part: Any, to: Destination | None, placement: Placement) -> None:
+        dump(part, to, self._reducers, trial=True, placement=placement)
 
     def _fill_in(
         self, items: list[Any], words: dict[str, Any], tensors: Sequence[Any], connect: Connect | None
@@ -220,6 +233,58 @@ class PickleCodec:
         if connect is not None and values:
             for (into, place), tensor in zip(with_grad, connect(values), strict=True):
                 into[place] = tensor
+
+
+class DevicePickleCodec(PickleCodec):
+    """The same for a worker to which CPU tensors go as tensors of a device: none goes the quick way."""
+
+    def dump_call(
+        self, func: Function, args: Args, kwargs: Kwargs, to: Destination, *, tracked: Tracked = None
+    ) -> Payload:
+        """Serialize a call."""
+        placement = of_calls(to)
+        if not placement.takes_cpu or self._settings.pickler is not None:
+            return super().dump_call(func, args, kwargs, to, tracked=tracked)
+        module, name = name_of(func, to) or (None, func)
+        try:
+            record = (module, name, args, kwargs, ())
+            return dump(record, to, self._reducers, tracked=tracked, placement=placement)
+        except Exception as error:
+            reason = error
+        raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to, placement))
+
+    def dumps(
+        self,
+        value: Any,
+        to: Destination | None,
+        *,
+        what: object = None,
+        tracked: Tracked = None,
+        as_call: bool = False,
+    ) -> Payload:
+        """Serialize a value."""
+        placement = of_calls(to) if as_call else of_answers(to)
+        if not placement.takes_cpu:
+            return super().dumps(value, to, what=what, tracked=tracked, as_call=as_call)
+        try:
+            return dump((value, ()), to, self._reducers, tracked=tracked, placement=placement)
+        except Exception as error:
+            reason = error
+        raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
+
+    def dump_quickly(self, value: Any) -> Payload | None:
+        """As for any other worker, but for tensors."""
+        return None if isinstance(value, Tensor) else super().dump_quickly(value)
+
+    def dump_tensors(
+        self, tensors: Sequence[Tensor | None], to: Destination, what: str, *, as_call: bool = False
+    ) -> Payload:
+        """Serialize some tensors."""
+        placement = of_calls(to) if as_call else of_answers(to)
+        if not placement.takes_cpu:
+            return super().dump_tensors(tensors, to, what, as_call=as_call)
+        distinct = [None if tensor is None else tensor.detach() for tensor in tensors]
+        return self.dumps(distinct, to, what=what, as_call=as_call)
 
 
 @functools.cache

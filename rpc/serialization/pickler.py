@@ -19,11 +19,11 @@ from typing import Any, Final, Protocol
 
 import cloudpickle
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.storage import TypedStorage, UntypedStorage
 
 from rpc.errors import SerializationError, with_article
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.torch_internals import OpOverload, OpOverloadPacket
 from rpc.serialization.carriers import Carrier, arrived, receiving
 from rpc.serialization.exception_state import Partly, reduce_exception, reduce_partly
 from rpc.serialization.functions import (
@@ -34,7 +34,16 @@ from rpc.serialization.functions import (
     reduce_script_module,
 )
 from rpc.serialization.memory import INLINE_BYTES, settle
-from rpc.serialization.payload import TRACKED, Arrivals, Buffer, Destination, Payload, Tracked
+from rpc.serialization.payload import (
+    TRACKED,
+    Arrivals,
+    Buffer,
+    Destination,
+    Payload,
+    Placement,
+    Staging,
+    Tracked,
+)
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
 
 PROTOCOL: Final = 5
@@ -116,6 +125,8 @@ class Departing:
     carried: dict[str, tuple[Carrier, list[Any]]] | None = None  # by kind: its carrier, and the descriptors
     rebuilds_exceptions = False  # the receiver rebuilds exceptions from their state
     sends_chains = False  # exceptions bring their causes and contexts
+    placement: Placement | None = None  # where tensors of devices go; None if they cannot be sent
+    staging: Staging | None = None  # of this message; None where device tensors are copied at once
 
     @functools.cached_property
     def links(self) -> dict[int, tuple[BaseException, bytes]]:
@@ -165,6 +176,7 @@ class Pickler(Departing, pickle.Pickler):
         stream = io.BytesIO()
         pickler = _Apart(stream, PROTOCOL)
         pickler.host, pickler.reducers, pickler.to, pickler.trial = self, self.reducers, self.to, self.trial
+        pickler.placement = self.placement
         pickler.dump(obj)
         return stream.getvalue()
 
@@ -195,6 +207,7 @@ def dump(
     prepare: Callable[[Any], Any] | None = None,
     trial: bool = False,
     tracked: Tracked = None,
+    placement: Placement | None = None,
 ) -> Payload:
     """Pickle one object; whatever that raises, what has departed by then is taken back.
 
@@ -206,12 +219,14 @@ def dump(
             ``PortablePickler``, counts as part of this message.
         trial: only find out whether it can be pickled.
         tracked: the tensors that require grad are put in here, and pickled apart: see ``tracked``.
+        placement: where tensors of devices go.
     """
     buffers: list[Buffer] = []
+    staging = None if placement is None or trial else placement.staging()
 
     def leave(buffer: pickle.PickleBuffer) -> bool:
         memory = buffer.raw()
-        if memory.nbytes <= INLINE_BYTES:
+        if memory.nbytes <= INLINE_BYTES and (staging is None or not staging.owns(memory)):
             return True
         buffers.append(memory)
         return False
@@ -220,6 +235,7 @@ def dump(
         pickler = Pickler(stream, PROTOCOL, buffer_callback=leave)
         pickler.reducers = reducers
         pickler.to = to
+        pickler.placement, pickler.staging = placement, staging
         buffers.append(b"")  # the place of its pickle
         return pickler
 
@@ -240,13 +256,15 @@ def dump(
             stream = io.BytesIO()
             _pickle(pickler_to(stream), tuple([tensor.detach() for tensor in tracked]))
             buffers[place] = stream.getvalue()
+        if staging is not None and not staging.begin():
+            staging = None
     except BaseException:
         for carrier, descriptors in (pickler.carried or {}).values():
             carrier.take_back(descriptors, to)
         raise
     finally:
         sending.pickler = outer
-    return Payload(header, buffers)
+    return Payload(header, buffers, staging=staging)
 
 
 @interruptible

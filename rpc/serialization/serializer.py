@@ -45,6 +45,7 @@ class Serializer:
         self._exceptions = (self.allow or settings.allowed).exception
         """Makes those that come without a pickle."""
         self._reducers = Reducers()
+        self._settings = settings
         self._carriers: dict[str, Carrier] = {}
         self.brings_nothing: Final = self._carriers.keys().isdisjoint
         """Whether there is nothing to adopt in a message with this header."""
@@ -57,6 +58,12 @@ class Serializer:
     def between(self, peer_is_safe: bool) -> OwnCodec:
         """The codec for a worker, which is in safe mode or not, and for what comes from there."""
         return self._neutral if peer_is_safe or self.allow is not None else self._pickle
+
+    def pickles_as(self, kind: type[PickleCodec]) -> PickleCodec:
+        """Read and write pickles by a class derived from their codec from now on. Not in safe mode."""
+        if type(self._pickle) is not kind:
+            self._pickle = self.codecs[PICKLE] = kind(self._reducers, self._settings)
+        return self._pickle
 
     def register_carrier(self, kind: type, carrier: Carrier) -> None:
         """Have objects of a type, or of one derived from it, travel beside the payload; ``ValueError`` if

@@ -8,7 +8,6 @@ without memory, such as masked tensors, as PyTorch pickles them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,9 +17,17 @@ from torch import Tensor
 from torch.masked import MaskedTensor, as_masked_tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rpc.errors import SerializationError
+from rpc.runtime.torch_internals import (
+    DisableTorchFunctionSubclass,
+    is_fake,
+    is_traceable_wrapper_subclass,
+    is_transformed,
+    make_per_channel_quantized_tensor,
+    make_per_tensor_quantized_tensor,
+    nested_view_from_buffer_copy,
+)
 from rpc.serialization.memory import memory_at
 from rpc.serialization.tensors import dense, plain, reduce_strided
 from rpc.serialization.tracked import is_tracked, take_out
@@ -30,7 +37,6 @@ _COMPRESSED_BY_COLUMN: Final = (torch.sparse_csc, torch.sparse_bsc)
 _WHOLE_BYTES: Final = (torch.quint8, torch.qint8, torch.qint32)
 Shape = tuple[int, ...]
 
-_is_transformed: Final[Callable[[Tensor], bool]] = torch._C._functorch.is_functorch_wrapped_tensor
 _OWN_REDUCE: Final = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 
 
@@ -49,17 +55,17 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return reduced  # its attributes are what it consists of
     elif kind is Tensor:
-        if not tensor.__dict__ and not _is_transformed(tensor):
+        if not tensor.__dict__ and not is_transformed(tensor) and not _takes_cpu(pickler):
             usual = plain(tensor)
             if usual is not None:
                 return dense, usual
-        reduced = _reduce_by_layout(tensor)
+        reduced = _reduce_by_layout(tensor, pickler)
     elif kind is Parameter:
         reduced = parameter, (tensor.detach(), tensor.requires_grad)
     elif kind.__reduce_ex__ not in _OWN_REDUCE:
         return NotImplemented
     else:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if _is_wrapper(tensor):
                 return _reduce_wrapper(tensor)
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -76,9 +82,27 @@ def set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
     tensor.__dict__.update(attributes)
 
 
-def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
+def _takes_cpu(pickler: Any) -> bool:
+    """Whether CPU tensors of the message go to a device."""
+    placement = getattr(pickler, "placement", None)
+    return placement is not None and placement.takes_cpu
+
+
+def _check_device(tensor: Tensor | UntypedStorage, pickler: Any) -> None:
+    """Raise ``SerializationError`` if no device map says where a tensor of a device goes."""
+    placement = getattr(pickler, "placement", None)
+    if placement is not None:
+        placement.target(tensor.device)
+        return
+    raise SerializationError(
+        f"it is on device {tensor.device}, and RPC only supports CPU tensors in messages of this kind: move "
+        "it to the CPU before sending it (tensor.cpu()), and back on the other side"
+    )
+
+
+def _reduce_by_layout(tensor: Tensor, pickler: Any = None) -> tuple[Any, ...]:
     requires_grad = tensor.requires_grad
-    if _is_transformed(tensor):
+    if is_transformed(tensor):
         raise SerializationError(
             "it belongs to a transform of torch.func, such as vmap, grad or jvp, inside which a tensor has "
             "no elements of its own: call other workers outside of the transform"
@@ -87,10 +111,7 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
         name = str(tensor.dtype).removeprefix("torch.")
         return on_meta, (name, (*tensor.shape,), tensor.stride(), requires_grad)
     if not tensor.is_cpu:
-        raise SerializationError(
-            f"it is on device {tensor.device}, and RPC only supports CPU tensors: move it to the CPU before "
-            "sending it (tensor.cpu()), and back on the other side"
-        )
+        _check_device(tensor, pickler)
     tensor = tensor.detach()
     if tensor.is_nested:
         sizes, strides = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
@@ -109,7 +130,7 @@ def _reduce_by_layout(tensor: Tensor) -> tuple[Any, ...]:
         return made, ("mkldnn", requires_grad, tensor.to_dense())
     if tensor.is_quantized:
         return _reduce_quantized(tensor)
-    return reduce_strided(tensor, requires_grad)
+    return reduce_strided(tensor, requires_grad, pickler)
 
 
 def _reduce_nested_with_history(tensor: Any) -> tuple[Any, ...]:
@@ -146,8 +167,7 @@ def _reduce_dispatching(tensor: Tensor) -> Any:
     """Reduce a tensor that has no memory and is no wrapper of PyTorch's protocol, such as a masked tensor, as
     PyTorch does: to its attributes.
     """
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    if fake is not None and isinstance(tensor, fake.FakeTensor):
+    if is_fake(tensor):
         raise SerializationError(
             "it is a fake tensor, which has a shape but no elements: send a tensor that is made outside of "
             "FakeTensorMode, or on device 'meta'"
@@ -172,7 +192,7 @@ def parameter(tensor: Tensor, requires_grad: bool) -> Parameter:
 
 def subclassed(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
     """Rebuild a tensor of a subclass that is no wrapper."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return tensor.as_subclass(kind).requires_grad_(requires_grad)
 
 
@@ -218,7 +238,7 @@ def sparse_coo(
 ) -> Tensor:
     """Rebuild a sparse tensor in coordinate layout; it is coalesced if the original was."""
     tensor = torch.sparse_coo_tensor(
-        indices, values, shape, device="cpu", is_coalesced=coalesced, check_invariants=check
+        indices, values, shape, device=values.device, is_coalesced=coalesced, check_invariants=check
     )
     return tensor.requires_grad_(requires_grad)
 
@@ -235,16 +255,16 @@ def sparse_compressed(
 ) -> Tensor:
     """Rebuild a sparse tensor in CSR, CSC, BSR or BSC layout."""
     tensor = torch.sparse_compressed_tensor(
-        starts, indices, values, shape, layout=layout, device="cpu", check_invariants=check
+        starts, indices, values, shape, layout=layout, device=values.device, check_invariants=check
     )
     return tensor.requires_grad_(requires_grad)
 
 
 _MAKERS: Final[dict[str, Callable[..., Tensor]]] = {
-    "nested": torch._nested_view_from_buffer_copy,
+    "nested": nested_view_from_buffer_copy,
     "mkldnn": Tensor.to_mkldnn,
-    "quantized": torch._make_per_tensor_quantized_tensor,
-    "quantized per channel": torch._make_per_channel_quantized_tensor,
+    "quantized": make_per_tensor_quantized_tensor,
+    "quantized per channel": make_per_channel_quantized_tensor,
 }
 
 
@@ -269,13 +289,20 @@ def constant(name: str) -> Any:
     return getattr(torch, name)
 
 
-def reduce_storage(storage: UntypedStorage | TypedStorage, _: object = None) -> tuple[Any, ...]:
+def reduce_storage(storage: UntypedStorage | TypedStorage, pickler: Any = None) -> tuple[Any, ...]:
     """Reduce a storage, all of it."""
     if isinstance(storage, TypedStorage):
-        return typed_storage, (storage._untyped_storage, storage.dtype)
-    if storage.device.type != "cpu":
-        raise SerializationError(f"it is a storage on device {storage.device}; only CPU storages can be sent")
+        return typed_storage, (storage.untyped(), storage.dtype)  # type: ignore[no-untyped-call]  # untyped in torch
+    if storage.device.type != "cpu" or _takes_cpu(pickler):
+        if storage.device.type != "cpu":
+            _check_device(storage, pickler)
+        return storage_of, (torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),)
     return untyped_storage, (memory_at(storage.data_ptr(), storage.nbytes(), storage),)
+
+
+def storage_of(tensor: Tensor) -> UntypedStorage:
+    """Rebuild a storage from a tensor of its bytes."""
+    return tensor.untyped_storage()
 
 
 def untyped_storage(data: Any) -> UntypedStorage:

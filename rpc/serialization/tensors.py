@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rpc.errors import SerializationError
+from rpc.runtime.torch_internals import neg_view
 from rpc.serialization.memory import INLINE_BYTES, bytes_at, layout_of, memory_at, over
 
 _CODES: Final[dict[torch.dtype, str]] = {
@@ -107,30 +108,45 @@ def dense(code: str, shape: tuple[int, ...], data: Any, requires_grad: bool = Fa
     return tensor
 
 
-def reduce_strided(tensor: Tensor, requires_grad: bool) -> tuple[Any, ...]:
-    """Reduce a strided CPU tensor, of class ``torch.Tensor`` and without gradient history, of any type and
-    any strides.
+def reduce_strided(tensor: Tensor, requires_grad: bool, departing: Any = None) -> tuple[Any, ...]:
+    """Reduce a strided tensor, of class ``torch.Tensor`` and without gradient history, of any type and any
+    strides.
+
+    Args:
+        departing: what writes the message, which says where tensors of devices go; see ``Departing``.
     """
     if tensor.is_conj():
         return conjugated, (tensor.conj(), requires_grad)
     if tensor.is_neg():
-        return negated, (torch._neg_view(tensor), requires_grad)
+        return negated, (neg_view(tensor), requires_grad)
     if tensor._is_zerotensor():
-        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     shape, stride = (*tensor.shape,), tensor.stride()
     layout = layout_of(shape, stride)
     _check_memory(tensor, layout.span)
     name = str(tensor.dtype).removeprefix("torch.")
     if layout.dense or (layout.overlapping and layout.span <= layout.distinct):
-        data = memory_at(tensor.data_ptr(), layout.span * tensor.itemsize, tensor)
-        return placed, (name, shape, stride, data, requires_grad)
+        return _reduce_memory(tensor, layout.span, (name, shape, stride), requires_grad, departing)
     core = _copy_without_gaps(tensor)
     if not layout.overlapping and layout.span <= max(2 * layout.distinct, _SMALL_SPAN):
-        loose = torch.zeros(layout.span, dtype=core.dtype, device="cpu")
+        loose = torch.zeros(layout.span, dtype=core.dtype, device=core.device)
         loose.as_strided(core.shape, stride).copy_(core)
-        return placed, (name, shape, stride, memory_at(loose.data_ptr(), loose.nbytes, loose), requires_grad)
+        return _reduce_memory(loose, layout.span, (name, shape, stride), requires_grad, departing)
     kept = [step if old else 0 for step, old in zip(core.stride(), stride, strict=True)]
-    return placed, (name, shape, tuple(kept), memory_at(core.data_ptr(), core.nbytes, core), requires_grad)
+    return _reduce_memory(core, core.numel(), (name, shape, tuple(kept)), requires_grad, departing)
+
+
+def _reduce_memory(
+    tensor: Tensor, span: int, layout: tuple[Any, ...], requires_grad: bool, departing: Any
+) -> tuple[Any, ...]:
+    """Reduce a tensor to ``span`` elements from its first one on; ``layout`` is as for ``placed``."""
+    placement = getattr(departing, "placement", None)
+    if placement is not None and placement.target(tensor.device) is not None:
+        elements = tensor.as_strided((span,), (1,))
+        reduced: tuple[Any, ...] = placement.reduce(elements, layout, requires_grad, departing)
+        return reduced
+    data = memory_at(tensor.data_ptr(), span * tensor.itemsize, tensor)
+    return placed, (*layout, data, requires_grad)
 
 
 def _check_memory(tensor: Tensor, span: int) -> None:
@@ -164,4 +180,4 @@ def conjugated(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 def negated(tensor: Tensor, requires_grad: bool) -> Tensor:
     """Rebuild a tensor that is the lazy negative of its memory."""
-    return torch._neg_view(tensor).requires_grad_(requires_grad)
+    return neg_view(tensor).requires_grad_(requires_grad)

@@ -10,23 +10,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import FrameType
 from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from spmd.checkpoint.file_systems import FsspecReader, FsspecWriter
+from rpc.runtime.preemption import Watch
 from spmd.checkpoint.folders import Checkpoint, Folders, naming
 from spmd.checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, sharded_cpu_state_dict
 from spmd.checkpoint.reading import RestrictedReader
+from spmd.checkpoint.torch_internals import FsspecReader, FsspecWriter
 from spmd.engine.current import is_running
 from spmd.engine.start import sync
 
@@ -38,9 +37,10 @@ _log: Final = logging.getLogger(__name__)
 class CheckpointManager:
     """Saves a program's state now and then, and knows what it has saved.
 
-    Call ``save`` or ``save_async`` in every step; they save when it is time to. After SIGTERM the next step
-    is saved, whatever its number, and the program goes on; it asks ``reached_preemption``. A handler that the
-    program has set before is called as well.
+    Call ``save`` or ``save_async`` in every step; they save when it is time to. When the
+    engine announces a preemption (``farcall.preempted``), the next step is saved, whatever its number, and
+    the program goes on; it asks ``reached_preemption``. A handler that the program has set before for the
+    signal is called as well.
 
     Args:
         path: a folder, or a URL that ``fsspec`` knows. Each step has a folder in it.
@@ -49,7 +49,8 @@ class CheckpointManager:
         max_pending_async: how many saves may be under way in the background; the next one waits.
         num_of_threads: threads that write one checkpoint.
         process_group: for programs whose processes save together; a driver alone needs none.
-        chkpt_on_preemption: whether SIGTERM means to save. Only the main thread can ask for that.
+        chkpt_on_preemption: whether to save when a preemption is announced. Only the main thread can ask for
+            that.
 
     Raises:
         AssertionError: a number that cannot be.
@@ -82,16 +83,13 @@ class CheckpointManager:
         self._lock = threading.Lock()
         self._interrupted: list[str] = []
         self._known = self._found()
-        self._terminated = threading.Event()
         self._has_saved_since = False
-        self._handler_before: Any = None
-        if chkpt_on_preemption and threading.current_thread() is threading.main_thread():
-            self._handler_before = signal.signal(signal.SIGTERM, self._note_termination)
+        is_main = threading.current_thread() is threading.main_thread()
+        self._watch = Watch() if chkpt_on_preemption and is_main else None
 
-    def _note_termination(self, number: int, frame: FrameType | None) -> None:
-        self._terminated.set()
-        if callable(self._handler_before):
-            self._handler_before(number, frame)
+    @property
+    def _preempted(self) -> bool:
+        return self._watch is not None and self._watch.preempted
 
     # ---- saving
 
@@ -117,12 +115,12 @@ class CheckpointManager:
         """
         if not (force or self.should_save(step)):
             return False
-        terminated = self._terminated.is_set()
+        preempted = self._preempted
         self.join()
         if is_running():
             sync()
         self._save(step, dict(state_dict))
-        self._has_saved_since = terminated
+        self._has_saved_since = preempted
         return True
 
     def save_async(self, step: int, state_dict: Mapping[str, Any], force: bool = False) -> bool:
@@ -134,7 +132,7 @@ class CheckpointManager:
         self._raise_what_failed()
         if not (force or self.should_save(step)):
             return False
-        self._has_saved_since = self._terminated.is_set()
+        self._has_saved_since = self._preempted
         copied = sharded_cpu_state_dict(state_dict)
         self._room.acquire()
         future = self._background.submit(self._save, step, copied)
@@ -237,7 +235,7 @@ class CheckpointManager:
             )
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether SIGTERM has come.
+        """Whether the engine has announced that it takes the machines away: see ``farcall.preempted``.
 
         Raises:
             AssertionError: the manager was told not to look.
@@ -247,7 +245,7 @@ class CheckpointManager:
             "Preemption detection not enabled. Please set chkpt_on_preemption when creating the "
             "CheckpointManager",
         )
-        return self._terminated.is_set()
+        return self._preempted
 
     def _found(self) -> list[Checkpoint]:
         """What an earlier manager has saved, the oldest first."""

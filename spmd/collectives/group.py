@@ -11,7 +11,9 @@ import torch
 
 from rpc.bulk.transfer import Transfer
 from rpc.group.peer import Peer
+from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE
+from rpc.runtime.torch_internals import InferenceMode
 from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.board import Board
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
@@ -24,7 +26,6 @@ from spmd.collectives.messages import Messages
 from spmd.collectives.node import Node
 from spmd.collectives.sequencer import Sequencer
 from spmd.collectives.signature import text_of
-from spmd.collectives.torch_internals import inference_mode
 from spmd.collectives.work import GroupWork
 
 __all__ = ["Group"]
@@ -37,13 +38,13 @@ class _Channel:
     """Messages of collectives, to and from ranks."""
 
     def __init__(self, node: Node, peers: Sequence[Peer], tags: Sequence[int]) -> None:
-        self._bulk, self._peers, self._tags = node.agent.bulk, peers, tags
+        self._bulk, self._peers, self._tags = node.bulk, peers, tags
 
     def send(self, rank: int, buffers: list[Any]) -> Transfer:
         return self._bulk.send(self._peers[rank], self._tags[rank] + COLLECTIVES, buffers)
 
-    def post(self, rank: int, into: Any) -> Transfer:
-        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into)
+    def post(self, rank: int, into: Any, size: int) -> Transfer:
+        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into, size)
 
 
 class Group:
@@ -73,13 +74,13 @@ class Group:
         self.members = Membership(name, rank, [peer.name for peer in peers], self._tell_failure)
         self.record = GroupRecord(name, ranks)
         self._closed = self._leaves = False
+        self._operation = ""
         self.members.watch(self._write_record)  # first: whoever is woken next may leave the group
-        bulk = node.agent.bulk
-        share = node.agent.options.shared_memory_bytes > 0
-        formation = form(bulk, peers, rank, name, node.key, share, timeout or INFINITE)
+        bulk = node.bulk
+        formation = form(bulk, peers, rank, name, node.key, node.shares_memory, timeout or INFINITE)
         tags = formation.tags
         self._close_tags = partial(close_tags, bulk, peers, rank, tags)
-        self.messages = Messages(bulk, peers, self.members, tags, node.agent.run_soon, self._record_message)
+        self.messages = Messages(bulk, peers, self.members, tags, node.run_soon, self._record_message)
         self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tags))
         self._sequencer = Sequencer(f"farcall-group-{name}")
         self.messages.begin()
@@ -144,9 +145,10 @@ class Group:
         try:
             members.check_collective()
             # Not recorded by autograd, and inference tensors may be written on any thread.
-            with inference_mode():
+            with InferenceMode(True):
                 try:
-                    perform(self.algorithms, signature, deadline)
+                    with self._waiting(signature):
+                        perform(self.algorithms, signature, deadline)
                 except RanksMissingError as error:
                     raise self._timed_out(signature, limit, error) from None
         except CollectiveError as error:
@@ -157,6 +159,21 @@ class Group:
             where = f"{text_of(signature)} at {members.describe(members.rank)}"
             members.fail(CollectiveError(f"{where} has ended in {type(error).__name__}: {error}"))
             raise
+
+    def _waiting(self, signature: bytes) -> waits.Waiting:
+        """The wait for the other ranks, for observers."""
+        self._operation = text_of(signature)
+        return waits.waiting(
+            self._operation,
+            group=self.record.name,
+            number=self.messages.begun,
+            operation=self._operation,
+            ranks=list(self.members.workers),
+        )
+
+    def observed(self) -> dict[str, Any]:
+        """What observers are to know: the last collective that this rank has begun."""
+        return {"name": self.record.name, "number": self.messages.begun, "operation": self._operation}
 
     def _timed_out(self, signature: bytes, limit: float, error: RanksMissingError) -> CollectiveTimeoutError:
         members = self.members

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rpc.agent.futures import wait_futures
-from rpc.errors import RpcError
+from rpc.errors import RpcError, WorkerLostError
 from spmd.engine.aliases import Value
 from spmd.engine.bounded_cache import BoundedCache
 from spmd.engine.errors import OperationError, SpmdError
@@ -89,6 +89,7 @@ class _UnderWay:
         answers: futures, by worker.
         inputs: ids.
         made: ids of what it makes.
+        number: of the step, from 0.
     """
 
     answers: list[Any]
@@ -97,6 +98,15 @@ class _UnderWay:
     places: list[Place] = field(default_factory=list)
     inputs: tuple[int, ...] = ()
     made: range = range(0)
+    number: int = 0
+
+    def described(self) -> str:
+        """What workers are asked for, with the user's lines."""
+        if not self.places:
+            return f"step {self.number}, {'to fetch a tensor' if self.inputs else 'to free tensors'}"
+        first, last = (described(self.places[end]) for end in (0, -1))
+        where = f"at {first}" if first == last else f"from {first} to {last}"
+        return f"step {self.number}, {len(self.places)} operations {where}"
 
 
 class Session:
@@ -115,7 +125,7 @@ class Session:
     def __init__(self, ports: Sequence[EnginePort], programs: int = PROGRAMS) -> None:
         self.recorder = Recorder(self._run, LogicalTensor, programs * ENTRIES_PER_PROGRAM)
         self._ports = tuple(ports)
-        self._set = WorkerSet(self._ports, _GRACE, _has_ended)
+        self._set = WorkerSet(self._ports, "an SPMD step", _GRACE, _has_ended)
         self._programs: BoundedCache[Any, _Known] = BoundedCache(programs, self._drop)
         self._dropped: list[int] = []
         self._program_count = 0
@@ -228,13 +238,12 @@ class Session:
             del self._remotes[number]
             if number not in gone:
                 freed.append(number)
-        known = under_way.known
+        known, under_way.number = under_way.known, self._set.number
         forget, self._dropped = tuple(self._dropped), []
         packed = None if known is None else known.repetition.pack(base, under_way.inputs, scalars)
-        sequence = self._set.number
         steps = [
             Step(
-                sequence,
+                under_way.number,
                 base,
                 tuple([part[worker] for part in parts]),
                 None if known is None else known.number,
@@ -283,7 +292,7 @@ class Session:
         """Wait for a step, and note what has failed."""
         answers, failed = self._set.wait(step.answers)
         for worker, error in failed.items():
-            self._broken = self._broken or error
+            self._broken = self._broken or _unanswered(step.described(), error)
             answers[worker] = Answer()
         lost = {place: self._lost[each] for place, each in enumerate(step.inputs) if each in self._lost}
         if lost or any(each.failures for each in answers):
@@ -329,10 +338,12 @@ class Session:
         self._generation += 1
         try:
             wait_futures([port.regroup(self._generation) for port in self._ports])
-        except RpcError as error:
-            self._broken = error  # some workers have new groups, and others have not
+        except RpcError as error:  # some workers have new groups, and others have not
+            self._broken = _unanswered("the request for new process groups after a failed operation", error)
             self._set.abort("another worker has failed")  # the others may wait for the one that has failed
-            raise
+            if self._broken is error:
+                raise
+            raise self._broken from None
 
     def drain(self) -> None:
         """Wait until the workers have done what they were sent, however it ends."""
@@ -391,6 +402,18 @@ class Session:
 def _has_ended(answer: Answer) -> bool:
     """Whether a worker has ended a program early, so that others may wait for it."""
     return any(each.ends for each in answer.failures)
+
+
+def _unanswered(asked: str, error: Exception) -> Exception:
+    """If a worker is gone, an error that says what it did not answer; any other error as it is."""
+    if not isinstance(error, WorkerLostError):
+        return error
+    return WorkerLostError(
+        f"worker '{error.worker}' is gone: {error.reason}. It has not answered {asked}. What the workers "
+        "hold is lost: end SPMD mode with spmd.shutdown(), begin it again, and go on from a checkpoint",
+        error.worker,
+        error.reason,
+    )
 
 
 def _explained(step: _UnderWay, index: int, cause: Exception) -> OperationError:

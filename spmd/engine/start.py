@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn
 
@@ -21,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 import rpc
-from rpc.agent import departure
 from rpc.agent.futures import wait_futures
-from rpc.errors import RpcError, RpcTimeoutError
+from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
+from rpc.runtime.notices import Notices, tell_of_start
 from spmd import backend
 from spmd.collectives.store import WorkerStore
 from spmd.engine.current import DEVICE, set_engine
@@ -96,7 +97,11 @@ class _Mode:
             rpc.rpc_async(each, make, args=(own, list(names), rank, name), timeout=0)
             for rank, each in enumerate(names)
         ]
-        made = wait_together(calls, partial(_give_up, names[0], name))
+        try:
+            made = wait_together(calls, partial(_give_up, names[0], name))
+        except WorkerLostError as error:
+            said = f"SPMD mode could not begin: worker '{error.worker}' is gone: {error.reason}"
+            raise WorkerLostError(said, error.worker, error.reason) from None
         self.ports = [_Port(name, worker) for name, worker in zip(names, made, strict=True)]
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
@@ -198,8 +203,7 @@ def _on_this_machine(workers: int | Sequence[str] | None, programs: int) -> _Mod
             process, sign = _start_worker([init_method, name, str(rank), str(workers + 1)], environ)
             processes.append(process)
             signs.append(sign)
-        for name, process, sign in zip(names, processes, signs, strict=True):
-            _await_start(name, process, sign)
+        _await_start(dict(zip(names, zip(processes, signs, strict=True), strict=True)))
         options = AgentOptions(init_method=init_method)
         rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
         return _Mode(names, True, processes, programs)
@@ -227,13 +231,23 @@ def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subproc
     return process, sign
 
 
-def _await_start(name: str, process: subprocess.Popen[bytes], sign: BinaryIO) -> None:
-    with sign:
-        if not sign.read(1):
-            raise SpmdError(
-                f"worker {name!r} (process {process.pid}) ended with status {process.wait()} while it began: "
-                "what it has printed says why"
-            )
+def _await_start(workers: dict[str, tuple[subprocess.Popen[bytes], BinaryIO]]) -> None:
+    """Wait until all are about to join; the log says for whom, if it takes long."""
+    with ExitStack() as until_end:
+        signs: dict[Any, str] = {until_end.enter_context(sign): name for name, (_, sign) in workers.items()}
+        notices = Notices()
+        while signs:
+            ready: list[Any] = wait(list(signs), max(0.0, notices.next - time.monotonic()))
+            for sign in ready:
+                name = signs.pop(sign)
+                if not sign.read(1):
+                    process, _ = workers[name]
+                    raise SpmdError(
+                        f"worker {name!r} (process {process.pid}) ended with status {process.wait()} while "
+                        "it began: what it has printed says why"
+                    )
+            if signs and notices.due():
+                tell_of_start(list(signs.values()), notices.waited)
 
 
 def _under_torchrun(workers: int | Sequence[str] | None, programs: int) -> _Mode:
@@ -255,8 +269,7 @@ def serve(
     """Be a worker until the driver ends the mode, and exit."""
     options = None if init_method is None else AgentOptions(init_method=init_method)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
-    if not departure.logger.isEnabledFor(logging.INFO):  # a driver may be idle as long as it likes
-        departure.logger.setLevel(logging.ERROR)
+    current_agent().lifecycle.departure.expect_long()  # a driver may be idle as long as it likes
     rpc.shutdown()
     raise SystemExit(0)
 

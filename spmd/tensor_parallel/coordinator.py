@@ -81,14 +81,16 @@ class Coordinator:
         self._own = shards[0].local_value()
         self._workers = workers
         others = [RemotePort(*each) for each in zip(workers[1:], shards[1:], strict=True)]
-        self._set = WorkerSet([OwnPort(workers[0], self._own), *others], _GRACE, last=0)
+        self._set = WorkerSet(
+            [OwnPort(workers[0], self._own), *others], "an operation of a served model", _GRACE, last=0
+        )
         self._most = max_batch_size
         self._numbers = itertools.count(1)
         self._failure: RpcError | None = None
         self._waiting: deque[_Operation] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        current_agent().on_close(self._stop)
+        current_agent().lifecycle.hooks.close.append(self._stop)
         threading.Thread(target=self._work, name="farcall-served-model", daemon=True).start()
 
     @async_execution

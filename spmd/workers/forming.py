@@ -40,9 +40,8 @@ class Forming:
         Raises:
             StoreGivenUpError: a worker is lost, or forming it was given up, here or on another worker.
         """
-        current_agent().extensions[_EXTENSION] = (
-            self._store
-        )  # C++ does not keep it; a previous group has ended
+        # C++ does not keep the store. A previous group has ended.
+        current_agent().extensions[_EXTENSION] = self._store
         needed = self._workers if driver is None else (driver, *self._workers)
         with fail_if_lost(self._store, needed):
             try:

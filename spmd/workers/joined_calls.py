@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from rpc.runtime.torch_internals import pytree
 
 __all__ = ["JoinableCall", "join", "split"]
 

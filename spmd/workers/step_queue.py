@@ -52,7 +52,7 @@ class StepQueue:
         self._stopped = False
         self._changed = threading.Condition()
         self._watch = rpc.on_worker_lost(self._lost)
-        current_agent().on_close(partial(_stop, weakref.ref(self)))
+        current_agent().lifecycle.hooks.close.append(partial(_stop, weakref.ref(self)))
         self._thread = threading.Thread(target=self._work, name="farcall-spmd-worker", daemon=True)
         self._thread.start()
 

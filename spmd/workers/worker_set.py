@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 from rpc.agent.futures import Future, as_completed, wait_futures
 from rpc.errors import GivenUpError, RpcError, RpcTimeoutError
+from rpc.runtime import waits
 from spmd.collectives.errors import CollectiveError
 
 __all__ = ["OwnPort", "Port", "RemotePort", "WorkerSet", "cause_of", "wait_together"]
@@ -75,6 +76,7 @@ class WorkerSet:
 
     Args:
         ports: the workers.
+        what: the name of a step, for observers.
         grace: seconds in which the others end a step, once one worker has failed in it.
         has_failed: whether an answer says that its worker has failed, so that others may wait for it.
         last: a worker that is sent a step when all others have it.
@@ -86,12 +88,14 @@ class WorkerSet:
     def __init__(
         self,
         ports: Sequence[Port],
+        what: str,
         grace: float,
         has_failed: Callable[[Any], bool] = lambda answer: False,
         last: int | None = None,
     ) -> None:
         self.number = 0
         self._ports = tuple(ports)
+        self._what = what
         self._grace = grace
         self._has_failed = has_failed
         self._order = sorted(range(len(self._ports)), key=lambda worker: worker == last)
@@ -131,13 +135,17 @@ class WorkerSet:
             each.add_done_callback(lambda answer: self._look(answer, grace))
         values: list[Any] = [None] * len(answers)
         failed: dict[int, Exception] = {}
-        for worker, each in enumerate(answers):
-            try:
-                values[worker] = each.wait()
-            except Exception as error:
-                failed[worker] = error
+        with waits.waiting(self._what, lambda: self._awaited(answers)):
+            for worker, each in enumerate(answers):
+                try:
+                    values[worker] = each.wait()
+                except Exception as error:
+                    failed[worker] = error
         grace.end()
         return values, failed
+
+    def _awaited(self, answers: Sequence[Any]) -> list[str]:
+        return [port.name for port, answer in zip(self._ports, answers, strict=True) if not answer.done()]
 
     def _look(self, answer: Any, grace: _Grace) -> None:
         try:

@@ -56,3 +56,9 @@ CANNOT_HOLD: Final[dict[str, str]] = {
     "test_op_with_invalid_args": "expects the error text of PyTorch's C++ operator dispatcher; farcall calls "
     "the operator itself, whose own TypeError says more",
 }
+
+FEWEST_ON_DEVICES: Final = 90
+"""Minimum number of PyTorch's 100 tests of RPC with GPUs that are not listed below."""
+
+CANNOT_HOLD_ON_DEVICES: Final[dict[str, str]] = {}
+"""Which of PyTorch's tests with GPUs cannot hold on the simulated accelerator, and why."""

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,13 @@ def test_a_name_that_cannot_be_is_shown_with_the_rule(name: Any) -> None:
     assert isinstance(caught.value, ValueError)
     assert len(str(caught.value)) < 200
     assert not rpc.is_initialized()
+
+
+def test_a_name_with_a_rank_needs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    dynamic = AgentOptions(init_method=f"file://{tmp_path}/store", dynamic=True)
+    with pytest.raises(InvalidNameError, match=r"no name.*and no rank.*Pass a name, or a rank"):
+        rpc.init_rpc(rpc_backend_options=dynamic)
 
 
 def join_with_longest_name(worker: Worker) -> str:

@@ -187,6 +187,32 @@ def test_an_answer_to_a_call_under_no_grad_needs_no_context() -> None:
     assert said == []
 
 
+def fetched_history(rref: rpc.RRef[torch.Tensor]) -> tuple[bool, list[str]]:
+    """Whether what is fetched requires grad, and what the log says of it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rpc.serialization.pickle_codec").addHandler(handler)
+    return rref.to_here().requires_grad, said
+
+
+async def fetched_history_by_a_coroutine(rref: rpc.RRef[torch.Tensor]) -> tuple[bool, list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rpc.serialization.pickle_codec").addHandler(handler)
+    return (await rref.rpc_async().mul(1)).requires_grad, said
+
+
+@in_worker0(3)
+def test_a_callee_needs_no_context_of_its_own() -> None:
+    x = torch.ones(2, requires_grad=True)
+    for callee in (fetched_history, fetched_history_by_a_coroutine):
+        with torch.no_grad():
+            rref = rpc.remote("worker1", torch.mul, args=(x, 2))
+            assert rpc.rpc_sync("worker2", callee, args=(rref,)) == (True, [])
+
+
 @in_worker0()
 def test_a_reference_says_what_it_is_and_what_to_call() -> None:
     rref: rpc.RRef[dict[str, int]] = rpc.remote("worker1", dict, args=({"a": 1},))

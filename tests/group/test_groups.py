@@ -16,6 +16,8 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
+from rpc.options import AgentOptions
+from tests.support.engine_environments import SRUN
 from tests.support.serving import in_all, in_group, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
@@ -36,6 +38,37 @@ def call_all_with_few_files(worker: Worker) -> list[int]:
 def test_a_group_may_need_more_files_than_a_process_may_open_at_first(run_workers: RunWorkers) -> None:
     sums = [sum(divmod(rank, 2)) for rank in range(12)]
     assert run_workers(call_all_with_few_files, 12) == [sums] * 12
+
+
+# ---- its workers' places
+
+
+def join_as_srun_says(worker: Worker) -> list[str]:
+    where = {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getppid())}
+    tasks = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    os.environ.update(SRUN | where | tasks | {"SLURM_PROCID": str(worker.rank)})
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    rpc.init_rpc(rpc_backend_options=AgentOptions(init_method=worker.init_method))
+    names = [info.name for info in rpc.get_worker_infos()]
+    rpc.shutdown()
+    return names
+
+
+def test_init_rpc_without_arguments_finds_name_and_rank(run_workers: RunWorkers) -> None:
+    assert run_workers(join_as_srun_says, 2) == [["worker0", "worker1"]] * 2
+
+
+def name_itself(worker: Worker) -> str:
+    options = AgentOptions(init_method=worker.init_method)
+    rpc.init_rpc("trainer{rank}", rank=worker.rank, world_size=2, rpc_backend_options=options)
+    name = rpc.get_worker_info().name
+    rpc.shutdown()
+    return name
+
+
+def test_a_name_may_contain_the_rank(run_workers: RunWorkers) -> None:
+    assert run_workers(name_itself, 2) == ["trainer0", "trainer1"]
 
 
 # ---- gathering

@@ -76,6 +76,15 @@ def test_local_group_serves_this_process(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "main [('worker0', 1, 2), ('worker1', 1, 2)]\n"), done.stderr
 
 
+def test_a_start_that_takes_long_says_for_whom_it_waits(tmp_path: Path) -> None:
+    impatient = (
+        "import rpc.runtime.notices\nrpc.runtime.notices.FIRST_SECONDS = 0.01\nfrom farcall import rpc\n"
+    )
+    done = run(tmp_path, "count", impatient + STARTS)
+    assert done.returncode == 0
+    assert "s so far to start worker0, worker1\n" in done.stderr
+
+
 def test_a_worker_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
     done = run(tmp_path, "raise")
     assert done.returncode == 1

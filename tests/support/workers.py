@@ -70,6 +70,7 @@ PRELOADED = (
     "dist_autograd",
     "farcall",
     "farcall.compat",
+    "farcall.observe.installation",
     "spmd",
     "spmd.engine.start",
     *backend.PRELOADED,

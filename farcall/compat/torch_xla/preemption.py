@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-import threading
-from types import FrameType
-from typing import Any
+
+from rpc.runtime.preemption import Watch
 
 __all__ = [
     "_activate_preemption_sync_manager",
@@ -14,8 +13,7 @@ __all__ = [
     "_sync_point_reached",
 ]
 
-_came = threading.Event()
-_before: Any = None
+_watch: Watch | None = None
 
 
 def _ensure_xla_coordinator_initialized(
@@ -24,27 +22,20 @@ def _ensure_xla_coordinator_initialized(
     """Nothing: there is one process, which need not agree with others."""
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    _came.set()
-    if callable(_before):
-        _before(number, frame)
-
-
 def _activate_preemption_sync_manager() -> None:
     """Note SIGTERM from now on, beside what the program does with it. On the main thread."""
-    global _before
-    _came.clear()
-    _before = signal.signal(signal.SIGTERM, _note)
+    global _watch
+    _watch = Watch((signal.SIGTERM,))
 
 
 def _deactivate_preemption_sync_manager() -> None:
     """Undo :func:`_activate_preemption_sync_manager`."""
-    global _before
-    if _before is not None:
-        signal.signal(signal.SIGTERM, _before)
-        _before = None
+    global _watch
+    if _watch is not None:
+        _watch.close()
+        _watch = None
 
 
 def _sync_point_reached(step: int) -> bool:
     """Whether SIGTERM has come since."""
-    return _came.is_set()
+    return _watch is not None and _watch.preempted

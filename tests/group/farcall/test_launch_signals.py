@@ -40,6 +40,18 @@ while True:
     signal.pause()
 """
 
+IS_PREEMPTED = """
+import os, sys, time
+import farcall
+
+farcall.preempted()
+print("ready")
+while not farcall.preempted():
+    time.sleep(0.02)
+print("saved by start", os.environ["TORCHELASTIC_RESTART_COUNT"])
+sys.exit(farcall.REQUEUE_STATUS)
+"""
+
 IGNORES = """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -61,6 +73,19 @@ print("ready", os.getpid())
 while True:
     signal.pause()
 """
+
+
+@pytest.mark.parametrize(
+    ("options", "number"), [("-n 2 --restart 3", signal.SIGUSR1), ("-n 2 --dynamic", signal.SIGTERM)]
+)
+def test_a_preempted_job_saves_and_ends_with_the_status_to_be_requeued(
+    launchers: Launchers, options: str, number: signal.Signals
+) -> None:
+    launcher = launchers(IS_PREEMPTED, options)
+    launcher.wait_for("ready", times=2)
+    launcher.send(number)
+    assert launcher.end() == os.EX_TEMPFAIL
+    assert launcher.said.count("saved by start 0") == 2
 
 
 def test_workers_get_the_time_to_save_and_the_launcher_says_which_ran(launchers: Launchers) -> None:

@@ -34,9 +34,9 @@ def scrape(
     return text
 
 
-def connected(server: Server) -> socket.socket:
+def connected(server: Server, host: str = "127.0.0.1") -> socket.socket:
     assert server.metrics_port is not None
-    return socket.create_connection(("127.0.0.1", server.metrics_port), SOON)
+    return socket.create_connection((host, server.metrics_port), SOON)
 
 
 def told(server: Server, request: bytes) -> bytes:
@@ -78,6 +78,20 @@ def test_idle_connections_take_no_threads_and_the_oldest_are_closed(serve: Serve
         assert threading.active_count() == before
         assert all(each.recv(1) == b"" for each in idle[:80])
         assert "farcall_calls" in scrape(server)
+
+
+def test_connections_that_do_not_begin_tls_count_as_well(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farcall.serving.scraping._SECONDS", 10 * SOON)
+    tls = Authority(tmp_path).issue(host=BEYOND)
+    served = {"tls": tls, "client_certificates": False, "tokens": TOKEN}
+    server = serve({"scale": Scale()}, metrics_port=0, metrics_host=BEYOND, **served)
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connected(server, BEYOND)) for _ in range(100)]
+        assert all(each.recv(1) == b"" for each in idle[:80])
+        context = ssl.create_default_context(cafile=tls.ca)
+        assert "farcall_calls" in scrape(server, BEYOND, token=TOKEN, tls=context)
 
 
 def test_a_request_that_does_not_come_in_time_is_not_waited_for(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import threading
 from typing import Any
 from unittest import mock
@@ -106,8 +107,8 @@ def test_after_a_program_that_could_not_go_on_the_mode_goes_on() -> None:
     spmd.shutdown()
 
 
-def lose_a_worker(worker: Worker) -> list[str]:
-    """Who is said to be lost when the second worker has been killed."""
+def lose_a_worker(worker: Worker) -> list[tuple[str, str]]:
+    """Who is said to be lost when the second worker has been killed, and in which words."""
     worker.join()
     spmd.use_spmd()
     x = there([1.0, 2.0], ROWS)
@@ -118,7 +119,7 @@ def lose_a_worker(worker: Worker) -> list[str]:
     for use in (lambda: x.sum().item(), spmd.sync):
         with pytest.raises(WorkerLostError) as raised:
             use()
-        found.append(raised.value.worker)
+        found.append((raised.value.worker, str(raised.value)))
     spmd.shutdown()
     rpc.shutdown(graceful=False)
     return found
@@ -130,12 +131,40 @@ def serve(worker: Worker) -> None:
     rpc.shutdown()
 
 
-def test_a_dead_worker_is_named(run_workers: RunWorkers) -> None:
+def test_a_dead_worker_is_named_with_the_step_that_it_did_not_answer(run_workers: RunWorkers) -> None:
     workers = run_workers.start([lose_a_worker, serve, serve])
     workers[0].wait_for("ready")
     workers[2].kill()
     workers[0].tell("killed")
-    assert workers[0].result() == ["worker2", "worker2"]
+    (first, said), again = workers[0].result()
+    assert first == "worker2"
+    assert again == (first, said)
+    assert re.match(r"worker 'worker2' is gone: .*\. It has not answered step \d+, ", said)
+    assert f"{__file__}:" in said
+    assert "in <lambda>" in said
+    assert "RRef" not in said
+
+
+def begin_without_a_worker(worker: Worker) -> str:
+    worker.join()
+    with pytest.raises(WorkerLostError) as raised:
+        spmd.use_spmd()
+    assert raised.value.worker == "worker2"
+    rpc.shutdown(graceful=False)
+    return str(raised.value)
+
+
+def die_when_the_mode_begins(worker: Worker) -> None:
+    worker.join()
+    with mock.patch("spmd.engine.serving.make", lambda *_: worker.die()):
+        rpc.shutdown()
+
+
+def test_a_worker_that_dies_while_the_mode_begins_is_named(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([begin_without_a_worker, serve, die_when_the_mode_begins])
+    said = workers[0].result()
+    assert said.startswith("SPMD mode could not begin: worker 'worker2' is gone: ")
+    assert "make" not in said
 
 
 @in_worker0(3)

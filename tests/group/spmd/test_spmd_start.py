@@ -69,6 +69,16 @@ def test_a_worker_that_ends_while_it_begins_ends_the_start(monkeypatch: pytest.M
     assert not spmd.is_spmd()
 
 
+@pytest.mark.processes
+def test_a_start_that_takes_long_says_for_whom_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rpc.runtime.notices.FIRST_SECONDS", 0.01)
+    spmd.use_spmd(workers=1)
+    spmd.shutdown()
+    assert "s so far to start spmd0" in caplog.text
+
+
 def test_the_first_argument_is_no_flag() -> None:
     with pytest.raises(TypeError, match="did you mean auto=True"):
         spmd.use_spmd(True)

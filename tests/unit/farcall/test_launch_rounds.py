@@ -57,6 +57,16 @@ def test_a_launcher_whose_workers_have_succeeded_starts_them_again_when_others_f
     assert world.order() == Order(Kind.RUN, 1, KILLED)
 
 
+def test_a_job_whose_workers_were_preempted_is_not_started_again() -> None:
+    saved = Failure(0, 10, 75, 2.0, host="a")
+    world = World(restarts=3)
+    world.say(1, State.FAILED, LOST_IT)
+    world.order()
+    world.say(0, State.STOPPED, saved)
+    world.say(1, State.STOPPED, LOST_IT)
+    assert world.order() == Order(Kind.END, 0, saved, status=75)
+
+
 def test_what_was_said_of_an_earlier_round_does_not_count() -> None:
     world = World(restarts=2)
     for index in (0, 1):

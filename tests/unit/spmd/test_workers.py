@@ -43,7 +43,7 @@ def ports(*errors: Exception | None) -> tuple[list[MemoryPort], list[str]]:
 
 def test_all_workers_get_a_step_and_the_given_one_last() -> None:
     made, sent = ports(None, None, None)
-    workers = WorkerSet(made, NEVER, last=0)
+    workers = WorkerSet(made, "a step", NEVER, last=0)
     answers = workers.send(["a", "b", "c"])
     assert sent == ["w1 b", "w2 c", "w0 a"]
     assert workers.number == 1
@@ -56,7 +56,7 @@ def test_all_workers_get_a_step_and_the_given_one_last() -> None:
 def test_a_step_that_the_first_worker_cannot_be_sent_is_sent_to_none() -> None:
     error = TypeError("cannot be sent")
     made, sent = ports(None, error, None)
-    workers = WorkerSet(made, NEVER, last=0)
+    workers = WorkerSet(made, "a step", NEVER, last=0)
     _, failed = workers.wait(workers.send(["step"] * 3))
     assert {worker: str(each) for worker, each in failed.items()} == dict.fromkeys(range(3), str(error))
     assert not sent
@@ -66,7 +66,7 @@ def test_a_step_that_the_first_worker_cannot_be_sent_is_sent_to_none() -> None:
 def test_a_step_that_another_worker_cannot_be_sent_is_done_by_the_rest_until_they_are_aborted() -> None:
     error = TypeError("cannot be sent")
     made, sent = ports(None, error, None)
-    workers = WorkerSet(made, grace=0.0)
+    workers = WorkerSet(made, "a step", grace=0.0)
     _, failed = workers.wait(workers.send(["step"] * 3))
     assert sent == ["w0 step", "w2 step"]
     assert isinstance(failed[1], TypeError)
@@ -78,7 +78,7 @@ def test_a_step_that_another_worker_cannot_be_sent_is_done_by_the_rest_until_the
 @pytest.mark.parametrize("answers", [False, True], ids=["raises", "answers"])
 def test_workers_that_wait_for_one_that_has_failed_are_aborted(answers: bool) -> None:
     made, _ = ports(None, None)
-    workers = WorkerSet(made, grace=0.0, has_failed=lambda answer: answer == "failed")
+    workers = WorkerSet(made, "a step", grace=0.0, has_failed=lambda answer: answer == "failed")
     under_way = workers.send(["step"] * 2)
     if answers:
         made[1].answer.set_result("failed")
@@ -92,7 +92,7 @@ def test_workers_that_wait_for_one_that_has_failed_are_aborted(answers: bool) ->
 
 def test_workers_that_end_in_time_are_not_aborted() -> None:
     made, _ = ports(None, None)
-    workers = WorkerSet(made, NEVER)
+    workers = WorkerSet(made, "a step", NEVER)
     under_way = workers.send(["step"] * 2)
     made[1].answer.set_exception(ValueError("failed"))
     made[0].answer.set_result("done")

@@ -7,46 +7,36 @@ import pytest
 from rpc.errors import RendezvousError
 from rpc.rendezvous.engines import placed_by_engine, slurm_hosts
 from rpc.rendezvous.init_method import open_store, resolve_group
-
-SRUN = {
-    "SLURM_JOB_ID": "12",
-    "SLURM_JOB_NODELIST": "node[01-03]",
-    "SLURM_STEP_ID": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NODELIST": "node[02-03]",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "6",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_RANK": "1",
-}
-MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-KUBEFLOW = {
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "1",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "train-node-0-0.train",
-    "PET_MASTER_PORT": "29400",
-}
+from tests.support.engine_environments import (
+    HYDRA,
+    KUBEFLOW,
+    OPEN_MPI_4,
+    OPEN_MPI_5,
+    PRRTE,
+    SBATCH,
+    SRUN,
+    SRUN_PMI2,
+    SRUN_SMALLER_STEP,
+    TORCHRUN,
+)
 
 
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
-        (SRUN, "3 4 1 - node02 29715"),
-        (OPEN_MPI, "1 4 1 2 - -"),
-        (OPEN_MPI | {"MASTER_ADDR": "head", "MASTER_PORT": "1"}, "1 4 1 2 head 1"),
-        (SRUN | OPEN_MPI, "1 4 1 2 - -"),
-        (MPICH, "2 4 0 2 - -"),
-        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMIX_RANK": "3"}, "3 4 1 - node02 29715"),
+        (SRUN, "3 4 0 1 node1 29503"),
+        (SRUN_PMI2, "3 4 0 1 node1 29503"),
+        (SRUN_SMALLER_STEP, "2 3 0 1 node2 29505"),
+        (SRUN_SMALLER_STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "2 3 0 2 node2 29505"),
+        (OPEN_MPI_4, "3 4 1 2 - -"),
+        (OPEN_MPI_5, "3 4 3 4 - -"),
+        (OPEN_MPI_4 | {"MASTER_ADDR": "head", "MASTER_PORT": "1"}, "3 4 1 2 head 1"),
+        (SRUN | OPEN_MPI_4, "3 4 1 2 - -"),
+        (HYDRA, "3 4 1 2 - -"),
         (KUBEFLOW, "1 2 0 1 train-node-0-0.train 29400"),
+        (TORCHRUN, "1 2 1 2 localhost 43163"),
         (SRUN | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "2"}, "0 2 - - a 2"),
-        ({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "6"}, "- - - - - -"),
+        (SBATCH, "- - - - - -"),
         ({}, "- - - - - -"),
     ],
 )
@@ -57,15 +47,16 @@ def test_each_engines_variables_are_read(environ: dict[str, str], place: str) ->
 
 
 def test_all_tasks_of_a_step_on_one_node_are_known_to_be_there() -> None:
-    place = resolve_group(None, None, placed_by_engine(SRUN | {"SLURM_STEP_NODELIST": "node02"}))
+    one_node = {"SLURM_STEP_NODELIST": "node2", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}
+    place = resolve_group(None, None, placed_by_engine(SRUN | one_node))
     assert place.single_host
 
 
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        (OPEN_MPI, "started by OpenMPI's mpirun, .*MASTER_ADDR is not set.*mpirun -x MASTER_ADDR=HOST"),
-        (MPICH, "started by mpiexec .*-genv MASTER_ADDR HOST"),
+        (OPEN_MPI_5, "started by OpenMPI's mpirun, .*MASTER_ADDR is not set.*mpirun -x MASTER_ADDR=HOST"),
+        (HYDRA, "started by mpiexec .*-genv MASTER_ADDR HOST"),
         ({name: KUBEFLOW[name] for name in KUBEFLOW if "MASTER" not in name}, "Kubeflow, .*PET_MASTER_ADDR"),
     ],
 )
@@ -79,7 +70,7 @@ def test_where_a_meeting_place_is_missing_the_error_names_engine_and_variable(
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"PMIX_RANK": "3"}, r"PMIx \(PMIX_RANK=3\).*Set WORLD_SIZE"),
+        (PRRTE, r"PMIx \(PMIX_RANK=3\).*Set WORLD_SIZE"),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "many"}, "not what an engine sets: .*'many'"),
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "4"}, "PET_NPROC_PER_NODE=4 asks for 4 processes on each node"),
     ],

@@ -1,0 +1,124 @@
+"""Has each process with an agent observed: an extension of agents, found by its entry point.
+
+``FARCALL_OBSERVE=0`` in the environment turns it off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any, Final
+
+from farcall.observe.jobs import JOB, job_id
+from farcall.observe.observer import Observer, program_name
+from rpc.agent.agent import Agent
+from rpc.runtime.events import PeerJoined, PeerLost
+from rpc.runtime.stacks import LIBRARIES
+
+__all__ = ["install", "observer"]
+
+_SWITCH: Final = "FARCALL_OBSERVE"
+
+_lock = threading.Lock()
+_numbers = itertools.count(1)
+_observer: Observer | None = None
+
+
+def observer() -> Observer | None:
+    """The observer of this process; None if there is none."""
+    return _observer
+
+
+def install(agent: Agent) -> None:
+    """Have this process observed for as long as the agent lives."""
+    global _observer
+    if os.environ.get(_SWITCH) == "0":
+        return
+    with _lock:
+        if _observer is None:
+            facts = _identity() | {"incarnation": agent.incarnation}
+            _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
+            _observer.add(agent)
+            _observer.start()
+        else:
+            _observer.add(agent)
+        found = _observer
+    agent.extensions["observe"] = found
+    agent.events.listen(PeerLost, lambda lost: found.record("lost", who=lost.name, why=lost.reason))
+    agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
+    identify = partial(_identify, found, agent)
+    found.beats.append(identify)
+    hooks = agent.lifecycle.hooks
+    # On the loop, and not at the next look: the interpreter may not run until then.
+    hooks.joined.append(lambda _: agent.mailbox.call(identify))
+    hooks.close.append(lambda: found.identify(phase="leaving"))
+    hooks.closed.append(lambda: found.beats.remove(identify))
+    hooks.closed.append(lambda: _ended(found, agent))
+    hooks.forked.append(_forked)
+
+
+def _identity() -> dict[str, Any]:
+    rank = os.environ.get("RANK", "")
+    return {
+        "name": "",
+        "rank": int(rank) if rank.isdecimal() else -1,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "number": next(_numbers),
+        "phase": "joining",
+        "program": program_name(),
+        "began": time.time(),
+        "folder": _folder(),
+        "python": sys.version.split()[0],
+        "libraries": list(LIBRARIES),
+    }
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+def _place(agent: Agent) -> str:
+    """Name of the job while its group is not known: the same for all that meet at one place."""
+    address = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    return job_id("joining", getattr(agent.options, "init_method", ""), *address)
+
+
+def _identify(found: Observer, agent: Agent) -> None:
+    """Say who this is, once the group is known."""
+    key = agent.group.connections.group
+    if not key or found.identity["phase"] != "joining":
+        return
+    given = os.environ.get(JOB)
+    facts = {
+        "name": agent.info.name,
+        "rank": agent.info.id,
+        "group": key,
+        "static": agent.is_static_group,
+        "phase": "running",
+    }
+    found.identify(given or job_id(key), **facts)
+
+
+def _ended(found: Observer, agent: Agent) -> None:
+    global _observer
+    if found.remove(agent):
+        with _lock:
+            if _observer is found:
+                _observer = None
+        found.stop("left")
+
+
+def _forked() -> None:
+    global _observer
+    if _observer is not None:
+        _observer.abandon()
+        _observer = None

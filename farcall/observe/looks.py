@@ -1,0 +1,338 @@
+"""What one look at this process finds: its threads, calls, requests, peers and waits, as plain values.
+
+Only names, places, numbers and times are taken, and never the value of an argument. A thread that has moved
+since the last look is described in few words; one that has not, with its stack and what it waits for.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from time import process_time
+from types import FrameType
+from typing import Any, Final, Protocol
+
+from farcall.observe.locks import awaited_object, holder_of, is_lock, kind_of
+from rpc.agent.agent import Calls
+from rpc.agent.call_frames import awaited_call, awaited_in, request_of
+from rpc.agent.calls import PendingCall, name_of
+from rpc.agent.group import AgentGroup
+from rpc.agent.request_runner import Request
+from rpc.group.peer import Peer
+from rpc.runtime import waits
+from rpc.runtime.executor import Executor
+from rpc.runtime.process_signs import thread_seconds
+from rpc.runtime.stacks import coroutine_frames, is_users, users_frame, waits_for, waits_in
+
+__all__ = ["Looker", "Observed"]
+
+_MAX_FRAMES: Final = 24
+"""Maximum number of frames of a stack."""
+
+_MAX_ITEMS: Final = 200
+"""Maximum number of calls, and of requests, that a snapshot lists: the oldest."""
+
+_MAX_PEERS: Final = 600
+_MAX_TEXT: Final = 200
+_SAME_LOOKS: Final = 8
+"""Number of looks after which a thread that has not moved is described anew."""
+
+_LEAST_SHARE: Final = 0.03
+"""A thread computes if it has used this share of a core since the last look: cores may be few."""
+
+
+class Observed(Protocol):
+    """What is read of an agent."""
+
+    calls: Calls
+    group: AgentGroup
+    executor: Executor
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A thread at the last look: its place in the program, since when, the CPU time used by then, and what
+    was said of it, for so many looks.
+    """
+
+    key: tuple[int, int]
+    since: float
+    seconds: float | None
+    at: float
+    described: dict[str, Any] | None = None
+    looks: int = 0
+
+
+@dataclass(slots=True)
+class Looker:
+    """Looks at this process. For one thread, which it does not look at.
+
+    Attributes:
+        ignored: identifiers of threads that are not described.
+    """
+
+    ignored: set[int] = field(default_factory=set)
+    _threads: dict[int, _Seen] = field(default_factory=dict)
+    _first: dict[tuple[int, int], float] = field(default_factory=dict)
+    _used: float = 0.0
+    _looked_at: float = 0.0
+
+    def moved(self, now: float) -> bool:
+        """Whether any thread is at another place of the program than at the last look; cheap."""
+        frames = _frames(self.ignored)
+        before, current = self._threads, {}
+        waiting = {each.thread: id(each) for each in waits.current()}
+        changed = False
+        for ident, frame in frames.items():
+            users = users_frame(frame)
+            if users is None:
+                run = request_of(frame)
+                key = (waiting.get(ident, 0), 0 if run is None else id(run[0]))
+            else:
+                key = (id(users), users.f_lasti)
+            seen = before.get(ident)
+            if seen is None or seen.key != key:
+                seen = _Seen(key, now, None if seen is None else seen.seconds, now)
+                changed = True
+            current[ident] = seen
+        self._threads = current
+        return changed or len(before) != len(current)
+
+    def look(self, agents: Iterable[Observed], now: float, *, progress: bool = True) -> dict[str, Any]:
+        """All that there is to see.
+
+        Args:
+            progress: calls have begun or ended since the last look. If not, what was said of threads that
+                have not moved is said again, for some looks: threads may be many.
+        """
+        agents = list(agents)
+        used = process_time()
+        busy = used - self._used >= _LEAST_SHARE * (now - self._looked_at)
+        self._used, self._looked_at = used, now
+        frames = _frames(self.ignored)
+        calls, requests = self._calls(agents, now), self._requests(agents, now)
+        return {
+            "threads": self._describe_threads(frames, now, busy=busy, again=not progress),
+            "calls": calls,
+            "requests": requests,
+            "peers": [_peer(each) for agent in agents for each in _peers(agent)][:_MAX_PEERS],
+            "executor": agents[0].executor.counts() if agents else {},
+        }
+
+    # ---- threads
+
+    def _describe_threads(
+        self, frames: Mapping[int, FrameType], now: float, *, busy: bool, again: bool
+    ) -> list[dict[str, Any]]:
+        by_ident = {thread.ident: thread for thread in threading.enumerate()}
+        waiting: dict[int, list[dict[str, Any]]] = {}
+        for each in waits.current():
+            waiting.setdefault(each.thread, []).append(_wait(each))
+        described: list[dict[str, Any]] = []
+        for ident, frame in frames.items():
+            seen = self._threads.get(ident) or _Seen((0, 0), now, None, now)
+            thread = by_ident.get(ident)
+            native = None if thread is None else thread.native_id
+            computes = busy and self._computes(seen, native, now)
+            seen.looks += 1
+            if again and seen.described is not None and not computes and seen.looks % _SAME_LOOKS:
+                described.append(seen.described)
+                continue
+            found = _thread(ident, frame, frames, computes=computes)
+            found |= {
+                "id": ident,
+                "native": native,
+                "name": f"thread {ident}" if thread is None else thread.name,
+                "since": seen.since,
+            }
+            if ident in waiting:
+                found["waits"] = waiting[ident]
+                found.pop("idle", None)
+            # What is said at the first look may be a moment's; computing, and waits of a group, change.
+            lasts = seen.looks > 1 and not computes and ident not in waiting
+            seen.described = found if lasts else None
+            described.append(found)
+        return described
+
+    def _computes(self, seen: _Seen, native: int | None, now: float) -> bool:
+        before, at = seen.seconds, seen.at
+        seen.seconds = None if native is None else thread_seconds(native)
+        seen.at = now
+        if before is None or seen.seconds is None or now - at < 0.01:
+            return False
+        return (seen.seconds - before) / (now - at) >= _LEAST_SHARE
+
+    # ---- calls and requests
+
+    def _calls(self, agents: Iterable[Observed], now: float) -> list[dict[str, Any]]:
+        pending = [call for agent in agents for call in agent.calls.table.waiting()]
+        first, self._first = self._first, {}
+        found: list[dict[str, Any]] = []
+        for call in pending[: 10 * _MAX_ITEMS]:
+            key = (call.peer.incarnation, call.call_id)
+            began = call.began or (call.deadline - call.timeout if call.timeout else first.get(key, now))
+            self._first[key] = began
+            if len(found) < _MAX_ITEMS and not call.keeps_place:
+                found.append(_call(call, began))
+        return found
+
+    def _requests(self, agents: Iterable[Observed], now: float) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for agent in agents:
+            oldest = agent.calls.answers.entered()[:_MAX_ITEMS]
+            found += [_request(request, agent.executor) for request in oldest]
+        return found
+
+
+def _frames(ignored: Iterable[int]) -> dict[int, FrameType]:
+    """The innermost frames of other threads."""
+    frames = sys._current_frames()
+    # Else this one would keep itself, and its callers, until garbage is collected.
+    frames.pop(threading.get_ident(), None)
+    for ident in ignored:
+        frames.pop(ident, None)
+    return frames
+
+
+def _text(text: object) -> str:
+    shown = str(text)
+    return shown if len(shown) <= _MAX_TEXT else shown[: _MAX_TEXT - 3] + "..."
+
+
+def _call(call: PendingCall, began: float) -> dict[str, Any]:
+    peer = call.peer
+    return {
+        "id": call.call_id,
+        "to": peer.name,
+        "incarnation": peer.incarnation,
+        "what": _text(call.asked),
+        "began": began,
+        "timeout": call.timeout,
+    }
+
+
+def _request(request: Request, executor: Executor) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "from": request.peer.name,
+        "incarnation": request.peer.incarnation,
+        "id": request.frame.call_id,
+        "began": request.began,
+    }
+    task = request.task
+    if task is not None and not task.done():
+        frames = coroutine_frames(task.get_coro())
+        inner = [frame for frame in frames if is_users(frame.f_code.co_filename)]
+        found["state"] = "awaiting"
+        found["stack"] = [_place(frame) for frame in reversed(frames)][:_MAX_FRAMES]
+        if inner:
+            following = frames[frames.index(inner[-1]) + 1 :]
+            found["doing"] = f"awaits {following[0].f_code.co_qualname}" if following else "awaits a future"
+            call = awaited_in(following[-1]) if following else None
+            if call is not None:
+                found["call"] = [call.peer.incarnation, call.call_id]
+        return found
+    ahead = executor.queued_before(request)
+    if ahead is not None:
+        return found | {"state": "queued", "ahead": ahead}
+    return found | {"state": "arriving" if request.arrivals is not None else "begun"}
+
+
+def _peers(agent: Observed) -> list[Peer]:
+    return agent.group.peers.all()
+
+
+def _peer(peer: Peer) -> dict[str, Any]:
+    link = peer.link
+    found: dict[str, Any] = {
+        "name": peer.name,
+        "id": peer.member.id,
+        "incarnation": peer.incarnation,
+        "connected": peer.connected,
+        "state": link.state.name,
+        "failures": link.failures,
+        "self": peer.is_self,
+    }
+    if peer.lost is not None:
+        found["lost"] = _text(peer.lost)
+        found["left"] = peer.has_left
+    if link.process:
+        found["process"] = link.process
+    return found
+
+
+def _wait(each: waits.Waiting) -> dict[str, Any]:
+    found: dict[str, Any] = {"what": each.what, "since": each.since, "details": dict(each.details)}
+    if each.whom is not None:
+        try:
+            found["whom"] = [_text(name) for name in each.whom()][:64]
+        except Exception as error:  # the state that it reads changes while it is read
+            found["unknown"] = type(error).__name__
+    return found
+
+
+def _place(frame: FrameType) -> list[Any]:
+    code = frame.f_code
+    return [code.co_qualname, code.co_filename, frame.f_lineno or 0]
+
+
+def _thread(
+    ident: int, innermost: FrameType, frames: Mapping[int, FrameType], *, computes: bool
+) -> dict[str, Any]:
+    """What one thread does."""
+    run = request_of(innermost)
+    users = users_frame(innermost, None if run is None else run[1])
+    call = awaited_call(innermost)
+    found: dict[str, Any] = {}
+    if run is not None:
+        request, frame = run
+        found["request"] = [request.peer.incarnation, request.frame.call_id]
+        function = frame.f_locals.get("function")
+        if function is not None:
+            found["function"] = _text(name_of(function))
+    if call is not None:
+        found["call"] = [call.peer.incarnation, call.call_id]
+    if computes:
+        found["computes"] = True
+    if users is None and run is None and call is None and not computes:
+        found["idle"] = True
+        found["stack"] = [_place(innermost)]
+        return found
+    found["stack"] = _stack(innermost)
+    if users is not None:
+        found["at"] = _place(users)
+        found["doing"] = waits_for(innermost, None if run is None else run[1])
+        if not computes and call is None:
+            found |= _lock(ident, users, frames)
+    elif run is not None:
+        found["doing"] = waits_in(str(found.get("function", "")).rpartition(".")[2])
+    return found
+
+
+def _stack(innermost: FrameType) -> list[list[Any]]:
+    places: list[list[Any]] = []
+    frame: FrameType | None = innermost
+    while frame is not None and len(places) < _MAX_FRAMES:
+        places.append(_place(frame))
+        frame = frame.f_back
+    return places
+
+
+def _lock(ident: int, users: FrameType, frames: Mapping[int, FrameType]) -> dict[str, Any]:
+    """What a blocked thread waits for by name, and who holds it if it is a lock."""
+    awaited = awaited_object(users)
+    if awaited is None:
+        return {}
+    found: dict[str, Any] = {"on": _text(awaited.name), "kind": kind_of(awaited.object)}
+    if not is_lock(awaited.object):
+        return found
+    holder = holder_of(awaited.object, ident, frames)
+    if holder is not None:
+        found["holder"] = holder.thread
+        found["sure"] = holder.sure
+        if holder.frame is not None:
+            place = _place(holder.frame)
+            place[2] = holder.line
+            found["held_at"] = place
+    return found

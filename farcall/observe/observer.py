@@ -1,0 +1,303 @@
+"""The thread of each process that looks at it now and then, and writes what it finds to the state file.
+
+No call writes anything: that would cost each of them more than is allowed. What is in flight when the process
+hangs, or is killed, was seen by a look; the interval of the looks is the shortest hang that is sure to be
+seen. If the file cannot be written, the process works on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, time
+from typing import Any, Final
+
+from farcall.observe.frozen_stacks import FrozenStacks
+from farcall.observe.jobs import jobs_folder, remove_old
+from farcall.observe.layout import Beat
+from farcall.observe.looks import Looker
+from farcall.observe.orders import Orders
+from farcall.observe.processes import start_of
+from farcall.observe.state_file import StateFile
+from rpc.runtime import waits
+
+__all__ = ["Observer"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS: Final = 0.5
+"""Seconds between two looks while anything is in flight, or moves."""
+
+_IDLE_SECONDS: Final = 1.0
+_MAX_LOOK_SECONDS: Final = 1.5
+_MAX_SHARE: Final = 0.01
+"""Where threads are many, looks are rarer, so that they take no more of the time than this."""
+
+_JOINING_SECONDS: Final = 0.1
+"""The same until the worker has a name, so that it has one when anything happens."""
+
+_MAX_RECORDS: Final = 512
+"""Maximum number of records that one look writes; the newest."""
+
+_MAX_SEEN: Final = 2000
+"""Maximum number of calls and requests that are followed until they end."""
+
+
+class Observer:
+    """Observes this process. Methods may be called from any thread.
+
+    Args:
+        identity: who this is: name, rank, host and so on; more is added by ``identify``.
+        job: name of the job, as far as it is known.
+
+    Attributes:
+        extra: adds parts to each snapshot, by name; called at each look, on the observing thread.
+        beats: called at each look, on the observing thread.
+    """
+
+    def __init__(self, identity: dict[str, Any], job: str) -> None:
+        self.identity = identity
+        self.extra: dict[str, Callable[[], Any]] = {}
+        self.beats: list[Callable[[], object]] = []
+        self.job = job
+        self.orders = Orders()
+        self._agents: list[Any] = []
+        self._records: deque[dict[str, Any]] = deque(maxlen=4 * _MAX_RECORDS)
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._changed = True
+        self._file: StateFile | None = None
+        self._stacks: FrozenStacks | None = None
+        self._number = 0
+        self._calls_before = self._requests_before = 0
+        self._counted = (0, 0)
+        self._looked_at = monotonic()
+        self._moved_at = self._called_at = monotonic()
+        self._looker = Looker()
+        self._seen: dict[tuple[str, int, int], dict[str, Any]] = {}
+        self._thread = threading.Thread(target=self._run, name="farcall-observer", daemon=True)
+
+    @property
+    def agents(self) -> list[Any]:
+        """The agents of this process."""
+        return list(self._agents)
+
+    @property
+    def path(self) -> Path | None:
+        """The state file; None if there is none."""
+        return None if self._file is None else self._file.path
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def add(self, agent: Any) -> None:
+        """Observe an agent, too."""
+        with self._lock:
+            self._agents.append(agent)
+        self._changed = True
+
+    def remove(self, agent: Any) -> bool:
+        """An agent has ended; returns whether none is left."""
+        with self._lock:
+            if agent in self._agents:
+                self._agents.remove(agent)
+                calls, requests = _counts([agent])
+                self._calls_before += calls
+                self._requests_before += requests
+            return not self._agents
+
+    def identify(self, job: str | None = None, **facts: Any) -> None:
+        """More is known of who this is. A ``job`` makes the file move to the folder of that."""
+        with self._lock:
+            self.identity = self.identity | facts
+            if job is not None and job != self.job:
+                self.job = job
+                self._move()
+        self._changed = True
+        self._wake.set()
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Have the next look write a record to the ring. Costs less than a microsecond."""
+        self._records.append({"kind": kind, "at": time(), **fields})
+
+    def stop(self, phase: str) -> None:
+        """Write the last snapshot and end the thread."""
+        self.identify(phase=phase)
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join(2.0)
+
+    def abandon(self) -> None:
+        """In a forked child: the thread is not there, and the file is the parent's."""
+        self._stopping = True
+        self._agents = []
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            self._open()
+            while True:
+                interval = self._look()
+                if self._stopping:
+                    break
+                self._wake.wait(interval)
+                self._wake.clear()
+        except OSError as error:
+            logger.info("this process cannot be observed: its state file: %s", error)
+        except Exception:  # the program goes on without
+            logger.exception("observing this process failed, and has ended")
+        finally:
+            self._close()
+
+    def _open(self) -> None:
+        folder = jobs_folder(os.environ)
+        with self._lock:
+            path = self._path(folder, self.job)
+            self._file = StateFile(path)
+            self._stacks = FrozenStacks(path.with_suffix(".stacks"))
+            facts = {
+                "start": start_of(os.getpid()),
+                "signal": self._stacks.signal,
+                "timer": self._stacks.has_timer,
+            }
+            self.identity = self.identity | facts
+        self._looker.ignored.add(threading.get_ident())
+        remove_old(folder, self.job)
+
+    def _path(self, folder: Path, job: str) -> Path:
+        host = "".join(each if each.isalnum() or each in "-." else "_" for each in str(self.identity["host"]))
+        return folder / job / f"{host[:80]}.{os.getpid()}.{self.identity['number']}.state"
+
+    def _close(self) -> None:
+        if self._stacks is not None:
+            self._stacks.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _look(self) -> float:
+        """Look once; returns the seconds until the next look."""
+        assert self._file is not None
+        assert self._stacks is not None
+        self._stacks.reset()
+        now = monotonic()
+        agents = self.agents
+        calls, requests = _counts(agents)
+        busy = any(len(agent.calls.table) or len(agent.calls.answers) for agent in agents)
+        waiting = [each for each in waits.current() if each.what != "shutdown"]
+        busy = busy or bool(waiting)
+        moved = self._looker.moved(now)
+        counted = (calls + self._calls_before, requests + self._requests_before)
+        before, seconds = self._counted, max(1e-6, now - self._looked_at)
+        rates = [max(0, new - old) / seconds for new, old in zip(counted, before, strict=True)]
+        self._looked_at = now
+        progress = counted != self._counted
+        if progress:
+            self._counted, self._moved_at, self._called_at = counted, now, now
+        self.orders.look(self._file.path.parent)
+        for beat in list(self.beats):
+            beat()
+        if busy or moved or self._changed or self._stopping:
+            self._changed = False
+            self._write(agents, now, progress=progress)
+            self._stacks.clear()
+        if self._records:
+            newest = [self._records.popleft() for _ in range(len(self._records))][-_MAX_RECORDS:]
+            self._file.record(newest)
+        self._number += 1
+        used = os.times()
+        self._file.beat(Beat(self._number, now, time(), *counted, used.user + used.system, *rates))
+        if self.identity["phase"] == "joining":
+            return _JOINING_SECONDS
+        interval = _LOOK_SECONDS if busy or moved else _IDLE_SECONDS
+        return min(max(interval, (monotonic() - now) / _MAX_SHARE), _MAX_LOOK_SECONDS)
+
+    def _move(self) -> None:
+        """With the lock held: put the files where they belong by now."""
+        if self._file is None or self._stacks is None:
+            return
+        path = self._path(self._file.path.parent.parent, self.job)
+        self._file.move(path)
+        before = self._stacks.path.parent
+        self._stacks.move(path.with_suffix(".stacks"))
+        with contextlib.suppress(OSError):
+            before.rmdir()  # if nobody else is there
+
+    def _write(self, agents: list[Any], now: float, *, progress: bool) -> None:
+        assert self._file is not None
+        snapshot: dict[str, Any] = {
+            "worker": self.identity | {"job": self.job},
+            "monotonic": now,
+            "wall": time(),
+            **self._looker.look(agents, now, progress=progress),
+        }
+        changed = self._follow(snapshot)
+        if changed or any(_moves(each, now) for each in snapshot["threads"]):
+            self._moved_at = now
+        if changed:
+            self._called_at = now
+        snapshot["moved"], snapshot["called"] = self._moved_at, self._called_at
+        for agent in agents:
+            for name, part in list(agent.extensions.items()):
+                observed = getattr(part, "observed", None)
+                if observed is not None:
+                    snapshot[name] = observed()
+        for name, make in list(self.extra.items()):
+            snapshot[name] = make()
+        # At the end the state from before that stays: it shows what was waited for when another failed.
+        is_ending = self.identity["phase"] in ("leaving", "left")
+        while not self._file.snapshot(snapshot, keep=is_ending):
+            # Too large: stacks go first, of the threads that are idle.
+            threads = snapshot["threads"]
+            if not threads:
+                raise OSError("a snapshot is too large")
+            for each in threads:
+                each.pop("stack", None)
+            snapshot["threads"] = sorted(threads, key=lambda each: "idle" in each)[: len(threads) // 2]
+
+    def _follow(self, snapshot: dict[str, Any]) -> bool:
+        """Record calls and requests that a look has seen, as they begin and end; returns whether any did."""
+        before, self._seen = self._seen, {}
+        for kind, key in (("call", "calls"), ("request", "requests")):
+            for each in snapshot[key][:_MAX_SEEN]:
+                which = (kind, each["incarnation"], each["id"])
+                if which not in before:
+                    self.record(f"{kind} begun", **_named(each))
+                self._seen[which] = each
+        for which, each in before.items():
+            if which not in self._seen:
+                self.record(f"{which[0]} ended", **_named(each))
+        return before.keys() != self._seen.keys()
+
+
+def _moves(thread: dict[str, Any], now: float) -> bool:
+    """Whether a thread that runs code of the program has moved just now, or computes."""
+    return "idle" not in thread and ("computes" in thread or thread["since"] >= now)
+
+
+def _named(each: dict[str, Any]) -> dict[str, Any]:
+    wanted = ("id", "to", "from", "what", "began")
+    return {name: each[name] for name in wanted if name in each}
+
+
+def _counts(agents: list[Any]) -> tuple[int, int]:
+    """Calls made and requests taken in by agents."""
+    return sum(agent.calls.table.opened for agent in agents), sum(
+        agent.calls.answers.requests_begun for agent in agents
+    )
+
+
+def program_name() -> str:
+    """The program that this process runs, for people."""
+    with contextlib.suppress(AttributeError, IndexError):
+        return os.path.basename(sys.argv[0])
+    return ""

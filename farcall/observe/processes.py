@@ -1,0 +1,81 @@
+"""What the kernel says of the processes of workers.
+
+Reading state files must not take the seconds that importing PyTorch takes, and everything under ``rpc``
+brings that along; so this does not use ``rpc.runtime.process_signs``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Signs", "ask_for_stacks", "signs_of", "start_of"]
+
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+_STATE, _UTIME, _STIME, _START, _RSS = 0, 11, 12, 19, 21  # in /proc/PID/stat, behind the name (proc(5))
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """A process at one moment.
+
+    Attributes:
+        start: when it began, in clock ticks since the boot: tells it from a later one of the same number.
+        state: of its main thread: one letter, as in ``ps``.
+        seconds: CPU time that it has used.
+        memory: resident memory, in bytes.
+        tracer: process number of its debugger; 0 if there is none.
+        catches: the signals that it handles, as a bit mask.
+    """
+
+    start: int
+    state: str
+    seconds: float
+    memory: int
+    tracer: int
+    catches: int
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in "Tt"
+
+
+def signs_of(process: int) -> Signs | None:
+    """What can be seen of a process; None if there is none, or it has ended and is only not collected."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        text = Path(f"/proc/{process}/status").read_text(errors="replace")
+        if fields[_STATE] in "ZX":
+            return None
+        status = dict(line.partition(":")[::2] for line in text.splitlines())
+        return Signs(
+            int(fields[_START]),
+            fields[_STATE],
+            (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS,
+            int(fields[_RSS]) * _PAGE,
+            int(status.get("TracerPid", "0")),
+            int(status.get("SigCgt", "0").strip(), 16),
+        )
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def start_of(process: int) -> int:
+    """When a process began, as in ``Signs``; 0 if there is none."""
+    signs = signs_of(process)
+    return 0 if signs is None else signs.start
+
+
+def ask_for_stacks(process: int, signs: Signs, number: int) -> bool:
+    """Send the signal that has stacks written, if the process handles that one: others would end it."""
+    if not 0 < number <= signal.SIGRTMAX or not signs.catches >> (number - 1) & 1:
+        return False
+    with contextlib.suppress(OSError):
+        os.kill(process, number)
+        return True
+    return False

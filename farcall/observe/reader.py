@@ -1,0 +1,199 @@
+"""Reads what the workers of a job have left, and what the kernel says of those that live.
+
+Nothing of a file is believed before its checksum is right. A file of another user, a damaged one, or one that
+is no state file at all, is skipped and named. Control characters in texts are escaped here, once for all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from farcall.observe.frozen_stacks import FROZEN_SECONDS, Stack, read_stacks
+from farcall.observe.jobs import JobFolder
+from farcall.observe.layout import (
+    FILE_BYTES,
+    HEADER_BYTES,
+    LayoutError,
+    unpack_beat,
+    unpack_header,
+    unpack_records,
+    unpack_snapshot,
+)
+from farcall.observe.processes import Signs, ask_for_stacks, signs_of
+from farcall.observe.state import JobState, Process, WorkerState
+
+__all__ = ["read_job", "read_worker", "settled"]
+
+_MAX_BYTES: Final = 4 * FILE_BYTES
+_MAX_STACKS_BYTES: Final = 4 << 20
+_MAX_DEPTH: Final = 12
+
+_SAMPLE_SECONDS: Final = 0.15
+"""Time over which processes are watched to see whether they compute, in seconds."""
+
+_DUMP_SECONDS: Final = 1.0
+"""Maximum time to wait for stacks that were asked for, in seconds."""
+
+
+def _legible(value: Any, depth: int = 0) -> Any:
+    """A value whose texts have no control characters."""
+    if isinstance(value, str):
+        return value if value.isprintable() else "".join(map(_shown, value))
+    if depth > _MAX_DEPTH:
+        return None
+    if isinstance(value, Mapping):
+        return {_legible(key, depth + 1): _legible(each, depth + 1) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_legible(each, depth + 1) for each in value]
+    return value
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() else repr(character)[1:-1]
+
+
+def _read_file(path: Path, limit: int) -> bytes:
+    """The content of a regular file of this user. Raises ``OSError`` or ``LayoutError``."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        known = os.fstat(file)
+        if not stat.S_ISREG(known.st_mode):
+            raise LayoutError("it is no file")
+        if known.st_uid != os.getuid():
+            raise LayoutError(f"it belongs to another user ({known.st_uid})")
+        if known.st_size > limit:
+            raise LayoutError(f"it has {known.st_size} bytes, more than any state file")
+        parts = []
+        while part := os.read(file, 1 << 20):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(file)
+
+
+def read_worker(path: Path, *, records: bool = True, before: float = math.inf) -> WorkerState:
+    """The state that a worker has written; what the kernel says is added by ``settled``.
+
+    Raises:
+        OSError, LayoutError: the file cannot be read; says why.
+    """
+    data = _read_file(path, _MAX_BYTES)
+    unpack_header(data[:HEADER_BYTES])
+    snapshot = unpack_snapshot(data, before)
+    if snapshot is None:
+        raise LayoutError("it has no whole snapshot")
+    ring = unpack_records(data) if records else []
+    ring = [replace(record, fields=_legible(record.fields)) for record in ring]
+    return WorkerState(
+        unpack_beat(data),
+        _legible(snapshot),
+        frozen=_read_stacks(path.with_suffix(".stacks")),
+        records=tuple(ring),
+        file=str(path),
+    )
+
+
+def _read_stacks(path: Path) -> Mapping[int, Stack]:
+    try:
+        text = _read_file(path, _MAX_STACKS_BYTES).decode(errors="replace")
+    except (OSError, LayoutError):
+        return {}
+    return {} if not text else read_stacks("\n".join(map(_legible, text.splitlines())))
+
+
+def read_job(folder: JobFolder, *, records: bool = False, before: float = math.inf) -> JobState:
+    """The state of all workers of a job that have run on this host. Takes a moment, to see who computes.
+
+    Args:
+        records: read their rings, too.
+        before: their last snapshots from before this time, in seconds since 1970, are wanted.
+    """
+    workers: list[WorkerState] = []
+    skipped: list[tuple[str, str]] = []
+    for path in folder.state_files():
+        try:
+            workers.append(read_worker(path, records=records, before=before))
+        except LayoutError as error:
+            skipped.append((_legible(path.name), str(error)))
+        except OSError as error:
+            skipped.append((_legible(path.name), error.strerror or str(error)))
+    return JobState(folder.id, tuple(_newest(settled(workers))), tuple(skipped))
+
+
+def _newest(workers: Sequence[WorkerState]) -> list[WorkerState]:
+    """Of workers with the same name, or process, the newest."""
+    newest: dict[object, WorkerState] = {}
+    for each in sorted(workers, key=lambda each: each.beat.wall if each.beat else 0.0):
+        newest[each.name] = each
+    return sorted(newest.values(), key=lambda each: (each.rank if each.rank >= 0 else 1 << 30, each.name))
+
+
+# ---- what the kernel says
+
+
+def settled(workers: Sequence[WorkerState]) -> list[WorkerState]:
+    """The workers with what the kernel says of their processes, and with stacks of those that are frozen."""
+    here = socket.gethostname()
+    before = [_signs(each, here) for each in workers]
+    asked = {n for n, each in enumerate(workers) if _ask(each, before[n])}
+    if any(before):
+        time.sleep(_SAMPLE_SECONDS)
+    until = time.monotonic() + _DUMP_SECONDS
+    found = []
+    for n, each in enumerate(workers):
+        stacks = each.frozen
+        while n in asked and not stacks and time.monotonic() < until:
+            time.sleep(0.01)
+            stacks = _read_stacks(Path(each.file).with_suffix(".stacks"))
+        found.append(_with_process(each, before[n], here, stacks))
+    return found
+
+
+def _signs(worker: WorkerState, here: str) -> Signs | None:
+    """What can be seen of a worker's process; None if it is not here, or has ended."""
+    if worker.host != here or not worker.pid:
+        return None
+    signs = signs_of(worker.pid)
+    return signs if signs is not None and signs.start == worker.fact("start", 0) else None
+
+
+def _ask(worker: WorkerState, signs: Signs | None) -> bool:
+    """Ask a process that has not looked for a while for its stacks; returns whether it was asked."""
+    silent = 0.0 if worker.beat is None else time.monotonic() - worker.beat.monotonic
+    number = worker.fact("signal", 0)
+    if signs is None or signs.is_stopped or silent < FROZEN_SECONDS or worker.frozen or worker.has_left:
+        return False
+    if worker.fact("timer", False):
+        return True  # they are about to be written
+    return isinstance(number, int) and ask_for_stacks(worker.pid, signs, number)
+
+
+def _with_process(
+    worker: WorkerState, before: Signs | None, here: str, stacks: Mapping[int, Stack]
+) -> WorkerState:
+    beat = worker.beat
+    last = 0.0 if beat is None else beat.monotonic
+    if worker.host != here:
+        age = time.time() - beat.wall if beat is not None else 0.0
+        return replace(worker, now=last + max(0.0, age))
+    signs = _signs(worker, here)
+    if before is None or signs is None:
+        return replace(worker, process=Process(alive=False), now=last)
+    used = signs.seconds - before.seconds
+    process = Process(
+        alive=True,
+        stopped=signs.is_stopped,
+        traced=signs.tracer,
+        computes=used > 0,
+        memory=signs.memory,
+        share=used / _SAMPLE_SECONDS,
+    )
+    return replace(worker, process=process, now=time.monotonic(), frozen=stacks)

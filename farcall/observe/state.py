@@ -1,0 +1,261 @@
+"""What is known of a job and its workers: plain values, read from state files or told by other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from farcall.observe.frozen_stacks import Stack
+from farcall.observe.layout import Beat, Record
+from farcall.observe.places import Place
+
+__all__ = ["JobState", "Place", "Process", "ThreadState", "WorkerState"]
+
+_FROZEN_SECONDS: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What the kernel says of a worker's process now; of one elsewhere, or that has ended, nothing.
+
+    Attributes:
+        alive: whether it exists; None if that cannot be seen from here.
+        stopped: by a signal.
+        traced: process number of its debugger; 0 if there is none.
+        computes: its CPU time moves.
+        memory: resident memory, in bytes.
+        share: CPU time used per second, over the moment that it was looked at.
+    """
+
+    alive: bool | None = None
+    stopped: bool = False
+    traced: int = 0
+    computes: bool = False
+    memory: int = 0
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """One thread of a worker at its last look: the fields of the snapshot."""
+
+    fields: Mapping[str, Any]
+    folder: str = ""
+
+    @property
+    def id(self) -> int:
+        return int(self.fields.get("id") or 0)
+
+    @property
+    def name(self) -> str:
+        return str(self.fields.get("name", "a thread"))
+
+    @property
+    def at(self) -> Place | None:
+        """The innermost place in the program's own code."""
+        return Place.of(self.fields.get("at"), self.folder)
+
+    @property
+    def stack(self) -> list[Place]:
+        """The whole stack, the innermost place first."""
+        stack = self.fields.get("stack")
+        places = [Place.of(each, self.folder) for each in stack] if isinstance(stack, list) else []
+        return [each for each in places if each is not None]
+
+    @property
+    def call(self) -> tuple[int, int] | None:
+        """The call that it waits for: incarnation of the callee, and number."""
+        return pair(self.fields.get("call"))
+
+    @property
+    def request(self) -> tuple[int, int] | None:
+        """The request that it runs: incarnation of the caller, and number."""
+        return pair(self.fields.get("request"))
+
+    @property
+    def waits(self) -> list[Mapping[str, Any]]:
+        """The operations of a group in which it waits, the outermost first."""
+        return mappings(self.fields.get("waits"))
+
+
+def pair(value: object) -> tuple[int, int] | None:
+    """Two numbers, or None."""
+    match value:
+        case [int(first), int(second)]:
+            return int(first), int(second)
+    return None
+
+
+def mappings(value: object) -> list[Mapping[str, Any]]:
+    """The mappings in a list; anything else is dropped."""
+    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+
+
+def number(value: object, default: float = 0.0) -> float:
+    """A number; anything else is the default."""
+    return float(value) if isinstance(value, int | float) else default
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One process of a job: what it has written, and what the kernel says of it.
+
+    Attributes:
+        beat: its last sign of life; None if it is torn.
+        snapshot: its last snapshot.
+        process: see ``Process``.
+        now: the time of reading on the worker's own monotonic clock; of one that is dead, its last sign.
+        frozen: stacks that were written without its interpreter, by thread.
+        records: the ring.
+        file: the state file, for people.
+    """
+
+    beat: Beat | None
+    snapshot: Mapping[str, Any]
+    process: Process = Process()
+    now: float = 0.0
+    frozen: Mapping[int, Stack] = field(default_factory=dict)
+    records: tuple[Record, ...] = ()
+    file: str = ""
+
+    @property
+    def _identity(self) -> Mapping[str, Any]:
+        found = self.snapshot.get("worker")
+        return found if isinstance(found, Mapping) else {}
+
+    def fact(self, name: str, default: Any = "") -> Any:
+        """A fact that the worker tells of itself."""
+        return self._identity.get(name, default)
+
+    @property
+    def name(self) -> str:
+        """Its name; before it has one, its rank or process."""
+        name = str(self.fact("name")) or str(self._joining().get("name", ""))
+        if name:
+            return name
+        rank = self.rank
+        return f"rank {rank}" if rank >= 0 else f"process {self.pid}"
+
+    @property
+    def rank(self) -> int:
+        rank = int(number(self.fact("rank", -1), -1))
+        return rank if rank >= 0 else int(number(self._joining().get("rank", -1), -1))
+
+    def _joining(self) -> Mapping[str, Any]:
+        """What the rendezvous says of it, while it is in one."""
+        if self.phase != "joining":
+            return {}
+        details = [wait.get("details") for each in self.threads for wait in each.waits]
+        return next((each for each in details if isinstance(each, Mapping)), {})
+
+    @property
+    def host(self) -> str:
+        return str(self.fact("host"))
+
+    @property
+    def pid(self) -> int:
+        return int(number(self.fact("pid", 0)))
+
+    @property
+    def phase(self) -> str:
+        """How far it is: "joining", "running", "leaving" or "left"."""
+        return str(self.fact("phase"))
+
+    @property
+    def incarnation(self) -> int:
+        found = self.fact("incarnation", 0)
+        return found if isinstance(found, int) else 0
+
+    @property
+    def folder(self) -> str:
+        return str(self.fact("folder"))
+
+    def is_library(self, file: str) -> bool:
+        """Whether code of this file is not the program's own."""
+        folders = self.fact("libraries", [])
+        known = tuple(each for each in folders if isinstance(each, str)) if isinstance(folders, list) else ()
+        return file.startswith((*known, "<"))
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process has ended without leaving."""
+        return self.process.alive is False and self.phase != "left"
+
+    @property
+    def has_left(self) -> bool:
+        return self.phase == "left"
+
+    @property
+    def silent(self) -> float:
+        """Seconds since its last sign of life."""
+        return max(0.0, self.now - self.beat.monotonic) if self.beat is not None else 0.0
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its interpreter does not run, though its process lives, or did so at its end."""
+        return bool(self.frozen) or (self.process.alive is True and self.silent > _FROZEN_SECONDS)
+
+    @property
+    def threads(self) -> list[ThreadState]:
+        return [ThreadState(each, self.folder) for each in mappings(self.snapshot.get("threads"))]
+
+    @property
+    def calls(self) -> list[Mapping[str, Any]]:
+        """The calls that it has made and that are not answered."""
+        return mappings(self.snapshot.get("calls"))
+
+    @property
+    def requests(self) -> list[Mapping[str, Any]]:
+        """The requests of others that it has not answered."""
+        return mappings(self.snapshot.get("requests"))
+
+    @property
+    def peers(self) -> list[Mapping[str, Any]]:
+        return mappings(self.snapshot.get("peers"))
+
+    @property
+    def still(self) -> float:
+        """Seconds since anything has moved."""
+        return max(0.0, self.now - number(self.snapshot.get("moved"), self.now))
+
+    @property
+    def quiet(self) -> float:
+        """Seconds since a call has begun or ended."""
+        return max(0.0, self.now - number(self.snapshot.get("called"), self.now))
+
+    def age(self, since: object) -> float:
+        """Seconds since a time on the worker's monotonic clock."""
+        return max(0.0, self.now - number(since, self.now))
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """A job.
+
+    Attributes:
+        id: its name.
+        workers: its workers, by rank; of one that was started again, only the newest.
+        skipped: files that were not read, and why.
+    """
+
+    id: str
+    workers: tuple[WorkerState, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def living(self) -> list[WorkerState]:
+        return [each for each in self.workers if not each.is_dead and not each.has_left]
+
+    @property
+    def still(self) -> float:
+        """Seconds since anything has moved in any of its workers."""
+        return min((each.still for each in self.living or self.workers), default=0.0)
+
+    @property
+    def quiet(self) -> float:
+        """Seconds since a call has begun or ended in any of its workers."""
+        return min((each.quiet for each in self.living or self.workers), default=0.0)
+
+    def __iter__(self) -> Iterator[WorkerState]:
+        return iter(self.workers)

@@ -1,0 +1,79 @@
+"""Which calls the threads of this process wait for, and which requests they run, as their frames show."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
+from typing import Any, Final
+
+from rpc.agent.calls import PendingCall, name_of
+from rpc.agent.futures import Future, as_completed
+from rpc.agent.request_runner import Request, RequestRunner
+from rpc.runtime.stacks import is_users
+
+__all__ = ["awaited_call", "awaited_in", "request_of", "running"]
+
+_RUNS: Final = frozenset(
+    each.__code__ for each in (RequestRunner.run, RequestRunner.start, RequestRunner._finish)
+)
+"""Code that has a local variable ``request`` while it runs that."""
+
+
+def _call_of(future: object) -> PendingCall | None:
+    call = getattr(future, "_call", None)
+    return call if isinstance(call, PendingCall) else None
+
+
+_WAITS: Final[dict[CodeType, Callable[[dict[str, Any]], PendingCall | None]]] = {
+    PendingCall.wait.__code__: lambda values: values.get("self"),
+    Future.wait.__code__: lambda values: _call_of(values.get("self")),
+    Future.__await__.__code__: lambda values: _call_of(values.get("self")),
+    as_completed.__code__: lambda values: next(filter(None, map(_call_of, values.get("awaited", ()))), None),
+}
+"""Code that waits for a call, and which call, given its local variables."""
+
+
+def awaited_call(frame: FrameType | None) -> PendingCall | None:
+    """The call that a thread waits for, given its innermost frame: not one further out, whose code has been
+    interrupted by a signal handler or a finalizer of the user's.
+    """
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        find = _WAITS.get(frame.f_code)
+        if find is not None:
+            call = find(frame.f_locals)
+            return call if call is not None and call.outcome is None else None
+        frame = frame.f_back
+    return None
+
+
+def awaited_in(frame: FrameType) -> PendingCall | None:
+    """The call that this frame itself waits for: the innermost one of a suspended coroutine."""
+    find = _WAITS.get(frame.f_code)
+    return None if find is None else find(frame.f_locals)
+
+
+def request_of(frame: FrameType | None) -> tuple[Request, FrameType] | None:
+    """The request that a thread runs, given its innermost frame, and the frame that has begun it."""
+    while frame is not None:
+        if frame.f_code in _RUNS:
+            request = frame.f_locals.get("request")
+            if isinstance(request, Request):
+                return request, frame
+        frame = frame.f_back
+    return None
+
+
+def running(threads: Iterable[threading.Thread]) -> list[str]:
+    """The functions that other threads of these run for other workers, and for which, in words."""
+    frames = sys._current_frames()
+    # Else this one would keep itself, its callers and what they have in hand until garbage is collected.
+    del frames[threading.get_ident()]
+    found: list[str] = []
+    for thread in threads:
+        running = request_of(frames.get(thread.ident or 0))
+        function = None if running is None else running[1].f_locals.get("function")
+        if running is not None and function is not None:
+            found.append(f"{name_of(function)} for worker '{running[0].peer.name}'")
+    return found

@@ -1,0 +1,120 @@
+"""What an agent does with devices; made when the first worker with a device map is met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpc.agent.request_runner import Request
+from rpc.device_maps import DeviceMap
+from rpc.devices.placements import Between, Placed, indexed
+from rpc.devices.staging import HostStaging
+from rpc.devices.streams import Shared, Streams, use_on_current_stream
+from rpc.group.peer import Peer
+from rpc.options import AgentOptions
+from rpc.runtime.executor import Executor
+from rpc.serialization.codecs import PICKLE
+from rpc.serialization.pickle_codec import DevicePickleCodec
+from rpc.serialization.serializer import Serializer
+
+__all__ = ["Devices"]
+
+
+class Devices:
+    """The devices of one agent. ``met`` is called on the loop's thread, everything else on any.
+
+    Args:
+        options, executor, serializer: of an agent that makes no calls yet.
+        own_name: this worker's name.
+
+    Attributes:
+        local: the devices of this worker that messages use.
+        updates: the work that changes parameters in place, for which each request waits.
+    """
+
+    def __init__(
+        self, options: AgentOptions, executor: Executor, serializer: Serializer, own_name: str
+    ) -> None:
+        self._executor = executor
+        self._serializer = serializer
+        self._own_name = own_name
+        self.local: list[torch.device] = []
+        self._maps: dict[str, DeviceMap] = options.device_maps
+        self._use(options.devices)
+        for device_map in self._maps.values():
+            self._use(device_map)
+        self.updates = Shared(None, self.local)
+
+    def _use(self, devices: Iterable[torch.device]) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count()
+        known = {*self.local}
+        for device in map(indexed, devices):
+            if accelerator is not None and device.type == accelerator.type and (device.index or 0) < count:
+                known.add(device)
+        self.local = sorted(known, key=lambda device: device.index)
+
+    def met(self, peer: Peer) -> None:
+        """Agree on devices with a worker, and with this one itself."""
+        name, me = peer.name, self._own_name
+        calls = self._maps.get(name, {})
+        theirs = peer.member.maps_for(me)
+        self._use(theirs.values())
+        if peer.is_self:
+            calls = theirs = calls or {device: device for device in self.local}
+        answers = {target: source for source, target in theirs.items()}
+
+        def for_calls(device: torch.device) -> str:
+            return (
+                f"Request device mapping is not available for destination '{name}': call `set_device_map` "
+                f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{name}', "
+                f"{{'{device}': '{device}'}}), or pass it as device_maps"
+            )
+
+        def for_answers(device: torch.device) -> str:
+            return (
+                f"Response device mapping is not available for destination '{name}': answers go by the "
+                f"reverse of its device map, so have '{name}' call `set_device_map` "
+                f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{me}', "
+                f"{{'{device}': '{device}'}}), or pass it as device_maps"
+            )
+
+        between = Between(
+            Placed(name, calls, for_calls, self._staging),
+            Placed(name, answers, for_answers, self._staging),
+            self.streams,
+        )
+        peer.devices = between
+        if peer.codec.id == PICKLE and (between.calls.takes_cpu or between.answers.takes_cpu):
+            peer.codec = self._serializer.pickles_as(DevicePickleCodec)
+
+    def _staging(self) -> HostStaging:
+        return HostStaging(self._executor)
+
+    def streams(self) -> Streams:
+        """Streams of their own on all devices that messages use."""
+        return Streams(self.local)
+
+    def use(self, tensors: Iterable[Tensor | None]) -> None:
+        """Keep the memory of tensors, where they are on devices, until the current streams have used it."""
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_cpu:
+                use_on_current_stream(tensor)
+
+    def ready(self, value: Any) -> Shared:
+        """What streams must join before they use an object that was made on the current ones."""
+        return Shared(value, self.local)
+
+    def around(self, run: Callable[[Request], None]) -> Callable[[Request], None]:
+        """Run requests on streams of their own."""
+
+        def run_on_streams(request: Request) -> None:
+            with self.streams() as streams:
+                self.updates.wait()
+                request.streams = streams
+                run(request)
+
+        return run_on_streams

@@ -1,0 +1,78 @@
+"""Device maps of a group: what a worker says of its own, and what it checks of all.
+
+``rpc.devices`` is imported once a worker with a device map is met, this one included, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rpc.agent.agent import Agent
+from rpc.device_maps import check_device_maps, check_targets
+from rpc.group.peer import Peer
+from rpc.group.workers import Member
+from rpc.options import AgentOptions
+
+if TYPE_CHECKING:
+    from rpc.devices.installation import Devices
+
+__all__ = ["agree", "check", "described"]
+
+
+def described(options: AgentOptions) -> tuple[Any, Any]:
+    """What other workers must know: the last two attributes of a ``Member``."""
+    maps, devices = options.device_maps, options.devices
+    if not maps and not devices:
+        return (), None
+    pairs = tuple(
+        (callee, tuple((str(source), str(target)) for source, target in each.items()))
+        for callee, each in maps.items()
+    )
+    kind, count = accelerator()
+    return pairs, (kind, count, tuple(map(str, devices)))
+
+
+def accelerator() -> tuple[str, int]:
+    """The type of this process's accelerator, and how many devices it has; "cuda" and 0 if there is none."""
+    device = torch.accelerator.current_accelerator()
+    return ("cuda", 0) if device is None else (device.type, torch.accelerator.device_count())
+
+
+def check(name: str, options: AgentOptions, members: Sequence[Member], *, static: bool) -> None:
+    """Check a worker's device maps against the members of its group; ``ValueError`` says what is wrong."""
+    maps, devices = options.device_maps, options.devices
+    if not maps and not devices:
+        return
+    kind, count = accelerator()
+    names = [member.name for member in members] if static else None
+    check_device_maps(name, maps, devices, count, names, kind)
+    for member in members:
+        if member.name in maps and member.devices is not None:
+            check_targets(name, member.name, maps[member.name], *member.devices)
+
+
+def agree(agent: Agent) -> Callable[[Peer], None]:
+    """Agree on devices with each worker that is met from now on, if one of the two has a device map. Called
+    before the agent joins its group; returns what is to be called with the agent's peer for itself then.
+    """
+    devices: Devices | None = None
+
+    def met(peer: Peer) -> None:
+        nonlocal devices
+        theirs = any(callee == agent.info.name for callee, _ in peer.member.device_maps)
+        if devices is None and not theirs and not agent.options.device_maps and not agent.options.devices:
+            return
+        if devices is None:
+            from rpc.devices.installation import Devices
+
+            devices = Devices(agent.options, agent.executor, agent.serializer, agent.info.name)
+            agent.calls.answers.use_devices(devices)
+            if not peer.is_self:
+                devices.met(agent.group.peers.own)
+        devices.met(peer)
+
+    agent.lifecycle.hooks.joined.append(met)
+    return met

@@ -1,0 +1,55 @@
+"""What a worker's main function ended in, as its process reports it to the one that has started it."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from rpc.errors import RpcError
+from rpc.serialization.failures import text_of
+
+__all__ = ["Outcome", "failed", "failure", "pack", "returned"]
+
+Outcome = tuple[Any, ...]
+"""The value that was returned, alone; or an exception and its traceback as text."""
+
+
+def returned(value: Any) -> Outcome:
+    """The outcome of a function that has returned."""
+    return (value,)
+
+
+def failed(error: BaseException) -> Outcome:
+    """The outcome of a function that has raised, from inside the ``except`` of its caller."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the caller's
+    return error, "".join(traceback.format_exception(type(error), error, frames))
+
+
+def pack(outcome: Outcome) -> bytes:
+    """An outcome as bytes. A value or an exception that cannot be pickled becomes an error that says so."""
+    try:
+        packed = cloudpickle.dumps(outcome)
+        if isinstance(outcome[0], BaseException):
+            cloudpickle.loads(packed)  # an exception's class may not take the arguments that it keeps
+    except Exception as error:
+        trace = outcome[1] if len(outcome) > 1 else ""
+        why = RpcError(f"{outcome[0]!r} cannot be sent to the parent: {text_of(error)}")
+        packed = cloudpickle.dumps((why, trace))
+    return bytes(packed)
+
+
+def failure(worker: str, outcome: Outcome) -> BaseException:
+    """What to raise where the workers were started.
+
+    Args:
+        worker: name of the worker and its process, for the message.
+        outcome: an exception and its traceback.
+    """
+    error, trace = outcome
+    if isinstance(error, SystemExit):
+        return error
+    failure = RpcError(f"{worker} raised {type(error).__name__}: {text_of(error)}\n\n{trace}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,64 @@
+"""Waits that a stack does not explain: operations of a group, and the workers that each still waits for.
+
+Code that waits for other workers by another way than a call says so while it waits::
+
+    with waits.waiting("barrier", lambda: missing):
+        complete.wait()
+
+Observers read ``waits.current()``, from any thread. An entry costs less than a microsecond; the function that
+names the workers is only called when somebody looks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from time import monotonic
+from types import TracebackType
+from typing import Any, Final, Self
+
+__all__ = ["Waiting", "current", "waiting"]
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A wait of one thread. A context manager.
+
+    Attributes:
+        what: the operation: "barrier", "shutdown", "all_reduce".
+        whom: returns the names of the workers that the thread still waits for; called on any thread.
+        details: facts for observers: numbers and short texts.
+        since: begin of the wait, on the monotonic clock.
+        thread: identifier of the waiting thread.
+    """
+
+    what: str
+    whom: Callable[[], Iterable[str]] | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    since: float = 0.0
+    thread: int = 0
+
+    def __enter__(self) -> Self:
+        self.since = monotonic()
+        self.thread = threading.get_ident()
+        _current[id(self)] = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _current.pop(id(self), None)
+
+
+_current: Final[dict[int, Waiting]] = {}
+
+
+def waiting(what: str, whom: Callable[[], Iterable[str]] | None = None, **details: Any) -> Waiting:
+    """Name what the current thread waits for, for the duration of a ``with`` statement."""
+    return Waiting(what, whom, details)
+
+
+def current() -> list[Waiting]:
+    """All waits of this process at this moment, the oldest first."""
+    return list(_current.copy().values())

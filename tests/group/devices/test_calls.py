@@ -1,0 +1,194 @@
+"""Calls with tensors on devices: where they arrive, and that streams wait for what they need and no more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+
+from farcall import rpc
+from tests.support.device_groups import one_to_one
+from tests.support.devices import (
+    FIRST,
+    SECOND,
+    device_kind,
+    is_all,
+    late,
+    mode,
+    on_devices,
+    sleep,
+)
+from tests.support.workers import RunWorkers, Worker
+
+__all__ = ["device_kind", "mode"]
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def double_late(tensor: torch.Tensor) -> torch.Tensor:
+    sleep(tensor.device)
+    return tensor * 2
+
+
+@rpc.functions.async_execution
+def double_through(name: str, tensor: torch.Tensor) -> rpc.Future[torch.Tensor]:
+    return rpc.rpc_async(name, double_late, args=(tensor,)).then(lambda future: future.wait() + 1)
+
+
+async def double_in_coroutine(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    sleep(tensor.device)
+    mine = tensor * 2
+    theirs = await rpc.rpc_async(name, double_late, args=(tensor,))
+    return mine + theirs
+
+
+def on_own_stream(tensor: torch.Tensor) -> bool:
+    """Whether a request runs on a stream that is not a default one, and on the device of its argument."""
+    current = torch.accelerator.current_stream()
+    return current.device == tensor.device and current.stream_id != 0
+
+
+@on_devices
+def call_and_wait(worker: Worker) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return found
+        with torch.Stream(device=FIRST):
+            result = rpc.rpc_sync("worker1", double_late, args=(late(3.0),))
+            found["device"] = result.device == torch.device(FIRST)
+            found["rpc_sync"] = is_all(result, 6.0)
+        future = rpc.rpc_async("worker1", double_late, args=(late(4.0),))
+        with torch.Stream(device=FIRST):
+            found["wait"] = is_all(future.wait(), 8.0)
+        with torch.Stream(device=FIRST):
+            found["value"] = is_all(future.value(), 8.0)
+        chained = rpc.rpc_async("worker1", double_late, args=(late(5.0),)).then(
+            lambda future: future.wait() * 2
+        )
+        with torch.Stream(device=FIRST):
+            found["then"] = is_all(chained.wait(), 20.0)
+        many = [rpc.rpc_async("worker1", double_late, args=(late(float(each)),)) for each in range(4)]
+        for future in rpc.as_completed(many):
+            with torch.Stream(device=FIRST):
+                found[f"as_completed {many.index(future)}"] = is_all(future.wait(), many.index(future) * 2.0)
+
+        async def awaits() -> bool:
+            return is_all(await rpc.rpc_async("worker1", double_late, args=(late(6.0),)), 12.0)
+
+        found["await"] = asyncio.run(awaits())
+        found["own stream"] = rpc.rpc_sync("worker1", on_own_stream, args=(late(1.0, SECOND),))
+        found["async_execution"] = is_all(
+            rpc.rpc_sync("worker1", double_through, args=("worker2", late(7.0))), 15.0
+        )
+        found["coroutine"] = is_all(
+            rpc.rpc_sync("worker1", double_in_coroutine, args=("worker2", late(8.0))), 32.0
+        )
+        callee = rpc.remote("worker1", double_late, args=(late(9.0),))
+        found["to_here"] = is_all(callee.to_here(), 18.0)
+    return found
+
+
+def test_streams_wait_for_what_they_use(run_workers: RunWorkers, mode: str) -> None:
+    found = run_workers(call_and_wait, 3, args=(mode,))[0]
+    assert [what for what, right in found.items() if not right] == []
+
+
+@on_devices
+def call_with_many_kinds(worker: Worker) -> list[str]:
+    wrong: list[str] = []
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return wrong
+        base = torch.arange(24.0, device=FIRST).reshape(4, 6)
+        kinds: dict[str, torch.Tensor] = {
+            "contiguous": base,
+            "large": torch.arange(1 << 20, device=FIRST),
+            "transposed": base.T,
+            "with gaps": base[:, ::3],
+            "expanded": base[:1].expand(3, 6),
+            "part": base[1],
+            "scalar": torch.tensor(5, device=FIRST),
+            "empty": torch.empty(0, 3, device=FIRST),
+            "boolean": base > 3,
+            "complex": torch.complex(base, base),
+            "conjugated": torch.complex(base, base).conj(),
+            "bfloat16": base.to(torch.bfloat16),
+            "second device": torch.arange(3, device=SECOND),
+            "parameter": torch.nn.Parameter(base.clone()),
+            "cpu": torch.arange(3),
+        }
+        back = rpc.rpc_sync("worker1", _same, args=(kinds,))
+        for name, tensor in kinds.items():
+            same = back[name].device == tensor.device and type(back[name]) is type(tensor)
+            if tensor.is_conj():  # which the simulated device cannot copy
+                same = same and back[name].is_conj()
+                back[name], tensor = back[name].conj(), tensor.conj()  # noqa: PLW2901
+            if not same or not torch.equal(back[name].cpu(), tensor.cpu()):
+                wrong.append(name)
+        twice = rpc.rpc_sync("worker1", _same, args=([base, base],))
+        if twice[0] is not twice[1]:
+            wrong.append("one tensor twice")
+        storage = rpc.rpc_sync("worker1", _same, args=([base.untyped_storage()],))[0]
+        if storage.device.type != base.device.type or storage.nbytes() != base.nbytes:
+            wrong.append("storage")
+    return wrong
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def test_kinds_of_tensors(run_workers: RunWorkers, device_kind: str) -> None:
+    assert run_workers(call_with_many_kinds, 2, args=("random",))[0] == []
+
+
+@on_devices
+def fail_without_map(worker: Worker) -> list[str]:
+    said: list[str] = []
+    with worker.group(**({"device_maps": {"worker1": {FIRST: SECOND}}} if not worker.rank else {})):
+        if worker.rank:
+            return said
+        for callee, argument in (("worker1", torch.ones(2, device=SECOND)), ("worker2", late(1.0))):
+            try:
+                rpc.rpc_sync(callee, double, args=(argument,))
+            except RuntimeError as error:
+                said.append(str(error))
+        try:
+            rpc.rpc_sync("worker2", late, args=(1.0,))
+        except RuntimeError as error:
+            said.append(str(error))
+        result = rpc.rpc_sync("worker1", double, args=(late(2.0),))
+        said.append(str(is_all(result, 4.0)))
+    return said
+
+
+def test_without_device_map_the_error_says_what_to_write(run_workers: RunWorkers, device_kind: str) -> None:
+    said = run_workers(fail_without_map, 3, args=("eager",))[0]
+    assert len(said) == 4
+    for text in said[:3]:
+        assert "set_device_map(" in text, text
+    assert said[3] == "True"
+
+
+@on_devices
+def move_to_and_from_cpu(worker: Worker) -> list[Any]:
+    maps = {"worker1": {"cpu": FIRST}, "worker2": {FIRST: "cpu"}}
+    with worker.group(**({"device_maps": maps} if not worker.rank else {})):
+        if worker.rank:
+            return []
+        up = rpc.rpc_sync("worker1", _device_and_value, args=(torch.ones(3),))
+        down = rpc.rpc_sync("worker2", _device_and_value, args=(late(1.0),))
+        return [up[0], up[1].device.type, down[0], str(down[1].device), is_all(down[1], 1.0)]
+
+
+def _device_and_value(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    return str(tensor.device), tensor
+
+
+def test_maps_from_and_to_the_cpu(run_workers: RunWorkers, mode: str) -> None:
+    found = run_workers(move_to_and_from_cpu, 3, args=(mode,))[0]
+    assert found == [FIRST, "cpu", "cpu", FIRST, True]

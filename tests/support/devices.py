@@ -1,0 +1,132 @@
+"""Tests of tensors on devices: on the simulated accelerator, or on the one that FARCALL_TEST_DEVICE names.
+
+A worker calls ``use_device`` first. ``late`` and ``is_all`` are how missing waits show: values that come late
+on a stream, and what the current stream sees of a tensor without any further wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TypeVar
+
+import pytest
+import torch
+
+from tests.support.workers import Worker
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+KIND: Final = os.environ.get("FARCALL_TEST_DEVICE", "sim")
+"""The type of the devices that are tested."""
+
+MODES: Final = ("eager", "random", "lazy") if KIND == "sim" else ("eager",)
+"""How the simulated accelerator runs its streams."""
+
+COUNT: Final = int(os.environ.get("FARCALL_TEST_DEVICES", "4" if KIND == "sim" else "1"))
+"""How many devices there are."""
+
+FIRST, SECOND, THIRD = (f"{KIND}:{index % COUNT}" for index in range(3))
+"""Three devices, which are one where there is only one."""
+
+ONE_TO_ONE: Final[dict[Any, Any]] = {FIRST: FIRST, SECOND: SECOND, THIRD: THIRD}
+
+SLEEP_US: Final = 20_000
+
+SIZE: Final = 1000
+
+
+def is_missing() -> str:
+    """Why these tests cannot run here; "" if they can."""
+    if KIND != "sim":
+        return ""
+    from tests.accelerator.build import UnavailableError, library
+
+    try:
+        library()
+    except UnavailableError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="session")
+def device_kind() -> str:
+    """The type of the devices, once the simulated one is built."""
+    missing = is_missing()
+    if missing:
+        NOT_TESTED.append(missing)
+        pytest.skip(f"no simulated accelerator: {missing}")
+    return KIND
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest, device_kind: str) -> str:
+    """How streams run."""
+    value: str = request.param
+    return value
+
+
+NOT_TESTED: Final[list[str]] = []
+"""Why tests of devices were skipped, for the end of the run."""
+
+
+def use_device(mode: str = "eager", seed: int = 7) -> None:
+    """Set the device up in this process."""
+    if KIND != "sim":
+        return
+    from tests.accelerator import device
+
+    device.schedule(mode, seed)
+
+
+def on_devices(
+    task: Callable[..., R],
+) -> Callable[..., R]:
+    """Of a worker's task: its first argument after the worker is the mode in which streams run."""
+
+    @functools.wraps(task)
+    def run(worker: Worker, mode: str, *args: Any, **kwargs: Any) -> R:
+        use_device(mode, worker.rank + 1)
+        return task(worker, *args, **kwargs)
+
+    return run
+
+
+def sleep(device: str | torch.device) -> None:
+    """Have the current stream of a device do nothing for a while."""
+    with torch.accelerator.device_index(torch.device(device).index):
+        if KIND == "sim":
+            from tests.accelerator import device as simulated
+
+            simulated.sleep(SLEEP_US)
+        else:
+            torch.get_device_module()._sleep(SLEEP_US * 1500)
+
+
+def late(value: float, device: str = FIRST, size: int = SIZE) -> torch.Tensor:
+    """A tensor that gets its value late on the current stream."""
+    tensor = torch.zeros(size, device=device)
+    sleep(device)
+    return tensor.fill_(value)
+
+
+def seen(tensor: torch.Tensor) -> torch.Tensor:
+    """What the current stream of a tensor's device sees of it, without any other wait."""
+    stream = torch.accelerator.current_stream(tensor.device)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+    host.copy_(tensor.detach(), non_blocking=True)
+    stream.synchronize()
+    return host
+
+
+def is_all(tensor: torch.Tensor, value: float) -> bool:
+    """Whether the current stream sees ``value`` everywhere in a tensor."""
+    return bool((seen(tensor) == value).all())
+
+
+def used_bytes(device: str = FIRST) -> int:
+    """Device memory that is in use, in bytes."""
+    torch.accelerator.synchronize(torch.device(device).index)
+    return int(torch.accelerator.memory_allocated(torch.device(device).index))

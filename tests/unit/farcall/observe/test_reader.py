@@ -1,0 +1,111 @@
+"""Reading the files of a job: what is foreign or damaged is named and skipped, texts are made fit to show."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farcall.observe.jobs import JobFolder, find_job, jobs, make_private, remove_old
+from farcall.observe.layout import FILE_BYTES, Beat
+from farcall.observe.reader import read_job
+from farcall.observe.state_file import StateFile
+from rpc.runtime.process_signs import process_signs
+
+
+def write(folder: Path, job: str, file: str, **facts: Any) -> Path:
+    path = folder / job / f"{file}.state"
+    state = StateFile(path)
+    state.beat(Beat(1, 1.0, facts.pop("wall", 1.0), 0, 0, 0.0))
+    state.snapshot({"worker": facts, "monotonic": 1.0})
+    state.close()
+    return path
+
+
+def job_at(folder: Path, job: str) -> JobFolder:
+    return find_job(folder, job)
+
+
+def test_workers_are_read_by_rank(tmp_path: Path) -> None:
+    write(tmp_path, "j", "b", name="worker1", rank=1)
+    write(tmp_path, "j", "a", name="worker0", rank=0)
+    assert [each.name for each in read_job(job_at(tmp_path, "j"))] == ["worker0", "worker1"]
+
+
+def test_worker_that_was_started_again_counts_once(tmp_path: Path) -> None:
+    write(tmp_path, "j", "b", name="w", rank=0, pid=1, wall=5.0)
+    write(tmp_path, "j", "a", name="w", rank=0, pid=2, wall=9.0)
+    assert [each.pid for each in read_job(job_at(tmp_path, "j"))] == [2]
+
+
+def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
+    write(tmp_path, "j", "good", name="w", rank=0)
+    (tmp_path / "j" / "empty.state").touch()
+    (tmp_path / "j" / "large.state").write_bytes(b"FARCALLS" + bytes(5 * FILE_BYTES))
+    os.mkfifo(tmp_path / "j" / "fifo.state")
+    (tmp_path / "j" / "link.state").symlink_to("/etc/passwd")
+    StateFile(tmp_path / "j" / "none.state").close()
+    found = read_job(job_at(tmp_path, "j"))
+    assert [each.name for each in found] == ["w"]
+    assert dict(found.skipped).keys() == {
+        "empty.state",
+        "large.state",
+        "fifo.state",
+        "link.state",
+        "none.state",
+    }
+    assert all(why for _, why in found.skipped)
+
+
+def test_control_characters_are_escaped(tmp_path: Path) -> None:
+    write(tmp_path, "j", "a", name="x\x1b[2J\n", rank=0)
+    (worker,) = read_job(job_at(tmp_path, "j"))
+    assert worker.name == "x\\x1b[2J\\n"
+
+
+def test_process_of_the_same_number_is_not_the_worker(tmp_path: Path) -> None:
+    signs = process_signs(os.getpid())
+    assert signs is not None
+    mine = {"pid": os.getpid(), "host": socket.gethostname()}
+    write(tmp_path, "j", "a", name="living", rank=0, start=signs.start, **mine)
+    write(tmp_path, "j", "b", name="other", rank=1, start=signs.start - 1, **mine)
+    living, other = read_job(job_at(tmp_path, "j"))
+    assert living.process.alive is True
+    assert other.is_dead
+
+
+def test_newest_job_is_found(tmp_path: Path) -> None:
+    for at, job in ((100, "aa1"), (300, "bb2"), (200, "aa3")):
+        path = write(tmp_path, job, "w", name="w")
+        os.utime(path, (at, at))
+        os.utime(path.parent, (at, at))
+    assert find_job(tmp_path, None).id == "bb2"
+    assert find_job(tmp_path, "bb").id == "bb2"
+    with pytest.raises(LookupError, match="several jobs begin with 'aa'"):
+        find_job(tmp_path, "aa")
+    with pytest.raises(LookupError, match=r"no job 'x'.* newest is bb2"):
+        find_job(tmp_path, "x")
+    with pytest.raises(LookupError, match="no job of this user"):
+        find_job(tmp_path / "none", None)
+
+
+def test_old_jobs_are_removed(tmp_path: Path) -> None:
+    now = 10_000_000.0
+    for job, age in (("old", 8 * 86400), ("kept", 8 * 86400), ("new", 86400)):
+        path = write(tmp_path, job, "w", name="w")
+        os.utime(path, (now - age, now - age))
+        os.utime(path.parent, (now - age, now - age))
+    assert remove_old(tmp_path, "kept", now) == ["old"]
+    assert {job.id for job in jobs(tmp_path)} == {"kept", "new"}
+
+
+def test_folder_of_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(PermissionError):
+        make_private(tmp_path / "link")
+    make_private(tmp_path / "target")
+    assert os.stat(tmp_path / "target").st_mode & 0o777 == 0o700
