@@ -44,6 +44,7 @@ from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.stacks import OURS
 from rpc.runtime.tasks import Task
+from rpc.runtime.torch_internals import BaseFuture
 from rpc.serialization.failures import text_of
 from rpc.serialization.payload import EXCEPTION, Payload
 from rpc.serialization.serializer import Serializer
@@ -136,7 +137,7 @@ class RequestRunner:
         self._activity = activity
         self._send = send
         self._run_soon = run_soon
-        self._devices: RequestDevices | None = None
+        self.devices: RequestDevices | None = None
         self._cancellable: dict[tuple[Peer, int], Request] = {}
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
@@ -146,13 +147,13 @@ class RequestRunner:
 
     def use_devices(self, devices: RequestDevices) -> None:
         """Run requests on streams of devices from now on; see ``rpc.devices``."""
-        self._devices = devices
+        self.devices = devices
 
     def ready(self, value: Any) -> Ready | None:
         """What streams of devices must join before they use a value that was made on the current ones; None
         where messages use no devices.
         """
-        return None if self._devices is None else self._devices.ready(value)
+        return None if self.devices is None else self.devices.ready(value)
 
     # ---- taking requests in
 
@@ -196,8 +197,8 @@ class RequestRunner:
 
     def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
         events = self._events
-        if self._devices is not None:
-            run = self._devices.around(run)
+        if self.devices is not None:
+            run = self.devices.around(run)
         self.requests_begun = next(self._numbers)
         if events.request_begun:
             begun = RequestBegun(request.peer.name, request.frame.call_id)
@@ -331,7 +332,7 @@ class RequestRunner:
                 self._ended()
                 raise
             return LATER
-        if not isinstance(value, torch._C.Future):
+        if not isinstance(value, BaseFuture):
             raise RpcError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {getattr(function, '__qualname__', function)} on worker "
@@ -448,7 +449,10 @@ class RequestRunner:
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
         # A function that goes on after this worker has ended, by Ctrl-C for one, cannot call others.
         wanted |= isinstance(error, NotInitializedError) and not is_initialized()
-        consequence = isinstance(error, GivenUpError)
+        # That its caller is gone has been told already, and there is nobody to answer.
+        consequence = isinstance(error, GivenUpError) or (
+            isinstance(error, WorkerLostError) and error.worker == peer.name
+        )
         logger.log(
             logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
             "worker '%s': %s, called by worker '%s', raised %s%s: %s",

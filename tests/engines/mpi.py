@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import json
 import shutil
 
 import pytest
@@ -61,9 +61,9 @@ def test_without_a_place_to_meet_the_error_shows_the_option(nodes: Nodes, kind: 
 
 @pytest.mark.parametrize(("kind", "table"), [(OPEN_MPI, OPEN_MPI_4), (MPICH, HYDRA)])
 def test_it_sets_what_the_table_says(nodes: Nodes, kind: str, table: dict[str, str]) -> None:
-    show = 'import os; print("@" + repr(dict(os.environ)))'
-    said = nodes.run(1, *mpirun(nodes, kind, {}), "python", "-c", show)
-    environs = [ast.literal_eval(line[1:]) for line in said.splitlines() if line.startswith("@")]
+    show = f"import json, os; json.dump(dict(os.environ), open(str(os.getpid()) + '.{kind}.json', 'w'))"
+    nodes.run(1, *mpirun(nodes, kind, {}), "python", "-c", show)
+    environs = [json.loads(file.read_text()) for file in nodes.folder.glob(f"*.{kind}.json")]
     placed = sorted((engine_of(each) for each in environs), key=lambda engine: engine.rank if engine else -1)
     assert [engine.local_rank for engine in placed if engine is not None] == [0, 1, 0, 1]
     assert all(set(table) <= set(each) | {"PMIX_ID"} for each in environs)

@@ -19,6 +19,7 @@ pytestmark = [
 
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
     "RAY_health_check_failure_threshold": "2",
     "RAY_health_check_period_ms": "1000",
@@ -126,7 +127,7 @@ from farcall import rpc
 def main():
     print("NODE", ray.util.get_node_ip_address(), flush=True)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rpc.get_worker_info().id == 0:
-        rpc.rpc_sync("worker1", time.sleep, (300,))
+        rpc.rpc_sync("worker1", time.sleep, (300,), timeout=0)
     return ray.util.get_node_ip_address()
 
 ray.init()
