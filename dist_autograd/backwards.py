@@ -170,7 +170,13 @@ class Backwards:
         self._answers.fail(*part)
 
     def _run_part(self, part: tuple[Participant, int, list[Any]]) -> None:
-        running, call_id, marks = part
+        if self._answers.devices is None:
+            self._run_and_answer(*part)
+        else:
+            with self._answers.devices.streams():
+                self._run_and_answer(*part)
+
+    def _run_and_answer(self, running: Participant, call_id: int, marks: list[Any]) -> None:
         kind = Kind.REPLY
         try:
             payload = running.run(marks)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rpc.agent.calls import PendingCall
+from rpc.agent.device_ports import RequestDevices
 from rpc.agent.request_runner import Request
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
@@ -38,6 +39,9 @@ class Calls(Protocol):
 
 class Answers(Protocol):
     """Runs requests, and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
+
+    @property
+    def devices(self) -> RequestDevices | None: ...
 
     def accept(self, request: Request, run: Callable[[Request], None]) -> Task | None: ...
 

@@ -48,14 +48,14 @@ class Node:
     @property
     def me(self) -> list[Any]:
         """What other processes need to reach this one."""
-        return self._agent.view.me.to_wire()
+        return self._agent.group.peers.view.me.to_wire()
 
     def meet(self, other: list[Any]) -> str:
         """Make the process known that ``me`` describes; returns its worker's name."""
         member = Member.from_wire(other)
         if (
             member.incarnation != self._agent.incarnation
-            and self._agent.view.find(member.incarnation) is None
+            and self._agent.group.peers.view.find(member.incarnation) is None
         ):
             admit(self._agent, member)
         return member.name

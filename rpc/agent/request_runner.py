@@ -14,7 +14,7 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from time import monotonic
 from types import CoroutineType
@@ -44,6 +44,7 @@ from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.stacks import OURS
 from rpc.runtime.tasks import Task
+from rpc.runtime.torch_internals import BaseFuture
 from rpc.serialization.failures import text_of
 from rpc.serialization.payload import EXCEPTION, Payload
 from rpc.serialization.serializer import Serializer
@@ -136,7 +137,7 @@ class RequestRunner:
         self._activity = activity
         self._send = send
         self._run_soon = run_soon
-        self._devices: RequestDevices | None = None
+        self.devices: RequestDevices | None = None
         self._cancellable: dict[tuple[Peer, int], Request] = {}
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
@@ -146,13 +147,13 @@ class RequestRunner:
 
     def use_devices(self, devices: RequestDevices) -> None:
         """Run requests on streams of devices from now on; see ``rpc.devices``."""
-        self._devices = devices
+        self.devices = devices
 
     def ready(self, value: Any) -> Ready | None:
         """What streams of devices must join before they use a value that was made on the current ones; None
         where messages use no devices.
         """
-        return None if self._devices is None else self._devices.ready(value)
+        return None if self.devices is None else self.devices.ready(value)
 
     # ---- taking requests in
 
@@ -191,8 +192,8 @@ class RequestRunner:
 
     def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
         events = self._events
-        if self._devices is not None:
-            run = self._devices.around(run)
+        if self.devices is not None:
+            run = self.devices.around(run)
         self.requests_begun = next(self._numbers)
         if events.request_begun:
             begun = RequestBegun(request.peer.name, request.frame.call_id)
@@ -326,7 +327,7 @@ class RequestRunner:
                 self._ended()
                 raise
             return LATER
-        if not isinstance(value, torch._C.Future):
+        if not isinstance(value, BaseFuture):
             raise RpcError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {getattr(function, '__qualname__', function)} on worker "
@@ -443,7 +444,10 @@ class RequestRunner:
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
         # A function that goes on after this worker has ended, by Ctrl-C for one, cannot call others.
         wanted |= isinstance(error, NotInitializedError) and not is_initialized()
-        consequence = isinstance(error, GivenUpError)
+        # That its caller is gone has been told already, and there is nobody to answer.
+        consequence = isinstance(error, GivenUpError) or (
+            isinstance(error, WorkerLostError) and error.worker == peer.name
+        )
         logger.log(
             logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
             "worker '%s': %s, called by worker '%s', raised %s%s: %s",
@@ -547,22 +551,3 @@ def _raised_in(error: BaseException) -> str:
             continue
         return code.co_qualname
     return "a call"
-
-
-def running(threads: Iterable[threading.Thread]) -> list[str]:
-    """Which functions other threads of these run for other workers, and for whom. Looks at their frames, so
-    that it costs nothing while calls come.
-    """
-    frames = sys._current_frames()
-    # Else this one would keep itself, its callers and what they have in hand until garbage is collected.
-    del frames[threading.get_ident()]
-    found: list[str] = []
-    for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        while frame is not None and frame.f_code is not RequestRunner.start.__code__:
-            frame = frame.f_back
-        if frame is not None:
-            function, request = frame.f_locals["function"], frame.f_locals["request"]
-            name = getattr(function, "__qualname__", type(function).__name__)
-            found.append(f"{name} for worker '{request.peer.name}'")
-    return found

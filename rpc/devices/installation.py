@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rpc.agent.request_runner import Request
 from rpc.device_maps import DeviceMap
+from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of
 from rpc.devices.placements import Between, Placed, indexed
 from rpc.devices.staging import HostStaging
-from rpc.devices.streams import Shared, Streams
+from rpc.devices.streams import Shared, Streams, use_on_current_stream
+from rpc.group.control import Control
 from rpc.group.peer import Peer
 from rpc.options import AgentOptions
 from rpc.runtime.executor import Executor
@@ -26,15 +29,21 @@ class Devices:
     """The devices of one agent. ``met`` is called on the loop's thread, everything else on any.
 
     Args:
-        options, executor, serializer: of an agent that makes no calls yet.
+        options, executor, serializer, control: of an agent that makes no calls yet.
         own_name: this worker's name.
 
     Attributes:
         local: the devices of this worker that messages use.
+        updates: the work that changes parameters in place, for which each request waits.
     """
 
     def __init__(
-        self, options: AgentOptions, executor: Executor, serializer: Serializer, own_name: str
+        self,
+        options: AgentOptions,
+        executor: Executor,
+        serializer: Serializer,
+        control: Control,
+        own_name: str,
     ) -> None:
         self._executor = executor
         self._serializer = serializer
@@ -44,6 +53,15 @@ class Devices:
         self._use(options.devices)
         for device_map in self._maps.values():
             self._use(device_map)
+        self.updates = Shared(None, self.local)
+        self._exchange = _exchange(control, executor) if options.shared_memory_bytes else None
+        if self._exchange is not None:
+            serializer.register_carrier(Export, self._exchange)
+
+    def gone(self, peer: Peer, reason: str) -> None:
+        """A worker is gone for good."""
+        if self._exchange is not None:
+            self._exchange.gone(peer, reason)
 
     def _use(self, devices: Iterable[torch.device]) -> None:
         accelerator = torch.accelerator.current_accelerator()
@@ -68,31 +86,45 @@ class Devices:
             return (
                 f"Request device mapping is not available for destination '{name}': call `set_device_map` "
                 f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{name}', "
-                f"{{'{device}': '{device}'}}), or pass it device_maps={{'{name}': {{'{device}': '{device}'}}}}"
+                f"{{'{device}': '{device}'}}), or pass it as device_maps"
             )
 
         def for_answers(device: torch.device) -> str:
             return (
                 f"Response device mapping is not available for destination '{name}': answers go by the "
                 f"reverse of its device map, so have '{name}' call `set_device_map` "
-                f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{me}', {{'{device}': '{device}'}}), "
-                f"or pass it device_maps={{'{me}': {{'{device}': '{device}'}}}}"
+                f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{me}', "
+                f"{{'{device}': '{device}'}}), or pass it as device_maps"
             )
 
-        peer.devices = Between(
-            Placed(name, calls, for_calls, self._staging),
-            Placed(name, answers, for_answers, self._staging),
+        exchange = self._exchange
+
+        def reads(elements: Tensor) -> bool:
+            return exchange is not None and exchange.reads(peer, elements)
+
+        if exchange is not None and peer.near and not peer.is_self and (calls or theirs):
+            exchange.offer(peer, self.local)
+        between = Between(
+            Placed(name, calls, for_calls, self._staging, reads),
+            Placed(name, answers, for_answers, self._staging, reads),
             self.streams,
         )
-        if peer.codec.id == PICKLE and (peer.devices.calls.takes_cpu or peer.devices.answers.takes_cpu):
+        peer.devices = between
+        if peer.codec.id == PICKLE and (between.calls.takes_cpu or between.answers.takes_cpu):
             peer.codec = self._serializer.pickles_as(DevicePickleCodec)
 
-    def _staging(self) -> HostStaging:
-        return HostStaging(self._executor)
+    def _staging(self, *, alone: bool = False) -> HostStaging:
+        return HostStaging(self._executor, alone=alone)
 
     def streams(self) -> Streams:
         """Streams of their own on all devices that messages use."""
         return Streams(self.local)
+
+    def use(self, tensors: Iterable[Tensor | None]) -> None:
+        """Keep the memory of tensors, where they are on devices, until the current streams have used it."""
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_cpu:
+                use_on_current_stream(tensor)
 
     def ready(self, value: Any) -> Shared:
         """What streams must join before they use an object that was made on the current ones."""
@@ -103,7 +135,19 @@ class Devices:
 
         def run_on_streams(request: Request) -> None:
             with self.streams() as streams:
+                self.updates.wait()
                 request.streams = streams
                 run(request)
 
         return run_on_streams
+
+
+def _exchange(control: Control, executor: Executor) -> Exchange | None:
+    """What hands memory of devices to other processes of the host; None if this accelerator cannot."""
+    accelerator = torch.accelerator.current_accelerator()
+    handles = None if accelerator is None else handles_of(accelerator.type)
+    if accelerator is None or handles is None:
+        return None
+    exchange = Exchange(accelerator.type, handles, control.post, executor.submit)
+    control.on(TOPIC, exchange.received)
+    return exchange

@@ -111,7 +111,6 @@ class Peer:
 
     def large_came(self, number: int) -> None:
         """A message that came in chunks is about to be taken in: say so. It has no number in the session."""
-        self.session.expect_large()
         with contextlib.suppress(RpcError):  # the worker is gone, and about to be noted so
             self.send_small(encode_small(Kind.ARRIVED, number, {}, ()), 0)
 
@@ -286,8 +285,6 @@ class Peer:
                 connection.carry(self.session)
             for frame in again:
                 connection.send_small(frame, 0)
-            if number > 1:
-                connection.send_sign(encode_small(Kind.ALIVE, self.session.received, {}, (), RESUMED))
             waiting = self._waiting.copy()
             self._forget_waiting()
             for buffers, size in waiting:
@@ -296,6 +293,8 @@ class Peer:
                 except ConnectionClosed:  # it has broken already, and takes no large ones: for the next one
                     self._waiting.append((buffers, size))
                     self._waiting_bytes += size
+            if number > 1:  # behind the last arrivals that a bulk stream has noted
+                connection.send_sign(encode_small(Kind.ALIVE, self.session.received, {}, (), RESUMED))
             self.connection, self.reader = connection, connection.reader
 
     def send_by(self, connection: Connection) -> None:

@@ -41,7 +41,10 @@ class World:
         )
         self.when_made: Callable[[], object] = lambda: None
         send: Any = None
-        self.contexts = Contexts(ME, workers, kinds, control, send, hooks, mailbox, executor, self._make)
+        answers: Any = SimpleNamespace(devices=None)
+        self.contexts = Contexts(
+            ME, answers, workers, kinds, control, send, hooks, mailbox, executor, self._make
+        )
         [self._gone] = hooks.gone
 
     def _make(self) -> None:
