@@ -96,7 +96,7 @@ class Looker:
                 key = (id(users), users.f_lasti)
             seen = before.get(ident)
             if seen is None or seen.key != key:
-                seen = _Seen(key, now, None if seen is None else seen.seconds, now)
+                seen = _Seen(key, now, None, now) if seen is None else _Seen(key, now, seen.seconds, seen.at)
                 changed = True
             current[ident] = seen
         self._threads = current
