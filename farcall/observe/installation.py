@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from rpc.agent.agent import Agent
 from rpc.runtime.events import PeerJoined, PeerLost
 from rpc.runtime.stacks import LIBRARIES
 
-__all__ = ["install", "observer"]
+__all__ = ["begin", "install", "observer"]
 
 _SWITCH: Final = "FARCALL_OBSERVE"
 
@@ -48,6 +49,8 @@ def install(agent: Agent) -> None:
             _observer.add(agent)
             _observer.start()
         else:
+            if _observer.identity["phase"] == "starting":
+                _observer.identify(phase="joining", incarnation=agent.incarnation)
             _observer.add(agent)
         found = _observer
     agent.extensions["observe"] = found
@@ -63,6 +66,21 @@ def install(agent: Agent) -> None:
     hooks.closed.append(lambda: found.beats.remove(identify))
     hooks.closed.append(lambda: _ended(found, agent))
     hooks.forked.append(_forked)
+
+
+def begin(environ: Mapping[str, str], program: str) -> None:
+    """Have this process observed before it has an agent, if a launcher has named its job: a group that waits
+    for a rank waits for what that does before it joins.
+
+    Args:
+        environ: the environment.
+        program: what runs, for people.
+    """
+    global _observer
+    if environ.get(JOB) and environ.get(_SWITCH) != "0":
+        with _lock:
+            _observer = Observer(_identity() | {"phase": "starting", "program": program}, environ[JOB])
+            _observer.start()
 
 
 def _identity() -> dict[str, Any]:
