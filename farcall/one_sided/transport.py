@@ -14,10 +14,6 @@ from typing import Any, Final
 
 import torch
 from torch.distributed import Work
-from torch.distributed._transport import (  # type: ignore[import-not-found]  # PyTorch 2.15's
-    Transport,
-    wait_all,
-)
 
 from farcall.one_sided.memory import (
     FarcallMemory,
@@ -27,6 +23,7 @@ from farcall.one_sided.memory import (
     Region,
 )
 from farcall.one_sided.node import enter, leave
+from farcall.one_sided.torch_internals import Transport, wait_all
 from rpc.agent.futures import Future
 
 __all__ = ["FarcallTransport"]
