@@ -18,15 +18,20 @@ from dist_autograd.contexts import Context, Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.messages import Key, Messages, PartRequest
 from dist_autograd.participant import Participant
+from dist_autograd.ports import Answers, Workers
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.root import Root
 from dist_autograd.worker_pass import WorkerPass
-from rpc.agent.agent import Agent
+from rpc.agent.activity import Activity
+from rpc.agent.hooks import Hooks
+from rpc.agent.ports import Kinds
 from rpc.agent.request_runner import Request
 from rpc.errors import AutogradError, NotInitializedError
 from rpc.group.peer import Peer
-from rpc.runtime.executor import Executor, Task
+from rpc.runtime.executor import Executor
+from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
+from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame, Kind
 
 __all__ = ["Backwards"]
@@ -38,27 +43,49 @@ class Backwards:
     """Runs backwards. From any thread, except where noted.
 
     Args:
-        agent: of this worker, before it joins a group.
+        incarnation: of this worker, which has not joined a group yet.
+        answers, workers: see ``dist_autograd.ports``.
+        kinds: see ``rpc.agent.ports``.
+        activity: counts the parts that run for other workers.
+        serializer: of this worker.
         contexts: of this worker.
         models: of this worker, under ``DistributedDataParallel``.
     """
 
-    def __init__(self, agent: Agent, contexts: Contexts, models: Models) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        incarnation: int,
+        answers: Answers,
+        workers: Workers,
+        kinds: Kinds,
+        hooks: Hooks,
+        activity: Activity,
+        serializer: Serializer,
+        executor: Executor,
+        messages_out: Messages,
+        contexts: Contexts,
+        models: Models,
+    ) -> None:
+        self._incarnation = incarnation
+        self._answers = answers
+        self._workers = workers
+        self._activity = activity
+        self._serializer = serializer
+        self._executor = executor
         self._contexts = contexts
         self._models = models
-        self._messages = Messages(agent)
+        self._messages = messages_out
         self._running: dict[Key, Root | Participant] = {}
         self._numbers = itertools.count(1)
         self._threads: Executor | None = None
-        agent.on(messages.MARK, self._mark_arrived)
-        agent.on(messages.PART, self._part_arrived)
-        agent.on(messages.WHOLE_PART, self._whole_part_arrived, any_thread=True)
-        agent.on(messages.GRADIENTS, self._gradients_arrived)
-        agent.on(messages.ABORT, self._abort_arrived)
+        kinds.on(messages.MARK, self._mark_arrived)
+        kinds.on(messages.PART, self._part_arrived)
+        kinds.on(messages.WHOLE_PART, self._whole_part_arrived, any_thread=True)
+        kinds.on(messages.GRADIENTS, self._gradients_arrived)
+        kinds.on(messages.ABORT, self._abort_arrived)
         contexts.on_end(self._context_over)
-        agent.on_gone(self._peer_gone)
-        agent.on_closed(self._closed)
+        hooks.gone.append(self._peer_gone)
+        hooks.closed.append(self._closed)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -67,10 +94,9 @@ class Backwards:
 
     def run(self, context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
         """Run a backward from ``roots``, which have been checked; see ``dist_autograd.backward``."""
-        agent = self._agent
-        key = (agent.incarnation, next(self._numbers))
+        key = (self._incarnation, next(self._numbers))
         own = WorkerPass(context, retain_graph, self._models)
-        root = Root(key, own, agent.own_peer, self._messages, agent.peer_by_incarnation)
+        root = Root(key, own, self._workers.own, self._messages, self._workers.by_incarnation)
         try:
             self._running[key] = root
             if context.over:
@@ -86,11 +112,9 @@ class Backwards:
         running = self._participant(peer, asked, whole=False)
         if running is not None:
             self._enter(running)
-        tasks: list[Task] = []
-        self._agent.dispatcher.accept(
-            Request(peer, frame), lambda request: self._mark(request, running, asked), tasks
-        )
-        self._agent.executor.submit_batch(tasks)
+        task = self._answers.accept(Request(peer, frame), lambda request: self._mark(request, running, asked))
+        if task is not None:
+            self._executor.submit(task)
 
     def _mark(self, request: Request, running: Participant | None, asked: PartRequest) -> None:
         peer, call_id = request.peer, request.frame.call_id
@@ -99,10 +123,10 @@ class Backwards:
                 raise self._contexts.unknown(asked.context_id)
             found = running.own.mark(asked.marks, peer)
         except BaseException as error:
-            self._agent.fail(peer, call_id, error)
+            self._answers.fail(peer, call_id, error)
         else:
             reply = Payload({"marks": [list(mark) for mark in found]}, [])
-            self._agent.answer(peer, Kind.REPLY, call_id, reply)
+            self._answers.answer(peer, Kind.REPLY, call_id, reply)
 
     def _part_arrived(self, peer: Peer, frame: Frame) -> None:
         if self._threads is None:
@@ -139,30 +163,35 @@ class Backwards:
 
     def _enter(self, running: Participant) -> None:
         if running.key not in self._running:
-            self._agent.postponed.begin()
+            self._activity.postponed.begin()
             self._running[running.key] = running
 
     def _refuse(self, part: tuple[Peer, int, AutogradError]) -> None:
-        self._agent.fail(*part)
+        self._answers.fail(*part)
 
     def _run_part(self, part: tuple[Participant, int, list[Any]]) -> None:
-        running, call_id, marks = part
+        if self._answers.devices is None:
+            self._run_and_answer(*part)
+        else:
+            with self._answers.devices.streams():
+                self._run_and_answer(*part)
+
+    def _run_and_answer(self, running: Participant, call_id: int, marks: list[Any]) -> None:
         kind = Kind.REPLY
         try:
             payload = running.run(marks)
         except BaseException as error:
             kind = Kind.FAILURE
-            serializer, name, peer = self._agent.serializer, self._agent.info.name, running.peer
+            serializer, name, peer = self._serializer, self._workers.own.name, running.peer
             payload = serializer.dump_exception(error, name, peer, codec=peer.codec.id)
         if running.own.progress.on(Event.END) is Action.FORGET:
             self._forget(running)
-        self._agent.runner.lend_thread(running.peer, at_once=False)
-        self._agent.answer(running.peer, kind, call_id, payload)
+        self._answers.answer(running.peer, kind, call_id, payload)
 
     def _forget(self, running: Participant) -> None:
         if self._running.pop(running.key, None) is not None:
-            self._agent.postponed.end()
-            self._agent.something_ended()
+            self._activity.postponed.end()
+            self._activity.ended()
 
     def _abort_arrived(self, peer: Peer, frame: Frame) -> None:
         number, reason = messages.read_abort(frame)

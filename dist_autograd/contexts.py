@@ -24,12 +24,17 @@ from typing import Any, Final
 from torch import Tensor
 
 from dist_autograd.graph import Leaf
+from dist_autograd.ports import Answers, Workers
 from dist_autograd.recording import Sent
-from rpc.agent.agent import Agent
+from rpc.agent.device_ports import RequestDevices, SharedWork
+from rpc.agent.hooks import Hooks
+from rpc.agent.ports import ControlMessages, Kinds, Send
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
-from rpc.runtime.executor import Task
+from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.mailbox import Mailbox
+from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 
@@ -74,33 +79,60 @@ class Context:
         self._lock = threading.RLock()  # a user's signal handler may leave this context while it is held
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         """By its identity each leaf, and its gradient."""
+        self._work: SharedWork | None = None
+        """The work on devices that makes the gradients, once there is any."""
+
+    @property
+    def devices(self) -> RequestDevices | None:
+        """The devices that messages of this worker use; None if they use none."""
+        return self.contexts.devices
+
+    def work_on(self, gradients: Sequence[Tensor | None]) -> SharedWork | None:
+        """The work that makes gradients, where they may be on devices; for another thread to join."""
+        if self.devices is None or all(each is None or each.is_cpu for each in gradients):
+            return None
+        return self.devices.ready(list(gradients))
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """The gradient of each leaf of this worker that a backward has reached."""
         with self._lock:
-            return dict(self._gradients.values())
+            found = dict(self._gradients.values())
+            if self._work is not None:
+                self._work.join(found.values())
+            return found
 
     def accumulate(self, leaves: Sequence[Leaf], gradients: Sequence[Tensor | None]) -> None:
         """Add to leaves' gradients, whose tensors are not changed: somebody may hold them.
 
         A leaf that is frozen meanwhile gets none, as ever.
         """
+        devices = self.devices
+        on_device = devices is not None and not all(each is None or each.is_cpu for each in gradients)
         with self._lock:
             known = self._gradients
+            if devices is not None and on_device:
+                self._work = self._work or devices.ready(None)
+                self._work.join([known[id(leaf.tensor)][1] for leaf in leaves if id(leaf.tensor) in known])
             for reached, gradient in zip(leaves, gradients, strict=True):
                 leaf = reached.tensor
                 if gradient is None or not leaf.requires_grad:
                     continue
                 before = known.get(id(leaf))
                 known[id(leaf)] = leaf, gradient if before is None else _sum(before[1], gradient)
+            if self._work is not None and on_device:
+                self._work.renew()
 
     def change(self, leaves: Iterable[Tensor], change: Callable[[Tensor], Tensor]) -> None:
         """Put what ``change`` makes of the gradients of some leaves in their place; others wait meanwhile."""
         with self._lock:
+            if self._work is not None:
+                self._work.join([gradient for _, gradient in self._gradients.values()])
             for leaf in leaves:
                 known = self._gradients.get(id(leaf))
                 if known is not None:
                     self._gradients[id(leaf)] = leaf, change(known[1])
+            if self._work is not None:
+                self._work.renew()
 
     @interruptible
     def let_go(self) -> None:
@@ -123,15 +155,35 @@ class Contexts:
     """The contexts that one worker knows of.
 
     Args:
-        agent: of this worker.
+        incarnation: of this worker.
+        answers, workers: see ``dist_autograd.ports``.
+        kinds, control, send: see ``rpc.agent.ports``.
         when_made: called when a context is about to become known.
 
     Attributes:
         find: a function that returns the context of an id; None if it is over, or was never known here.
     """
 
-    def __init__(self, agent: Agent, when_made: Callable[[], object]) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        incarnation: int,
+        answers: Answers,
+        workers: Workers,
+        kinds: Kinds,
+        control: ControlMessages,
+        send: Send,
+        hooks: Hooks,
+        mailbox: Mailbox,
+        executor: Executor,
+        when_made: Callable[[], object],
+    ) -> None:
+        self._incarnation = incarnation
+        self._answers = answers
+        self._workers = workers
+        self._control = control
+        self._send = send
+        self._mailbox = mailbox
+        self._executor = executor
         self._when_made = when_made
         self._known: dict[int, Context] = {}
         self.find: Callable[[int], Context | None] = self._known.get
@@ -141,9 +193,14 @@ class Contexts:
         self._over: dict[int, None] = {}
         """The latest that are over, in case that a call made inside one comes late."""
         self._unsaid: dict[Peer, list[int]] = {}
-        agent.on(OVER, self._over_arrived, any_thread=True)
-        agent.control.on(_TOPIC, self._told)
-        agent.on_gone(self._gone)
+        kinds.on(OVER, self._over_arrived, any_thread=True)
+        control.on(_TOPIC, self._told)
+        hooks.gone.append(self._gone)
+
+    @property
+    def devices(self) -> RequestDevices | None:
+        """The devices that messages of this worker use; None if they use none."""
+        return self._answers.devices
 
     def __len__(self) -> int:
         return len(self._known)
@@ -162,9 +219,13 @@ class Contexts:
     def new(self) -> Context:
         """A new context, of which this worker is the creator."""
         self._when_made()
-        context_id = (self._agent.info.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
-        context = self._known[context_id] = Context(self, context_id, self._agent.incarnation, None)
+        context_id = (self._workers.own.member.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
+        context = self._known[context_id] = Context(self, context_id, self._incarnation, None)
         return context
+
+    def largest_id(self) -> int:
+        """The largest id that a context of this worker can have."""
+        return (self._workers.own.member.id << COUNTER_BITS) + (1 << COUNTER_BITS) - 1
 
     def get(self, context_id: int) -> Context:
         """As ``find``; raises ``AutogradError`` if there is none."""
@@ -176,7 +237,7 @@ class Contexts:
     def unknown(self, context_id: int) -> AutogradError:
         """The error of who asks for a context that is not known here."""
         return AutogradError(
-            f"Could not find autograd context with id: {context_id} on worker '{self._agent.info.name}'. It "
+            f"Could not find autograd context with id: {context_id} on worker '{self._workers.own.name}'. It "
             "is over, or no call made inside it has come here: use the id inside its "
             "'with dist_autograd.context() as context_id:'."
         )
@@ -184,9 +245,9 @@ class Contexts:
     def join(self, context_id: int, creator: int, through: Peer) -> Context | None:
         """The context that an arrived message names, made known here if need be; None if it is over."""
         with self._lock:
-            if creator == self._agent.incarnation or context_id in self._over:
+            if creator == self._incarnation or context_id in self._over:
                 return self._known.get(context_id)
-            maker = self._agent.peer_by_incarnation(creator)
+            maker = self._workers.by_incarnation(creator)
             if maker is not None and maker.lost is not None:
                 return None
             self._when_made()
@@ -204,7 +265,7 @@ class Contexts:
 
     def release_soon(self, context: Context) -> None:
         """The same, from a finalizer: on the loop's thread."""
-        self._agent.mailbox.call(self._end_on_loop, context)
+        self._mailbox.call(self._end_on_loop, context)
 
     @protected
     def _end(self, context: Context, heard_from: Peer | None) -> bool:
@@ -223,20 +284,20 @@ class Contexts:
 
     def _end_on_loop(self, context: Context) -> None:
         if self._end(context, None):
-            self._agent.executor.submit((Context.let_go, context))
+            self._executor.submit((Context.let_go, context))
 
     def _say_over(self, peer: Peer, context_id: int) -> None:
         """Tell a worker that a context is over, together with those that follow in the next moments."""
         with self._lock:
             self._unsaid.setdefault(peer, []).append(context_id)
-        self._agent.mailbox.gathered(self._say_all_over, None)
+        self._mailbox.gathered(self._say_all_over, None)
 
     def _say_all_over(self, _: object) -> None:
         with self._lock:
             unsaid, self._unsaid = self._unsaid, {}
         for peer, context_ids in unsaid.items():
             try:
-                self._agent.send(peer, OVER, 0, Payload({"over": context_ids}, []), wait=False)
+                self._send(peer, OVER, 0, Payload({"over": context_ids}, []), wait=False)
             except WorkerLostError as error:
                 logger.debug("nobody is left to be told that contexts are over: %s", error)
 
@@ -257,13 +318,7 @@ class Contexts:
                     self._remember(context_id)
             if context is not None and self._end(context, peer):
                 ended.append(context)
-        return (self._let_go, (ended, peer)) if ended else None
-
-    def _let_go(self, ended: tuple[list[Context], Peer]) -> None:
-        contexts, peer = ended
-        for context in contexts:
-            context.let_go()
-        self._agent.runner.lend_thread(peer, at_once=False)
+        return (_let_go, ended) if ended else None
 
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
@@ -283,10 +338,15 @@ class Contexts:
 
     def _look_after(self, context: Context) -> None:
         """See to it that this worker hears of a context's end, though who would have told it may be gone."""
-        creator = self._agent.peer_by_incarnation(context.creator)
+        creator = self._workers.by_incarnation(context.creator)
         nobody_tells = context.through is not None and context.through.lost is not None
         if (creator is not None and creator.lost is not None) or (creator is None and nobody_tells):
             self._end_on_loop(context)
         elif creator is not None and nobody_tells:
             context.through = creator
-            self._agent.control.post(creator, _TOPIC, ["joined", context.id])
+            self._control.post(creator, _TOPIC, ["joined", context.id])
+
+
+def _let_go(ended: list[Context]) -> None:
+    for context in ended:
+        context.let_go()

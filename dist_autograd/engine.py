@@ -1,15 +1,13 @@
-"""PyTorch's autograd engine: the one file that calls what PyTorch keeps private.
-
-Tried on torch 2.13.0. What is needed is looked for when an agent starts, so that another version says then
-what it lacks, and not in the middle of a backward.
+"""PyTorch's autograd engine, as a backward between workers uses it.
 
 *Sequence numbers.* Each node gets one when it is made; of the nodes that are ready, the engine runs the one
 with the highest first. Number 0 comes last. So a node that is held back (``hold_back``) runs when nothing
 else can, provided that no other node of the pass has 0 too: ``give_way`` sees to it.
 
-*What a pass knows.* The engine runs nodes whose tensors are on the CPU, as those between workers are, on the
-thread that calls it; so they find their pass by the thread. (PyTorch's own storage, which it carries along to
-other threads, is no alternative: process groups carry it too, and free it where they may not have the GIL.)
+*What a pass knows.* The engine runs nodes whose tensors are on the CPU on the thread that calls it; so they
+find their pass by the thread. Those whose tensors are on a device: see ``device_threads``. (PyTorch's own
+storage, which it carries along to other threads, is no alternative: process groups carry it too, and free it
+where they may not have the GIL.)
 
 *The first use of an edge.* PyTorch then makes a type, under a lock of its own. If that lets go of the
 interpreter, to collect garbage for one thing, another thread may come to that lock with the interpreter in
@@ -29,13 +27,20 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node
 
+from dist_autograd.torch_internals import (
+    are_transforms_active,
+    class_of_nodes,
+    current_task,
+    current_task_keeps_graph,
+    run_backward,
+)
 from rpc.errors import AutogradError
 
 __all__ = [
+    "current_task",
     "directly",
     "give_way",
     "hold_back",
-    "is_profiled",
     "is_running",
     "is_transforming",
     "keeps_graph",
@@ -43,11 +48,8 @@ __all__ = [
     "refuse_transforms",
     "run",
     "running",
-    "uses_of_storage",
+    "set_sequence_number",
 ]
-
-_C: Final[Any] = torch._C
-_engine: Final[Any] = torch.autograd.Variable._execution_engine
 
 
 class _Running(threading.local):
@@ -65,33 +67,11 @@ def _some_node() -> Any:
 
 @functools.cache
 def prepare() -> None:
-    """Before an agent starts: look for what is needed, and use an edge for the first time.
-
-    Raises:
-        ImportError: this version of PyTorch lacks something.
-    """
+    """Use an edge for the first time. Called before an agent starts."""
     node = _some_node()
-    private = ("_current_graph_task_id", "_are_functorch_transforms_active", "_storage_Use_Count")
-    needed: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("torch._C.", _C, private),
-        (
-            "torch._C._autograd.",
-            _C._autograd,
-            ("_profiler_enabled", "_get_current_graph_task_keep_graph"),
-        ),
-        ("Tensor.", Tensor, ("_use_count", "_base")),
-        ("Variable._execution_engine.", _engine, ("run_backward",)),
-        ("Node.", node, ("_sequence_nr", "_set_sequence_nr")),
-    ]
-    missing = [prefix + name for prefix, where, names in needed for name in names if not hasattr(where, name)]
-    if missing:
-        raise ImportError(
-            f"distributed autograd needs what torch {torch.__version__} does not have: {', '.join(missing)}. "
-            "Use torch 2.13, which it was tried on."
-        )
     no_gradient: Any = 0
     try:
-        _engine.run_backward((GradientEdge(node, 0),), (no_gradient,), False, False)
+        run_backward((GradientEdge(node, 0),), (no_gradient,), False, False)
     except (RuntimeError, TypeError):  # the edge is read by then; to run it would set up all devices
         return
     raise AssertionError("PyTorch took a number for a gradient")
@@ -103,7 +83,7 @@ def directly(function: type[Function]) -> Callable[..., Any]:
 
     These searches cost as much as making the node, and running it.
     """
-    node: Any = function._backward_cls
+    node: Any = class_of_nodes(function)
     node.apply = function.backward
     apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
     return apply
@@ -134,7 +114,7 @@ def run(
     outer = running.known_as
     running.known_as = known_as
     try:
-        captured: Sequence[Tensor | None] | None = _engine.run_backward(
+        captured = run_backward(
             tuple(roots),
             tuple(gradients),
             retain_graph,
@@ -150,17 +130,17 @@ def run(
 
 def is_running() -> bool:
     """Whether this thread is in the middle of a backward, ours or any other."""
-    return bool(_C._current_graph_task_id() != -1)
+    return current_task() != -1
 
 
 def keeps_graph() -> bool:
     """Whether the graph of the backward that this thread is in the middle of can be run again."""
-    return bool(_C._autograd._get_current_graph_task_keep_graph())
+    return current_task_keeps_graph()
 
 
 def is_transforming() -> bool:
     """Whether this thread is inside a transform such as ``vmap``, where our nodes cannot be made."""
-    return bool(_C._are_functorch_transforms_active())
+    return are_transforms_active()
 
 
 def refuse_transforms() -> None:
@@ -172,21 +152,14 @@ def refuse_transforms() -> None:
         )
 
 
-def is_profiled() -> bool:
-    """Whether a profiler watches this thread."""
-    return bool(_C._autograd._profiler_enabled())
-
-
-def uses_of_storage(address: int) -> int:
-    """How many refer to a storage, told by its ``_cdata``. (How many in PyTorch refer to a tensor, its
-    ``_use_count`` says.)
-    """
-    return int(_C._storage_Use_Count(address))
-
-
 def hold_back(node: Node) -> None:
     """Have a node run when no other of its pass is ready."""
     node._set_sequence_nr(0)  # type: ignore[attr-defined]
+
+
+def set_sequence_number(node: Node, number: int) -> None:
+    """Say when a node runs: of those that are ready, the one with the highest number is first."""
+    node._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
 def give_way(node: Node) -> None:

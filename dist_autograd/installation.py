@@ -12,9 +12,12 @@ from dist_autograd import engine
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
+from dist_autograd.messages import Messages
+from dist_autograd.ports import Calls
 from dist_autograd.propagation import Propagation
 from dist_autograd.recording import anchor
 from dist_autograd.roots import checked
+from dist_autograd.torch_internals import INTERNALS, NO_AUTOGRAD
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.errors import AutogradError, RRefError, with_article
 from rpc.runtime.blocking import check_may_block
@@ -30,16 +33,15 @@ class Autograd:
     """All of distributed autograd on one agent.
 
     Args:
-        agent: before it joins a group.
+        models, contexts, backwards: its parts.
+        calls: makes calls.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
-        self.models = Models()
-        self.contexts = Contexts(agent, self.models.watch)
-        self.backwards = Backwards(agent, self.contexts, self.models)
-        agent.on_closed(self.models.stop)
-        agent.tape = Propagation(self.contexts)
+    def __init__(self, models: Models, contexts: Contexts, backwards: Backwards, calls: Calls) -> None:
+        self.models = models
+        self.contexts = contexts
+        self.backwards = backwards
+        self._calls = calls
 
     def backward(self, context_id: int, roots: Iterable[Any], retain_graph: bool) -> None:
         """See ``dist_autograd.backward``."""
@@ -58,8 +60,7 @@ class Autograd:
                 f"User RRefs require 'dist_autograd_ctx_id' to be specified: {rref} refers to an object of "
                 f"worker '{rref.owner_name()}'; pass the id of the context that its tensor was computed in"
             )
-        agent = self.agent
-        call = agent.caller.call(
+        call = self._calls.call(
             rref.owner(), backward_here, (rref, context_id, retain_graph), {}, UNSET_TIMEOUT
         )
         call.result()
@@ -87,10 +88,43 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
 
 def install(agent: Agent) -> None:
     """Make an agent that has not joined its group yet take part in distributed autograd."""
+    INTERNALS.check()
+    if INTERNALS.is_missing(NO_AUTOGRAD):
+        return
     engine.prepare()
     anchor()  # before several threads ask for it, who might each make one
     agent.serializer.allow_function(backward_here)
-    agent.extensions[_EXTENSION] = installed = Autograd(agent)
+    answers, workers, caller = agent.calls.answers, agent.group.peers, agent.calls.caller
+    sender, hooks, serializer = agent.messages.sender, agent.lifecycle.hooks, agent.serializer
+    models = Models()
+    contexts = Contexts(
+        agent.incarnation,
+        answers,
+        workers,
+        agent.messages,
+        agent.messages.control,
+        sender.send,
+        hooks,
+        agent.mailbox,
+        agent.executor,
+        models.watch,
+    )
+    backwards = Backwards(
+        agent.incarnation,
+        answers,
+        workers,
+        agent.messages,
+        hooks,
+        agent.lifecycle.activity,
+        serializer,
+        agent.executor,
+        Messages(caller, agent.calls.table, sender.send, serializer.load_exception),
+        contexts,
+        models,
+    )
+    hooks.closed.append(models.stop)
+    agent.tracing.follow(Propagation(contexts))
+    agent.extensions[_EXTENSION] = installed = Autograd(models, contexts, backwards, caller)
     install_references(agent).backward = installed.backward_of
 
 
@@ -99,6 +133,8 @@ def autograd() -> Autograd:
 
     Raises:
         NotInitializedError: there is no agent.
+        MissingInternalError: PyTorch does not have what distributed autograd needs.
     """
+    INTERNALS.require(NO_AUTOGRAD)
     found: Autograd = extension(_EXTENSION)
     return found

@@ -18,17 +18,18 @@ first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
 from dist_autograd.contexts import Context
 from dist_autograd.graph import Mark
+from dist_autograd.ports import Calls
 from dist_autograd.recording import Origin
 from dist_autograd.remote_part import RemotePart
-from rpc.agent.agent import Agent
 from rpc.agent.calls import PendingCall
+from rpc.agent.ports import CallsUnderWay, Send
 from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
@@ -94,15 +95,20 @@ def read_abort(frame: Frame) -> tuple[int, str]:
 class Messages:
     """Sends them. From any thread."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self, calls: Calls, under_way: CallsUnderWay, send: Send, load_exception: Callable[..., BaseException]
+    ) -> None:
+        self._calls = calls
+        self._under_way = under_way
+        self._send = send
+        self._load_exception = load_exception
 
     def mark(
         self, key: Key, context: Context, peer: Peer, retain_graph: bool, marks: Iterable[Mark]
     ) -> PendingCall:
         """Ask a worker what follows from marks; see ``marks_in``."""
         payload = Payload({"backward": _request(key, context, retain_graph, marks, None)}, [])
-        return self._agent.caller.request(peer, MARK, payload, 0, _WHAT)
+        return self._calls.request(peer, MARK, payload, 0, _WHAT)
 
     def marks_in(self, answer: PendingCall) -> list[Mark]:
         """Wait for the answer to ``mark``; raises what it says went wrong."""
@@ -115,7 +121,7 @@ class Messages:
 
     def new_part(self, peer: Peer) -> RemotePart:
         """A part to be begun by ``begin``."""
-        return self._agent.calls.open(peer, _WHAT, 0, RemotePart)
+        return self._under_way.open(peer, _WHAT, 0, RemotePart)
 
     def begin(
         self,
@@ -137,27 +143,30 @@ class Messages:
             if whole is not None:
                 origin, gradients = whole
                 kind, message, part.whole = WHOLE_PART, origin.message, True
-                payload = self.dump(gradients, part.peer)
+                payload = self.dump(gradients, origin)
             payload.header["backward"] = _request(key, context, retain_graph, marks, message)
-            self._agent.caller.transmit(part, kind, payload)
+            self._calls.transmit(part, kind, payload)
         except BaseException:
-            self._agent.caller.drop(part)
+            self._calls.drop(part)
             raise
 
     def cancel(self, part: RemotePart, error: BaseException) -> None:
         """Wait for a part no longer."""
-        if self._agent.caller.drop(part):
+        if self._calls.drop(part):
             part.settle(error)
 
     def gradients(self, key: Key, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of a message to where it came from."""
-        payload = self.dump(gradients, origin.source)
+        payload = self.dump(gradients, origin)
         payload.header["gradients"] = [*key, origin.message]
-        self._agent.send(origin.source, GRADIENTS, 0, payload)
+        self._send(origin.source, GRADIENTS, 0, payload)
 
-    def dump(self, gradients: Sequence[Tensor | None], to: Peer) -> Payload:
-        """A message's gradients, to be sent."""
-        payload: Payload = to.codec.dump_tensors(gradients, to, "the gradients of a message")
+    def dump(self, gradients: Sequence[Tensor | None], origin: Origin) -> Payload:
+        """A message's gradients, to be sent where it came from; to devices by the reverse of the map by which
+        its tensors came.
+        """
+        to, what = origin.source, "the gradients of a message"
+        payload: Payload = to.codec.dump_tensors(gradients, to, what, as_call=origin.answer)
         return payload
 
     def load(self, peer: Peer, frame: Frame) -> Sequence[Tensor | None]:
@@ -169,15 +178,13 @@ class Messages:
         """Tell a worker that the backward has failed."""
         header = {"abort": [key[1], f"{type(error).__name__}: {text_of(error)}"]}
         try:
-            self._agent.send(peer, ABORT, 0, Payload(header, []))
+            self._send(peer, ABORT, 0, Payload(header, []))
         except WorkerLostError as lost:
             logger.debug("nobody is left to be told how a backward went: %s", lost)
 
     def failure(self, peer: Peer, frame: Frame) -> BaseException:
         """What a worker's failure is to its root; loading the error may run code of the user's."""
-        error = self._agent.serializer.load_exception(
-            frame.header, frame.buffers, None, peer, codec=frame.codec
-        )
+        error = self._load_exception(frame.header, frame.buffers, None, peer, codec=frame.codec)
         if isinstance(error, WorkerLostError):
             return error
         failure = failure_of(peer.member.info, error)

@@ -30,14 +30,14 @@ class RRefCarrier:
     @protected
     def depart(self, obj: RRef[Any], to: Peer | None) -> list[Any]:
         shell = obj._references
-        if shell.released or shell.agent.closed:
+        if shell.released:
             raise obj.deleted_error()
         if to is None:
             raise RRefError(f"{obj!r} can only be sent in RPC messages")
         if obj._creation is not None:
             obj._creation.check()
         descriptor = shell.fork(obj._rref, obj._ref, obj._owner, to)
-        if not shell.agent.is_static_group:
+        if not shell.workers.view.static:
             descriptor.append(obj._owner.member.to_wire())
         return descriptor
 
@@ -57,17 +57,17 @@ class RRefCarrier:
     def _owner(self, descriptor: Any) -> Peer:
         if not isinstance(descriptor, list) or not 3 <= len(descriptor) <= 4:
             raise ProtocolError(f"a reference is described by {str(descriptor)[:80]}")
-        agent = self._references.agent
-        owner = agent.peer_by_incarnation(descriptor[0])
-        if owner is None and len(descriptor) == 4 and not agent.is_static_group:
+        workers = self._references.workers
+        owner = workers.by_incarnation(descriptor[0])
+        if owner is None and len(descriptor) == 4 and not workers.view.static:
             member = Member.from_wire(descriptor[3])
             if member.incarnation != descriptor[0]:
                 raise ProtocolError("a reference is described as one worker's and another's")
-            gone = agent.view.gone_reason(member.incarnation)
+            gone = workers.view.gone_reason(member.incarnation)
             if gone is not None:
                 return self._references.gone_owner(member, gone)
-            agent.view.join(member)
-            owner = agent.peer_for(member)
+            workers.view.join(member)
+            owner = workers.ensure(member)
         if owner is None:
             raise ProtocolError(f"a reference names incarnation {descriptor[0]}, which is not in this group")
         return owner

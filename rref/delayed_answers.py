@@ -6,10 +6,11 @@ import contextlib
 import logging
 from collections import deque
 
+from rpc.agent.hooks import Hooks
 from rpc.errors import WorkerLostError
 from rpc.group.peer import Peer
+from rpc.runtime.mailbox import Mailbox
 from rpc.wire.frames import Kind, encode_small
-from rref.ports import Serving
 
 __all__ = ["DelayedAnswers"]
 
@@ -17,16 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class DelayedAnswers:
-    """What an owner has still to tell those who had it make objects. From any thread.
+    """What an owner has still to tell those who had it make objects. From any thread."""
 
-    Args:
-        agent: of this worker.
-    """
-
-    def __init__(self, agent: Serving) -> None:
-        self._agent = agent
+    def __init__(self, mailbox: Mailbox, hooks: Hooks) -> None:
+        self._mailbox = mailbox
         self._delayed: dict[Peer, deque[bytes]] = {}
-        agent.on_gone(self._peer_gone)
+        hooks.gone.append(self._peer_gone)
 
     def add(self, peer: Peer, call_id: int) -> None:
         """Answer a creation of ``peer`` soon."""
@@ -34,7 +31,7 @@ class DelayedAnswers:
         if delayed is None:
             delayed = self._delayed.setdefault(peer, deque())
         delayed.append(encode_small(Kind.REPLY, call_id, {}, peer.codec.nothing, peer.codec.id))
-        self._agent.mailbox.gathered(self.send, peer)
+        self._mailbox.gathered(self.send, peer)
 
     def send(self, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
         """Send the answers to ``peer`` that were delayed, and behind it ``frame``, at once.

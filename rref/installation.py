@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from rpc.agent.agent import Agent
 from rref.carrier import RRefCarrier
+from rref.delayed_answers import DelayedAnswers
 from rref.reference import EXTENSION, RRef
 from rref.references import References
 from rref.remote_module.module import RemoteModule, reduce_remote_module
 from rref.serving import Server
+from rref.torch_internals import INTERNALS
 
 __all__ = ["install"]
 
@@ -21,8 +23,31 @@ def install(agent: Agent) -> References:
     if EXTENSION in agent.extensions:
         installed: References = agent.extensions[EXTENSION]
         return installed
+    INTERNALS.check()
     agent.serializer.register_reducer(RemoteModule, reduce_remote_module)
-    agent.extensions[EXTENSION] = references = References(agent)
+    hooks = agent.lifecycle.hooks
+    references = References(
+        agent.incarnation,
+        agent.calls.caller,
+        agent.calls.table,
+        agent.group.peers,
+        agent.messages.control,
+        agent.group.lose,
+        hooks,
+        agent.mailbox,
+        agent.executor,
+        agent.calls.answers.ready,
+    )
+    agent.extensions[EXTENSION] = references
     agent.serializer.register_carrier(RRef, RRefCarrier(references))
-    Server(agent, references)
+    Server(
+        references,
+        agent.calls.answers,
+        agent.messages,
+        agent.lifecycle.activity,
+        agent.executor,
+        agent.serializer,
+        agent.tracing.recording_of,
+        DelayedAnswers(agent.mailbox, hooks),
+    )
     return references

@@ -1,102 +1,122 @@
-"""What remote references need of the agent that they stand on."""
+"""What remote references need of the agent, by role; see ``rpc.agent.ports``."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rpc.agent.caller import Caller
-from rpc.agent.calls import CallTable
-from rpc.agent.device_ports import RequestDevices
-from rpc.agent.dispatcher import Dispatcher, KindHandler
-from rpc.agent.hooks import Hooks
-from rpc.agent.request_runner import RequestRunner
+from rpc.agent.calls import PendingCall
+from rpc.agent.device_ports import Ready
+from rpc.agent.futures import Future
+from rpc.agent.request_runner import Answer, Call, Request
 from rpc.agent.tape import Observation, Recording
-from rpc.group.connections import Connections
-from rpc.group.control import Control
-from rpc.group.membership import Membership, WorkerReference
+from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
-from rpc.group.workers import Member, WorkerInfo
-from rpc.runtime.executor import Executor
-from rpc.runtime.mailbox import Counter, Mailbox
+from rpc.group.workers import Member
+from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
-from rpc.serialization.serializer import Serializer
 
-__all__ = ["Group", "Serving"]
-
-
-class _Common(Protocol):
-    info: WorkerInfo
-    mailbox: Mailbox
-    executor: Executor
-    devices: RequestDevices | None
-
-    @property
-    def on_gone(self) -> Callable[[Callable[[Peer, str], None]], object]:
-        """Have a function called, on the loop's thread, when a worker is gone for good."""
+__all__ = ["Answers", "Calls", "View", "Workers"]
 
 
-class Group(_Common, Protocol):
-    """For the references of this worker: who is there, messages to them, and calls."""
+class Calls(Protocol):
+    """Makes calls; see ``rpc.agent.caller.Caller``."""
 
-    incarnation: int
-    closed: bool
-    hooks: Hooks
-    loop: asyncio.AbstractEventLoop
-    view: Membership
-    connections: Connections
-    control: Control
-    calls: CallTable
-    caller: Caller
+    def dump_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
+    ) -> Payload: ...
 
-    @property
-    def own_peer(self) -> Peer: ...
+    def attach(self, header: dict[str, Any], peer: Peer) -> None: ...
 
-    @property
-    def is_static_group(self) -> bool: ...
+    def request(
+        self,
+        peer: Peer,
+        kind: int,
+        payload: Payload,
+        timeout: float,
+        what: object,
+        *,
+        coalesce: bool = False,
+    ) -> PendingCall: ...
 
-    @property
-    def peer(self) -> Callable[[WorkerReference], Peer]: ...
+    def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any: ...
 
-    @property
-    def peer_for(self) -> Callable[[Member], Peer]: ...
+    def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None: ...
 
-    @property
-    def gone_peer(self) -> Callable[[Member, str], Peer]: ...
+    def drop(self, call: PendingCall) -> bool: ...
 
-    @property
-    def peer_by_incarnation(self) -> Callable[[int], Peer | None]: ...
+    def future(self, call: PendingCall) -> Future[Any]: ...
 
-    @property
-    def on_joined(self) -> Callable[[Callable[[Peer], None]], object]: ...
-
-    @property
-    def on_closed(self) -> Callable[[Callable[[], object]], object]: ...
+    def effective_timeout(self, timeout: float) -> float: ...
 
 
-class Serving(_Common, Protocol):
-    """For those who serve: requests, and their answers."""
+class Answers(Protocol):
+    """Runs requests, and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
 
-    serializer: Serializer
-    dispatcher: Dispatcher
-    runner: RequestRunner
-    postponed: Counter
+    def ready(self, value: Any) -> Ready | None: ...
 
-    def on(
-        self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
+    def enter(self, peer: Peer, frame: Any) -> Request: ...
+
+    def count(self) -> None: ...
+
+    def accept(self, request: Request, run: Callable[[Request], None]) -> Task | None: ...
+
+    def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None: ...
+
+    def load(self, request: Request) -> Call: ...
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        request: Request,
+        answer: Answer | None = None,
+    ) -> Any: ...
+
+    def replier(self, request: Request, function: object = None) -> Answer: ...
+
+    def reply(
+        self,
+        peer: Peer,
+        call_id: int,
+        value: Any,
+        of: object = None,
+        recording: Recording | Observation | None = None,
     ) -> None: ...
 
-    def recording_of(self, header: dict[str, Any], source: Peer, /) -> Recording | Observation | None: ...
+    def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None: ...
+
+    def fail(self, peer: Peer, call_id: int, error: BaseException) -> None: ...
+
+
+class View(Protocol):
+    """Who is in the group; see ``rpc.group.membership.Membership``."""
 
     @property
-    def something_ended(self) -> Callable[[], object]: ...
+    def static(self) -> bool: ...
+
+    def join(self, member: Member) -> bool: ...
+
+    def leave(self, incarnation: int, reason: str) -> object: ...
+
+    def gone_reason(self, incarnation: int) -> str | None: ...
+
+
+class Workers(Protocol):
+    """The workers of the group, this one (``own``) included; see ``rpc.group.peer.PeerTable``."""
 
     @property
-    def answer(self) -> Callable[[Peer, int, int, Payload], None]: ...
+    def own(self) -> Peer: ...
 
     @property
-    def reply(self) -> Callable[..., None]: ...
+    def view(self) -> View: ...
 
     @property
-    def fail(self) -> Callable[[Peer, int, BaseException], None]: ...
+    def by_incarnation(self) -> Callable[[int], Peer | None]: ...
+
+    def find(self, worker: WorkerReference) -> Peer: ...
+
+    def ensure(self, member: Member) -> Peer: ...
+
+    def gone(self, member: Member, reason: str) -> Peer: ...

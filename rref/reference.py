@@ -76,7 +76,7 @@ class RRef(Generic[T]):
         del type_hint
         shell = references()
         rref, ref = shell.own(value)
-        self._bind(shell, shell.agent.own_peer, rref, ref, None)
+        self._bind(shell, shell.workers.own, rref, ref, None)
 
     @classmethod
     def _of(
@@ -125,7 +125,7 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to count this reference; for ``remote``, once the object is made."""
         shell = self._references
-        if shell.released or shell.agent.closed:
+        if shell.released:
             return False
         return shell.state(self._ref) is State.CONFIRMED
 
@@ -139,7 +139,7 @@ class RRef(Generic[T]):
             Exception: what making the object raised.
         """
         if not self.is_owner():
-            me = self._references.agent.info
+            me = self._references.workers.own.member.info
             raise RRefError(
                 f"For {self._full_name()}, can't call localValue() on user {me}. "
                 f"Call it on owner {self.owner()}, or fetch the object with to_here()."
@@ -162,14 +162,14 @@ class RRef(Generic[T]):
         if self.is_owner():
             shell = self._references
             value: T = self._value("to_here").wait(
-                shell.agent.caller.effective_timeout(timeout), f"{self} is still being made"
+                shell.calls.effective_timeout(timeout), f"{self} is still being made"
             )
             return value
         shell = self._usable("to_here", timeout)
         payload = fetch(self._rref)
-        shell.agent.caller.attach(payload.header, self._owner)
+        shell.calls.attach(payload.header, self._owner)
         try:
-            fetched: T = shell.agent.caller.inquire(self._owner, FETCH, payload, timeout, self.to_here)
+            fetched: T = shell.calls.inquire(self._owner, FETCH, payload, timeout, self.to_here)
         except RRefError:
             if self._creation is not None:
                 self._creation.check()  # it failed meanwhile, and knows why the owner has no object
@@ -185,7 +185,7 @@ class RRef(Generic[T]):
     def _check_open(self, doing: str) -> References:
         ensure_deferred()
         shell = self._references
-        if shell.released or shell.agent.closed:
+        if shell.released:
             check_not_forked()
             raise RRefError(
                 f"{self} is no longer usable: its agent is shut down. "
@@ -204,13 +204,13 @@ class RRef(Generic[T]):
             if creation.outcome is None and self._owner.lost is None:
                 return shell  # nothing is known against it yet
         elif self._owner.lost is None:
-            shell.wait_settled(self._ref, shell.agent.caller.effective_timeout(timeout), self._owner.name)
+            shell.wait_settled(self._ref, shell.calls.effective_timeout(timeout), self._owner.name)
         if self._owner.lost is not None:
             raise self._owner.lost_error(f"{doing} of {self} is impossible")
         state = shell.state(self._ref)
         if state is State.FAILED:
             reason = shell.reason(self._ref)
-            creator = shell.agent.peer_by_incarnation(self._rref[0])
+            creator = shell.workers.by_incarnation(self._rref[0])
             if reason.startswith(CREATOR_LOST) and creator is not None:
                 raise WorkerLostError(f"{self} is not usable: {reason}", creator.name, reason)
             raise RRefError(f"{self} is not usable: {reason}")
@@ -243,14 +243,14 @@ class RRef(Generic[T]):
     def _invoke_sync(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Any:
         """Call a method of the object and wait for its value."""
         payload, what = self._message(name, args, kwargs, timeout)
-        return self._references.agent.caller.inquire(self._owner, INVOKE, payload, timeout, what)
+        return self._references.calls.inquire(self._owner, INVOKE, payload, timeout, what)
 
     @protected
     def _invoke_async(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> Future[Any]:
         """Call a method; a future of its value. What hinders the call is the future's error."""
-        caller = self._references.agent.caller
+        caller = self._references.calls
         try:
             payload, what = self._message(name, args, kwargs, timeout)
             call = caller.request(self._owner, INVOKE, payload, timeout, what)
@@ -271,7 +271,7 @@ class RRef(Generic[T]):
         Raises:
             AttributeError: the object has no such attribute; its type is asked for once, to say so here.
         """
-        timeout = self._references.agent.caller.effective_timeout(timeout)
+        timeout = self._references.calls.effective_timeout(timeout)
         kind = self._get_type(timeout)
         may_have = hasattr(kind, name) or hasattr(kind, "__getattr__")
         if not may_have:
@@ -297,7 +297,7 @@ class RRef(Generic[T]):
 
     def _dump_call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
         try:
-            return self._references.agent.caller.dump_call(method_of_object, tuple(args), kwargs, self._owner)
+            return self._references.calls.dump_call(method_of_object, tuple(args), kwargs, self._owner)
         except SerializationError as error:
             reason = error
         # To the pickler the method is what stands for it.
@@ -319,10 +319,9 @@ class RRef(Generic[T]):
                 shell = self._usable("_get_type", timeout)
                 ask = fetch(self._rref)
                 ask.header["type"] = True
-                call = shell.agent.caller.request(
-                    self._owner, FETCH, ask, timeout, f"the type of {self._described()}"
-                )
-                kind = shell.agent.caller.future(call)
+                what = f"the type of {self._described()}"
+                call = shell.calls.request(self._owner, FETCH, ask, timeout, what)
+                kind = shell.calls.future(call)
             self._type = kind
         if not blocking:
             return kind
@@ -429,7 +428,7 @@ class RRef(Generic[T]):
         self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        if self._references.released or self._references.agent.closed:
+        if self._references.released:
             raise self.deleted_error()
         raise RRefError(
             f"Can not pickle rref in python pickler: {self} can only be sent in RPC messages, "

@@ -7,7 +7,6 @@ Objects are dropped on an executor thread, since their destructors are user code
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -15,14 +14,19 @@ from _thread import LockType
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from rpc.agent.device_ports import Ready
+from rpc.agent.hooks import Hooks
+from rpc.agent.ports import CallsUnderWay, ControlMessages
 from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
+from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import protected
+from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
-from rref.ports import Group
+from rref.ports import Calls, Workers
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Action, Fence, ForkId, Free, Ref, RRefId, Send, parse_descriptor
 from rref.requests import CREATE, name_creation, turns_of_object
@@ -43,19 +47,45 @@ class References:
     """All that one worker knows of remote references. From any thread, except where noted.
 
     Args:
-        agent: of this worker, before it joins a group.
+        incarnation: of this worker, which has not joined a group yet.
+        calls, under_way, workers, control: see ``rref.ports``.
+        lose: cuts off a worker; from any thread.
+        ready: returns the work on devices that makes an object; see ``RequestRunner.ready``.
+
+    Attributes:
+        calls, workers: as given.
     """
 
-    def __init__(self, agent: Group) -> None:
-        self.agent = agent
+    def __init__(
+        self,
+        incarnation: int,
+        calls: Calls,
+        under_way: CallsUnderWay,
+        workers: Workers,
+        control: ControlMessages,
+        lose: Callable[[Peer, str], object],
+        hooks: Hooks,
+        mailbox: Mailbox,
+        executor: Executor,
+        ready: Callable[[Any], Ready | None],
+    ) -> None:
+        self.calls = calls
+        self.workers = workers
+        self._under_way = under_way
+        self._control = control
+        self._lose = lose
+        self._mailbox = mailbox
+        self._executor = executor
+        self._ready = ready
+        self._left = False
         self.released = False
-        """Whether all references have been given back, or the agent has closed."""
+        """Whether all references have been given back, or the agent closes."""
         self.backward: Callable[[Any, int, bool], None] | None = None
         """Runs ``RRef.backward``; distributed autograd sets it, if it is installed."""
         self.futures = threading.RLock()
         """Held while the future of a creation is made."""
-        self._protocol = Protocol(agent.incarnation)
-        self.steps = Steps(self._protocol, agent.mailbox, self._act, self._malformed)
+        self._protocol = Protocol(incarnation)
+        self.steps = Steps(self._protocol, mailbox, self._act, self._malformed)
         self.state, self.when_settled = self.steps.state, self.steps.when_settled
         self.reason = self._protocol.reason
         self._values: dict[RRefId, Value] = {}
@@ -63,14 +93,15 @@ class References:
         """The object of a reference whose owner is this worker; None if it is not here (any more, or yet)."""
         self._waiting: set[LockType] = set()
         """Threads that wait for a reference to be settled, each on its lock."""
-        self._sweep_timer: asyncio.TimerHandle | None = None
-        agent.control.on_batch(TOPIC, self._messages_arrived)
-        agent.on_joined(self._peer_joined)
-        agent.on_gone(self._peer_gone)
-        agent.on_closed(self._closed)
-        agent.hooks.release.append(self.release_all)
-        agent.hooks.check.append(self.check_leaks)
-        agent.hooks.close.append(self._closing)
+        self._sweeps_later = False
+        control.on_batch(TOPIC, self._messages_arrived)
+        hooks.joined.append(self._peer_joined)
+        hooks.gone.append(self._peer_gone)
+        hooks.close.append(self._closing)
+        hooks.closed.append(self._closed)
+        hooks.forked.append(self._closing)
+        hooks.release.append(self.release_all)
+        hooks.check.append(self.check_leaks)
 
     # ---- what the protocol asks for, and what it hears
 
@@ -79,45 +110,46 @@ class References:
         for action in actions:
             match action:
                 case Send(incarnation, message):
-                    peer = self.agent.peer_by_incarnation(incarnation)
+                    peer = self.workers.by_incarnation(incarnation)
                     if peer is not None:
-                        self.agent.control.post(peer, TOPIC, message)
-                    elif message[0] == "wanted" and self.agent.is_static_group:
-                        self.agent.mailbox.soon(self._nobody, incarnation)
+                        self._control.post(peer, TOPIC, message)
+                    elif message[0] == "wanted" and self.workers.view.static:
+                        self._mailbox.soon(self._nobody, incarnation)
                 case Free(rref):
                     value = self._values.pop(rref, None)
                     if value is not None:
                         freed.append(value)
                         del value
                 case Fence(incarnation, reason):
-                    self.agent.mailbox.soon(self._fence, (incarnation, reason))
+                    self._mailbox.soon(self._fence, (incarnation, reason))
         if freed:
-            self.agent.executor.submit((list.clear, freed))
+            self._executor.submit((list.clear, freed))
             self._watch_late()  # a tombstone may be in its place
 
     def _watch_late(self) -> None:
         """See to it that what waits for a late message is swept."""
-        if self._sweep_timer is None and self._protocol.waits_for_sweep:
-            self.agent.mailbox.soon(self._set_sweep_timer, None)
+        if not self._sweeps_later and self._protocol.waits_for_sweep:
+            self._mailbox.soon(self._set_sweep_timer, None)
 
     def _fence(self, which: tuple[int, str]) -> None:
         incarnation, reason = which
-        peer = self.agent.peer_by_incarnation(incarnation)
+        peer = self.workers.by_incarnation(incarnation)
         if peer is not None:
-            self.agent.connections.lose(peer, f"another worker found it gone: {reason}")
+            self._lose(peer, f"another worker found it gone: {reason}")
         else:  # in a dynamic group, it died before it came to introduce itself here: keep it out
-            self.agent.view.leave(incarnation, reason)
+            self.workers.view.leave(incarnation, reason)
             self.steps.do(self._protocol.peer_lost, incarnation, reason)
 
     def _nobody(self, incarnation: int) -> None:
         self.steps.do(self._protocol.nobody, incarnation)
 
     def _set_sweep_timer(self, _: None) -> None:
-        if self._sweep_timer is None:
-            self._sweep_timer = self.agent.loop.call_later(_SWEEP_SECONDS, self._sweep)
+        if not self._sweeps_later:
+            self._sweeps_later = True
+            self._mailbox.later(_SWEEP_SECONDS, self._sweep)
 
     def _sweep(self) -> None:
-        self._sweep_timer = None
+        self._sweeps_later = False
         self.steps.do(self._protocol.sweep)
         self._watch_late()
 
@@ -137,18 +169,17 @@ class References:
 
     def _malformed(self, args: tuple[Any, ...], error: ProtocolError) -> None:
         """A step that was left was of a peer, which stands last among its arguments."""
-        peer = self.agent.peer_by_incarnation(args[-1])
+        peer = self.workers.by_incarnation(args[-1])
         if peer is not None:
             reason = f"it sent a malformed message: {error}"
-            self.agent.mailbox.call(self.agent.connections.lose, peer, reason)
+            self._mailbox.call(self._lose, peer, reason)
 
     # ---- beginnings and ends
 
     def own(self, content: Any) -> tuple[RRefId, Ref]:
         """An object of this worker that is to be referred to."""
         rref = self._protocol.new_id()
-        devices = self.agent.devices
-        self._values[rref] = Value.of(content, None if devices is None else devices.ready(content))
+        self._values[rref] = Value.of(content, self._ready(content))
         self.steps.do(self._protocol.own, rref)
         return rref, rref
 
@@ -169,23 +200,22 @@ class References:
             timeout: seconds, 0 for none.
             bind: makes what the user gets, which releases the reference in the end.
         """
-        agent = self.agent
         rref, fork = self._protocol.new_id(), self._protocol.new_id()
         payload.header.update(target)
         if peer.is_self:
             self._values[rref] = Value(turns_of_object(payload.header))
         self.steps.do(self._protocol.create, peer.incarnation, rref, fork)
         name_creation(payload, rref, fork)
-        creation = agent.calls.open(peer, what, timeout, Creation, payload.header, "remote")
+        creation = self._under_way.open(peer, what, timeout, Creation, payload.header, "remote")
         creation.begin(self, rref, fork)
         try:
-            agent.caller.transmit(creation, CREATE, payload)
+            self.calls.transmit(creation, CREATE, payload)
         except BaseException as error:  # such as Ctrl-C, while too much is queued
-            agent.caller.drop(creation)
+            self.calls.drop(creation)
             self.creation_failed(peer.incarnation, rref, fork, f"it could not be sent: {error}")
             self.release(fork)
             raise
-        agent.calls.watch(creation)
+        self._under_way.watch(creation)
         return bind(self, peer, rref, fork, creation)
 
     def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
@@ -221,7 +251,7 @@ class References:
         self.steps.do(
             self._protocol.peer_lost, member.incarnation, f"worker '{member.name}' is gone: {reason}"
         )
-        return self.agent.gone_peer(member, reason)
+        return self.workers.gone(member, reason)
 
     def release(self, ref: Ref) -> None:
         """The last Python object of a reference is gone. Safe in finalizers."""
@@ -249,7 +279,7 @@ class References:
         done.acquire()
         self._waiting.add(done)
         try:
-            if self.agent.closed or self.when_settled(ref, done.release):
+            if self._left or self.when_settled(ref, done.release):
                 return
             check_may_block()
             self.steps.check_may_wait()
@@ -265,7 +295,8 @@ class References:
             self._waiting.discard(done)
 
     def _closed(self) -> None:
-        """This worker has left: wake who waits for what will not come."""
+        """This worker has left: wake the threads that wait for what will not come."""
+        self._left = True
         for lock in self._waiting.copy():
             with contextlib.suppress(RuntimeError):  # it was released just now
                 lock.release()
@@ -305,7 +336,7 @@ class References:
         value = self.find(rref)
         if value is None:
             value = Value()
-            where = f"is not on worker '{self.agent.info.name}' (any more)"
+            where = f"is not on worker '{self.workers.own.name}' (any more)"
             value.fail(RRefError(f"the object of RRef({self.id_text(rref)}) {where}"))
         return value
 
@@ -323,7 +354,7 @@ class References:
             "num_forks": counts["forks"],
             "num_pending_users": counts["pending_users"] + counts["children"],
             "num_pending_futures": sum(
-                isinstance(call, Creation) and call.outcome is None for call in self.agent.calls.waiting()
+                isinstance(call, Creation) and call.outcome is None for call in self._under_way.waiting()
             ),
         }
 
@@ -334,12 +365,12 @@ class References:
         if found:
             listed = ", ".join(f"{self.id_text(rref)} ({count} forks)" for rref, count in found.items())
             raise RRefError(
-                f"Leaking RRef: other workers still refer to objects of '{self.agent.info.name}': {listed}"
+                f"Leaking RRef: other workers still refer to objects of '{self.workers.own.name}': {listed}"
             )
 
     def id_text(self, id_: tuple[int, int]) -> str:
         """An id as people read it, in PyTorch's words."""
         incarnation, number = id_
-        creator = self.agent.peer_by_incarnation(incarnation)
+        creator = self.workers.by_incarnation(incarnation)
         created_on = creator.member.id if creator is not None else f"incarnation {incarnation:x}"
         return f"GloballyUniqueId(created_on={created_on}, local_id={number - 1})"

@@ -90,9 +90,8 @@ def remote(
         output = rref.rpc_sync().forward(torch.ones(1, 4))
     """
     shell = references()
-    agent = shell.agent
-    timeout = agent.caller.effective_timeout(timeout)
-    peer = agent.peer(to)
+    timeout = shell.calls.effective_timeout(timeout)
+    peer = shell.workers.find(to)
     if not callable(func):
         raise not_callable(func)
     if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
@@ -100,5 +99,5 @@ def remote(
             f"concurrency is how many methods may run at a time, at least 1, not {concurrency!r:.60}"
         )
     object_header = {} if concurrency is None else {"concurrency": concurrency}
-    payload = agent.caller.dump_call(func, positional(args), keywords(kwargs), peer)
+    payload = shell.calls.dump_call(func, positional(args), keywords(kwargs), peer)
     return shell.create(peer, object_header, payload, timeout, func, RRef._of)

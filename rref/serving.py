@@ -10,17 +10,19 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
-from torch import Tensor
-
+from rpc.agent.activity import Activity
+from rpc.agent.ports import Kinds
 from rpc.agent.request_runner import LATER, Request
 from rpc.agent.tape import Observation, Recording
 from rpc.errors import ProtocolError, RRefError
 from rpc.group.peer import Peer
-from rpc.runtime.executor import Task
+from rpc.runtime.executor import Executor
+from rpc.runtime.tasks import Task
+from rpc.serialization.serializer import Serializer
 from rpc.transport.base import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, encode_small
 from rref.delayed_answers import DelayedAnswers
-from rref.ports import Serving
+from rref.ports import Answers
 from rref.protocol.messages import RRefId
 from rref.references import References
 from rref.requests import (
@@ -45,31 +47,48 @@ class Server:
     """Serves the objects of one agent to those who refer to them.
 
     Args:
-        agent: before it joins a group.
-        references: its references.
+        references: of this worker, which has not joined a group yet.
+        answers, kinds: see ``rref.ports`` and ``rpc.agent.ports``.
+        activity: counts what waits for an object.
+        recording_of: see ``Tracing.recording_of``.
+        delayed: the answers to creations.
     """
 
-    def __init__(self, agent: Serving, references: References) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        references: References,
+        answers: Answers,
+        kinds: Kinds,
+        activity: Activity,
+        executor: Executor,
+        serializer: Serializer,
+        recording_of: Callable[[dict[str, Any], Peer], Recording | Observation | None],
+        delayed: DelayedAnswers,
+    ) -> None:
         self._references = references
-        agent.serializer.allow_function(method_of_object)
-        self._delayed = DelayedAnswers(agent)
-        agent.on(CREATE, self._creation_arrived, any_thread=True, followed=True)
-        agent.on(FETCH, self._fetch_arrived, any_thread=True)
-        agent.on(INVOKE, self._invocation_arrived, any_thread=True)
+        self._answers = answers
+        self._activity = activity
+        self._executor = executor
+        self._serializer = serializer
+        self._recording_of = recording_of
+        self._delayed = delayed
+        serializer.allow_function(method_of_object)
+        kinds.on(CREATE, self._creation_arrived, any_thread=True, followed=True)
+        kinds.on(FETCH, self._fetch_arrived, any_thread=True)
+        kinds.on(INVOKE, self._invocation_arrived, any_thread=True)
 
     def _creation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         rref, fork, call = creation(frame, peer.incarnation)
         header = call.header
-        request = Request(peer, call, self._agent.serializer.adopt(header, peer) if header else None)
+        request = Request(peer, call, self._serializer.adopt(header, peer) if header else None)
         value = self._references.arrived(rref, fork, peer, turns_of_object(header) if header else None)
         if value is None:
-            refusal = self._agent.serializer.dump_exception(
-                RRefError(_GIVEN_UP), self._agent.info.name, codec=peer.codec.id
+            refusal = self._serializer.dump_exception(
+                RRefError(_GIVEN_UP), self._references.workers.own.name, codec=peer.codec.id
             )
             refusal.header["refused"] = _GIVEN_UP
             return self._accept(
-                request, lambda _: self._agent.answer(peer, Kind.FAILURE, frame.call_id, refusal)
+                request, lambda _: self._answers.answer(peer, Kind.FAILURE, frame.call_id, refusal)
             )
         target = object_id(header) if header else None
         if target is None:
@@ -80,14 +99,12 @@ class Server:
 
     def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
         """The task of a request, unless what it needs is not there: then it is submitted later."""
-        tasks: list[Task] = []
-        self._agent.dispatcher.accept(request, run, tasks)
-        return tasks[0] if tasks else None
+        return self._answers.accept(request, run)
 
     def _accept_later(self, request: Request, run: Callable[[Request], None]) -> None:
         task = self._accept(request, run)
         if task is not None:
-            self._agent.executor.submit(task)
+            self._executor.submit(task)
 
     def _accept_on_object(
         self, request: Request, target: RRefId, run: Callable[[Value], None], *, quick: bool = False
@@ -132,8 +149,8 @@ class Server:
 
     def _accept_in_turn(self, request: Request, turns: Turns, run: Callable[[Request], None]) -> None:
         """Run a request, which leaves when it is answered, when it is its turn."""
-        self._agent.dispatcher.count_request()
-        self._agent.postponed.begin()
+        self._answers.count()
+        self._activity.postponed.begin()
 
         def start() -> None:
             try:
@@ -147,8 +164,8 @@ class Server:
         self, request: Request, value: Value, run: Callable[[Value], None], quick: bool
     ) -> bool:
         """Run a request as soon as the object is there; false if it has just come."""
-        self._agent.dispatcher.count_request()
-        self._agent.postponed.begin()
+        self._answers.count()
+        self._activity.postponed.begin()
 
         def made() -> None:
             try:
@@ -168,53 +185,44 @@ class Server:
         self, request: Request, on: Value | None
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """What a request is to call: a function, or a method of the object that it is for."""
-        function, args, kwargs = self._agent.runner.load(request)
+        function, args, kwargs = self._answers.load(request)
         if on is not None:
             name = request.frame.header.get("method")
             if function is not method_of_object or not isinstance(name, str):
                 raise ProtocolError(f"asked to call {function!r}, as {name!r}, of an object")
             content = on.get()
-            if self._agent.serializer.allow is not None:
-                self._agent.serializer.allow.check_method(content, name)
+            if self._serializer.allow is not None:
+                self._serializer.allow.check_method(content, name)
             function = getattr(content, name)
         return function, args, kwargs
 
     def _run_creation(self, request: Request, rref: RRefId, value: Value, on: Value | None) -> None:
         peer, frame = request.peer, request.frame
-        agent = self._agent
 
-        def answer(content: Any, error: BaseException | None, *, at_end: bool = False) -> None:
-            if error is None:
-                devices = agent.devices
-                parked = value.set(content, None if devices is None else devices.ready(content))
-            else:
-                parked = value.fail(error)
+        def answer(content: Any, error: BaseException | None) -> None:
+            made = self._answers.ready(content) if error is None else None
+            parked = value.set(content, made) if error is None else value.fail(error)
             if on is not None and on.turns is not None:
                 on.turns.leave()
             self._references.finished(rref)
             if error is not None:
-                agent.fail(peer, frame.call_id, error)
+                self._answers.fail(peer, frame.call_id, error)
             elif peer.is_self or isinstance(request.recording, Observation):
-                agent.reply(peer, frame.call_id, None, None, _without_tensors(request.recording))
+                self._answers.reply(peer, frame.call_id, None, None, _without_tensors(request.recording))
             else:
                 self._delayed.add(peer, frame.call_id)
-                # Only a thread with nothing else to do stands by: who completes a future may go on with code
-                # of the user's, and who answers others may wait for room in their queues.
-                if at_end and all(asking is peer for asking, _ in parked):
-                    large = type(content) is Tensor and content.numel() * content.itemsize > SMALL_BYTES
-                    agent.runner.lend_thread(peer, content, large=large)
             del content
             self._answer_parked(parked, value)
 
         try:
             function, args, kwargs = self._load(request, on)
-            content = agent.runner.start(function, args, kwargs, request, answer)
+            content = self._answers.start(function, args, kwargs, request, answer)
         except BaseException as error:
             answer(None, error)
         else:
             del function, args, kwargs
             if content is not LATER:
-                answer(content, None, at_end=True)
+                answer(content, None)
 
     def _answer_parked(self, parked: list[Fetch], value: Value) -> None:
         for peer, call_id in parked:
@@ -224,8 +232,8 @@ class Server:
                 self._postponed_ended()
 
     def _postponed_ended(self) -> None:
-        self._agent.postponed.end()
-        self._agent.something_ended()
+        self._activity.postponed.end()
+        self._activity.ended()
 
     def _answer_fetch(self, fetch: tuple[Peer, int, Value]) -> None:
         devices = fetch[0].devices
@@ -236,11 +244,10 @@ class Server:
             self._send_object(*fetch)
 
     def _send_object(self, peer: Peer, call_id: int, value: Value) -> None:
-        agent = self._agent
         try:
             payload = peer.codec.dumps(value.get(), peer, what="the object")
         except BaseException as error:
-            agent.fail(peer, call_id, error)
+            self._answers.fail(peer, call_id, error)
             return
         if (
             payload.header
@@ -249,21 +256,20 @@ class Server:
             or len(payload.buffers[0]) > SMALL_BYTES
         ):
             self._delayed.send(peer)
-            agent.answer(peer, Kind.REPLY, call_id, payload)
+            self._answers.answer(peer, Kind.REPLY, call_id, payload)
         else:
             reply = encode_small(Kind.REPLY, call_id, {}, payload.buffers, payload.codec)
             self._delayed.send(peer, reply, INFINITE)
 
     def _fetch_arrived(self, peer: Peer, frame: Frame) -> Task | None:
-        agent = self._agent
         target = fetched_id(frame)
         value = None if frame.header else self._references.find(target)
         if value is None:
             return self._special_fetch_arrived(peer, frame, target)
-        agent.dispatcher.count_request()
+        self._answers.count()
         call_id = frame.call_id
         if not value.is_ready:
-            agent.postponed.begin()
+            self._activity.postponed.begin()
             if value.park((peer, call_id)):
                 return None
             self._postponed_ended()
@@ -279,35 +285,34 @@ class Server:
 
         def run(value: Value) -> None:
             try:
-                recording = self._agent.recording_of(frame.header, peer)
+                recording = self._recording_of(frame.header, peer)
                 content = value.get()
             except BaseException as error:
-                self._agent.fail(peer, frame.call_id, error)
+                self._answers.fail(peer, frame.call_id, error)
                 return
             if "type" in frame.header:
                 content = type(content)
-            self._agent.reply(peer, frame.call_id, content, "the object", recording)
+            self._answers.reply(peer, frame.call_id, content, "the object", recording)
 
         return self._accept_on_object(Request(peer, frame), target, run, quick=True)
 
     def _invocation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
-        request = Request(peer, frame, self._agent.serializer.adopt(frame.header, peer))
-        self._agent.runner.cancellable[peer, frame.call_id] = request
+        request = self._answers.enter(peer, frame)
 
         def run(value: Value) -> None:
             if value.turns is not None:
                 self._run_in_turn(request, value, value.turns)
                 return
             if value.error is not None:
-                self._agent.fail(peer, frame.call_id, value.error)
+                self._answers.fail(peer, frame.call_id, value.error)
                 return
-            self._agent.runner.run(request, lambda request: self._load(request, value))
+            self._answers.run(request, lambda request: self._load(request, value))
 
         return self._accept_on_object(request, _target(frame), run)
 
     def _run_in_turn(self, request: Request, value: Value, turns: Turns) -> None:
         """As ``RequestRunner.run``; the next one may begin once this one is answered."""
-        runner = self._agent.runner
+        runner = self._answers
         reply = runner.replier(request)
 
         def answer(content: Any, error: BaseException | None) -> None:

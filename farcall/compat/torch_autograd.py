@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 import dist_autograd
-from dist_autograd.contexts import COUNTER_BITS, Context, current
+from dist_autograd.contexts import Context, current
 from dist_autograd.installation import autograd
 from dist_autograd.recording import Sent, computed_from
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
+from rpc.runtime.torch_internals import is_profiler_enabled
 
 __all__ = ["context", "is_available"]
 
@@ -69,7 +70,7 @@ class DistAutogradContext:
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
     """As ``dist_autograd.backward``; in a profile it has PyTorch's name."""
-    if torch._C._autograd._profiler_enabled():
+    if is_profiler_enabled():
         with record_function("torch::distributed::autograd::backward"):
             dist_autograd.backward(context_id, roots, retain_graph)
     else:
@@ -119,7 +120,7 @@ def _init(worker_id: int) -> None:
 
 def _get_max_id() -> int:
     """The largest id that a context of this worker can have."""
-    return (autograd().agent.info.id << COUNTER_BITS) + (1 << COUNTER_BITS) - 1
+    return autograd().contexts.largest_id()
 
 
 def _get_debug_info() -> dict[str, int]:

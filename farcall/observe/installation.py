@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from functools import partial
 from typing import Any, Final
 
@@ -40,7 +41,8 @@ def install(agent: Agent) -> None:
         return
     with _lock:
         if _observer is None:
-            _observer = Observer(_identity(), os.environ.get(JOB) or _place(agent))
+            facts = _identity() | {"incarnation": agent.incarnation}
+            _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
             _observer.start()
         else:
@@ -51,10 +53,13 @@ def install(agent: Agent) -> None:
     agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
     identify = partial(_identify, found, agent)
     found.beats.append(identify)
-    agent.on_close(lambda: found.identify(phase="leaving"))
-    agent.on_closed(lambda: found.beats.remove(identify))
-    agent.on_closed(lambda: _ended(found, agent))
-    agent.on_forked(_forked)
+    hooks = agent.lifecycle.hooks
+    # On the loop, and not at the next look: the interpreter may not run until then.
+    hooks.joined.append(lambda _: agent.mailbox.call(identify))
+    hooks.close.append(lambda: found.identify(phase="leaving"))
+    hooks.closed.append(lambda: found.beats.remove(identify))
+    hooks.closed.append(lambda: _ended(found, agent))
+    hooks.forked.append(_forked)
 
 
 def _identity() -> dict[str, Any]:
@@ -67,6 +72,7 @@ def _identity() -> dict[str, Any]:
         "number": next(_numbers),
         "phase": "joining",
         "program": program_name(),
+        "began": time.time(),
         "folder": _folder(),
         "python": sys.version.split()[0],
         "libraries": list(LIBRARIES),
@@ -88,16 +94,15 @@ def _place(agent: Agent) -> str:
 
 def _identify(found: Observer, agent: Agent) -> None:
     """Say who this is, once the group is known."""
-    key = agent.connections.group
+    key = agent.group.connections.group
     if not key or found.identity["phase"] != "joining":
         return
     given = os.environ.get(JOB)
     facts = {
         "name": agent.info.name,
         "rank": agent.info.id,
-        "incarnation": agent.incarnation,
         "group": key,
-        "static": agent.view.static,
+        "static": agent.is_static_group,
         "phase": "running",
     }
     found.identify(given or job_id(key), **facts)

@@ -75,7 +75,7 @@ class Exchange:
     @property
     def me(self) -> list[Any]:
         """What others need to reach this process."""
-        return self._agent.view.me.to_wire()
+        return self._agent.group.peers.view.me.to_wire()
 
     def offer(self, key: str, tensors: list[torch.Tensor]) -> None:
         """Let others fetch tensors under a key, until they are withdrawn. They are sent as they are then."""
@@ -108,7 +108,7 @@ class Exchange:
             WorkerLostError: the other process has ended.
         """
         member = Member.from_wire(source)
-        if self._agent.view.find(member.incarnation) is None:
+        if self._agent.group.peers.view.find(member.incarnation) is None:
             admit(self._agent, member)
         return self._agent.call_async(member.name, _offered, (self._meeting.group, key), {}, timeout)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from farcall.serving.endpoint import Batching
+from rpc.runtime.torch_internals import pytree
 
 __all__ = ["Batcher"]
 

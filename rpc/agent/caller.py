@@ -7,23 +7,27 @@ is the business of ``calls``; how it is run, of ``request_runner``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from threading import TIMEOUT_MAX
 from typing import Any, Final
 
 from torch import Tensor, is_grad_enabled
 
-from rpc.agent.calls import PendingCall
+from rpc.agent.activity import Activity
+from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.ports import CANCEL, Calling
-from rpc.agent.tape import note
-from rpc.errors import WorkerLostError
+from rpc.agent.ports import CANCEL, Send
+from rpc.agent.tape import Tracing, note
+from rpc.errors import MessageLostError, WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import this_thread
+from rpc.runtime.events import Events
 from rpc.runtime.interrupts import ensure_deferred, protected
-from rpc.runtime.tasks import COMPLETION
+from rpc.runtime.tasks import COMPLETION, Task
 from rpc.serialization.payload import Connect, Payload
+from rpc.serialization.serializer import Serializer
 from rpc.serialization.tracked import stand_ins
 from rpc.transport.base import INFINITE, QueueFull
 from rpc.wire.frames import Frame, Kind
@@ -43,10 +47,48 @@ def _as_leaves(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class Caller:
-    """Makes the calls of one agent, from any thread. It is the ``CallOwner`` of all."""
+    """Makes the calls of one agent, from any thread. It is the ``CallOwner`` of all.
 
-    def __init__(self, agent: Calling) -> None:
-        self._agent = agent
+    Args:
+        rpc_timeout: default timeout, in seconds; 0 for none.
+        find: returns the peer that a callee names.
+        send: sends a message; see ``Sender.send``.
+        post: sends a control message; see ``Control.post``.
+        run_soon: has tasks run on executor threads.
+
+    Attributes:
+        table: the calls under way.
+        rpc_timeout: as given, or set since by ``set_rpc_timeout``.
+    """
+
+    def __init__(
+        self,
+        rpc_timeout: float,
+        loop: asyncio.AbstractEventLoop,
+        serializer: Serializer,
+        tracing: Tracing,
+        events: Events,
+        activity: Activity,
+        *,
+        find: Callable[[WorkerReference], Peer],
+        send: Send,
+        post: Callable[[Peer, str, object], object],
+        run_soon: Callable[[Sequence[Task]], object],
+    ) -> None:
+        self.rpc_timeout = rpc_timeout
+        self.table = CallTable(self, loop, events)
+        self._serializer = serializer
+        self._adopt = serializer.adopt
+        self._tracing = tracing
+        self._activity = activity
+        self._find = find
+        self._send = send
+        self._post = post
+        self._run_soon = run_soon
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the default timeout of calls."""
+        self.rpc_timeout = seconds
 
     @protected  # what travels beside the payload is sent, or taken back
     def call(
@@ -66,9 +108,9 @@ class Caller:
             coalesce: nobody waits for it now: where many are under way, it may be sent with those that
                 follow.
         """
-        peer = self._agent.peer(to)
+        peer = self._find(to)
         payload = self.dump_call(function, args, kwargs, peer)
-        coalesce = coalesce and len(self._agent.calls) > _FEW
+        coalesce = coalesce and len(self.table) > _FEW
         return self.request(peer, Kind.CALL, payload, timeout, function, coalesce=coalesce)
 
     @protected
@@ -81,7 +123,7 @@ class Caller:
         timeout: float,
     ) -> Any:
         """Send a call of a function, wait, and return its value or raise; arguments are as for ``call``."""
-        peer = self._agent.peer(to)
+        peer = self._find(to)
         payload = self.dump_call(function, args, kwargs, peer)
         return self.inquire(peer, Kind.CALL, payload, timeout, function)
 
@@ -114,29 +156,27 @@ class Caller:
     def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any:
         """As ``request``, but wait for the answer, and return its value or raise."""
         call = self._begin(peer, payload, timeout, what, "sync")
-        reader = peer.reader
-        if reader is not None and len(payload.buffers) <= 1:  # to send much takes long, and the loop reads
-            call.claimed = reader.claim()  # now: once the call is sent, the reply may come at once
+        if len(payload.buffers) <= 1:  # to send much takes long, and the loop reads
+            peer.stand_by(call)
         try:
             self.transmit(call, kind, payload)
             call.wait()
         finally:
             if call.claimed is not None:
-                call.release()
+                peer.stand_down(call)
         return call.result()
 
     def _begin(self, peer: Peer, payload: Payload, timeout: float, what: object, how: str) -> PendingCall:
         """Enter a call into the table."""
-        agent = self._agent
         if timeout is UNSET_TIMEOUT:
-            timeout = agent.rpc_timeout
+            timeout = self.rpc_timeout
         else:
             try:
                 timeout = self.effective_timeout(timeout)
             except BaseException:
-                agent.serializer.take_back(payload.header, peer)
+                self._serializer.take_back(payload.header, peer)
                 raise
-        call = agent.calls.open(peer, what, timeout, header=payload.header, how=how)
+        call = self.table.open(peer, what, timeout, header=payload.header, how=how)
         if this_thread.runs_callees or not is_grad_enabled():
             call.wants_graph = False
         return call
@@ -145,7 +185,7 @@ class Caller:
         """Send the message of a call that is in the table; see ``request``."""
         try:
             wait = call.timeout or INFINITE
-            self._agent.send(call.peer, kind, call.call_id, payload, wait=wait, coalesce=call.coalesced)
+            self._send(call.peer, kind, call.call_id, payload, wait=wait, coalesce=call.coalesced)
         except QueueFull:
             if self.drop(call):
                 call.settle(call.timeout_error())
@@ -155,21 +195,20 @@ class Caller:
                 call.settle(call.lost_error())
         except BaseException as error:
             self.drop(call)
-            self._agent.calls.ended(call, error)
+            self.table.ended(call, error)
             raise
 
     def drop(self, call: PendingCall) -> bool:
         """Remove a call to which no answer will come, and say so; false if it has ended already."""
-        dropped = self._agent.calls.take(call.call_id) is not None
-        self._agent.something_ended()
+        dropped = self.table.take(call.call_id) is not None
+        self._activity.ended()
         return dropped
 
     def dump_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
     ) -> Payload:
         """The message of a call, and what the tape says of it."""
-        agent = self._agent
-        tape = agent.tape
+        tape = self._tracing.tape
         recording = None if tape is None or tape.current() is None else tape.calling(peer)
         if tape is None or recording is None:
             payload: Payload = peer.codec.dump_call(function, args, kwargs, peer)
@@ -178,15 +217,15 @@ class Caller:
         if recording.tracks:
             args, kwargs = stand_ins(args, kwargs)
         payload = peer.codec.dump_call(function, args, kwargs, peer, tracked=tensors)
-        note(tape, recording, tensors, payload.header, peer, agent.serializer)
+        note(tape, recording, tensors, payload.header, peer, self._serializer)
         return payload
 
     def attach(self, header: dict[str, Any], peer: Peer) -> None:
         """Let the tape add to the header of a request without arguments."""
-        tape = self._agent.tape
+        tape = self._tracing.tape
         recording = None if tape is None else tape.calling(peer)
         if tape is not None and recording is not None:
-            note(tape, recording, [], header, peer, self._agent.serializer)
+            note(tape, recording, [], header, peer, self._serializer)
 
     def effective_timeout(self, timeout: float) -> float:
         """A timeout as the user gave it, or the default; ``TypeError`` or ``ValueError`` if it is no number
@@ -194,7 +233,7 @@ class Caller:
         """
         try:
             if timeout == UNSET_TIMEOUT:
-                return self._agent.rpc_timeout
+                return self.rpc_timeout
             if 0 <= timeout <= TIMEOUT_MAX:
                 return timeout
             if timeout > TIMEOUT_MAX:
@@ -204,39 +243,66 @@ class Caller:
             raise TypeError(f"a timeout is a number of seconds, 0 for none, not {given}") from None
         raise ValueError(f"a timeout is a number of seconds, 0 for none, not {timeout}")
 
+    def received(self, peer: Peer, frame: Frame) -> Task | None:
+        """A frame of kind ``REPLY`` or ``FAILURE``."""
+        header = frame[2]
+        arrivals = self._adopt(header, peer) if header else None
+        call = self.table.answered(frame[1], peer)
+        if call is None:
+            return None
+        call.arrivals = arrivals
+        if call.settle(frame) and call.future is not None:
+            return call.future.complete, COMPLETION
+        return None
+
+    def request_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
+        """A request that was to be sent later could not be sent: see ``Sender.on_unsent``."""
+        call = self.table.answered(call_id, peer)
+        if call is not None:
+            if isinstance(error, QueueFull):
+                error = call.timeout_error()
+            if call.settle(error) and call.future is not None:
+                self._run_soon([(call.future.complete, COMPLETION)])
+
+    def request_lost(self, peer: Peer, call_id: int, what: str) -> None:
+        """A large request has not arrived, so it does not run: see ``Dispatcher.on_lost``."""
+        call = self.table.answered(call_id, peer)
+        error = MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)
+        if call is not None and call.settle(error) and call.future is not None:
+            self._run_soon([(call.future.complete, COMPLETION)])
+
     def future(self, call: PendingCall) -> Future[Any]:
         """The future of a call just made."""
         future = Future.for_call(call)
-        self._agent.calls.watch(call)
+        self.table.watch(call)
         return future
 
     # ---- what pending calls need (CallOwner)
 
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         kind, _, header, buffers, codec = frame
-        agent = self._agent
         if kind == Kind.FAILURE:
-            raise agent.serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
+            raise self._serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
         connect: Connect | None = None if call.wants_graph else _as_leaves
         if header:
-            recording = agent.recording_of(header, call.peer, answer=True)
+            recording = self._tracing.recording_of(header, call.peer, answer=True)
             connect = connect if recording is None else recording.connect
-        return agent.serializer.codecs[codec].loads(
+        return self._serializer.codecs[codec].loads(
             header, buffers, call.arrivals, call.peer, connect=connect
         )
 
     def complete_soon(self, *futures: Future[Any]) -> None:
-        self._agent.run_soon([(future.complete, COMPLETION) for future in futures])
+        self._run_soon([(future.complete, COMPLETION) for future in futures])
 
     def expire(self, call: PendingCall) -> BaseException | None:
-        error = self._agent.calls.expire(call)
-        self._agent.something_ended()  # if its callee is gone, or its answer has just come
+        error = self.table.expire(call)
+        self._activity.ended()  # if its callee is gone, or its answer has just come
         return error
 
     def cancel(self, call: PendingCall) -> bool:
-        if call.keeps_place or not self._agent.calls.give_up(call):
+        if call.keeps_place or not self.table.give_up(call):
             return False
-        self._agent.control.post(call.peer, CANCEL, call.call_id)
+        self._post(call.peer, CANCEL, call.call_id)
         call.settle(call.cancelled_error())
-        self._agent.something_ended()
+        self._activity.ended()
         return True

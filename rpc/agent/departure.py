@@ -14,22 +14,21 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
+from rpc.agent.activity import Activity
 from rpc.agent.hooks import Hooks
-from rpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerLostError
+from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.connections import Connections
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination, Waits
 from rpc.group.workers import Member
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, wait_for_event
-from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible
 from rpc.runtime.loop import LoopThread
-from rpc.runtime.mailbox import Counter, Mailbox
 from rpc.runtime.notices import Notices
 from rpc.wire.frames import Frame, Kind, encode
 
-__all__ = ["SHUT_DOWN", "Activity", "Departure"]
+__all__ = ["SHUT_DOWN", "Departure"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,86 +42,12 @@ SHUT_DOWN: Final = "it has shut down"
 _CLOSED: Final = "another thread has ended the agent"
 
 
-Count = Callable[[], int]
-
-
-class Activity:
-    """How much is under way on an agent, and who is told when that may have become nothing. From any thread.
-
-    Nothing can be on its way between two workers that is not under way at its sender: a call is until it is
-    answered, a control message until it is acknowledged.
+class Departure:
+    """One agent's way out of its group.
 
     Args:
-        parts_under_way, begun: how much the agent's other parts have under way, and how much has ever begun.
-        describe: says in words which calls are under way.
-        requests: how many calls of others have ever begun here.
-
-    Attributes:
-        postponed: requests that no task works on, but which are still to be run or answered.
-        listener: who is told; None while it interests nobody.
-        inquiries: requests that only wanted to know how a wait stands.
+        describe: says in words which calls are under way here.
     """
-
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        executor: Executor,
-        parts_under_way: Count = int,
-        begun: Count = int,
-        describe: Callable[[], str] = str,
-        requests: Count = int,
-    ) -> None:
-        self.postponed = Counter()
-        self.listener: Callable[[], object] | None = None
-        self.begun = begun
-        self.describe = describe
-        self.inquiries = 0
-        self._requests = requests
-        self._seen = 0
-        self._mailbox = mailbox
-        self._executor = executor
-        self._parts_under_way = parts_under_way
-        mailbox.when_emptied(self._look)
-
-    def under_way(self) -> int:
-        """How much is under way: calls and requests not answered yet, tasks, callbacks, control messages not
-        acknowledged.
-        """
-        # In this order: calls and postponed requests become tasks, and tasks leave things in the mailbox.
-        count = self._parts_under_way() + self.postponed.value
-        return count + self._executor.active() + self._mailbox.pending()
-
-    def serving(self, waiting: int = 0) -> bool:
-        """Whether this worker serves others: it runs something for them, or has since this was asked last.
-
-        Args:
-            waiting: so many of the tasks that it runs only wait.
-        """
-        before, self._seen = self._seen, self._requests() - self.inquiries
-        return before != self._seen or self._executor.active() > waiting
-
-    def listen(self, listener: Callable[[], object] | None) -> None:
-        """On the loop's thread: have ``listener`` called there whenever something may have ended, from now
-        on, or nobody any longer. (Only then is it worth the time to say so.)
-        """
-        if listener == self.listener:
-            return
-        self.listener = listener
-        self._executor.when_idle(None if listener is None else self.ended)
-        self.ended()  # what has ended since it was last counted could not say so
-
-    def ended(self) -> None:
-        """Something ended: this worker may have become idle."""
-        if self.listener is not None:
-            self._mailbox.call(self._look)
-
-    def _look(self) -> None:
-        if self.listener is not None:
-            self.listener()
-
-
-class Departure:
-    """One agent's way out of its group."""
 
     def __init__(
         self,
@@ -131,8 +56,10 @@ class Departure:
         connections: Connections,
         loop_thread: LoopThread,
         hooks: Hooks,
+        describe: Callable[[], str] = str,
     ) -> None:
         self._activity = activity
+        self._describe = describe
         self._peers = peers
         self._connections = connections
         self._loop_thread = loop_thread
@@ -141,9 +68,9 @@ class Departure:
         self._notices = Notices()
         self._notice: asyncio.TimerHandle | None = None
         self._waiting: Callable[[str | None], None] | None = None
-        self._error: type[RpcError] = RpcTimeoutError
         self._claimed = threading.Lock()
         self._is_closed = False
+        self._expects_long = False
         hooks.closed.append(self._closed)
 
     def form(self, me: Member, members: Sequence[Member] | None) -> None:
@@ -192,7 +119,9 @@ class Departure:
         with waits.waiting("shutdown"):
             wait_for_event(ended, INFINITE)
         if failure[0] is not None:
-            raise self._error(f"worker '{self._me.name}' has left without waiting any longer: {failure[0]}")
+            raise RpcTimeoutError(
+                f"worker '{self._me.name}' has left without waiting any longer: {failure[0]}"
+            )
 
     def begin(self, end: Callable[[str | None], None], timeout: float) -> None:
         """Enter a round as ``wait`` does, and have ``end`` called when that is over: with None, or with why
@@ -216,11 +145,6 @@ class Departure:
     def under_way(self) -> bool:
         """Whether somebody waits here. From any thread."""
         return self._waiting is not None
-
-    def give_up(self, reason: str) -> None:
-        """Have who waits here raise ``RpcError``. From any thread."""
-        self._error = RpcError
-        self._loop_thread.call(self._end, reason)
 
     def look(self) -> None:
         """This worker may have become idle."""
@@ -263,6 +187,10 @@ class Departure:
         """Whether this worker's graceful shutdown has begun. From any thread."""
         return self._claimed.locked()
 
+    def expect_long(self) -> None:
+        """It is usual that this worker waits here for long: the log says so at level DEBUG only."""
+        self._expects_long = True
+
     def claim(self) -> bool:
         """Whether the caller is the first that wants to wait here."""
         return self._claimed.acquire(blocking=False)
@@ -295,9 +223,9 @@ class Departure:
         self._notice = self._loop_thread.loop.call_at(self._loop_time(self._notices.next), self._give_notice)
 
     def _tell_of_waiting(self, for_whom: str) -> None:
-        own = self._activity.describe()
+        own = self._describe()
         # That a worker serves until the others leave as well is usual.
-        usual = self._activity.serving() and "not in shutdown" in for_whom
+        usual = self._expects_long or (self._activity.serving() and "not in shutdown" in for_whom)
         logger.log(
             logging.DEBUG if usual else logging.WARNING,
             "worker '%s' has waited in shutdown for %s: %s%s",

@@ -3,84 +3,75 @@
 A message goes out as one small frame, through memory that both workers share, or as its buffers lie,
 whichever suits its size and its receiver.
 
-Of what comes in, a request goes to the executor, where the runner runs it; a reply to whoever waits for it;
-any other frame to the handler of its kind. Every frame comes in by one door: on the loop's thread, or on a
-thread that has read it itself, or made the call to its own worker. What nobody but the loop may take in, such
-as references, is left to it.
+Every frame comes in by one door, and goes to the handler of its kind: on the loop's thread, or on a thread
+that has read it itself, or made the call to its own worker. What nobody but the loop may take in, such as
+references, is left to it. What is to be done about a frame, such as to run a request, is a task for an
+executor thread.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from rpc.agent.device_ports import RequestDevices
-from rpc.agent.ports import Dispatching
-from rpc.agent.request_runner import Request
-from rpc.errors import MessageLostError, ProtocolError, RpcError, SerializationError
+from rpc.agent.activity import Activity
+from rpc.errors import ProtocolError, RpcError, SerializationError
 from rpc.group.connections import SMALL_FRAME_BYTES
 from rpc.group.peer import Peer
-from rpc.runtime.events import MessageReceived, MessageSent, RequestBegun
+from rpc.runtime.events import Events, MessageReceived, MessageSent
 from rpc.runtime.interrupts import protected
-from rpc.runtime.tasks import COMPLETION, Task
-from rpc.serialization.payload import EXCEPTION, Arrivals, Payload, Staging
-from rpc.transport.base import INFINITE, SMALL_BYTES, QueueFull
+from rpc.runtime.tasks import Task
+from rpc.serialization.payload import EXCEPTION, Payload, Staging
+from rpc.serialization.serializer import Serializer
+from rpc.transport.base import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, LargeFrame, describe, encode, encode_small
 
-__all__ = ["Dispatcher", "KindHandler"]
+__all__ = ["Dispatcher", "KindHandler", "Sender"]
 
 logger = logging.getLogger(__name__)
 
 KindHandler = Callable[[Peer, Frame], Task | None]
 """Takes in a frame; may return a task for an executor thread."""
 
-_OWN_KINDS: Final = frozenset((Kind.CALL, Kind.REPLY, Kind.FAILURE))
+LostHandler = Callable[[Peer, int, str], object]
+"""Called with the receiver of a large message that was lost, its call id, and what happened, in words."""
 
-_UNNUMBERED: Final = frozenset((Kind.ALIVE, Kind.LANES))
+UnsentHandler = Callable[[Peer, int, BaseException], object]
+"""Called with the receiver of a message that could not be sent, its call id, and why."""
+
+_UNNUMBERED: Final = frozenset((Kind.ALIVE, Kind.STREAMS))
 """They belong to one connection, and are not part of the session."""
 
 _FEW: Final = 4
-"""A header of more entries is not taken to be small."""
+"""Maximum number of entries in the header of a small frame."""
 
 
-class Dispatcher:
-    """Sends and takes in the messages of one agent.
+class Sender:
+    """Sends the messages of one agent. From any thread.
 
     Args:
-        agent: see ``Dispatching``.
-        run: runs a request, on an executor thread.
-        cancellable: where calls are entered, before they run.
-
-    Attributes:
-        followed: kinds of frames behind which another most likely comes at once.
-        requests_begun: how many requests were ever taken in; of several simultaneous ones, some may be
-            counted late.
-        devices: runs requests on streams of devices; None where messages use none.
+        share: sends a message through shared memory, if it can.
+        sent_large: called with a peer and the bytes of a message that was sent on its connection.
+        lose: cuts off a worker that cannot be sent what it must have.
     """
-
-    devices: RequestDevices | None = None
 
     def __init__(
         self,
-        agent: Dispatching,
-        run: Callable[[Request], None],
-        cancellable: dict[tuple[Peer, int], Request],
+        serializer: Serializer,
+        events: Events,
+        activity: Activity,
+        share: Callable[[Peer, int, int, Payload, float], bool],
+        sent_large: Callable[[Peer, int], object],
+        lose: Callable[[Peer, str], object],
     ) -> None:
-        self.followed: set[int] = set()
-        self.requests_begun = 0
-        self._agent = agent
-        self._events = agent.events
-        self._activity = agent.activity
-        self._brings_nothing = agent.serializer.brings_nothing
-        self._run = run
-        self._cancellable = cancellable
-        self._handlers: dict[int, KindHandler] = {}
-        self._any_thread: set[int] = set(_OWN_KINDS)
-        self._lost_handlers: dict[int, Callable[[Peer, int], object]] = {}
-        self._openers: dict[int, Callable[[Peer, Frame], Frame]] = {}
-        self._numbers = itertools.count(1)
+        self._serializer = serializer
+        self._events = events
+        self._activity = activity
+        self._lose = lose
+        self._unsent_handlers: dict[int | None, UnsentHandler] = {}
+        self._share = share
+        self._sent_large = sent_large
 
     @protected
     def send(
@@ -93,7 +84,7 @@ class Dispatcher:
         wait: float = INFINITE,
         coalesce: bool = False,
     ) -> None:
-        """Send one message, from any thread; if that fails, what travels beside its buffers is taken back.
+        """Send one message; if that fails, what travels beside its buffers is taken back.
 
         An exception that is larger than what the peer accepts goes out as its description alone.
 
@@ -115,58 +106,90 @@ class Dispatcher:
                 if len(frame) > SMALL_FRAME_BYTES:
                     peer.check_size(len(frame))
                 peer.send_small(frame, wait, coalesce=coalesce)
-            elif count == 1 or not self._agent.share(peer, kind, call_id, payload, wait):
+            elif count == 1 or not self._share(peer, kind, call_id, payload, wait):
                 pieces, size = encode(kind, call_id, header, buffers, payload.codec)
                 peer.check_size(size)
                 aliased = count > 1  # others may be the caller's own memory
                 peer.send(pieces, size, aliased=aliased, wait=wait)
-                self._agent.striping.consider(peer, size)
+                self._sent_large(peer, size)
         except BaseException as error:
-            self._agent.serializer.take_back(header, peer)
+            self._serializer.take_back(header, peer)
             if EXCEPTION not in header or not isinstance(error, SerializationError | ProtocolError):
                 raise
-            described = self._agent.serializer.without_exception(header, error)
+            described = self._serializer.without_exception(header, error)
             self.send(peer, kind, call_id, described, wait=wait, coalesce=coalesce)
+
+    def on_unsent(self, kinds: Collection[int | None], handler: UnsentHandler) -> None:
+        """Have ``handler`` called for messages of these kinds that were to be sent later and could not be;
+        None: for requests of all kinds that have no handler.
+        """
+        self._unsent_handlers |= dict.fromkeys(kinds, handler)
 
     def _send_when_staged(
         self, peer: Peer, kind: int, call_id: int, payload: Payload, staging: Staging, wait: float
     ) -> None:
         """Send a message once copies of its tensors have been made; the thread goes on meanwhile."""
-        agent = self._agent
         payload.staging = None
-        agent.postponed.begin()
+        self._activity.postponed.begin()
 
         def staged(error: BaseException | None) -> None:
             try:
                 if error is None:
                     self.send(peer, kind, call_id, payload, wait=wait)
                 else:
-                    agent.serializer.take_back(payload.header, peer)
+                    self._serializer.take_back(payload.header, peer)
             except BaseException as raised:
                 error = raised
             try:
                 if error is not None:
                     self._not_sent(peer, kind, call_id, error)
             finally:
-                agent.postponed.end()
-                agent.something_ended()
+                self._activity.postponed.end()
+                self._activity.ended()
 
         staging.when_done(staged)
 
     def _not_sent(self, peer: Peer, kind: int, call_id: int, error: BaseException) -> None:
-        """A message could not be sent, and whoever wanted to send it has gone on."""
-        if kind in (Kind.REPLY, Kind.FAILURE):
-            if peer.lost is None:
-                self._agent.fail(peer, call_id, error)
-            return
-        call = self._agent.calls.answered(call_id, peer) if call_id else None
-        if call is not None:
-            if isinstance(error, QueueFull):
-                error = call.timeout_error()
-            if call.settle(error) and call.future is not None:
-                self._agent.run_soon([(call.future.complete, COMPLETION)])
-        elif not call_id and peer.lost is None:
-            self._agent.lose(peer, f"a message with tensors of a device could not be sent to it: {error}")
+        """A message could not be sent, and the thread that wanted to send it has gone on."""
+        handler = self._unsent_handlers.get(kind)
+        if handler is None and call_id:
+            handler = self._unsent_handlers.get(None)
+        if handler is not None:
+            handler(peer, call_id, error)
+        elif peer.lost is None:
+            self._lose(peer, f"a message with tensors of a device could not be sent to it: {error}")
+
+
+class Dispatcher:
+    """Takes in the messages of one agent.
+
+    Args:
+        run_soon: has tasks run on executor threads.
+        lose: cuts off a worker that sends what is malformed, or cannot be sent what it must have.
+
+    Attributes:
+        followed: kinds of frames behind which another most likely comes at once.
+    """
+
+    def __init__(
+        self,
+        serializer: Serializer,
+        events: Events,
+        activity: Activity,
+        run_soon: Callable[[Sequence[Task]], object],
+        lose: Callable[[Peer, str], object],
+    ) -> None:
+        self.followed: set[int] = set()
+        self._events = events
+        self._activity = activity
+        self._brings_nothing = serializer.brings_nothing
+        self._take_back = serializer.take_back
+        self._run_soon = run_soon
+        self._lose = lose
+        self._handlers: dict[int, KindHandler] = {}
+        self._any_thread: set[int] = set()
+        self._lost_handlers: dict[int | None, LostHandler] = {}
+        self._openers: dict[int, Callable[[Peer, Frame], Frame]] = {}
 
     # ---- the table of message kinds
 
@@ -181,7 +204,7 @@ class Dispatcher:
             followed: another frame most likely comes right behind.
 
         Raises:
-            ValueError: the kind has a handler, or is the dispatcher's own.
+            ValueError: the kind has a handler.
         """
         self._check_free(kind)
         self._handlers[kind] = handler
@@ -190,9 +213,11 @@ class Dispatcher:
         if followed:
             self.followed.add(kind)
 
-    def on_lost(self, kind: int, handler: Callable[[Peer, int], object]) -> None:
-        """Have ``handler`` called with the call ids of large messages of a kind that were lost."""
-        self._lost_handlers[kind] = handler
+    def on_lost(self, kinds: Collection[int | None], handler: LostHandler) -> None:
+        """Have ``handler`` called for large messages of these kinds that were lost; None: for requests of all
+        kinds that have no handler.
+        """
+        self._lost_handlers |= dict.fromkeys(kinds, handler)
 
     def unwrap(self, kind: int, opener: Callable[[Peer, Frame], Frame]) -> None:
         """Have frames of a kind replaced by the messages that they stand for, on any thread."""
@@ -200,7 +225,7 @@ class Dispatcher:
         self._openers[kind] = opener
 
     def _check_free(self, kind: int) -> None:
-        if kind in _OWN_KINDS or kind in self._handlers or kind in self._openers:
+        if kind in self._handlers or kind in self._openers:
             raise ValueError(f"message kind {kind} is taken")
 
     # ---- messages that have come
@@ -212,16 +237,13 @@ class Dispatcher:
             for frame in frames:
                 opener = self._openers.get(frame[0])
                 frame = frame if opener is None else opener(peer, frame)  # noqa: PLW2901
-                if type(frame) is LargeFrame:
-                    self._agent.large_came(peer, frame)
-                kind, header = frame[0], frame[2]
-                adopted = header and kind in _OWN_KINDS  # the handlers of other kinds do that themselves
-                arrivals = self._agent.serializer.adopt(header, peer) if adopted else None
-                self._take_in(peer, frame, arrivals, tasks)
+                if type(frame) is LargeFrame and frame.kind != Kind.BULK:  # whose credit says that it is here
+                    peer.large_came(frame.number)
+                self._take_in(peer, frame, tasks)
         except Exception as error:
             self._refuse(peer, error)
         if tasks:
-            self._agent.run_soon(tasks)
+            self._run_soon(tasks)
         if self._activity.listener is not None:  # whom it interests that this worker may have become idle
             self._activity.ended()
 
@@ -242,73 +264,64 @@ class Dispatcher:
                 if kind not in self._any_thread or (header and not self._brings_nothing(header)):
                     frames.insert(0, frame)
                     break
-                self._take_in(peer, frame, None, tasks)
+                self._take_in(peer, frame, tasks)
         except Exception as error:
             frames.clear()
             self._refuse(peer, error)
         mine = tasks.pop(0) if keep and tasks else None
         if tasks:
-            self._agent.run_soon(tasks)
+            self._run_soon(tasks)
         if self._activity.listener is not None:
             self._activity.ended()
         return mine
 
-    def _take_in(self, peer: Peer, frame: Frame, arrivals: Arrivals | None, tasks: list[Task]) -> None:
+    def take_bulk(self, peer: Peer, frame: LargeFrame) -> None:
+        """On any thread: take in a bulk message that came on a stream of its own."""
+        tasks: list[Task] = []
+        try:
+            self._take_in(peer, frame, tasks)
+        except Exception as error:
+            self._refuse(peer, error)
+        if tasks:
+            self._run_soon(tasks)
+
+    def _take_in(self, peer: Peer, frame: Frame, tasks: list[Task]) -> None:
         """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
         kind = frame[0]
         events = self._events
         if events.message_received:
             size = sum(map(len, frame.buffers))
             events.tell(events.message_received, MessageReceived(peer.name, kind, size))
+        handler = self._handlers.get(kind)
+        if handler is None:
+            raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
         due = False
-        if kind == Kind.CALL:
-            due = peer.session.take_in()
-            request = self._cancellable[peer, frame[1]] = Request(peer, frame, arrivals)
-            self.accept(request, self._run, tasks)
-        elif kind == Kind.REPLY or kind == Kind.FAILURE:
-            due = peer.session.take_in()
-            call = self._agent.calls.answered(frame[1], peer)
-            if call is not None:
-                call.arrivals = arrivals
-                if call.settle(frame) and call.future is not None:
-                    tasks.append((call.future.complete, COMPLETION))
+        if kind in _UNNUMBERED or type(frame) is LargeFrame:
+            peer.session.take_in_heartbeat()
         else:
-            handler = self._handlers.get(kind)
-            if handler is None:
-                raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
-            if kind in _UNNUMBERED:
-                peer.session.take_in_heartbeat()
-            else:
-                due = peer.session.take_in()
-            task = handler(peer, frame)
-            if task is not None:
-                tasks.append(task)
+            due = peer.session.take_in()
+        task = handler(peer, frame)
+        if task is not None:
+            tasks.append(task)
         if due:
             peer.acknowledge()
 
     def message_lost(self, peer: Peer, head: bytes) -> None:
         """A large message to a worker was lost with its connection; ``head`` is prefix, table and header.
 
-        It has not arrived, so a call that it would have begun does not run: that call ends. An answer is
-        replaced by the error. Other kinds have a handler (``on_lost``), or the worker is cut off.
+        It has not arrived. What comes of that is for a handler (``on_lost``); without one, the worker is cut
+        off.
         """
         kind, call_id, header = describe(head)
-        self._agent.serializer.take_back(header, peer)
-        if kind in self._lost_handlers:
-            self._lost_handlers[kind](peer, call_id)
-            return
+        self._take_back(header, peer)
         what = f"a large message to worker '{peer.name}' was lost when their connection broke"
-        if kind in (Kind.REPLY, Kind.FAILURE):
-            error = MessageLostError(f"the call ran, and its answer was lost: {what}", peer.name)
-            # Not here: it may have to wait for room, which this thread is to make.
-            self._agent.run_soon([(lambda _: self._agent.fail(peer, call_id, error), None)])
-        elif call_id:
-            call = self._agent.calls.answered(call_id, peer)
-            error = MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)
-            if call is not None and call.settle(error) and call.future is not None:
-                self._agent.run_soon([(call.future.complete, COMPLETION)])
+        handler = self._lost_handlers.get(kind)
+        if handler is None and call_id:
+            handler = self._lost_handlers.get(None)
+        if handler is None:
+            self._lose(peer, f"{what}, and it cannot be sent again")
         else:
-            self._agent.lose(peer, f"{what}, and it cannot be sent again")
+            handler(peer, call_id, what)
 
     def _refuse(self, peer: Peer, error: Exception) -> None:
         """Whatever a malformed message makes fail, it ends this connection and nothing else."""
@@ -317,36 +330,4 @@ class Dispatcher:
         else:
             logger.error("a malformed message from worker '%s'", peer.name, exc_info=error)
             reason = f"it sent a malformed message ({type(error).__name__}: {error})"
-        self._agent.lose(peer, reason)
-
-    # ---- requests
-
-    def count_request(self) -> None:
-        """A request has been taken in."""
-        self.requests_begun = next(self._numbers)
-
-    def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
-        """Have ``run`` run a request, which must be answered once, when all that travelled beside its buffers
-        is ready: at once by a task that is put among ``tasks``, or later.
-        """
-        agent, events = self._agent, self._events
-        if self.devices is not None:
-            run = self.devices.around(run)
-        self.requests_begun = next(self._numbers)
-        if events.request_begun:
-            begun = RequestBegun(request.peer.name, request.frame.call_id)
-            events.tell(events.request_begun, begun)
-        task = (run, request)
-        if request.arrivals is None:
-            tasks.append(task)
-            return
-        agent.postponed.begin()
-
-        def admit() -> None:
-            agent.executor.submit(task)
-            agent.postponed.end()
-            agent.something_ended()
-
-        if agent.serializer.ready(request.arrivals, admit):
-            tasks.append(task)
-            agent.postponed.end()
+        self._lose(peer, reason)

@@ -14,10 +14,10 @@ __all__ = ["Hooks"]
 class Hooks:
     """Handlers at the turns of an agent's life, each kind called in the order in which they were added.
 
-    ``joined`` and ``gone`` are called on the loop's thread, when another worker has become known, or is gone
-    for good, with the reason. ``close`` is called on the closing thread, when this worker leaves, ``closed``
-    when it has left: nobody it waits for will answer any more. ``forked`` in a forked child, where it may
-    wait for no lock.
+    ``joined``, ``broke`` and ``gone`` are called on the loop's thread: when another worker has become known,
+    when the connection to it broke and is made again, and when it is gone for good, with the reason.
+    ``close`` is called on the closing thread, when this worker leaves, ``closed`` when it has left: nobody it
+    waits for will answer any more. ``forked`` in a forked child, where it may wait for no lock.
 
     ``release`` and ``check`` belong to a graceful shutdown and are called on its thread: ``release`` after
     the first round, to give back what this worker holds on others; ``check`` after the second, to raise if
@@ -25,6 +25,7 @@ class Hooks:
     """
 
     joined: list[Callable[[Peer], object]] = field(default_factory=list)
+    broke: list[Callable[[Peer], object]] = field(default_factory=list)
     gone: list[Callable[[Peer, str], object]] = field(default_factory=list)
     close: list[Callable[[], object]] = field(default_factory=list)
     closed: list[Callable[[], object]] = field(default_factory=list)

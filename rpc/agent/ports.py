@@ -1,104 +1,74 @@
-"""What the agent's parts need of it and of each other: the agent composes them and is no part of any."""
+"""What the agent's parts need of each other, and packages that build on the agent of it.
+
+Each port is a role that one part fills, and names methods: ``CallTable`` has the ``CallsUnderWay``. ``rref``
+and ``dist_autograd`` define further ones for themselves, and are given those that they use and not the agent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol, TypeVar
 
-from rpc.agent.calls import CallTable
-from rpc.agent.departure import Activity
-from rpc.agent.tape import Observation, Recording, Tape
-from rpc.bulk.striping import Striping
-from rpc.group.control import Control
-from rpc.group.membership import WorkerReference
+from rpc.agent.calls import PendingCall
+from rpc.agent.dispatcher import KindHandler
 from rpc.group.peer import Peer
-from rpc.group.workers import WorkerInfo
-from rpc.runtime.events import Events
-from rpc.runtime.executor import Executor
-from rpc.runtime.mailbox import Counter
-from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
-from rpc.serialization.serializer import Serializer
-from rpc.wire.frames import LargeFrame
 
-__all__ = ["CANCEL", "Calling", "Dispatching", "Running"]
+__all__ = ["CANCEL", "CallsUnderWay", "ControlMessages", "Kinds", "Send"]
+
+C = TypeVar("C", bound=PendingCall)
 
 CANCEL: Final = "cancel"
 """Topic of control messages: the id of a call that its caller gives up."""
 
 
-class _Common(Protocol):
-    serializer: Serializer
-    events: Events
+class Send(Protocol):
+    """``Sender.send``."""
 
-    def something_ended(self) -> None:
-        """This worker may have become idle, which interests who waits to leave."""
-
-    def recording_of(
-        self, header: dict[str, Any], source: Peer, /, *, answer: bool = False
-    ) -> Recording | Observation | None:
-        """What a request with this header, or an answer, is noted in."""
-
-    def send(
+    def __call__(
         self,
         peer: Peer,
         kind: int,
         call_id: int,
         payload: Payload,
+        /,
         *,
         wait: float = ...,
         coalesce: bool = ...,
-    ) -> None:
-        """See ``Dispatcher.send``."""
+    ) -> object: ...
 
 
-class Calling(_Common, Protocol):
-    """What the caller needs."""
+class Kinds(Protocol):
+    """Kinds of messages, to define further ones; see ``Messages``."""
 
-    rpc_timeout: float
-    tape: Tape | None
-    calls: CallTable
-    control: Control
-
-    def peer(self, callee: WorkerReference, /) -> Peer:
-        """The peer that a callee names."""
-
-    def run_soon(self, tasks: Sequence[Task], /) -> None:
-        """Run tasks on executor threads."""
+    def on(
+        self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
+    ) -> None: ...
 
 
-class Running(_Common, Protocol):
-    """What the request runner needs."""
+class ControlMessages(Protocol):
+    """Small messages that must arrive; see ``rpc.group.control.Control``."""
 
-    tape: Tape | None
-    executor: Executor
-    postponed: Counter
-    info: WorkerInfo
+    def post(self, peer: Peer, topic: str, body: Any) -> None: ...
+
+    def on(self, topic: str, handler: Callable[[Peer, Any], None]) -> None: ...
+
+    def on_batch(self, topic: str, handler: Callable[[Peer, list[Any]], None]) -> None: ...
 
 
-class Dispatching(Protocol):
-    """What the dispatcher needs."""
+class CallsUnderWay(Protocol):
+    """The calls of this worker that are under way; see ``rpc.agent.calls.CallTable``."""
 
-    serializer: Serializer
-    events: Events
-    calls: CallTable
-    executor: Executor
-    activity: Activity
-    postponed: Counter
-    striping: Striping
+    def open(
+        self,
+        peer: Peer,
+        what: object,
+        timeout: float,
+        kind: type[C],
+        header: dict[str, Any] | None = None,
+        how: str = "async",
+    ) -> C: ...
 
-    def something_ended(self) -> None: ...
+    def watch(self, call: PendingCall) -> None: ...
 
-    def share(self, peer: Peer, kind: int, call_id: int, payload: Payload, wait: float, /) -> bool:
-        """Send a message through shared memory, if it can be."""
-
-    def run_soon(self, tasks: Sequence[Task], /) -> None: ...
-
-    def large_came(self, peer: Peer, frame: LargeFrame, /) -> None:
-        """A message that came in chunks is about to be taken in."""
-
-    def fail(self, peer: Peer, call_id: int, error: BaseException, /) -> None:
-        """Answer a request with an exception."""
-
-    def lose(self, peer: Peer, reason: str, /) -> None:
-        """Cut a worker off. From any thread."""
+    def waiting(self) -> Iterable[PendingCall]: ...

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from time import monotonic
 from types import CoroutineType
@@ -20,12 +22,13 @@ from typing import Any, Final
 
 import torch
 
+from rpc.agent.activity import Activity
 from rpc.agent.calls import name_of
-from rpc.agent.device_ports import RequestStreams
-from rpc.agent.ports import Running
-from rpc.agent.tape import Observation, Recording, note
+from rpc.agent.device_ports import Ready, RequestDevices, RequestStreams
+from rpc.agent.tape import Observation, Recording, Tracing, note
 from rpc.errors import (
     GivenUpError,
+    MessageLostError,
     NotInitializedError,
     ProtocolError,
     RpcError,
@@ -33,14 +36,18 @@ from rpc.errors import (
     with_article,
 )
 from rpc.functions import ASYNC_EXECUTION_MARK
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.current import is_initialized
-from rpc.runtime.events import RequestEnded
+from rpc.runtime.events import Events, RequestBegun, RequestEnded
+from rpc.runtime.executor import Executor
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.stacks import OURS
+from rpc.runtime.tasks import Task
+from rpc.runtime.torch_internals import BaseFuture
 from rpc.serialization.failures import text_of
 from rpc.serialization.payload import EXCEPTION, Payload
+from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame, Kind
 
 __all__ = ["LATER", "Request", "RequestRunner"]
@@ -97,18 +104,115 @@ _WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes
 class RequestRunner:
     """Runs requests, on executor threads, and answers them, from any.
 
+    Args:
+        peers: has this worker's name, for messages.
+        activity: counts the requests that no task works on.
+        send: sends an answer.
+        run_soon: has tasks run on executor threads.
+
     Attributes:
-        cancellable: requests that may be cancelled, until they are answered, by who asked and the call's id.
-        observe: where somebody observes all requests, makes their observations; mostly None.
+        requests_begun: how many requests were ever taken in; of several simultaneous ones, some may be
+            counted late.
     """
 
-    def __init__(self, agent: Running) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        peers: PeerTable,
+        serializer: Serializer,
+        tracing: Tracing,
+        events: Events,
+        executor: Executor,
+        activity: Activity,
+        send: Callable[[Peer, int, int, Payload], object],
+        run_soon: Callable[[Sequence[Task]], object],
+    ) -> None:
+        self.requests_begun = 0
+        self._numbers = itertools.count(1)
+        self._peers = peers
+        self._serializer = serializer
+        self._adopt = serializer.adopt
+        self._tracing = tracing
+        self._events = events
+        self._executor = executor
+        self._activity = activity
+        self._send = send
+        self._run_soon = run_soon
+        self.devices: RequestDevices | None = None
+        self._cancellable: dict[tuple[Peer, int], Request] = {}
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
         self._stopped = False
-        self.cancellable: dict[tuple[Peer, int], Request] = {}
-        self.observe: Callable[[Recording | Observation | None], Observation] | None = None
+
+    # ---- devices
+
+    def use_devices(self, devices: RequestDevices) -> None:
+        """Run requests on streams of devices from now on; see ``rpc.devices``."""
+        self.devices = devices
+
+    def ready(self, value: Any) -> Ready | None:
+        """What streams of devices must join before they use a value that was made on the current ones; None
+        where messages use no devices.
+        """
+        return None if self.devices is None else self.devices.ready(value)
+
+    # ---- taking requests in
+
+    def received(self, peer: Peer, frame: Frame) -> Task | None:
+        """A frame of kind ``CALL``."""
+        return self._accept(self.enter(peer, frame), self.run)
+
+    def enter(self, peer: Peer, frame: Frame) -> Request:
+        """A request that its caller may cancel until it is answered."""
+        header = frame[2]
+        request = Request(peer, frame, self._adopt(header, peer) if header else None)
+        self._cancellable[peer, frame[1]] = request
+        return request
+
+    def find(self, peer: Peer, call_id: int) -> Request | None:
+        """A request that was entered and is not answered yet."""
+        return self._cancellable.get((peer, call_id))
+
+    def entered(self) -> list[Request]:
+        """The requests that were entered and are not answered yet, oldest first."""
+        return list(self._cancellable.copy().values())
+
+    def __len__(self) -> int:
+        """How many requests were entered and are not answered yet."""
+        return len(self._cancellable)
+
+    def count(self) -> None:
+        """A request has been taken in that is not accepted yet, or never is."""
+        self.requests_begun = next(self._numbers)
+
+    def accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
+        """Have ``run`` run a request, which must be answered once, when all that travelled beside its buffers
+        is ready: at once by the task that is returned, or later.
+        """
+        return self._accept(request, functools.partial(self._run_accepted, run))
+
+    def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
+        events = self._events
+        if self.devices is not None:
+            run = self.devices.around(run)
+        self.requests_begun = next(self._numbers)
+        if events.request_begun:
+            begun = RequestBegun(request.peer.name, request.frame.call_id)
+            events.tell(events.request_begun, begun)
+        task = (run, request)
+        if request.arrivals is None:
+            return task
+        self._activity.postponed.begin()
+
+        def admit() -> None:
+            self._executor.submit(task)
+            self._ended()
+
+        if self._serializer.ready(request.arrivals, admit):
+            self._activity.postponed.end()
+            return task
+        return None
+
+    # ---- running them
 
     def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
         """Run a request and answer it; ``load`` reads it, where it is not a plain call."""
@@ -138,35 +242,39 @@ class RequestRunner:
             return
         del function  # now, since its destructor may be the user's
         large = len(payload.buffers) > 1 and sum(map(len, payload.buffers)) > _QUICK_BYTES
-        self.lend_thread(peer, value, large=large)
+        self._stand_by(peer, value, large=large)
         self.answer(peer, Kind.REPLY, request.frame.call_id, payload)
 
-    def lend_thread(
-        self, peer: Peer, value: Any = None, *, large: bool = False, at_once: bool = True
-    ) -> None:
+    def _stand_by(self, peer: Peer, value: Any, *, large: bool) -> None:
         """Have this thread wait for the next request of ``peer`` itself, if it has nothing else to do.
 
         To be called before an answer is out, since the next request may come at once. But a thread that waits
         runs nothing of the user's, such as the destructor of the ``value`` that it still has in hand, and
-        does not copy what is large: then it goes there when it is done, as without ``at_once``.
+        does not copy what is large: then it goes there when it is done.
         """
         source = peer.reader
         if source is not None:
-            at_once = at_once and not large and type(value) in _WITHOUT_DESTRUCTOR
-            self._agent.executor.lend(source, at_once=at_once)
+            self._executor.lend(source, at_once=not large and type(value) in _WITHOUT_DESTRUCTOR)
+
+    def _run_accepted(self, run: Callable[[Request], None], request: Request) -> None:
+        """Run a request, and then have this thread wait for the next one as above."""
+        run(request)
+        source = request.peer.reader
+        if source is not None:
+            self._executor.lend(source, at_once=False)
 
     def load(self, request: Request) -> Call:
         """The function and arguments of a request; raises what unpickling raises."""
-        agent, peer = self._agent, request.peer
+        peer = request.peer
         _, _, header, buffers, codec = request.frame
         connect = None
         if header:
-            recording = request.recording = agent.recording_of(header, peer)
+            recording = request.recording = self._tracing.recording_of(header, peer)
             if recording is not None:
                 connect = recording.connect
-        if self.observe is not None:
-            request.recording = self.observe(request.recording)
-        load = agent.serializer.codecs[codec].load_call
+        if self._tracing.watcher is not None:
+            request.recording = self._tracing.watcher(request.recording)
+        load = self._serializer.codecs[codec].load_call
         # The arguments have it from here on: whoever still knows of the request keeps nothing of it.
         arrivals, request.arrivals = request.arrivals, None
         return load(header, buffers, arrivals, peer, connect=connect)
@@ -199,7 +307,7 @@ class RequestRunner:
 
     def _later(self, function: Callable[..., Any], value: Any, request: Request, answer: Answer) -> Any:
         """See to it that what a function has begun is answered when it is done."""
-        postponed = self._agent.postponed
+        postponed = self._activity.postponed
         if type(value) is CoroutineType:
             try:
                 loop = self._coroutine_loop()
@@ -219,11 +327,11 @@ class RequestRunner:
                 self._ended()
                 raise
             return LATER
-        if not isinstance(value, torch._C.Future):
+        if not isinstance(value, BaseFuture):
             raise RpcError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {getattr(function, '__qualname__', function)} on worker "
-                f"'{self._agent.info.name}' returned {with_article(type(value))}. "
+                f"'{self._peers.own.name}' returned {with_article(type(value))}. "
                 "(The decorator is rpc.functions.async_execution.)"
             )
         postponed.begin()
@@ -243,8 +351,8 @@ class RequestRunner:
         return LATER
 
     def _ended(self) -> None:
-        self._agent.postponed.end()
-        self._agent.something_ended()
+        self._activity.postponed.end()
+        self._activity.ended()
 
     async def _finish(self, coroutine: Coroutine[Any, Any, Any], request: Request, answer: Answer) -> None:
         """Run an ``async def`` callee; what it returns is serialized on an executor thread."""
@@ -258,11 +366,11 @@ class RequestRunner:
             with recording or nullcontext():
                 value = await rest
         except BaseException as error:
-            self._agent.executor.submit((_give, (answer, None, error)))
+            self._executor.submit((_give, (answer, None, error)))
             if isinstance(error, asyncio.CancelledError):
                 raise
         else:
-            self._agent.executor.submit((_give, (answer, value, None)))
+            self._executor.submit((_give, (answer, value, None)))
         finally:
             self._ended()
 
@@ -314,25 +422,25 @@ class RequestRunner:
         codec: int | None = None,
     ) -> Payload:
         """Serialize the value with which a request is answered; arguments are as for ``reply``."""
-        serializer = peer.codec if codec is None else self._agent.serializer.codecs[codec]
+        serializer = peer.codec if codec is None else self._serializer.codecs[codec]
         if recording is None:
             return serializer.dumps(value, peer, what=of)
         if isinstance(recording, Observation):
             payload = self.dump_reply(peer, value, of, recording.inner, codec)
             recording.tell(payload.header)
             return payload
-        tape = self._agent.tape
+        tape = self._tracing.tape
         if tape is None:
             return serializer.dumps(value, peer, what=of)
         tensors: list[torch.Tensor] = []
         payload = serializer.dumps(value, peer, what=of, tracked=tensors)
         if tensors:
-            note(tape, recording, tensors, payload.header, peer, self._agent.serializer)
+            note(tape, recording, tensors, payload.header, peer, self._serializer)
         return payload
 
     def fail(self, peer: Peer, call_id: int, error: BaseException, of: object = None) -> None:
         """Answer a request with an exception; ``of`` is as for ``reply``."""
-        request = self.cancellable.get((peer, call_id))
+        request = self._cancellable.get((peer, call_id))
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
         # A function that goes on after this worker has ended, by Ctrl-C for one, cannot call others.
         wanted |= isinstance(error, NotInitializedError) and not is_initialized()
@@ -343,7 +451,7 @@ class RequestRunner:
         logger.log(
             logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
             "worker '%s': %s, called by worker '%s', raised %s%s: %s",
-            self._agent.info.name,
+            self._peers.own.name,
             _raised_in(error) if of is None else name_of(of),
             peer.name,
             type(error).__name__,
@@ -351,18 +459,18 @@ class RequestRunner:
             text_of(error),
             exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
         )
-        serializer, codec = self._agent.serializer, peer.codec.id
-        payload = serializer.dump_exception(error, self._agent.info.name, peer, codec=codec)
+        serializer, codec = self._serializer, peer.codec.id
+        payload = serializer.dump_exception(error, self._peers.own.name, peer, codec=codec)
         if not (wanted or consequence):
-            _print_traceback(self._agent.info.name, payload.header[EXCEPTION][2])
+            _print_traceback(self._peers.own.name, payload.header[EXCEPTION][2])
         self.answer(peer, Kind.FAILURE, call_id, payload)
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
         """Answer a request by a message made already."""
-        self.cancellable.pop((peer, call_id), None)
-        events = self._agent.events
+        self._cancellable.pop((peer, call_id), None)
+        events = self._events
         try:
-            self._agent.send(peer, kind, call_id, payload)
+            self._send(peer, kind, call_id, payload)
             if events.request_ended:
                 ended = RequestEnded(peer.name, call_id, failed=kind == Kind.FAILURE)
                 events.tell(events.request_ended, ended)
@@ -375,11 +483,23 @@ class RequestRunner:
                 raise
             self.fail(peer, call_id, error)
 
+    def answer_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
+        """An answer that was to be sent later could not be sent: see ``Sender.on_unsent``."""
+        if peer.lost is None:
+            self.fail(peer, call_id, error)
+
+    def answer_lost(self, peer: Peer, call_id: int, what: str) -> None:
+        """A large answer has not arrived: see ``Dispatcher.on_lost``. The error is sent in its place, by
+        another thread: it may have to wait for room, which this one is to make.
+        """
+        error = MessageLostError(f"the call ran, and its answer was lost: {what}", peer.name)
+        self._run_soon([(lambda _: self.fail(peer, call_id, error), None)])
+
     def cancel(self, peer: Peer, call_id: object) -> None:
         """A worker gives a call of its up, which may have been answered already."""
         if type(call_id) is not int:
             raise ProtocolError(f"asked to cancel the call {call_id!r:.60}, which is no number")
-        request = self.cancellable.get((peer, call_id))
+        request = self._cancellable.get((peer, call_id))
         if request is not None:
             request.cancel()
 
@@ -431,22 +551,3 @@ def _raised_in(error: BaseException) -> str:
             continue
         return code.co_qualname
     return "a call"
-
-
-def running(threads: Iterable[threading.Thread]) -> list[str]:
-    """Which functions other threads of these run for other workers, and for whom. Looks at their frames, so
-    that it costs nothing while calls come.
-    """
-    frames = sys._current_frames()
-    # Else this one would keep itself, its callers and what they have in hand until garbage is collected.
-    del frames[threading.get_ident()]
-    found: list[str] = []
-    for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        while frame is not None and frame.f_code is not RequestRunner.start.__code__:
-            frame = frame.f_back
-        if frame is not None:
-            function, request = frame.f_locals["function"], frame.f_locals["request"]
-            name = getattr(function, "__qualname__", type(function).__name__)
-            found.append(f"{name} for worker '{request.peer.name}'")
-    return found

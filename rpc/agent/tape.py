@@ -7,7 +7,7 @@ part of a graph of its own, and runs what it is asked to inside what the header 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from rpc.group.peer import Peer
 from rpc.serialization.payload import Connect
 from rpc.serialization.serializer import Serializer
 
-__all__ = ["Observation", "Recording", "Tape", "note"]
+__all__ = ["Observation", "Recording", "Tape", "Tracing", "note"]
 
 
 class Recording(Protocol):
@@ -87,6 +87,48 @@ class Tape(Protocol):
 
     def answered(self, value: Any, source: Peer) -> Recording | None:
         """The same for an answer: None if what its call was noted in is over."""
+
+
+class Tracing:
+    """What follows the calls of one agent. Asked from any thread; set before the agent joins its group,
+    except by ``watch``.
+
+    Attributes:
+        tape: notes what tensors calls carry, or None.
+        watcher: makes the observation of every request, or None.
+    """
+
+    def __init__(self) -> None:
+        self.tape: Tape | None = None
+        self.watcher: Callable[[Recording | Observation | None], Observation] | None = None
+        self._observer: tuple[str, Callable[[Any, Recording | None], Observation]] | None = None
+
+    def follow(self, tape: Tape) -> None:
+        """Have a tape note what tensors calls carry."""
+        self.tape = tape
+
+    def observe(self, key: str, observe: Callable[[Any, Recording | None], Observation]) -> None:
+        """Have ``observe`` make the observation of each request whose header has a key, given what is said
+        under it, and the recording that the request has.
+        """
+        self._observer = key, observe
+
+    def watch(self, watcher: Callable[[Recording | Observation | None], Observation] | None) -> None:
+        """Have ``watcher`` make the observation of every request from now on; None ends that."""
+        self.watcher = watcher
+
+    def recording_of(
+        self, header: dict[str, Any], source: Peer, *, answer: bool = False
+    ) -> Recording | Observation | None:
+        """What a request with this header, or an answer, is noted in."""
+        tape, observer = self.tape, self._observer
+        recording: Recording | None = None
+        if tape is not None and tape.key in header:
+            follow = tape.answered if answer else tape.received
+            recording = follow(header[tape.key], source)
+        if observer is None or answer or observer[0] not in header:
+            return recording
+        return observer[1](header[observer[0]], recording)
 
 
 def note(

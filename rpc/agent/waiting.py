@@ -15,7 +15,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Final, Protocol
+from typing import Final
 
 from rpc.agent.call_frames import awaited_call, awaited_in, request_of
 from rpc.agent.calls import CallTable, PendingCall, name_of
@@ -34,7 +34,7 @@ from rpc.agent.slow_calls import (
 from rpc.errors import ProtocolError
 from rpc.group.control import Control
 from rpc.group.handshake import legible
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.executor import Executor
 from rpc.runtime.process_signs import ProcessSigns, computes, process_signs, thread_seconds
 from rpc.runtime.stacks import coroutine_frames, is_users, place_of, users_frame, waits_for, waits_in
@@ -70,18 +70,6 @@ _MAX_QUESTIONS: Final = 64
 """Maximum number of questions that are being answered at a time; others are dropped."""
 
 
-class Asking(Protocol):
-    """What is needed of the agent."""
-
-    calls: CallTable
-    control: Control
-    executor: Executor
-    runner: RequestRunner
-    own_peer: Peer
-
-    def peer_by_incarnation(self, incarnation: int, /) -> Peer | None: ...
-
-
 @dataclass(slots=True)
 class _Inquiry:
     """A call that is being asked about, and what has been found so far.
@@ -109,8 +97,21 @@ class Waiting:
         bound: age of a call at its first report, in seconds; 0 to ask about none.
     """
 
-    def __init__(self, agent: Asking, loop: asyncio.AbstractEventLoop, bound: float) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        calls: CallTable,
+        answers: RequestRunner,
+        control: Control,
+        peers: PeerTable,
+        executor: Executor,
+        loop: asyncio.AbstractEventLoop,
+        bound: float,
+    ) -> None:
+        self._calls = calls
+        self._answers = answers
+        self._control = control
+        self._peers = peers
+        self._executor = executor
         self._loop = loop
         self._bound = bound
         self._schedule = Schedule(bound)
@@ -118,13 +119,13 @@ class Waiting:
         self._asked: dict[int, _Inquiry] = {}
         self._answering = 0
         self._timer: asyncio.TimerHandle | None = None
-        agent.control.uncounted.add(WAITING)
-        agent.control.on(WAITING, self._received)
+        control.uncounted.add(WAITING)
+        control.on(WAITING, self._received)
 
     def begin(self) -> None:
         """Look at the table of calls from now on."""
         if self._bound:
-            count = len(self._agent.calls)
+            count = len(self._calls)
             interval = min(_LOOK_SECONDS if count else _IDLE_LOOK_SECONDS, self._bound / 4)
             interval = max(interval, min(_MAX_LOOK_SECONDS, count / _CALLS_PER_SECOND))
             self._timer = self._loop.call_later(interval, self._look, interval)
@@ -140,7 +141,7 @@ class Waiting:
 
     def _look(self, interval: float) -> None:
         self.begin()
-        calls = self._agent.calls
+        calls = self._calls
         due = self._schedule.look(self._loop.time(), calls.waiting() if len(calls) else (), interval)
         if not due:
             return
@@ -148,12 +149,12 @@ class Waiting:
         for each in due[:_MAX_REPORTS]:
             call = calls.find(each.call_id)
             if call is not None and call.peer.lost is None:
-                me = self._agent.own_peer
+                me = self._peers.own
                 inquiry = _Inquiry(call, each, waiters.get(id(call)))
                 self._ask(inquiry, call.peer, me, call.call_id)
         more = sum(each.report for each in due[_MAX_REPORTS:])
         if more:
-            logger.warning("%s: %d more calls have no answer yet", legible(self._agent.own_peer.name), more)
+            logger.warning("%s: %d more calls have no answer yet", legible(self._peers.own.name), more)
 
     def _ask(self, inquiry: _Inquiry, peer: Peer, caller: Peer, call_id: int) -> None:
         """Ask a worker what it does about a call of ``caller``."""
@@ -162,7 +163,7 @@ class Waiting:
         number = next(self._numbers)
         self._asked[number] = inquiry
         inquiry.timer = self._loop.call_later(_ANSWER_SECONDS, self._silent, number)
-        self._agent.control.post(peer, WAITING, ["ask", number, caller.incarnation, call_id])
+        self._control.post(peer, WAITING, ["ask", number, caller.incarnation, call_id])
 
     def _silent(self, number: int) -> None:
         inquiry = self._asked.pop(number)
@@ -181,7 +182,7 @@ class Waiting:
         if inquiry.timer is not None:
             inquiry.timer.cancel()
         awaits = answer.awaits
-        following = None if awaits is None else self._agent.peer_by_incarnation(awaits.incarnation)
+        following = None if awaits is None else self._peers.by_incarnation(awaits.incarnation)
         named = "another worker" if following is None else legible(following.name)
         hop = Hop(legible(peer.name), answer, named)
         if awaits is None or following is None or following.lost is not None:
@@ -197,19 +198,20 @@ class Waiting:
     def _finish(self, inquiry: _Inquiry, last: Hop, *, closed: bool = False) -> None:
         """All is known that can be: log it, and keep it for the error of a timeout."""
         call, due = inquiry.call, inquiry.due
-        if self._agent.calls.find(call.call_id) is not call:
+        if self._calls.find(call.call_id) is not call:
             return  # it has ended meanwhile
-        me = legible(self._agent.own_peer.name)
+        me = legible(self._peers.own.name)
         found = chain_in_words(me, [*inquiry.hops, last], closed=closed)
         call.last_seen = f"After {due.age:.3g} s, {found}"
         if not due.report:
             return
         asked = f"{legible(call.peer.name)}: {legible(call.asked)}"
         if inquiry.waiter is None:
-            logger.warning("%s has had no answer for %.3g s from %s; %s", me, due.age, asked, found)
+            text = "%s has had no answer for %.3g s from %s; %s; `farcall why` says more"
+            logger.warning(text, me, due.age, asked, found)
         else:
             thread, place = inquiry.waiter
-            text = "%s: %s has waited %.3g s for %s (%s); %s"
+            text = "%s: %s has waited %.3g s for %s (%s); %s; `farcall why` says more"
             logger.warning(text, me, legible(thread), due.age, asked, legible(place), found)
 
     # ---- answering
@@ -226,11 +228,10 @@ class Waiting:
     def _asked_about(self, peer: Peer, number: int, caller: int, call_id: int) -> None:
         if self._answering >= _MAX_QUESTIONS:
             return
-        source = self._agent.peer_by_incarnation(caller)
-        key = None if source is None else (source, call_id)
+        source = self._peers.by_incarnation(caller)
 
         def find() -> Request | None:
-            return None if key is None else self._agent.runner.cancellable.get(key)
+            return None if source is None else self._answers.find(source, call_id)
 
         request = find()
         if request is None:
@@ -242,13 +243,13 @@ class Waiting:
         def answer() -> None:
             self._answering -= 1
             request = find()
-            found = Answer("unknown") if request is None else _describe(request, self._agent.executor, before)
+            found = Answer("unknown") if request is None else _describe(request, self._executor, before)
             self._tell(peer, number, found)
 
         self._loop.call_later(_SAMPLE_SECONDS, answer)
 
     def _tell(self, peer: Peer, number: int, answer: Answer) -> None:
-        self._agent.control.post(peer, WAITING, ["tell", number, write_answer(answer)])
+        self._control.post(peer, WAITING, ["tell", number, write_answer(answer)])
 
 
 def _signs_of(peer: Peer) -> ProcessSigns | None:

@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rpc.agent.agent import Agent
 from rpc.agent.request_runner import Request
 from rpc.device_maps import DeviceMap
 from rpc.devices.placements import Between, Placed, indexed
 from rpc.devices.staging import HostStaging
-from rpc.devices.streams import Shared, Streams
+from rpc.devices.streams import Shared, Streams, use_on_current_stream
 from rpc.group.peer import Peer
+from rpc.options import AgentOptions
+from rpc.runtime.executor import Executor
 from rpc.serialization.codecs import PICKLE
 from rpc.serialization.pickle_codec import DevicePickleCodec
+from rpc.serialization.serializer import Serializer
 
 __all__ = ["Devices"]
 
@@ -24,21 +27,26 @@ class Devices:
     """The devices of one agent. ``met`` is called on the loop's thread, everything else on any.
 
     Args:
-        agent: before it makes calls.
+        options, executor, serializer: of an agent that makes no calls yet.
+        own_name: this worker's name.
 
     Attributes:
         local: the devices of this worker that messages use.
+        updates: the work that changes parameters in place, for which each request waits.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self, options: AgentOptions, executor: Executor, serializer: Serializer, own_name: str
+    ) -> None:
+        self._executor = executor
+        self._serializer = serializer
+        self._own_name = own_name
         self.local: list[torch.device] = []
-        options = agent.options
         self._maps: dict[str, DeviceMap] = options.device_maps
         self._use(options.devices)
         for device_map in self._maps.values():
             self._use(device_map)
-        agent.use_devices(self)
+        self.updates = Shared(None, self.local)
 
     def _use(self, devices: Iterable[torch.device]) -> None:
         accelerator = torch.accelerator.current_accelerator()
@@ -51,7 +59,7 @@ class Devices:
 
     def met(self, peer: Peer) -> None:
         """Agree on devices with a worker, and with this one itself."""
-        name, me = peer.name, self._agent.info.name
+        name, me = peer.name, self._own_name
         calls = self._maps.get(name, {})
         theirs = peer.member.maps_for(me)
         self._use(theirs.values())
@@ -63,31 +71,38 @@ class Devices:
             return (
                 f"Request device mapping is not available for destination '{name}': call `set_device_map` "
                 f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{name}', "
-                f"{{'{device}': '{device}'}}), or pass it device_maps={{'{name}': {{'{device}': '{device}'}}}}"
+                f"{{'{device}': '{device}'}}), or pass it as device_maps"
             )
 
         def for_answers(device: torch.device) -> str:
             return (
                 f"Response device mapping is not available for destination '{name}': answers go by the "
                 f"reverse of its device map, so have '{name}' call `set_device_map` "
-                f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{me}', {{'{device}': '{device}'}}), "
-                f"or pass it device_maps={{'{me}': {{'{device}': '{device}'}}}}"
+                f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{me}', "
+                f"{{'{device}': '{device}'}}), or pass it as device_maps"
             )
 
-        peer.devices = Between(
+        between = Between(
             Placed(name, calls, for_calls, self._staging),
             Placed(name, answers, for_answers, self._staging),
             self.streams,
         )
-        if peer.codec.id == PICKLE and (peer.devices.calls.takes_cpu or peer.devices.answers.takes_cpu):
-            peer.codec = self._agent.serializer.pickles_as(DevicePickleCodec)
+        peer.devices = between
+        if peer.codec.id == PICKLE and (between.calls.takes_cpu or between.answers.takes_cpu):
+            peer.codec = self._serializer.pickles_as(DevicePickleCodec)
 
     def _staging(self) -> HostStaging:
-        return HostStaging(self._agent.executor)
+        return HostStaging(self._executor)
 
     def streams(self) -> Streams:
         """Streams of their own on all devices that messages use."""
         return Streams(self.local)
+
+    def use(self, tensors: Iterable[Tensor | None]) -> None:
+        """Keep the memory of tensors, where they are on devices, until the current streams have used it."""
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_cpu:
+                use_on_current_stream(tensor)
 
     def ready(self, value: Any) -> Shared:
         """What streams must join before they use an object that was made on the current ones."""
@@ -98,6 +113,7 @@ class Devices:
 
         def run_on_streams(request: Request) -> None:
             with self.streams() as streams:
+                self.updates.wait()
                 request.streams = streams
                 run(request)
 

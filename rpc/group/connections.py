@@ -19,7 +19,7 @@ from rpc.errors import ProtocolError
 from rpc.group.admission import CROSSED, judge
 from rpc.group.dialling import QUIET_SECONDS, Dialler
 from rpc.group.greeting import SLOW_SECONDS, Greeting
-from rpc.group.handshake import Authenticator, Hello, Lane, Refusal, Welcomed, legible
+from rpc.group.handshake import Authenticator, Hello, Refusal, Stream, Welcomed, legible
 from rpc.group.link import CONNECTING
 from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
@@ -38,7 +38,7 @@ from rpc.transport.base import (
 from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame, Kind, encode
 
-__all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections"]
+__all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections", "Outfit"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,11 @@ class ConnectionEvents(Protocol):
 
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
 
+    def stream_came(self, connection: Connection, stream: Stream) -> Callable[[], object]:
+        """Judge a connection that is to be a bulk stream. Returns what takes it over once it is let in;
+        ``ProtocolError`` if it is not expected.
+        """
+
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
         """On any thread; see ``Receiver``."""
 
@@ -91,22 +96,23 @@ class ConnectionEvents(Protocol):
     def peer_gone(self, peer: Peer, reason: str) -> None: ...
 
 
+Outfit = Callable[[Peer, Connection], Connection]
+"""Makes of each connection that is established the one that its peer is to send by."""
+
+
 class Connections:
     """All connections of one agent.
 
     Args:
         loop: the agent's loop.
         transports: by scheme, best first.
-        events: told of frames and of workers that are gone.
         max_frame_bytes: the largest frame that a peer may send.
         authenticator: has other workers prove that they belong to the job; None to ask nothing.
+        handshake_seconds: time that a worker that this one connects to may take to shake hands.
+        reconnect_seconds: time within which a broken connection may be made again; 0: it is not.
 
     Attributes:
         group: the key of the group, once it is formed.
-        lane_came: takes over a connection that is to be a lane, or raises ``ProtocolError``.
-        outfit: makes of each connection that is established the one that its peer is to send by.
-        tells_losses: the log names workers that are gone. Another agent of the process does where this is
-            false, or this worker is leaving itself.
         closed: this worker leaves, or has left.
     """
 
@@ -114,23 +120,25 @@ class Connections:
         self,
         loop: asyncio.AbstractEventLoop,
         transports: Mapping[str, Transport],
-        events: ConnectionEvents,
         max_frame_bytes: int,
         authenticator: Authenticator | None = None,
+        *,
+        handshake_seconds: float = CONNECT_SECONDS,
+        reconnect_seconds: float = 0.0,
     ) -> None:
-        self.connect_seconds = self.handshake_seconds = CONNECT_SECONDS
-        self.reconnect_seconds = 0.0
+        self.connect_seconds = CONNECT_SECONDS
+        self.handshake_seconds = handshake_seconds
+        self.reconnect_seconds = reconnect_seconds
         self.stranger_seconds = STRANGER_SECONDS
         self.farewell_seconds = FAREWELL_SECONDS
         self.group = ""
-        self.lane_came: Callable[[Connection, Lane], None] | None = None
-        self.outfit: Callable[[Peer, Connection], Connection] | None = None
-        self.tells_losses = True
         self.closed = False
         self.loop = loop
         self.authenticator = authenticator
+        self._events: ConnectionEvents
         self._transports = transports
-        self._events = events
+        self._outfit: Outfit | None = None
+        self._tells_losses = True
         self._max_frame_bytes = max_frame_bytes
         self._view: Membership | None = None
         self._listeners: list[Listener] = []
@@ -138,6 +146,27 @@ class Connections:
         self._strangers: dict[Greeting, None] = {}  # those of them whose other side has proven nothing yet
         self._refusals = LimitedLog(logger)
         self._dialler = Dialler(loop, transports, self)
+
+    # ---- set up
+
+    def serve(self, events: ConnectionEvents) -> None:
+        """From now on, ``events`` is told of frames and of workers that are gone. Before ``listen``."""
+        self._events = events
+
+    def equip(self, outfit: Outfit | None) -> None:
+        """Have ``outfit`` make what peers send by from now on; None: they send by connections as they are."""
+        self._outfit = outfit
+
+    @property
+    def is_equipped(self) -> bool:
+        """Whether ``equip`` is in force."""
+        return self._outfit is not None
+
+    def tell_losses(self, *, tells: bool) -> None:
+        """Whether the log names workers that are gone. It need not if another agent of the process does, or
+        if this worker is leaving itself.
+        """
+        self._tells_losses = tells
 
     # ---- listening
 
@@ -173,10 +202,10 @@ class Connections:
         self._strangers[greeting] = self._greetings[greeting] = None
 
     def _greet(
-        self, connection: Connection, peer: Peer, lane: asyncio.Future[None] | None = None
+        self, connection: Connection, peer: Peer, stream: asyncio.Future[None] | None = None
     ) -> Greeting:
-        seconds = self.handshake_seconds if lane is None else self.connect_seconds
-        greeting = Greeting(self, connection, seconds, peer, lane)
+        seconds = self.handshake_seconds if stream is None else self.connect_seconds
+        greeting = Greeting(self, connection, seconds, peer, stream)
         self._greetings[greeting] = None
         return greeting
 
@@ -210,20 +239,20 @@ class Connections:
         if self.closed or not peer.link.reach(connection.process):
             _drop(connection, "not needed any more")
             return
-        for earlier in [each for each in self._greetings if each.peer is peer and each.lane is None]:
+        for earlier in [each for each in self._greetings if each.peer is peer and each.stream is None]:
             earlier.finish()
             _drop(earlier.connection, "another attempt takes its place")
         assert self._view is not None
         session = peer.session.connections, peer.session.received
         self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group, session))
 
-    async def open_lane(self, peer: Peer, lane: Lane) -> Connection:
+    async def open_stream(self, peer: Peer, stream: Stream) -> Connection:
         """One more connection over the network to a connected peer, which has let it in. ``OSError`` if there
         is no way, or it does not.
         """
         connection = await self._connect_again(peer)
         welcome: asyncio.Future[None] = self.loop.create_future()
-        self._greet(connection, peer, welcome).greet(lane)
+        self._greet(connection, peer, welcome).greet(stream)
         try:
             await welcome
         except BaseException:
@@ -233,6 +262,8 @@ class Connections:
 
     async def _connect_again(self, peer: Peer) -> Connection:
         addresses = [address for address in peer.member.addresses if address.startswith("tcp:")]
+        if not addresses or "tcp" not in self._transports:
+            raise ConnectionError("there is no way to it over TCP")
         for address in addresses[:-1]:
             with contextlib.suppress(OSError):
                 return await self._transports["tcp"].connect(address)
@@ -240,19 +271,18 @@ class Connections:
 
     # ---- what handshakes come to
 
-    def heard(self, greeting: Greeting, said: Hello | Lane | Welcomed | Refusal) -> None:
+    def heard(self, greeting: Greeting, said: Hello | Stream | Welcomed | Refusal) -> None:
         """The other side wants to be let in, has let this worker in, or does not. Or its proof is wrong."""
         peer = greeting.peer
-        if greeting.lane is not None:
-            self._lane_heard(greeting, greeting.lane, said)
+        if greeting.stream is not None:
+            self._stream_heard(greeting, greeting.stream, said)
             return
         match said:
-            case Lane() as lane:
-                if self.lane_came is None:
-                    raise ProtocolError("a lane, which this worker does not take")
-                self.lane_came(greeting.connection, lane)
+            case Stream() as stream:
+                take_over = self._events.stream_came(greeting.connection, stream)
                 greeting.welcome()
                 greeting.finish()
+                take_over()
             case Hello() as hello:
                 self._strangers.pop(greeting, None)
                 greeting.hello = hello
@@ -276,11 +306,11 @@ class Connections:
                 else:
                     greeting.connection.close("not needed any more")
 
-    def _lane_heard(self, greeting: Greeting, lane: asyncio.Future[None], said: object) -> None:
+    def _stream_heard(self, greeting: Greeting, stream: asyncio.Future[None], said: object) -> None:
         """The answer to a further connection."""
         if isinstance(said, Welcomed):
-            if not lane.done():
-                lane.set_result(None)
+            if not stream.done():
+                stream.set_result(None)
                 greeting.finish()
             return
         greeting.connection.close(said.reason if isinstance(said, Refusal) else "refused")
@@ -370,9 +400,9 @@ class Connections:
         """A handshake is over: the connection has closed, because ``failure``, or it has succeeded."""
         self._greetings.pop(greeting, None)
         self._strangers.pop(greeting, None)
-        if greeting.lane is not None and not greeting.lane.done():
-            greeting.lane.set_exception(ConnectionError(f"a lane was not opened: {legible(failure)}"))
-        if failure is None or self.closed or greeting.lane is not None:
+        if greeting.stream is not None and not greeting.stream.done():
+            greeting.stream.set_exception(ConnectionError(f"a stream was not opened: {legible(failure)}"))
+        if failure is None or self.closed or greeting.stream is not None:
             return
         if greeting.peer is not None:
             if not greeting.peer.connected:
@@ -401,7 +431,7 @@ class Connections:
             self.lose(peer, str(error))
 
     def _hand_over(self, peer: Peer, connection: Connection, *session: int) -> None:
-        outfitted = connection if self.outfit is None else self.outfit(peer, connection)
+        outfitted = connection if self._outfit is None else self._outfit(peer, connection)
         peer.established(outfitted, *session)
 
     # ---- the end
@@ -419,7 +449,7 @@ class Connections:
         if not peer.link.lose():
             return
         level = logging.INFO if left else logging.WARNING
-        level = level if self.tells_losses else logging.DEBUG
+        level = level if self._tells_losses else logging.DEBUG
         me = "" if self._view is None else f"worker '{self._view.me.name}': "
         logger.log(level, "%sworker '%s' (id %d) is gone: %s", me, peer.name, peer.member.id, reason)
         connection = peer.gone(reason, left=left)

@@ -14,18 +14,16 @@ either while its process computes, which is busy as above.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from rpc.errors import RpcError
 from rpc.group.liveness import Liveness
 from rpc.group.peer import RESUMED, Peer
 from rpc.runtime.process_signs import ProcessSigns, computes, process_signs
 from rpc.transport.session import MAX_UNACKNOWLEDGED
-from rpc.wire.frames import Frame, Kind, LargeFrame, encode_small
+from rpc.wire.frames import Frame
 
 __all__ = ["Heartbeat"]
 
@@ -102,12 +100,6 @@ class Heartbeat:
     def arrived(self, peer: Peer, frame: Frame) -> None:
         """A frame of kind ``ARRIVED``. From any thread."""
         peer.session.large.pop(frame.call_id, None)
-
-    def large_came(self, peer: Peer, frame: LargeFrame) -> None:
-        """A large message is about to be taken in, which has no number in the session."""
-        peer.session.expect_large()
-        with contextlib.suppress(RpcError):  # it is gone, and about to be noted so
-            peer.send_small(encode_small(Kind.ARRIVED, frame.number, {}, ()), 0)
 
     def _look(self) -> None:
         self.begin()

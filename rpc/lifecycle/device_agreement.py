@@ -68,10 +68,11 @@ def agree(agent: Agent) -> Callable[[Peer], None]:
         if devices is None:
             from rpc.devices.installation import Devices
 
-            devices = Devices(agent)
+            devices = Devices(agent.options, agent.executor, agent.serializer, agent.info.name)
+            agent.calls.answers.use_devices(devices)
             if not peer.is_self:
-                devices.met(agent.own_peer)
+                devices.met(agent.group.peers.own)
         devices.met(peer)
 
-    agent.on_joined(met)
+    agent.lifecycle.hooks.joined.append(met)
     return met

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rpc.agent.agent import Agent
+from rpc.agent.caller import Caller
+from rpc.agent.group import AgentGroup
 from rpc.errors import GroupMismatchError, RpcTimeoutError, WorkerLostError
 from rpc.group.workers import Member
 from rpc.options import UNSET_TIMEOUT
@@ -20,14 +21,14 @@ def noop() -> None:
     """What is called to make a connection."""
 
 
-def introduce(agent: Agent, members: Sequence[Member]) -> None:
+def introduce(caller: Caller, members: Sequence[Member]) -> None:
     """Connect to the members of a dynamic group that this worker joins, and wait until that has succeeded or
     failed.
     """
     calls = []
     for member in members:
         try:
-            calls.append(agent.caller.call(member.name, noop, (), {}, UNSET_TIMEOUT))
+            calls.append(caller.call(member.name, noop, (), {}, UNSET_TIMEOUT))
         except WorkerLostError as error:
             logger.info("left out of the group: %s", error)
     for call in calls:
@@ -42,18 +43,18 @@ def introduce(agent: Agent, members: Sequence[Member]) -> None:
 class AgentNeighbours:
     """``Neighbours`` of an agent that has joined its group. From any thread."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, group: AgentGroup) -> None:
+        self._group = group
 
     def roster(self) -> Sequence[Member]:
-        return self._agent.view.present()
+        return self._group.peers.view.present()
 
     def has_met(self, incarnation: int) -> bool:
-        peer = self._agent.peer_by_incarnation(incarnation)
+        peer = self._group.peers.by_incarnation(incarnation)
         return peer is not None and (peer.connected or peer.session.connections > 0)
 
     def gone_reason(self, incarnation: int) -> str | None:
-        return self._agent.view.gone_reason(incarnation)
+        return self._group.peers.view.gone_reason(incarnation)
 
     def meet(self, members: Sequence[Member]) -> None:
         def admit() -> None:
@@ -67,22 +68,22 @@ class AgentNeighbours:
 
     def _admit(self, member: Member) -> None:
         try:
-            if self._agent.view.join(member):
-                self._agent.peers.watch_over(self._agent.peers.ensure(member))
+            if self._group.peers.view.join(member):
+                self._group.peers.watch_over(self._group.peers.ensure(member))
         except WorkerLostError:
             pass  # it is still in the log
         except GroupMismatchError as error:
             logger.warning("worker '%s' cannot be let in: %s", member.name, error)
 
     def _lose_all(self, reason: str) -> None:
-        self._agent.connections.stop_listening()
-        for peer in self._agent.peers.all():
+        self._group.connections.stop_listening()
+        for peer in self._group.peers.all():
             if not peer.is_self:
-                self._agent.connections.lose(peer, reason)
+                self._group.connections.lose(peer, reason)
 
     def _on_loop(self, function: Callable[[], Any]) -> None:
         try:
-            self._agent.on_loop(function)
+            self._group.on_loop(function)
         except RuntimeError:
-            if not self._agent.closed:
+            if not self._group.connections.closed:
                 raise

@@ -43,6 +43,7 @@ from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
 from rpc.runtime import file_limit
 from rpc.runtime.current import clear_current_agent, is_initialized, set_current_agent
+from rpc.runtime.torch_internals import INTERNALS
 from rpc.serialization.failures import text_of
 from rpc.serialization.functions import main_identity
 from rpc.transport.registry import load as load_transports
@@ -84,7 +85,7 @@ def start_separate_agent(
     Whoever starts it closes it, also when the process ends or is forked.
     """
     agent = _start(store, name, rank, world_size, rpc_backend_options, current=False)
-    agent.connections.tells_losses = not is_initialized()
+    agent.group.connections.tell_losses(tells=not is_initialized())
     return agent
 
 
@@ -110,6 +111,7 @@ def _start(
     try:
         draft = _describe(agent, WorkerInfo(name, rank), store.master)
         met = device_agreement.agree(agent)
+        INTERNALS.check()
         profiling.install(agent)
         for extension in entry_points(group=EXTENSIONS):
             extension.load()(agent)
@@ -125,10 +127,10 @@ def _start(
             group = join_static(store, draft, world_size, timeout, job=job)
         device_agreement.check(name, options, group.members, static=group.static)
         if current:
-            watch(agent)
+            watch(agent.lifecycle.hooks, agent.lifecycle.departure)
             set_current_agent(agent)  # calls of others may arrive as soon as it has joined
         agent.join(group.me, group.members, group.key, static=group.static)
-        met(agent.own_peer)
+        met(agent.group.peers.own)
         logger.debug(
             "'%s' (id %d) is in a %s group of %d, listening at %s",
             name,
@@ -138,7 +140,7 @@ def _start(
             ", ".join(agent.addresses),
         )
         if keeper is not None:
-            introduce(agent, group.others)
+            introduce(agent.calls.caller, group.others)
             keeper.start()
             keeper.wait_until_member()
         else:
@@ -161,7 +163,7 @@ def start_storeless_agent(name: str, group: str, options: AgentOptions) -> Agent
     """
     assert options.listen is not None
     agent, _ = _make(options, *parse_listen(options.listen))
-    agent.connections.tells_losses = False
+    agent.group.connections.tell_losses(tells=False)
     me = _describe(agent, WorkerInfo(name, secrets.randbits(_ID_BITS)), None)
     agent.join(me, [], group, static=False)
     return agent
@@ -169,7 +171,7 @@ def start_storeless_agent(name: str, group: str, options: AgentOptions) -> Agent
 
 def admit(agent: Agent, member: Member) -> None:
     """Make an agent know a further member of its storeless group."""
-    AgentNeighbours(agent).meet([member])
+    AgentNeighbours(agent.group).meet([member])
 
 
 def _make(options: AgentOptions, host: str, port: int) -> tuple[Agent, bytes | None]:
@@ -202,10 +204,11 @@ def _describe(agent: Agent, info: WorkerInfo, master: str | None) -> Member:
 
 def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:
     """Has later joiners find this worker, and takes care of the store."""
-    keeper = Keeper(joined, timeout, AgentNeighbours(agent))
-    agent.on_gone(lambda peer, _: keeper.worker_gone(Loss(peer.incarnation, left=peer.has_left)))
-    agent.on_close(keeper.leave)
-    agent.on_forked(keeper.abandon_after_fork)
+    keeper = Keeper(joined, timeout, AgentNeighbours(agent.group))
+    hooks = agent.lifecycle.hooks
+    hooks.gone.append(lambda peer, _: keeper.worker_gone(Loss(peer.incarnation, left=peer.has_left)))
+    hooks.close.append(keeper.leave)
+    hooks.forked.append(keeper.abandon_after_fork)
     return keeper
 
 
@@ -232,14 +235,16 @@ def _reach_all(agent: Agent) -> None:
     """Connect to the other members of a small group, so that a goodbye tells them why this worker ends: they
     cannot know if they only find its socket gone.
     """
-    others = [peer for peer in agent.peers.all() if not peer.is_self and not peer.connected and not peer.lost]
+    others = [
+        peer for peer in agent.group.peers.all() if not peer.is_self and not peer.connected and not peer.lost
+    ]
     if not others or len(others) > _MOST_REACHED:
         return
-    agent.connections.tells_losses = False  # the others may be about to end, too
+    agent.group.connections.tell_losses(tells=False)  # the others may be about to end, too
     calls = []
     for peer in others:
         with contextlib.suppress(RpcError):
-            calls.append(agent.caller.call(peer.name, noop, (), {}, _REACH_SECONDS))
+            calls.append(agent.calls.caller.call(peer.name, noop, (), {}, _REACH_SECONDS))
     for call in calls:
         with contextlib.suppress(RpcError):
             call.result()

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
 
-from rpc.agent.agent import Agent
-from rpc.agent.departure import SHUT_DOWN
+from rpc.agent.departure import SHUT_DOWN, Departure
+from rpc.agent.hooks import Hooks
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 
@@ -78,10 +78,11 @@ def _register(callbacks: list[Callable[..., object]], callback: Callable[..., ob
     return subscription
 
 
-def watch(agent: Agent) -> None:
+def watch(hooks: Hooks, departure: Departure) -> None:
     """Tell of the workers of an agent that has not joined its group yet."""
     told: queue.SimpleQueue[tuple[list[Callable[..., object]], tuple[Any, ...]] | None] = queue.SimpleQueue()
-    thread = threading.Thread(target=_tell, args=(agent, told), name="farcall-watch", daemon=True)
+    closed = threading.Event()
+    thread = threading.Thread(target=_tell, args=(told, closed), name="farcall-watch", daemon=True)
 
     def note(callbacks: list[Callable[..., object]], *what: Any) -> None:
         now = list(callbacks)
@@ -95,18 +96,23 @@ def watch(agent: Agent) -> None:
             note(_joined, peer.member.info)
 
     def gone(peer: Peer, reason: str) -> None:
-        if not (agent.departure.begun and reason == SHUT_DOWN):
+        if not (departure.begun and reason == SHUT_DOWN):
             note(_lost, peer.member.info, reason)
 
-    agent.on_joined(joined)
-    agent.on_gone(gone)
-    agent.on_close(lambda: told.put(None))
+    def close() -> None:
+        closed.set()
+        told.put(None)
+
+    hooks.joined.append(joined)
+    hooks.gone.append(gone)
+    hooks.close.append(close)
 
 
 def _tell(
-    agent: Agent, told: queue.SimpleQueue[tuple[list[Callable[..., object]], tuple[Any, ...]] | None]
+    told: queue.SimpleQueue[tuple[list[Callable[..., object]], tuple[Any, ...]] | None],
+    closed: threading.Event,
 ) -> None:
-    while (what := told.get()) is not None and not agent.closed:
+    while (what := told.get()) is not None and not closed.is_set():
         callbacks, arguments = what
         for callback in callbacks:
             try:

@@ -20,10 +20,12 @@ from torch.autograd import profiler, profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
 from rpc.agent.agent import Agent
-from rpc.agent.tape import Observation, Recording
+from rpc.agent.tape import Observation, Recording, Tracing
+from rpc.group.peer import PeerTable
 from rpc.profiling.calls import KEY, Gathered, ProfiledRequest, Settings, Span, gathering
 from rpc.runtime.current import current_agent
-from rpc.runtime.events import CallBegun, CallEnded
+from rpc.runtime.events import CallBegun, CallEnded, Events
+from rpc.runtime.torch_internals import find_builtin, qualified_name
 
 __all__ = ["CallProfiler", "call_profiler", "install", "settings_of"]
 
@@ -34,29 +36,31 @@ class CallProfiler:
     """Gathers the calls of one agent while profilers record. From any thread.
 
     Args:
-        agent: before it joins a group.
+        events, tracing, peers: of an agent that has not joined its group yet.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, events: Events, tracing: Tracing, peers: PeerTable) -> None:
+        self._events = events
+        self._tracing = tracing
+        self._peers = peers
         self._lock = threading.Lock()
         self._open = 0
         self._subscriptions: ExitStack | None = None
         self._spans: dict[int, Span] = {}
         self._watchers: tuple[tuple[list[list[FunctionEvent]], Settings], ...] = ()
-        agent.observer = (KEY, self._requested)
+        tracing.observe(KEY, self._requested)
 
     @property
     def worker_id(self) -> int:
         """Of this worker: as events have it as ``node_id``."""
-        return self._agent.info.id
+        return self._peers.own.member.id
 
     # ---- profiles of this process
 
     def begin(self, settings: Settings) -> Gathered:
         """A profiler begins on this thread, which has such settings."""
         self.listen()
-        gathered = Gathered(settings, self._agent.info.id)
+        gathered = Gathered(settings, self.worker_id)
         gathering.set(gathered)
         return gathered
 
@@ -71,8 +75,8 @@ class CallProfiler:
             self._open += 1
             if self._subscriptions is None:
                 self._subscriptions = stack = ExitStack()
-                stack.enter_context(self._agent.events.listen(CallBegun, self._call_begun))
-                stack.enter_context(self._agent.events.listen(CallEnded, self._call_ended))
+                stack.enter_context(self._events.listen(CallBegun, self._call_begun))
+                stack.enter_context(self._events.listen(CallEnded, self._call_ended))
 
     def stop_listening(self) -> None:
         """One that listens is done; calls that it has begun are waited for."""
@@ -98,8 +102,8 @@ class CallProfiler:
             return  # between agents
         else:
             name = _name(call.asked)
-        callee = self._agent.get_worker_info(call.to).id
-        key = f"rpc_{how}#{name}({self._agent.info.name} -> {call.to})"
+        callee = self._peers.view.resolve(call.to).id
+        key = f"rpc_{how}#{name}({self._peers.own.name} -> {call.to})"
         self._spans[call.call_id] = gathered.begin(key, how, callee)
         header[KEY] = list(gathered.settings)
 
@@ -123,14 +127,14 @@ class CallProfiler:
         """Have the operators of each request from now on added to ``events``, a list for each."""
         with self._lock:
             self._watchers = (*self._watchers, (events, settings))
-            self._agent.runner.observe = self._watched
+            self._tracing.watch(self._watched)
 
     def unwatch(self, events: list[list[FunctionEvent]]) -> None:
         """End ``watch``."""
         with self._lock:
             self._watchers = tuple(each for each in self._watchers if each[0] is not events)
             if not self._watchers:
-                self._agent.runner.observe = None
+                self._tracing.watch(None)
 
     def _watched(self, recording: Recording | Observation | None) -> Observation:
         watchers = self._watchers
@@ -177,8 +181,8 @@ class _Request(ProfiledRequest):
 def _name(function: Any) -> str:
     """What PyTorch calls a function in a profile: of an operator its name there."""
     if isinstance(function, torch.jit.ScriptFunction):
-        return str(torch._jit_internal._qualified_name(function))
-    builtin = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+        return str(qualified_name(function))
+    builtin = find_builtin(function)
     named = builtin or getattr(function, "__qualname__", None) or type(function).__qualname__
     return str(named)
 
@@ -205,7 +209,9 @@ def settings_of(profile: Any) -> Settings:
 
 
 def _put(where: Any, name: str, make: Callable[[Any], Any]) -> None:
-    theirs = getattr(where, name)
+    theirs = getattr(where, name, None)
+    if theirs is None:
+        return  # a version of PyTorch without it, as the log says
     _places.append((where, name, theirs))
     setattr(where, name, functools.wraps(theirs)(make(theirs)))
 
@@ -256,7 +262,7 @@ def _parse_legacy(theirs: Callable[..., list[FunctionEvent]]) -> Callable[..., l
 
 def install(agent: Agent) -> None:
     """Have profilers of this process show the calls of an agent that has not joined its group yet."""
-    calls = agent.extensions[EXTENSION] = CallProfiler(agent)
+    calls = agent.extensions[EXTENSION] = CallProfiler(agent.events, agent.tracing, agent.group.peers)
     if not _places:
         _put(profiler.profile, "_start_trace", _start)
         _put(profiler.profile, "__exit__", _exit)
@@ -272,4 +278,4 @@ def install(agent: Agent) -> None:
             while _places:
                 setattr(*_places.pop())
 
-    agent.on_closed(closed)
+    agent.lifecycle.hooks.closed.append(closed)

@@ -58,6 +58,10 @@ class Mailbox:
             if not self._closed:
                 raise
 
+    def later(self, seconds: float, function: Callable[[], object]) -> None:
+        """Call a function after some time, and not at all once the loop has ended."""
+        self.call(self._loop.call_later, seconds, function)
+
     def when_emptied(self, callback: Callable[[], object]) -> None:
         """Have ``callback`` called on the loop's thread each time that all is done."""
         self._emptied = callback

@@ -197,30 +197,30 @@ class Faults:
 
     def install(self, agent: Agent) -> None:
         """Have an agent meet these faults, until ``remove``. ``RpcError`` if it meets others."""
-        if agent.connections.outfit is not None:
+        if agent.group.connections.is_equipped:
             raise RpcError("this agent has faults already: remove them first, or add rules to them")
         self._agent = agent
-        agent.on_loop(self._begin, agent)
+        agent.group.on_loop(self._begin, agent)
 
     def remove(self) -> None:
         """From now on everything is sent; what is delayed comes when it would have."""
         agent, self._agent = self._agent, None
         if agent is not None and not agent.closed:
-            agent.on_loop(self._end, agent)
+            agent.group.on_loop(self._end, agent)
 
     def _begin(self, agent: Agent) -> None:
         def outfit(peer: Peer, connection: Connection) -> Connection:
             return FaultyConnection.between(connection, self, _AgentSender(agent, peer))
 
-        agent.connections.outfit = outfit
-        for peer in agent.peers.all():
+        agent.group.connections.equip(outfit)
+        for peer in agent.group.peers.all():
             if peer.connection is not None:
                 peer.send_by(outfit(peer, peer.connection))
 
     @staticmethod
     def _end(agent: Agent) -> None:
-        agent.connections.outfit = None
-        for peer in agent.peers.all():
+        agent.group.connections.equip(None)
+        for peer in agent.group.peers.all():
             if isinstance(peer.connection, FaultyConnection):
                 peer.send_by(peer.connection.inner)
 
@@ -260,19 +260,19 @@ class _AgentSender:
         self._peer = peer
 
     def asked(self, call_id: int) -> str:
-        call = self._agent.calls.find(call_id)
+        call = self._agent.calls.table.find(call_id)
         return "" if call is None or call.peer is not self._peer else call.asked
 
     def fail(self, call_id: int, error: BaseException) -> bool:
-        call = self._agent.calls.find(call_id)
+        call = self._agent.calls.table.find(call_id)
         if call is None or call.peer is not self._peer:
             return False
-        if self._agent.caller.drop(call) and call.settle(error) and call.future is not None:
-            self._agent.caller.complete_soon(call.future)
+        if self._agent.calls.caller.drop(call) and call.settle(error) and call.future is not None:
+            self._agent.calls.caller.complete_soon(call.future)
         return True
 
     def later(self, seconds: float, function: Callable[[], object]) -> None:
-        self._agent.mailbox.call(self._agent.loop.call_later, seconds, function)
+        self._agent.mailbox.later(seconds, function)
 
 
 class FaultyConnection:

@@ -13,6 +13,7 @@ from rpc.bulk.transfer import Transfer
 from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE
+from rpc.runtime.torch_internals import InferenceMode
 from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.board import Board
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
@@ -25,7 +26,6 @@ from spmd.collectives.messages import Messages
 from spmd.collectives.node import Node
 from spmd.collectives.sequencer import Sequencer
 from spmd.collectives.signature import text_of
-from spmd.collectives.torch_internals import inference_mode
 from spmd.collectives.work import GroupWork
 
 __all__ = ["Group"]
@@ -38,13 +38,13 @@ class _Channel:
     """Messages of collectives, to and from ranks."""
 
     def __init__(self, node: Node, peers: Sequence[Peer], tags: Sequence[int]) -> None:
-        self._bulk, self._peers, self._tags = node.agent.bulk, peers, tags
+        self._bulk, self._peers, self._tags = node.bulk, peers, tags
 
     def send(self, rank: int, buffers: list[Any]) -> Transfer:
         return self._bulk.send(self._peers[rank], self._tags[rank] + COLLECTIVES, buffers)
 
-    def post(self, rank: int, into: Any) -> Transfer:
-        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into)
+    def post(self, rank: int, into: Any, size: int) -> Transfer:
+        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into, size)
 
 
 class Group:
@@ -76,12 +76,11 @@ class Group:
         self._closed = self._leaves = False
         self._operation = ""
         self.members.watch(self._write_record)  # first: whoever is woken next may leave the group
-        bulk = node.agent.bulk
-        share = node.agent.options.shared_memory_bytes > 0
-        formation = form(bulk, peers, rank, name, node.key, share, timeout or INFINITE)
+        bulk = node.bulk
+        formation = form(bulk, peers, rank, name, node.key, node.shares_memory, timeout or INFINITE)
         tags = formation.tags
         self._close_tags = partial(close_tags, bulk, peers, rank, tags)
-        self.messages = Messages(bulk, peers, self.members, tags, node.agent.run_soon, self._record_message)
+        self.messages = Messages(bulk, peers, self.members, tags, node.run_soon, self._record_message)
         self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tags))
         self._sequencer = Sequencer(f"farcall-group-{name}")
         self.messages.begin()
@@ -146,7 +145,7 @@ class Group:
         try:
             members.check_collective()
             # Not recorded by autograd, and inference tensors may be written on any thread.
-            with inference_mode():
+            with InferenceMode(True):
                 try:
                     with self._waiting(signature):
                         perform(self.algorithms, signature, deadline)

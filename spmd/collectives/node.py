@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rpc.agent.agent import Agent
+from rpc.agent.lifecycle import Lifecycle
+from rpc.bulk.point_to_point import Bulk
 from rpc.errors import GroupMismatchError, NotInitializedError, RendezvousTimeoutError, RpcError
 from rpc.group.authentication import ForeignRecordError, Seal
 from rpc.group.peer import Peer
@@ -25,6 +28,7 @@ from rpc.options import AgentOptions
 from rpc.rendezvous.store import SharedStore, run_with_deadline
 from rpc.rendezvous.token import WAYS, find_credential
 from rpc.runtime.current import current_agent
+from rpc.runtime.tasks import Task
 from spmd.collectives.flight_recorder import FlightRecorder
 
 __all__ = ["Node", "WatchesWorkers", "find_node"]
@@ -45,10 +49,14 @@ class WatchesWorkers(Protocol):
 
 
 class Node:
-    """An agent, and which worker has which rank of the world.
+    """What an agent does for process groups, and which worker has which rank of the world.
 
     Args:
-        agent: joined.
+        lifecycle: of an agent that has joined its group.
+        extensions: of the agent; observers find the node there.
+        bulk: its bulk messages.
+        run_soon: has tasks run on its executor threads.
+        shares_memory: whether it uses shared memory.
         peers: by rank.
         key: of this world, the same for all its ranks, and no other's.
         owned: it was started for process groups, and ends with the last of them.
@@ -57,25 +65,55 @@ class Node:
         recorder: of all its groups' operations.
     """
 
-    def __init__(self, agent: Agent, peers: Sequence[Peer], key: str, *, owned: bool) -> None:
-        self.agent = agent
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        extensions: dict[str, Any],
+        bulk: Bulk,
+        run_soon: Callable[[Sequence[Task]], object],
+        peers: Sequence[Peer],
+        key: str,
+        *,
+        shares_memory: bool,
+        owned: bool,
+    ) -> None:
+        self.bulk = bulk
+        self.run_soon = run_soon
+        self.shares_memory = shares_memory
         self.peers = peers
         self.key = key
         self.recorder = FlightRecorder()
+        self._lifecycle = lifecycle
         self._owned = owned
         self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._hooks: list[tuple[list[Any], Any]] = [
-            (agent.hooks.gone, self._worker_gone),
-            (agent.hooks.close, self._agent_closes),
+            (lifecycle.hooks.gone, self._worker_gone),
+            (lifecycle.hooks.close, self._agent_closes),
         ]
         for handlers, mine in self._hooks:
             handlers.append(mine)
-        agent.extensions[_EXTENSION] = self  # where observers find it
+        self._extensions = extensions
+        extensions[_EXTENSION] = self
         if owned:
             atexit.register(self.close)
             _owned.add(self)
+            _notice_forks()
+
+    @classmethod
+    def of(cls, agent: Agent, peers: Sequence[Peer], key: str, *, owned: bool) -> Self:
+        """The node of an agent; arguments as for ``Node``."""
+        return cls(
+            agent.lifecycle,
+            agent.extensions,
+            agent.messages.bulk,
+            agent.calls.completions.run_soon,
+            peers,
+            key,
+            shares_memory=agent.options.shared_memory_bytes > 0,
+            owned=owned,
+        )
 
     def observed(self) -> list[dict[str, Any]]:
         """What observers are to know: of each group the last collective that this rank has begun."""
@@ -104,8 +142,8 @@ class Node:
         for handlers, mine in self._hooks:
             with contextlib.suppress(ValueError):
                 handlers.remove(mine)
-        if self.agent.extensions.get(_EXTENSION) is self:
-            del self.agent.extensions[_EXTENSION]
+        if self._extensions.get(_EXTENSION) is self:
+            del self._extensions[_EXTENSION]
         if self._owned:
             self.close()
 
@@ -123,9 +161,16 @@ class Node:
 
     def close(self) -> None:
         """End an agent of its own, in the process that has started it."""
-        if os.getpid() == self._process and not self.agent.closed:
+        if os.getpid() == self._process and not self._lifecycle.closed:
             atexit.unregister(self.close)
-            self.agent.close("it has left the process group")
+            self._lifecycle.close("it has left the process group")
+
+    def abandon_after_fork(self) -> bool:
+        """In a forked child: let go of the parent's agent; false if it has ended there."""
+        if self._lifecycle.closed:
+            return False
+        self._lifecycle.abandon_after_fork()
+        return True
 
 
 _owned: weakref.WeakSet[Node] = weakref.WeakSet()
@@ -133,17 +178,17 @@ _owned: weakref.WeakSet[Node] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    for node in list(_owned):
-        if not node.agent.closed:
-            node.agent.abandon_after_fork()
-            _inherited.append(node)
+    _inherited.extend(node for node in list(_owned) if node.abandon_after_fork())
     _owned.clear()
 
 
 _inherited: list[Node] = []
 """Agents of the parent: destroying their loops here would touch what it still uses."""
 
-os.register_at_fork(after_in_child=_forked)
+
+@functools.cache
+def _notice_forks() -> None:
+    os.register_at_fork(after_in_child=_forked)
 
 
 def find_node(store: Store, rank: int, size: int, timeout: float, options: AgentOptions | None) -> Node:
@@ -168,12 +213,12 @@ def find_node(store: Store, rank: int, size: int, timeout: float, options: Agent
     peers = None if mine is None else _peers_of(mine, said)
     agreed = exchange.tell("agreed", _NONE if peers is None else secrets.token_hex(8))
     if mine is not None and peers is not None and _NONE not in agreed:
-        return Node(mine, peers, agreed[0], owned=False)
+        return Node.of(mine, peers, agreed[0], owned=False)
     options = options or AgentOptions()
     options.rendezvous_timeout = timeout
     shared = SharedStore(None, PrefixStore("agents", store), "the process group's store", _master_of(store))
     agent = start_separate_agent(shared, f"rank{rank}", rank, size, options)
-    return Node(agent, [agent.peer(other) for other in range(size)], agreed[0], owned=True)
+    return Node.of(agent, [agent.group.peers.find(other) for other in range(size)], agreed[0], owned=True)
 
 
 def _agent_of_rpc() -> Agent | None:
@@ -196,7 +241,7 @@ def _peers_of(agent: Agent, said: Sequence[str]) -> list[Peer] | None:
             return None
         worker, _, incarnation = each.partition(":")
         try:
-            peer = agent.peer(int(worker))
+            peer = agent.group.peers.find(int(worker))
         except RpcError:
             return None
         if peer.incarnation != int(incarnation):

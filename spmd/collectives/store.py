@@ -226,9 +226,9 @@ def fail_if_lost(store: WorkerStore, workers: Sequence[str]) -> Iterator[None]:
             store.give_up(f"worker '{worker.name}' (id {worker.id}) is gone: {reason}")
 
     with on_worker_lost(lost):
-        for peer in map(agent.peer, workers):
+        for peer in map(agent.group.peers.find, workers):
             if peer.lost is not None:
                 lost(peer.member.info, peer.lost)
             elif not peer.is_self:
-                agent.peers.watch_over(peer)
+                agent.group.peers.watch_over(peer)
         yield

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import rpc
@@ -23,6 +22,7 @@ from spmd.engine.layouts import coordinates
 from spmd.engine.messages import Step
 from spmd.engine.program import MeshKey
 from spmd.engine.worker import WorkerEngine
+from spmd.torch_internals import world
 
 __all__ = ["ServedWorker", "make"]
 
@@ -60,7 +60,7 @@ class ServedWorker:
         self._closed = False
         self._changed = threading.Condition()
         agent: Any = current_agent()
-        agent.on_close(self._stop)
+        agent.lifecycle.hooks.close.append(self._stop)
         self._watch = rpc.on_worker_lost(self._lost)
         self._thread = threading.Thread(target=self._work, name="farcall-spmd-worker", daemon=True)
         self._thread.start()
@@ -127,7 +127,7 @@ class ServedWorker:
         forming = self._forming
         if forming is not None:
             forming.give_up(reason)
-        for group in list(c10d._world.pg_map):
+        for group in list(world.pg_map):
             group.abort()
 
     def regroup(self, generation: int) -> None:

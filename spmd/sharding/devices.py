@@ -36,7 +36,7 @@ def attributes() -> list[dict[str, Any]]:
 
     names = worker_names()
     agent: Any = current_agent()
-    hosts = [agent.peers.find(name).member.host for name in names]
+    hosts = [agent.group.peers.find(name).member.host for name in names]
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return [
         {"name": f"CPU:{number}", **({"slice_index": numbers[host]} if len(numbers) > 1 else {})}

@@ -24,12 +24,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rpc.agent.futures import Future
 from rpc.errors import RpcError, WorkerLostError
 from rpc.functions import async_execution
 from rpc.runtime.current import current_agent
+from rpc.runtime.torch_internals import pytree
 from rref import RRef
 from spmd.collectives.errors import CollectiveError
 from spmd.tensor_parallel.errors import ParallelError, ShardLostError
@@ -92,7 +92,7 @@ class Coordinator:
         self._waiting: deque[_Operation] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        current_agent().on_close(self._stop)
+        current_agent().lifecycle.hooks.close.append(self._stop)
         threading.Thread(target=self._work, name="farcall-served-model", daemon=True).start()
 
     @async_execution
@@ -184,12 +184,12 @@ class Coordinator:
             together[0].args[0], args=(torch.cat([rows for rows in inputs if rows is not None]),)
         )
         outcome = self._on_all("forward", (joined,))
-        leaves = tree_leaves(outcome.value)
+        leaves = pytree.tree_leaves(outcome.value)
         if not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == sum(sizes) for leaf in leaves):
             raise ParallelError("the model's results cannot be cut into those of calls")
         begin = 0
         for operation, size in zip(together, sizes, strict=True):
-            value = tree_map_only(Tensor, partial(_cut, begin, size), outcome.value)
+            value = pytree.tree_map_only(Tensor, partial(_cut, begin, size), outcome.value)
             operation.future.set_result(Outcome(value, (), 0))
             begin += size
 

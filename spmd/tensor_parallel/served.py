@@ -10,7 +10,6 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from dist_autograd import engine
 from dist_autograd.installation import autograd
@@ -20,6 +19,7 @@ from dist_optim.optimizer import check_context
 from rpc.agent.futures import Future, wait_futures
 from rpc.api import UNSET_RPC_TIMEOUT, get_worker_info, rpc_async, rpc_sync
 from rpc.errors import AutogradError, RpcError, WorkerLostError
+from rpc.runtime.torch_internals import pytree
 from rref import RRef
 from spmd.tensor_parallel.coordinator import Coordinator, coordinate
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError, ShardLostError
@@ -77,15 +77,15 @@ class ShardedModule:
             Exception: what ``forward`` raised, alike on all shards.
         """
         if not torch.is_grad_enabled() or autograd().contexts.current() is None:
-            call = Call(*tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
+            call = Call(*pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
             return self._run("forward", call).value
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = pytree.tree_flatten((args, kwargs))
         result: list[Any] = []
         with torch.enable_grad():
             anchor = torch.empty(0, requires_grad=True)  # there may be no other tensor that requires grad
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         following = iter(_Call.apply(self, leaves, structure, result, anchor, *tensors))  # type: ignore[no-untyped-call]
-        return tree_map_only(Tensor, lambda _: next(following), result[0])
+        return pytree.tree_map_only(Tensor, lambda _: next(following), result[0])
 
     def train(self, mode: bool = True) -> Self:
         """Put all shards into training mode; evaluation mode if not ``mode``."""
@@ -229,12 +229,12 @@ class _Call(torch.autograd.Function):
         ctx: Any, model: ShardedModule, leaves: list[Any], structure: Any, result: list[Any], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         wanted = tuple(ctx.needs_input_grad[5:])
-        args, kwargs = tree_unflatten(
+        args, kwargs = pytree.tree_unflatten(
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
         outcome = model._run("forward", Call(args, kwargs, wanted))
         result.append(outcome.value)
-        outputs = [leaf for leaf in tree_leaves(outcome.value) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in pytree.tree_leaves(outcome.value) if isinstance(leaf, Tensor)]
         pairs = list(zip(outputs, outcome.differentiable, strict=True))
         ctx.mark_non_differentiable(*[output for output, has_gradient in pairs if not has_gradient])
         ctx.model, ctx.number, ctx.wanted, ctx.differentiable = (

@@ -17,11 +17,8 @@ import torch
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dist_autograd.api import current_context
 from dist_autograd.graph import Leaf
@@ -30,6 +27,7 @@ from dist_autograd.leaves import owned
 from dist_optim.local_optimizer import LocalOptimizer, mark_as_copy
 from rpc.errors import AutogradError
 from rpc.runtime.current import current_agent
+from rpc.runtime.torch_internals import pytree
 from rref import RRef
 from spmd.collectives.group import Group
 from spmd.collectives.node import Node
@@ -37,6 +35,7 @@ from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.store import WorkerStore, fail_if_lost
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
 from spmd.tensor_parallel.random_numbers import draw_parts
+from spmd.torch_internals import DropoutNd, default_store, register_group
 
 __all__ = ["Call", "Membership", "ModelShard", "Outcome", "Part", "make"]
 
@@ -203,19 +202,19 @@ class ModelShard:
                 dist.init_process_group(
                     "farcall", store=store, rank=self.rank, world_size=len(world), timeout=timeout
                 )
-        node = Node(agent, [agent.peer(each) for each in us.workers], us.name, owned=False)
+        node = Node.of(agent, [agent.group.peers.find(each) for each in us.workers], us.name, owned=False)
         self._group = Group(node, range(len(world)), self.rank, us.name, us.timeout)
         self._process_group = FarcallProcessGroup(self._group)
         ranks = {global_rank: place for place, global_rank in enumerate(world)}
         registered: Any = (
             self._process_group,
             "farcall",
-            c10d._get_default_store(),
+            default_store(),
             us.name,
             "cpu:farcall",
             ranks,
         )
-        c10d._register_pg_in_world(*registered)
+        register_group(*registered)
         self._mesh = DeviceMesh.from_group(self._process_group, "cpu")
 
     def close(self) -> None:
@@ -248,17 +247,17 @@ class ModelShard:
         if self.rank:
             return None
         differentiable = tuple(tensor.requires_grad for tensor in outputs)
-        return Outcome(tree_map_only(Tensor, Tensor.detach, value), differentiable, call.number)
+        return Outcome(pytree.tree_map_only(Tensor, Tensor.detach, value), differentiable, call.number)
 
     def _run(self, call: Call) -> Any:
         drops = self.module.training and any(
-            isinstance(each, _DropoutNd) and each.p for each in self.module.modules()
+            isinstance(each, DropoutNd) and each.p for each in self.module.modules()
         )
         with torch.random.fork_rng(devices=[]) if drops else nullcontext():
             if drops:
                 torch.manual_seed(call.seed)  # all shards drop the same elements
             value = self.module(*call.args, **call.kwargs)
-            return tree_map_only(DTensor, DTensor.full_tensor, value)
+            return pytree.tree_map_only(DTensor, DTensor.full_tensor, value)
 
     def backward(
         self, number: int, gradients: Sequence[Tensor | None], context_id: int, keep: bool
@@ -358,7 +357,7 @@ class ModelShard:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_sharded(parameter: Any) -> bool:

@@ -50,7 +50,7 @@ every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 
 def bulk() -> Bulk:
     agent: Agent = current_agent()
-    return agent.bulk
+    return agent.messages.bulk
 
 
 def other(worker: Worker) -> Peer:
@@ -59,7 +59,7 @@ def other(worker: Worker) -> Peer:
 
 def peer(rank: int) -> Peer:
     agent: Agent = current_agent()
-    return agent.peer(f"worker{rank}")
+    return agent.group.peers.find(f"worker{rank}")
 
 
 def numbers(size: int, first: int = 0) -> torch.Tensor:
@@ -70,7 +70,7 @@ def numbers(size: int, first: int = 0) -> torch.Tensor:
 
 def send_back(tag: int, data: bytes) -> None:
     """To be called remotely: sends to worker0."""
-    bulk().send(current_agent().peer("worker0"), tag, data)
+    bulk().send(current_agent().group.peers.find("worker0"), tag, data)
 
 
 def both(run_workers: RunWorkers, task: Callable[[Worker], object], **options: Any) -> None:
@@ -199,7 +199,7 @@ def test_many_small_messages_run_ahead_of_their_posts(worker: Worker) -> None:
 
 @in_all()
 def test_a_worker_can_send_to_itself(worker: Worker) -> None:
-    me = current_agent().peer(f"worker{worker.rank}")
+    me = current_agent().group.peers.find(f"worker{worker.rank}")
     for size in (8, 5 * MIB):
         into = torch.zeros(size, dtype=torch.uint8)
         received = bulk().post(me, 3, into.numpy())
@@ -249,7 +249,7 @@ def test_a_message_of_another_size_is_an_error_and_the_next_one_fits(worker: Wor
 
 @in_worker0(max_message_bytes=MIB)
 def test_what_cannot_be_sent_or_posted_is_an_error_at_once() -> None:
-    peer = current_agent().peer("worker1")
+    peer = current_agent().group.peers.find("worker1")
     for tag in (-1, 1 << 32, "1"):
         with pytest.raises(ValueError, match="a tag is a number"):
             bulk().send(peer, tag, b"")  # type: ignore[arg-type]
@@ -263,7 +263,7 @@ def test_what_cannot_be_sent_or_posted_is_an_error_at_once() -> None:
 
 @in_worker0()
 def test_a_timeout_leaves_a_transfer_under_way_and_cancelling_ends_it() -> None:
-    peer = current_agent().peer("worker1")
+    peer = current_agent().group.peers.find("worker1")
     into, last = bytearray(8), bytearray(8)
     posted = bulk().post(peer, 3, into)
     with pytest.raises(RpcTimeoutError, match=r"from worker 'worker1' \(tag 3\)"):
@@ -312,7 +312,7 @@ def wait_for_the_dead(worker: Worker) -> None:
     with worker.group():
         echo_through_segments("worker1", 5 * MIB)
         rpc.rpc_sync("worker1", send_back, args=(5, b"before"))
-        peer = current_agent().peer("worker1")
+        peer = current_agent().group.peers.find("worker1")
         failing = [bulk().post(peer, tag, bytearray(8)) for tag in (1, 1, 2)]
         failing += [bulk().send(peer, 3, bytes(each)) for each in (2 * WINDOW, 8)][1:]
         told: list[Transfer] = []
@@ -381,5 +381,5 @@ def test_the_agent_s_own_thread_must_not_wait(worker: Worker) -> None:
         with pytest.raises(BlockingCallError):
             posted.wait(SOON)
 
-    current_agent().on_loop(wait)
+    current_agent().group.on_loop(wait)
     posted.cancel()

@@ -67,7 +67,7 @@ def are_freed() -> bool:
 def have_no_more_threads() -> None:
     """At the callee: start none when none gets on."""
     current_agent().executor._grow = lambda: True
-    current_agent().control.on("note", lambda peer, what: note(what))  # takes no thread
+    current_agent().messages.control.on("note", lambda peer, what: note(what))  # takes no thread
 
 
 async def sleep_long() -> None:
@@ -156,7 +156,7 @@ def test_a_call_that_waits_for_a_thread_is_dropped() -> None:
     futures = [rpc.rpc_async("worker1", note, args=(f"ran {number}",)) for number in range(3)]
     assert futures[1].cancel()
     agent = current_agent()
-    agent.control.post(agent.peer("worker1"), "note", "go on")
+    agent.messages.control.post(agent.group.peers.find("worker1"), "note", "go on")
     assert holding.wait() == ["go on"]
     futures[2].wait()
     assert at_callee() == ["go on", "ran 0", "ran 2"]

@@ -220,7 +220,7 @@ def end_hold() -> None:
 
 
 def report_shutdown(worker: Worker) -> None:
-    departure = current_agent().departure
+    departure = current_agent().lifecycle.departure
     until(lambda: departure.under_way)
     worker.report("in shutdown")
 

@@ -56,14 +56,14 @@ def fetch_before_it_is_made(_: Worker, kind: str) -> list[Any]:
         outcomes.append(rref.to_here())
     except Exception as error:
         outcomes.append(error)
-    assert current_agent().calls.unanswered() == 0
+    assert current_agent().calls.table.unanswered() == 0
     while rpc.rpc_sync("worker1", postponed):  # the answer leaves before it is accounted for
         pass
     return outcomes
 
 
 def postponed() -> int:
-    return int(current_agent().postponed.value)
+    return int(current_agent().lifecycle.activity.postponed.value)
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -88,7 +88,7 @@ def test_an_object_whose_fetch_was_given_up_is_confirmed_all_the_same() -> None:
         rref.to_here(timeout=0.02)
     rpc.rpc_sync("worker1", open_gate)
     rref._get_future().wait()
-    while current_agent().calls.unanswered():  # the late answer to the fetch
+    while current_agent().calls.table.unanswered():  # the late answer to the fetch
         pass
     assert (rref.to_here(), rref.confirmed_by_owner(), rref.to_here()) == (3, True, 3)
 

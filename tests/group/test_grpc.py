@@ -117,7 +117,7 @@ def come_without_a_ticket(worker: Worker) -> dict[str, Any]:
     said: dict[str, Any] = {}
     with grpc.insecure_channel(at) as channel:
         connect = channel.stream_stream(f"/{SERVICE}/Connect")
-        good = agent.connections.authenticator.ticket()
+        good = agent.group.connections.authenticator.ticket()
         for name, ticket, message in (
             ("none", None, b""),
             ("made up", "00" * 64, b""),
@@ -225,7 +225,9 @@ def join_behind_a_relay(worker: Worker, port: int | None) -> None:
         from farcall.transport.transport import GrpcListener
 
         (listener,) = (
-            each for each in current_agent().connections.connections([]) if isinstance(each, GrpcListener)
+            each
+            for each in current_agent().group.connections.connections([])
+            if isinstance(each, GrpcListener)
         )
         worker.report("listening", listener.port)
 
@@ -274,7 +276,7 @@ def call_while_relays_refuse(worker: Worker, ports: list[int]) -> None:
         worker.report("connected")
         worker.wait_for("refused")
         future = rpc.rpc_async("worker1", count, args=(1,))
-        until(lambda: current_agent().peer("worker1").link.failures > 2)
+        until(lambda: current_agent().group.peers.find("worker1").link.failures > 2)
         worker.report("has tried")
         assert future.wait() == 1
         assert rpc.rpc_sync("worker1", counted) == {0: 1, 1: 1}

@@ -217,7 +217,9 @@ def test_what_is_announced_and_never_sent_takes_no_memory(run_workers: RunWorker
 
 
 def leave_something(at: Target) -> None:
-    call = current_agent().own_peer.codec.dump_call(Tracked, ("left",), {}, current_agent().own_peer)
+    call = current_agent().group.peers.own.codec.dump_call(
+        Tracked, ("left",), {}, current_agent().group.peers.own
+    )
     with Hostile(at) as peer:
         member = peer.newcomer(1)
         peer.join(member)
@@ -244,7 +246,12 @@ def answer_for_others(at: Target) -> None:
         peer.join(peer.newcomer(1))
         for call_id in range(1, 200):
             peer.say(
-                frame(Kind.REPLY, {}, current_agent().own_peer.codec.dumps("forged", None).buffers, call_id)
+                frame(
+                    Kind.REPLY,
+                    {},
+                    current_agent().group.peers.own.codec.dumps("forged", None).buffers,
+                    call_id,
+                )
             )
         peer.hear_all()
 
@@ -283,7 +290,9 @@ def much() -> bytes:
 
 
 def take_and_acknowledge_nothing(at: Target) -> None:
-    call = b"".join(current_agent().own_peer.codec.dump_call(much, (), {}, current_agent().own_peer).buffers)
+    call = b"".join(
+        current_agent().group.peers.own.codec.dump_call(much, (), {}, current_agent().group.peers.own).buffers
+    )
     with Hostile(at) as peer:
         peer.join(peer.newcomer(1))
         for call_id in range(2000):
@@ -332,7 +341,9 @@ def test_signs_of_life_for_who_reads_none_are_not_piled_up(run_workers: RunWorke
 
 
 def come_and_go(at: Target, begin: int, end: int) -> None:
-    call = b"".join(current_agent().own_peer.codec.dump_call(int, (), {}, current_agent().own_peer).buffers)
+    call = b"".join(
+        current_agent().group.peers.own.codec.dump_call(int, (), {}, current_agent().group.peers.own).buffers
+    )
     for number in range(begin, end):
         with Hostile(at) as peer:
             peer.join(peer.newcomer(number))
@@ -365,4 +376,4 @@ def test_members_that_have_left_take_no_memory(run_workers: RunWorkers) -> None:
 
 
 def len_of_peers() -> int:
-    return len(current_agent().peers.all())
+    return len(current_agent().group.peers.all())

@@ -28,7 +28,7 @@ INTERRUPTIONS = 100
 def remembered() -> dict[str, int]:
     """How many references, objects and calls this worker knows of."""
     agent: Agent = current_agent()
-    counts = {**agent.extensions["rref"].counts(), "calls": agent.calls.unanswered()}
+    counts = {**agent.extensions["rref"].counts(), "calls": agent.calls.table.unanswered()}
     return {kind: count for kind, count in counts.items() if count}
 
 

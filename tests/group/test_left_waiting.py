@@ -119,7 +119,7 @@ def leave_at_once(worker: Worker) -> list[Any]:
         in_thread(rpc.shutdown),
     ]
     agent: Agent = current_agent()
-    until(lambda: agent.departure._waiting is not None and agent.calls)
+    until(lambda: agent.lifecycle.departure._waiting is not None and agent.calls.table)
     until(lambda: is_in(waiting[0][0], Value.wait))
     with pytest.raises(RpcError, match="by another thread already"):
         rpc.shutdown()
@@ -155,7 +155,7 @@ def come_back_while_another_thread_is_still_leaving(worker: Worker) -> int:
         patch.setattr(sys.modules["rpc.agent.agent"], "clear_current_agent", clear_late)
         rpc.rpc_async(worker.name, wait_to_be_made)
         slow, _ = in_thread(rpc.shutdown)
-        until(lambda: agent.departure._waiting is not None)
+        until(lambda: agent.lifecycle.departure._waiting is not None)
         rpc.shutdown(graceful=False)
         about_to_clear.wait()
         made.set()
@@ -172,9 +172,9 @@ def test_a_thread_that_is_late_to_leave_leaves_the_next_agent_alone(run_workers:
 def make_a_future_as_another_thread_leaves(worker: Worker) -> None:
     worker.join()
     agent: Agent = current_agent()
-    call = agent.caller.call(worker.name, wait_to_be_made, (), {}, UNSET_TIMEOUT)
+    call = agent.calls.caller.call(worker.name, wait_to_be_made, (), {}, UNSET_TIMEOUT)
     rpc.shutdown(graceful=False)
-    future = agent.caller.future(call)
+    future = agent.calls.caller.future(call)
     with pytest.raises(NotInitializedError, match="RPC has been shut down"):
         torch.futures.wait_all([future])
     made.set()
@@ -192,11 +192,11 @@ def leave_while_a_call_waits_for_a_dead_worker(worker: Worker) -> Any:
     worker.wait_for("all here")
     thread, outcome = in_thread(lambda: rpc.rpc_sync("worker1", time.sleep, (100,), timeout=0))
     agent: Agent = current_agent()
-    while not agent.calls:
+    while not agent.calls.table:
         time.sleep(0.01)
     leaving, _ = in_thread(rpc.shutdown)
-    assert agent.departure is not None
-    while agent.departure._waiting is None:
+    assert agent.lifecycle.departure is not None
+    while agent.lifecycle.departure._waiting is None:
         time.sleep(0.01)
     worker.report("waits")
     leaving.join()

@@ -111,7 +111,7 @@ def large_is_lost() -> bool:
 
 def waits_until_lost(name: str) -> bool:
     """Without sending anything."""
-    peer = current_agent().peer(name)
+    peer = current_agent().group.peers.find(name)
     until(lambda: peer.lost)
     return True
 

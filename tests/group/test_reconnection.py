@@ -153,11 +153,11 @@ def exchange_bulk_while_cut(worker: Worker) -> None:
     """What collectives between hosts are made of."""
     with worker.group(rpc_timeout=0, transports=[backend.BETWEEN_HOSTS], shared_memory_bytes=0):
         agent = current_agent()
-        other = agent.peer(f"worker{1 - worker.rank}")
+        other = agent.group.peers.find(f"worker{1 - worker.rank}")
         for number in range(60):
             mine, theirs = torch.full((1 << 18,), float(number)), torch.empty(1 << 18)
-            posted = agent.bulk.post(other, 7, theirs.numpy())
-            sent = agent.bulk.send(other, 7, mine.numpy())
+            posted = agent.messages.bulk.post(other, 7, theirs.numpy())
+            sent = agent.messages.bulk.send(other, 7, mine.numpy())
             if worker.rank == 0 and number % 3 == 0:
                 cut(other.name)
             posted.wait(timeout=60)

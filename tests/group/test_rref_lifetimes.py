@@ -318,7 +318,7 @@ def call_methods_and_let_go(worker: Worker) -> tuple[str, str, int]:
         rref = rpc.remote(agent.info, str, args=("text",))
         rref.to_here()
         free = threading.Event()
-        agent.loop.call_soon_threadsafe(free.wait)
+        agent.mailbox.call(free.wait)
         called, made = rref.rpc_async().upper(), rref.remote().title()
         del rref
         agent.extensions["rref"].debug_info()  # a step before which all that was let go is given up

@@ -174,7 +174,7 @@ def die_while_copying(worker: Worker) -> None:
 def outlive_the_sender(worker: Worker) -> None:
     with worker.group():
         until(lambda: kept)
-        until(lambda: current_agent().peer("worker0").lost)
+        until(lambda: current_agent().group.peers.find("worker0").lost)
         until(lambda: in_segment(kept[-1]) and len(mapped_segments()) == 1)
         assert set(kept_sums()) == {4 * MIB}
         forget()
@@ -192,8 +192,10 @@ def lose_link_and_live(worker: Worker) -> None:
     with worker.group(), nothing_left():
         send_through_segments("worker1", MIB, keep)
         agent = current_agent()
-        agent.on_loop(agent.connections.lose, agent.peer("worker1"), "the test cuts it off")
-        assert agent.shared_memory.usage() == (0, 0)
+        agent.group.on_loop(
+            agent.group.connections.lose, agent.group.peers.find("worker1"), "the test cuts it off"
+        )
+        assert agent.messages.shared_memory.usage() == (0, 0)
         until(has_no_segments)
         with pytest.raises(WorkerLostError):
             rpc.rpc_sync("worker1", keep, args=(torch.zeros(MIB),))
@@ -232,7 +234,7 @@ def fall_back(_: Worker, reason: str, prepare: Callable[[], object] = int) -> No
     assert len(said) == 1
     assert "large tensors for worker 'worker1' go through the socket" in said[0]
     assert reason in said[0]
-    assert current_agent().shared_memory.usage() == (0, 0)
+    assert current_agent().messages.shared_memory.usage() == (0, 0)
 
 
 def read_another_nonce() -> None:

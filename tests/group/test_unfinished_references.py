@@ -57,11 +57,11 @@ def test_a_creator_that_dies_before_it_has_met_the_owner_is_named(run_workers: R
 def send_forged(owner: str, creator: str) -> None:
     """A call of worker1 with a reference to an object of an owner's that its creator has not made."""
     agent = current_agent()
-    peer = agent.peer("worker1")
-    payload = agent.caller.dump_call(int, (), {}, peer)
-    made_by, me = agent.peer(creator).incarnation, agent.incarnation
-    payload.header["rref"] = [[agent.peer(owner).incarnation, [made_by, 1 << 40], [me, 1 << 41]]]
-    kept.append(agent.caller.request(peer, Kind.CALL, payload, 0, int))
+    peer = agent.group.peers.find("worker1")
+    payload = agent.calls.caller.dump_call(int, (), {}, peer)
+    made_by, me = agent.group.peers.find(creator).incarnation, agent.incarnation
+    payload.header["rref"] = [[agent.group.peers.find(owner).incarnation, [made_by, 1 << 40], [me, 1 << 41]]]
+    kept.append(agent.calls.caller.request(peer, Kind.CALL, payload, 0, int))
 
 
 @pytest.mark.parametrize("owner", ["worker1", "worker2"])

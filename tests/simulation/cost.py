@@ -198,8 +198,8 @@ def _nothing() -> None:
 
 @async_execution
 def _answer_after_a_minute() -> rpc.Future[None]:
-    loop, answer = current.current_agent().loop, rpc.Future[None]()
-    loop.call_later(60.0, answer.set_result, None)
+    answer = rpc.Future[None]()
+    current.current_agent().mailbox.later(60.0, lambda: answer.set_result(None))
     return answer
 
 

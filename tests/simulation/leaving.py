@@ -35,7 +35,7 @@ class Leaving:
         here, self._round = self._here, self._round + 1
         here.shutdown_since = self._truth.clock.now if self._round == 1 else here.shutdown_since
         self._truth.say(f"{here} enters round {self._round} of shutdown, timeout {self._timeout:g}")
-        here.agent.departure.begin(self._over, self._timeout)
+        here.agent.lifecycle.departure.begin(self._over, self._timeout)
         if self._timeout:
             here.loop.call_later(self._timeout + _LATE_SECONDS, self._look, self._round)
 
@@ -71,7 +71,7 @@ class Leaving:
 
     async def _leave(self) -> None:
         here, agent = self._here, self._here.agent
-        await agent.say_goodbye("it has shut down")
+        await agent.lifecycle.say_goodbye("it has shut down")
         agent.close("it has shut down")
         self._truth.left(here)
         here.end()
@@ -81,7 +81,7 @@ class Leaving:
         truth, here = self._truth, self._here
         if not _REASONS.fullmatch(failure):
             truth.broken(f"{here} is told: {failure}")
-        leader = here.agent.departure.leader
+        leader = here.agent.lifecycle.departure.leader
         if leader is None or ", who le" in failure:
             return
         for worker in truth.living:

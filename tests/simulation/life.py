@@ -173,7 +173,9 @@ class Life:
         worker = Worker(self.network, worker_id, incarnation, self._options)
         self.truth.workers[incarnation] = worker
         self._by_loop[worker.loop] = worker
-        worker.agent.on_gone(lambda peer, reason: self.truth.lost(worker, peer.incarnation, reason))
+        worker.agent.lifecycle.hooks.gone.append(
+            lambda peer, reason: self.truth.lost(worker, peer.incarnation, reason)
+        )
         return worker
 
     # ---- deeds
@@ -238,7 +240,7 @@ class Life:
         taken = {
             each.member.id
             for each in self.truth.workers.values()
-            if each.alive or any(other.agent.view.find(each.incarnation) for other in living)
+            if each.alive or any(other.agent.group.peers.view.find(each.incarnation) for other in living)
         }
         free = sorted({each.member.id for each in self.truth.workers.values()} - taken)
         self.join(chance.choice(free) if free and chance.random() < 0.7 else -1)
@@ -308,12 +310,12 @@ class Life:
             agent = worker.agent
             counts = agent.extensions["rref"].counts()
             counts |= {
-                "calls": agent.calls.unanswered(),
-                "messages": agent.control.unacknowledged(),
-                "requests": len(agent.runner.cancellable),
-                "postponed": agent.postponed.value,
+                "calls": agent.calls.table.unanswered(),
+                "messages": agent.messages.control.unacknowledged(),
+                "requests": len(agent.calls.answers),
+                "postponed": agent.lifecycle.activity.postponed.value,
                 "tasks": agent.executor.active(),
-                "kept": sum(len(peer.session.sent) for peer in agent.peers.all() if peer.lost is None),
+                "kept": sum(len(peer.session.sent) for peer in agent.group.peers.all() if peer.lost is None),
             }
             if left := {kind: count for kind, count in counts.items() if count}:
                 yield f"{worker} is left with {left}"

@@ -60,7 +60,7 @@ def call(truth: Truth, here: Worker, chance: Random) -> None:
     timeout = chance.choice(_TIMEOUTS)
     which = _some(truth, here, chance, chance.choice((0, 0, 1, 2)))
     tags, refs = [tag for tag, _ in which], [ref for _, ref in which]
-    made = truth.begin("serve", here, here.agent.view.resolve(to).incarnation, timeout)
+    made = truth.begin("serve", here, here.agent.group.peers.view.resolve(to).incarnation, timeout)
     future = rpc.rpc_async(to, serve, args=(made.number, chance.getrandbits(32), tags, refs), timeout=timeout)
     truth.follow(made, future)
     if chance.random() < 0.1:
@@ -76,7 +76,7 @@ def call(truth: Truth, here: Worker, chance: Random) -> None:
 def create(truth: Truth, here: Worker, chance: Random) -> None:
     """An object is made on any worker, this one too."""
     to = _anybody(here, chance)
-    made = truth.new_object(here.agent.view.resolve(to).incarnation, here)
+    made = truth.new_object(here.agent.group.peers.view.resolve(to).incarnation, here)
     ref = rpc.remote(to, Thing, args=(made.tag,), timeout=chance.choice(_TIMEOUTS))
     made.creation = ref._creation
     truth.hold(here, made.tag, ref)
@@ -109,7 +109,7 @@ def release(truth: Truth, here: Worker, chance: Random) -> None:
 
 def introduce(truth: Truth, here: Worker, to: str) -> None:
     """A newcomer calls a member of the group, as ``init_rpc`` does."""
-    made = truth.begin("serve", here, here.agent.view.resolve(to).incarnation, 60.0)
+    made = truth.begin("serve", here, here.agent.group.peers.view.resolve(to).incarnation, 60.0)
     truth.follow(made, rpc.rpc_async(to, serve, args=(made.number, 0, [], []), timeout=60.0))
 
 

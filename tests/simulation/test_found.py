@@ -106,7 +106,7 @@ def test_a_reference_to_what_a_worker_had_that_is_known_to_be_gone_and_was_never
         life.join()
         newcomer = life.truth.living[-1]
         life.clock.run(1.0)
-        newcomer.agent.view.leave(there.incarnation, "another worker found it gone")
+        newcomer.agent.group.peers.view.leave(there.incarnation, "another worker found it gone")
 
         def call_with_the_reference() -> None:
             begun = life.truth.begin("serve", here, newcomer.incarnation, 0.0)

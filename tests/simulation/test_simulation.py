@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import pytest
 
+from rpc.agent.activity import Activity
 from rpc.agent.calls import CallTable, PendingCall
-from rpc.agent.departure import Activity, Departure
+from rpc.agent.departure import Departure
 from rpc.group.liveness import Liveness
 from rpc.group.termination import Termination
 from rpc.rendezvous import watching

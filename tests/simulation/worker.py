@@ -148,8 +148,7 @@ class Worker:
         place = f"{name}-{incarnation}"
         self.loop = WorkerLoop(network.clock, place)  # type: ignore[abstract]  # as much as is needed
         network.loops[place] = self.loop
-        self.agent = agent = Agent(options, place, ground=ground(network, self.loop))
-        agent.incarnation = incarnation
+        self.agent = agent = Agent(options, place, ground=ground(network, self.loop), incarnation=incarnation)
         install(agent)
         self.member = Member(
             WorkerInfo(name, worker_id),
@@ -180,7 +179,7 @@ class Worker:
 
     def has_lost(self, incarnation: int) -> bool:
         """Whether another worker is gone, as far as this one knows."""
-        return self.agent.view.gone_reason(incarnation) is not None
+        return self.agent.group.peers.view.gone_reason(incarnation) is not None
 
     def end(self) -> None:
         """Its process ends."""

@@ -187,7 +187,7 @@ def first_contact(worker: Worker) -> str:
         worker.wait_for("call")
         begun = time.monotonic()
         future = rpc.rpc_async("worker1", torch.add, args=(torch.ones(1), 1))
-        peer = current_agent().peer("worker1")
+        peer = current_agent().group.peers.find("worker1")
         until(lambda: peer.link.state is State.HANDSHAKING)
         worker.report("calling")
         assert future.wait() == 2

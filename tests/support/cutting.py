@@ -45,12 +45,12 @@ def _break(worker: str, how: Callable[[Connection], object]) -> None:
     done = threading.Event()
 
     def close() -> None:
-        connection = agent.peer(worker).connection
+        connection = agent.group.peers.find(worker).connection
         if connection is not None:
             how(connection)
         done.set()
 
-    agent.on_loop(close)
+    agent.group.on_loop(close)
     assert done.wait(SOON)
 
 

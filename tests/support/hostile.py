@@ -38,7 +38,9 @@ class Target:
 def target() -> Target:
     """To be called remotely: what one needs to know to attack this worker."""
     agent = current_agent()
-    return Target(agent.view.me, agent.connections.group, agent.connections.authenticator)
+    return Target(
+        agent.group.peers.view.me, agent.group.connections.group, agent.group.connections.authenticator
+    )
 
 
 class Hostile:

@@ -13,7 +13,6 @@ from rpc.agent.request_runner import Request
 from rpc.group.peer import Peer
 from rpc.runtime.events import Events
 from rpc.runtime.loop import LoopThread
-from rpc.runtime.mailbox import Counter
 from rpc.runtime.tasks import Task
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import Connection
@@ -37,10 +36,6 @@ class Agent:
     """An agent's part in what comes in, and in calls."""
 
     def __init__(self, loop: LoopThread) -> None:
-        self.serializer = Serializer()
-        self.events = Events()
-        self.postponed = Counter()
-        self.activity = SimpleNamespace(listener=None)
         self.calls = CallTable(self, loop.loop)
         self.passed_on: list[int] = []
         """Calls that were given to other threads."""
@@ -51,9 +46,6 @@ class Agent:
 
     def lose(self, peer: Peer, reason: str) -> None:
         self.lost.append(reason)
-
-    def something_ended(self) -> None:
-        pass
 
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         return bytes(frame.buffers[0])
@@ -87,7 +79,11 @@ class End(Recorder):
         self.agent = Agent(loop)
         self.taken: list[int] = []
         self.meanwhile: Callable[[], object] = int
-        self.dispatcher = Dispatcher(self.agent, lambda request: None, {})  # type: ignore[arg-type]
+        activity: Any = SimpleNamespace(listener=None)
+        self.dispatcher = Dispatcher(Serializer(), Events(), activity, self.agent.run_soon, self.agent.lose)
+        self.dispatcher.on(Kind.CALL, self._take_call, any_thread=True)
+        self.dispatcher.on(Kind.REPLY, self._take_reply, any_thread=True)
+        self.dispatcher.on(Kind.FAILURE, self._take_reply, any_thread=True)
         self.dispatcher.on(ON_LOOP, self._take_on_loop)
         self.dispatcher.on(ANYWHERE, self._take_anywhere, any_thread=True, followed=True)
         self.followed = self.dispatcher.followed
@@ -100,6 +96,14 @@ class End(Recorder):
         skip_preamble(self.there)
         self.there.sendall(PREAMBLE)
         self.ready()
+
+    def _take_call(self, peer: Peer, frame: Frame) -> Task:
+        return (lambda _: None), Request(peer, frame)
+
+    def _take_reply(self, peer: Peer, frame: Frame) -> None:
+        call = self.agent.calls.answered(frame.call_id, peer)
+        if call is not None:
+            call.settle(frame)
 
     def _take_on_loop(self, _: Peer, frame: Frame) -> None:
         self.taken.append(frame.call_id)

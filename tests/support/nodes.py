@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import pytest
 
+from rpc.errors import ProtocolError
 from rpc.group.connections import Connections
-from rpc.group.handshake import Authenticator
+from rpc.group.handshake import Authenticator, Stream
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
@@ -79,7 +80,8 @@ class Node:
         self._changed = threading.Condition()
         if reach is None:
             reach = transports(TransportContext(loop, 1 << 20))
-        self.connections = Connections(loop, reach, self, 1 << 30, authenticator)
+        self.connections = Connections(loop, reach, 1 << 30, authenticator)
+        self.connections.serve(self)
         addresses = on_loop(self.connections.listen, listen_on, 0)
         self.member = Member(WorkerInfo(name, worker_id), incarnation, host, tuple(addresses))
 
@@ -123,6 +125,9 @@ class Node:
                 else:
                     self.received.append((peer.name, frame.call_id))
             self._changed.notify_all()
+
+    def stream_came(self, connection: Connection, stream: Stream) -> Callable[[], object]:
+        raise ProtocolError("a bulk stream, which this worker does not take")
 
     def find_target(self, peer: Peer, kind: int, call_id: int, sizes: Sequence[int]) -> None:
         pass

@@ -33,7 +33,7 @@ def in_segment(tensor: torch.Tensor) -> bool:
 
 def all_returned() -> bool:
     """Whether none of this worker's segments is lent."""
-    _, lent = current_agent().shared_memory.usage()
+    _, lent = current_agent().messages.shared_memory.usage()
     return bool(lent == 0)
 
 

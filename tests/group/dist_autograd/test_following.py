@@ -132,7 +132,7 @@ def test_fetch_with_a_bad_context_fails_alone() -> None:
     bad = fetch(made._rref)
     bad.header["context"] = "nonsense"
     agent = current_agent()
-    call = agent.caller.request(made._owner, FETCH, bad, WAIT_SECONDS, "a fetch")
+    call = agent.calls.caller.request(made._owner, FETCH, bad, WAIT_SECONDS, "a fetch")
     rpc.rpc_sync(OTHER, open_gate, args=("making",))
     with pytest.raises(ProtocolError, match="says badly what it is recorded as"):
         call.result()

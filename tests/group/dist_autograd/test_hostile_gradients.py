@@ -19,8 +19,8 @@ BACKWARD = 1
 
 def send_unasked(at: Target, kind: int) -> None:
     """Has the worker send a tensor in a context, and sends gradients for another one, that was never sent."""
-    call = current_agent().own_peer.codec.dump_call(
-        torch.ones, (3,), {"requires_grad": True}, current_agent().own_peer
+    call = current_agent().group.peers.own.codec.dump_call(
+        torch.ones, (3,), {"requires_grad": True}, current_agent().group.peers.own
     )
     with Hostile(at) as peer:
         member = peer.newcomer(kind)

@@ -82,7 +82,7 @@ def test_groups_that_have_ended_leave_nothing_behind(
         for _ in range(count):
             begin_and_end()
         begin_and_end()
-        until(lambda: current_agent().bulk.tags == 0)
+        until(lambda: current_agent().messages.bulk.tags == 0)
         until(lambda: objects_of_ours() <= before)
 
     run_workers(in_group(task, shared_memory_bytes=shared_memory_bytes), 2)

@@ -10,6 +10,7 @@ import pytest
 
 from dist_autograd.contexts import OVER, Context, Contexts
 from dist_autograd.propagation import Propagation
+from rpc.agent.hooks import Hooks
 from rpc.wire.frames import Frame
 
 ME, CREATOR, BETWEEN = 1, 2, 3
@@ -24,31 +25,30 @@ class World:
         }
         self.posted: list[tuple[int, Any]] = []
         self.handlers: dict[int, Callable[..., Any]] = {}
-        agent: Any = SimpleNamespace(
-            info=SimpleNamespace(id=0, name="me"),
-            incarnation=ME,
-            peer_by_incarnation=self.peers.get,
-            on=lambda kind, handler, **_: self.handlers.update({kind: handler}),
-            on_gone=self._note_handler,
-            control=SimpleNamespace(
-                on=lambda *_: None,
-                post=lambda peer, _, message: self.posted.append((peer.incarnation, message)),
-            ),
-            runner=SimpleNamespace(lend_thread=lambda *_, **__: None),
-            executor=SimpleNamespace(submit=lambda task: task[0](task[1])),
-            mailbox=SimpleNamespace(
-                gathered=lambda function, argument: None,
-                call=lambda function, *arguments: function(*arguments),
-            ),
+        hooks = Hooks()
+        kinds: Any = SimpleNamespace(on=lambda kind, handler, **_: self.handlers.update({kind: handler}))
+        workers: Any = SimpleNamespace(
+            own=SimpleNamespace(name="me", member=SimpleNamespace(id=0)), by_incarnation=self.peers.get
+        )
+        control: Any = SimpleNamespace(
+            on=lambda *_: None,
+            post=lambda peer, _, message: self.posted.append((peer.incarnation, message)),
+        )
+        executor: Any = SimpleNamespace(submit=lambda task: task[0](task[1]))
+        mailbox: Any = SimpleNamespace(
+            gathered=lambda function, argument: None,
+            call=lambda function, *arguments: function(*arguments),
         )
         self.when_made: Callable[[], object] = lambda: None
-        self.contexts = Contexts(agent, self._make)
+        send: Any = None
+        answers: Any = SimpleNamespace(devices=None)
+        self.contexts = Contexts(
+            ME, answers, workers, kinds, control, send, hooks, mailbox, executor, self._make
+        )
+        [self._gone] = hooks.gone
 
     def _make(self) -> None:
         self.when_made()
-
-    def _note_handler(self, gone: Callable[[Any, str], None]) -> None:
-        self._gone = gone
 
     def die(self, incarnation: int) -> None:
         """A worker is gone, and the loop's thread hears of it."""

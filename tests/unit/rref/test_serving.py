@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rpc.agent.request_runner import Request
+from rpc.agent.tape import Tracing
 from rpc.runtime.executor import Task
 from rpc.runtime.mailbox import Counter
 from rpc.serialization.serializer import Serializer
@@ -37,25 +38,27 @@ class Agent:
     def __init__(self) -> None:
         self.handlers: dict[int, Callable[[Any, Frame], Task | None]] = {}
         self.postponed = Counter()
-        self.serializer = Serializer()
-        self.dispatcher = SimpleNamespace(count_request=lambda: None, accept=self.accept)
-        self.on_gone = lambda _: None
         self.told: list[int] = []
 
     def on(self, kind: int, handler: Callable[[Any, Frame], Task | None], **_: bool) -> None:
         self.handlers[kind] = handler
 
-    def accept(self, request: Request, run: Callable[[Request], None], tasks: list[Task]) -> None:
-        tasks.append((run, request))
+    def count(self) -> None:
+        pass
 
-    def something_ended(self) -> None:
+    def accept(self, request: Request, run: Callable[[Request], None]) -> Task:
+        return run, request
+
+    def ended(self) -> None:
         self.told.append(self.postponed.value)
 
 
 @pytest.mark.parametrize("header", [{}, {"type": True}], ids=["the object", "its type"])
 def test_who_waits_to_leave_is_told_of_a_fetch_that_need_not_wait_after_all(header: dict[str, Any]) -> None:
-    agent = Agent()
+    agent: Any = Agent()
     references: Any = SimpleNamespace(find=lambda _: JustMade())
-    Server(agent, references)  # type: ignore[arg-type]
+    delayed: Any = SimpleNamespace(send=lambda *_: None)
+    unused: Any = None
+    Server(references, agent, agent, agent, unused, Serializer(), Tracing().recording_of, delayed)
     agent.handlers[FETCH](peer(), Frame(FETCH, 1, header, fetch((1, 2)).buffers))
     assert agent.told == [0]

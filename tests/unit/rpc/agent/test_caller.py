@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rpc.agent.caller import Caller
-from rpc.agent.calls import CallTable, PendingCall
+from rpc.agent.calls import PendingCall
+from rpc.agent.tape import Tracing
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.events import Events
 from rpc.serialization.payload import Payload
+from rpc.serialization.serializer import Serializer
 from rpc.transport.base import QueueFull
 from rpc.wire.frames import Kind
 from tests.support.members import peer
@@ -20,16 +23,24 @@ from tests.support.members import peer
 class Unsending:
     """An agent that can send nothing; notes how many calls are under way when it is told."""
 
-    rpc_timeout = 60.0
-    tape = None
-
     def __init__(self, error: BaseException) -> None:
         self.error = error
-        self.events = Events()
         self.under_way: list[int] = []
-        unsending: Any = self
-        self.caller = Caller(unsending)
-        self.calls = CallTable(self.caller, None)  # type: ignore[arg-type]
+        unused: Any = None
+        activity: Any = SimpleNamespace(ended=self.something_ended)
+        self.caller = Caller(
+            60.0,
+            unused,
+            Serializer(),
+            Tracing(),
+            Events(),
+            activity,
+            find=unused,
+            send=self.send,
+            post=unused,
+            run_soon=unused,
+        )
+        self.calls = self.caller.table
 
     def send(self, *_: object, **__: object) -> None:
         raise self.error

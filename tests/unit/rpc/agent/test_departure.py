@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.departure import Activity, Departure
+from rpc.agent.activity import Activity
+from rpc.agent.departure import Departure
 from rpc.agent.hooks import Hooks
 from rpc.errors import RpcTimeoutError
 from rpc.group.workers import Member

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rpc.agent.request_runner import Request, RequestRunner
+from rpc.agent.tape import Tracing
 from rpc.wire.frames import Frame, Kind
 
 
@@ -15,9 +16,11 @@ class Codec:
 
 
 def test_who_still_knows_of_a_request_keeps_no_reference_alive() -> None:
-    agent: Any = SimpleNamespace(serializer=SimpleNamespace(codecs={0: Codec()}))
+    serializer: Any = SimpleNamespace(codecs={0: Codec()}, adopt=None)
+    unused: Any = None
+    runner = RequestRunner(unused, serializer, Tracing(), unused, unused, unused, unused, unused)
     peer: Any = SimpleNamespace(name="worker1")
     reference = object()
     request = Request(peer, Frame(Kind.CALL, 1, {}, [b""], 0), {"rref": [reference]})
-    assert RequestRunner(agent).load(request)[1] == (reference,)
+    assert runner.load(request)[1] == (reference,)
     assert request.arrivals is None

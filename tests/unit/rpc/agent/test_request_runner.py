@@ -5,17 +5,22 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rpc.agent.request_runner import Request, RequestRunner, running
-from rpc.errors import NotInitializedError
+from rpc.agent.call_frames import running
+from rpc.agent.request_runner import Request, RequestRunner
+from rpc.agent.tape import Tracing
+from rpc.errors import MessageLostError, NotInitializedError
 from rpc.runtime.events import Events
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.mailbox import Counter
+from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
+from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame, Kind
 
 
@@ -31,10 +36,35 @@ async def function() -> None:
     raise AssertionError("it must not run")
 
 
+class Activity:
+    """Notes how many requests are postponed when something ended."""
+
+    def __init__(self) -> None:
+        self.postponed = Counter()
+        self.told: list[int] = []
+
+    def ended(self) -> None:
+        self.told.append(self.postponed.value)
+
+
+def runner(**given: Any) -> RequestRunner:
+    """A runner that has what is given, and nothing else that is asked for here."""
+    parts: dict[str, Any] = {
+        "peers": SimpleNamespace(own=SimpleNamespace(name="callee")),
+        "serializer": Serializer(),
+        "tracing": Tracing(),
+        "events": Events(),
+        "executor": None,
+        "activity": Activity(),
+        "send": None,
+        "run_soon": None,
+    }
+    return RequestRunner(**(parts | given))
+
+
 def make() -> tuple[RequestRunner, Counter]:
-    postponed = Counter()
-    agent: Any = SimpleNamespace(postponed=postponed, something_ended=lambda: None)
-    return RequestRunner(agent), postponed  # all that it asks of an agent here
+    activity = Activity()
+    return runner(activity=activity), activity.postponed
 
 
 class Codec:
@@ -50,11 +80,11 @@ def test_an_answer_that_comes_later_is_in_the_codec_of_its_request() -> None:
     def send(_: object, kind: int, call_id: int, payload: Payload) -> None:
         sent.append((kind, call_id, payload.buffers, payload.codec))
 
-    agent: Any = SimpleNamespace(
-        serializer=SimpleNamespace(codecs={7: Codec()}), tape=None, events=Events(), send=send
-    )
+    serializer = SimpleNamespace(codecs={7: Codec()}, adopt=None)
     peer: Any = SimpleNamespace(name="caller", lost=None)
-    later = RequestRunner(agent).replier(Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7)))
+    later = runner(serializer=serializer, send=send).replier(
+        Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7))
+    )
     later("value", None)
     assert sent == [(Kind.REPLY, 5, [b"value"], 7)]
 
@@ -111,3 +141,44 @@ def test_what_runs_is_named_with_who_asked_for_it() -> None:
     told.set()
     thread.join()
     assert found == [f"{wait.__qualname__} for worker 'caller'"]
+
+
+def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more() -> None:
+    """The request may have ended before: what is told then comes too early."""
+    confirmations: list[Callable[[], object]] = []
+    activity, serializer = Activity(), Serializer()
+
+    def ready(_: object, when_ready: Callable[[], object]) -> bool:
+        confirmations.append(when_ready)
+        return False
+
+    def run(task: Task) -> None:
+        function, argument = task
+        function(argument)
+        activity.ended()
+
+    serializer.ready = ready  # type: ignore[assignment]
+    ran: list[Request] = []
+    request = Request(SimpleNamespace(reader=None), None, {"rref": []})  # type: ignore[arg-type]
+    callee = runner(activity=activity, serializer=serializer, executor=SimpleNamespace(submit=run))
+    assert callee.accept(request, ran.append) is None
+    assert (ran, activity.postponed.value) == ([], 1)
+    [confirm] = confirmations
+    confirm()
+    assert ran == [request]
+    assert activity.told[-1] == 0
+
+
+def test_that_an_answer_was_lost_is_said_by_a_thread_that_may_wait() -> None:
+    """The thread that hears of the loss reads, and acknowledgements make the room for which it would wait."""
+    tasks: list[Task] = []
+    failed: list[tuple[object, int, BaseException]] = []
+    callee = runner(run_soon=tasks.extend)
+    callee.fail = lambda *answer: failed.append(answer)  # type: ignore[method-assign]
+    peer: Any = SimpleNamespace(name="worker1")
+    callee.answer_lost(peer, 7, "it broke")
+    assert not failed
+    [(function, argument)] = tasks
+    function(argument)
+    [(to, call_id, error)] = failed
+    assert (to, call_id, type(error)) == (peer, 7, MessageLostError)

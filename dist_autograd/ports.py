@@ -1,0 +1,60 @@
+"""What distributed autograd needs of the agent, by role; see ``rpc.agent.ports``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rpc.agent.calls import PendingCall
+from rpc.agent.device_ports import RequestDevices
+from rpc.agent.request_runner import Request
+from rpc.group.membership import WorkerReference
+from rpc.group.peer import Peer
+from rpc.runtime.tasks import Task
+from rpc.serialization.payload import Payload
+
+__all__ = ["Answers", "Calls", "Workers"]
+
+
+class Calls(Protocol):
+    """Makes calls; see ``rpc.agent.caller.Caller``."""
+
+    def call(
+        self,
+        to: WorkerReference,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> PendingCall: ...
+
+    def request(
+        self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object
+    ) -> PendingCall: ...
+
+    def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None: ...
+
+    def drop(self, call: PendingCall) -> bool: ...
+
+
+class Answers(Protocol):
+    """Runs requests, and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
+
+    @property
+    def devices(self) -> RequestDevices | None: ...
+
+    def accept(self, request: Request, run: Callable[[Request], None]) -> Task | None: ...
+
+    def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None: ...
+
+    def fail(self, peer: Peer, call_id: int, error: BaseException) -> None: ...
+
+
+class Workers(Protocol):
+    """The workers of the group, this one (``own``) included; see ``rpc.group.peer.PeerTable``."""
+
+    @property
+    def own(self) -> Peer: ...
+
+    @property
+    def by_incarnation(self) -> Callable[[int], Peer | None]: ...

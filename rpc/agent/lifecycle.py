@@ -1,0 +1,167 @@
+"""How an agent ends: with the rest of its group, at once, or in a forked child."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Final
+
+from rpc.agent.activity import Activity
+from rpc.agent.caller import Caller
+from rpc.agent.departure import SHUT_DOWN, Departure
+from rpc.agent.futures import Completions
+from rpc.agent.ground import Ground
+from rpc.agent.group import AgentGroup
+from rpc.agent.hooks import Hooks
+from rpc.agent.messages import Messages
+from rpc.agent.request_runner import RequestRunner
+from rpc.agent.waiting import Waiting
+from rpc.errors import ForkedProcessError, RpcError
+from rpc.group.heartbeat import Heartbeat
+from rpc.runtime.blocking import check_may_block
+from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.mailbox import Mailbox
+
+__all__ = ["Lifecycle"]
+
+_STOP_SECONDS: Final = 1.0
+"""Time that ``close`` waits for user code that still runs, in seconds; its threads are daemons, and go on."""
+
+
+class Lifecycle:
+    """Begins and ends the work of an agent's parts.
+
+    Args:
+        forget: called when the agent is not the process's current one any more.
+
+    Attributes:
+        hooks: what is called at the turns of the agent's life.
+        activity: how much is under way.
+        departure: waits for the end of all work.
+        closed: whether ``close`` has begun.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        activity: Activity,
+        departure: Departure,
+        group: AgentGroup,
+        messages: Messages,
+        caller: Caller,
+        answers: RequestRunner,
+        completions: Completions,
+        heartbeat: Heartbeat,
+        waiting: Waiting,
+        ground: Ground,
+        mailbox: Mailbox,
+        forget: Callable[[], object],
+    ) -> None:
+        self.hooks = hooks
+        self.activity = activity
+        self.departure = departure
+        self.closed = False
+        self._group = group
+        self._messages = messages
+        self._caller = caller
+        self._answers = answers
+        self._completions = completions
+        self._heartbeat = heartbeat
+        self._waiting = waiting
+        self._ground = ground
+        self._mailbox = mailbox
+        self._forget = forget
+
+    def begin(self) -> None:
+        """On the loop's thread: the agent has joined its group."""
+        self._heartbeat.begin()
+        self._waiting.begin()
+
+    @protected  # except the waiting: once that has ended, however it has, nothing may keep it from closing
+    def shutdown(
+        self, graceful: bool, timeout: float, *, release_references: bool, raise_on_leaks: bool
+    ) -> None:
+        """Leave the group and end; see ``rpc.shutdown``."""
+        if graceful:
+            check_may_block()
+            if self._ground.executor.owns_current_thread():
+                raise RpcError("a callee cannot shut down gracefully: it would wait for its own call to end")
+        timeout = self._caller.effective_timeout(timeout)
+        if graceful and not self.departure.claim():
+            name = self._group.peers.own.name
+            raise RpcError(f"worker '{name}' is being shut down by another thread already")
+        try:
+            if graceful:
+                self.departure.wait_for_all(
+                    timeout,
+                    release=self.hooks.release if release_references else (),
+                    check=self.hooks.check if raise_on_leaks else (),
+                )
+        finally:
+            self._forget()
+            self.close(SHUT_DOWN if graceful else "it has shut down without waiting")
+
+    @protected
+    def close(self, reason: str) -> None:
+        """Leave now: say goodbye to all, fail what is under way, end the threads. Idempotent.
+
+        What interrupts a step, such as Ctrl-C while a peer does not read, is raised after the last one.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        steps: tuple[Callable[[], object], ...] = (
+            self._mailbox.close,
+            *(functools.partial(_interruptibly, step) for step in self.hooks.close),
+            functools.partial(self._leave_group, reason),
+            self._caller.table.end,
+            *self.hooks.closed,
+            self._answers.stop,
+            functools.partial(self._completions.stop, _STOP_SECONDS),
+            self._ground.loop_thread.stop,
+            self._ground.process.restore,
+        )
+        with ExitStack() as stack:
+            for step in reversed(steps):
+                stack.callback(step)
+
+    def _leave_group(self, reason: str) -> None:
+        if not self._ground.loop_thread.is_current():
+            self._ground.loop_thread.wait_for(self.say_goodbye(reason))
+
+    async def say_goodbye(self, reason: str) -> None:
+        """The part of ``close`` on the loop's thread. Once cancelled it waits for no peer, and only closes
+        what is open.
+        """
+        self._heartbeat.stop()
+        self._waiting.stop()
+        try:
+            await self._messages.bulk_streams.finish()
+        finally:
+            try:
+                await self._group.connections.close(self._group.peers.all(), reason)
+            finally:
+                self._messages.shared_memory.close()
+                await self._messages.bulk_streams.close()
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: let go of the parent's connections without disturbing them.
+
+        No lock may be taken: threads may hold it that are not there. Descriptors are closed, or the parent's
+        peers would not notice its death while the child lives.
+        """
+        self.closed = True
+        self._mailbox.close()
+        for handler in self.hooks.forked:
+            handler()
+        for connection in self._group.connections.connections(self._group.peers.all()):
+            connection.abandon()
+        for call in self._caller.table.waiting():
+            call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
+        self._ground.process.restore(give_back=False)
+
+
+@interruptible
+def _interruptibly(step: Callable[[], object]) -> None:
+    step()
