@@ -264,7 +264,8 @@ def _await_start(workers: dict[str, tuple[subprocess.Popen[bytes], BinaryIO]]) -
         signs = {until_end.enter_context(sign): name for name, (_, sign) in workers.items()}
         notices = Notices()
         while signs:
-            for sign in wait(list(signs), max(0.0, notices.next - time.monotonic())):
+            ready = wait([each.fileno() for each in signs], max(0.0, notices.next - time.monotonic()))
+            for sign in [each for each in signs if each.fileno() in ready]:
                 name = signs.pop(sign)
                 if not sign.read(1):
                     process, _ = workers[name]
