@@ -28,6 +28,7 @@ from dist_autograd.recording import RECV_NODE, Origin, Sent, anchor, computed_fr
 from dist_autograd.tickets import new_ticket
 from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.group.peer import Peer
+from rpc.runtime import spans
 from rpc.runtime.torch_internals import is_profiler_enabled
 from rpc.wire.frames import Frame
 
@@ -245,14 +246,15 @@ class WorkerPass:
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
-        captured = engine.run(
-            roots,
-            gradients,
-            (*map(_end, leaves), anchor()),
-            retain_graph=self.retain_graph,
-            accumulate=accumulate,
-            known_as=self,
-        )
+        with spans.span("gradients", leaves=len(leaves)):
+            captured = engine.run(
+                roots,
+                gradients,
+                (*map(_end, leaves), anchor()),
+                retain_graph=self.retain_graph,
+                accumulate=accumulate,
+                known_as=self,
+            )
         return list(captured[: len(leaves)])
 
     def _tickets(self) -> Tensor:

@@ -13,6 +13,7 @@ import threading
 from functools import partial
 from typing import Any, Final
 
+from farcall.observe import tracing
 from farcall.observe.jobs import JOB, job_id
 from farcall.observe.observer import Observer, program_name
 from rpc.agent.agent import Agent
@@ -36,12 +37,14 @@ def observer() -> Observer | None:
 def install(agent: Agent) -> None:
     """Have this process observed for as long as the agent lives."""
     global _observer
+    tracing.install(agent)
     if os.environ.get(_SWITCH) == "0":
         return
     with _lock:
         if _observer is None:
             _observer = Observer(_identity(), os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
+            tracing.follow_orders(lambda observer=_observer: observer.agents, _observer.orders.on)
             _observer.start()
         else:
             _observer.add(agent)

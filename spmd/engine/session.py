@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, WorkerLostError
-from rpc.runtime import waits
+from rpc.runtime import spans, waits
 from spmd.collectives.errors import CollectiveError
 from spmd.engine.aliases import Value
 from spmd.engine.bounded_cache import BoundedCache
@@ -311,7 +311,8 @@ class Session:
         answers: list[Answer] = []
         for future in step.answers:
             try:
-                with waits.waiting("an SPMD step"):
+                details = {"lines": step.described()} if spans.is_listened_to() else {}
+                with waits.waiting("an SPMD step", **details):
                     answers.append(future.wait())
             except RpcError as error:
                 self._broken = self._broken or _unanswered(step.described(), error)
