@@ -170,7 +170,13 @@ class Backwards:
         self._answers.fail(*part)
 
     def _run_part(self, part: tuple[Participant, int, list[Any]]) -> None:
-        running, call_id, marks = part
+        if self._answers.devices is None:
+            self._run_and_answer(*part)
+        else:
+            with self._answers.devices.streams():
+                self._run_and_answer(*part)
+
+    def _run_and_answer(self, running: Participant, call_id: int, marks: list[Any]) -> None:
         kind = Kind.REPLY
         try:
             payload = running.run(marks)
@@ -180,7 +186,6 @@ class Backwards:
             payload = serializer.dump_exception(error, name, peer, codec=peer.codec.id)
         if running.own.progress.on(Event.END) is Action.FORGET:
             self._forget(running)
-        self._answers.lend_thread(running.peer, at_once=False)
         self._answers.answer(running.peer, kind, call_id, payload)
 
     def _forget(self, running: Participant) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from dist_autograd.graph import Leaf
 from dist_autograd.ports import Answers, Workers
 from dist_autograd.recording import Sent
+from rpc.agent.device_ports import RequestDevices, SharedWork
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import ControlMessages, Kinds, Send
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
@@ -78,33 +79,60 @@ class Context:
         self._lock = threading.RLock()  # a user's signal handler may leave this context while it is held
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         """By its identity each leaf, and its gradient."""
+        self._work: SharedWork | None = None
+        """The work on devices that makes the gradients, once there is any."""
+
+    @property
+    def devices(self) -> RequestDevices | None:
+        """The devices that messages of this worker use; None if they use none."""
+        return self.contexts.devices
+
+    def work_on(self, gradients: Sequence[Tensor | None]) -> SharedWork | None:
+        """The work that makes gradients, where they may be on devices; for another thread to join."""
+        if self.devices is None or all(each is None or each.is_cpu for each in gradients):
+            return None
+        return self.devices.ready(list(gradients))
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """The gradient of each leaf of this worker that a backward has reached."""
         with self._lock:
-            return dict(self._gradients.values())
+            found = dict(self._gradients.values())
+            if self._work is not None:
+                self._work.join(found.values())
+            return found
 
     def accumulate(self, leaves: Sequence[Leaf], gradients: Sequence[Tensor | None]) -> None:
         """Add to leaves' gradients, whose tensors are not changed: somebody may hold them.
 
         A leaf that is frozen meanwhile gets none, as ever.
         """
+        devices = self.devices
+        on_device = devices is not None and not all(each is None or each.is_cpu for each in gradients)
         with self._lock:
             known = self._gradients
+            if devices is not None and on_device:
+                self._work = self._work or devices.ready(None)
+                self._work.join([known[id(leaf.tensor)][1] for leaf in leaves if id(leaf.tensor) in known])
             for reached, gradient in zip(leaves, gradients, strict=True):
                 leaf = reached.tensor
                 if gradient is None or not leaf.requires_grad:
                     continue
                 before = known.get(id(leaf))
                 known[id(leaf)] = leaf, gradient if before is None else _sum(before[1], gradient)
+            if self._work is not None and on_device:
+                self._work.renew()
 
     def change(self, leaves: Iterable[Tensor], change: Callable[[Tensor], Tensor]) -> None:
         """Put what ``change`` makes of the gradients of some leaves in their place; others wait meanwhile."""
         with self._lock:
+            if self._work is not None:
+                self._work.join([gradient for _, gradient in self._gradients.values()])
             for leaf in leaves:
                 known = self._gradients.get(id(leaf))
                 if known is not None:
                     self._gradients[id(leaf)] = leaf, change(known[1])
+            if self._work is not None:
+                self._work.renew()
 
     @interruptible
     def let_go(self) -> None:
@@ -168,6 +196,11 @@ class Contexts:
         kinds.on(OVER, self._over_arrived, any_thread=True)
         control.on(_TOPIC, self._told)
         hooks.gone.append(self._gone)
+
+    @property
+    def devices(self) -> RequestDevices | None:
+        """The devices that messages of this worker use; None if they use none."""
+        return self._answers.devices
 
     def __len__(self) -> int:
         return len(self._known)
@@ -285,13 +318,7 @@ class Contexts:
                     self._remember(context_id)
             if context is not None and self._end(context, peer):
                 ended.append(context)
-        return (self._let_go, (ended, peer)) if ended else None
-
-    def _let_go(self, ended: tuple[list[Context], Peer]) -> None:
-        contexts, peer = ended
-        for context in contexts:
-            context.let_go()
-        self._answers.lend_thread(peer, at_once=False)
+        return (_let_go, ended) if ended else None
 
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
@@ -318,3 +345,8 @@ class Contexts:
         elif creator is not None and nobody_tells:
             context.through = creator
             self._control.post(creator, _TOPIC, ["joined", context.id])
+
+
+def _let_go(ended: list[Context]) -> None:
+    for context in ended:
+        context.let_go()

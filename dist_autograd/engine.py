@@ -4,9 +4,10 @@
 with the highest first. Number 0 comes last. So a node that is held back (``hold_back``) runs when nothing
 else can, provided that no other node of the pass has 0 too: ``give_way`` sees to it.
 
-*What a pass knows.* The engine runs nodes whose tensors are on the CPU, as those between workers are, on the
-thread that calls it; so they find their pass by the thread. (PyTorch's own storage, which it carries along to
-other threads, is no alternative: process groups carry it too, and free it where they may not have the GIL.)
+*What a pass knows.* The engine runs nodes whose tensors are on the CPU on the thread that calls it; so they
+find their pass by the thread. Those whose tensors are on a device: see ``device_threads``. (PyTorch's own
+storage, which it carries along to other threads, is no alternative: process groups carry it too, and free it
+where they may not have the GIL.)
 
 *The first use of an edge.* PyTorch then makes a type, under a lock of its own. If that lets go of the
 interpreter, to collect garbage for one thing, another thread may come to that lock with the interpreter in
@@ -36,6 +37,7 @@ from dist_autograd.torch_internals import (
 from rpc.errors import AutogradError
 
 __all__ = [
+    "current_task",
     "directly",
     "give_way",
     "hold_back",
@@ -46,6 +48,7 @@ __all__ = [
     "refuse_transforms",
     "run",
     "running",
+    "set_sequence_number",
 ]
 
 
@@ -152,6 +155,11 @@ def refuse_transforms() -> None:
 def hold_back(node: Node) -> None:
     """Have a node run when no other of its pass is ready."""
     node._set_sequence_nr(0)  # type: ignore[attr-defined]
+
+
+def set_sequence_number(node: Node, number: int) -> None:
+    """Say when a node runs: of those that are ready, the one with the highest number is first."""
+    node._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
 def give_way(node: Node) -> None:

@@ -143,7 +143,7 @@ class Messages:
             if whole is not None:
                 origin, gradients = whole
                 kind, message, part.whole = WHOLE_PART, origin.message, True
-                payload = self.dump(gradients, part.peer)
+                payload = self.dump(gradients, origin)
             payload.header["backward"] = _request(key, context, retain_graph, marks, message)
             self._calls.transmit(part, kind, payload)
         except BaseException:
@@ -157,13 +157,16 @@ class Messages:
 
     def gradients(self, key: Key, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of a message to where it came from."""
-        payload = self.dump(gradients, origin.source)
+        payload = self.dump(gradients, origin)
         payload.header["gradients"] = [*key, origin.message]
         self._send(origin.source, GRADIENTS, 0, payload)
 
-    def dump(self, gradients: Sequence[Tensor | None], to: Peer) -> Payload:
-        """A message's gradients, to be sent."""
-        payload: Payload = to.codec.dump_tensors(gradients, to, "the gradients of a message")
+    def dump(self, gradients: Sequence[Tensor | None], origin: Origin) -> Payload:
+        """A message's gradients, to be sent where it came from; to devices by the reverse of the map by which
+        its tensors came.
+        """
+        to, what = origin.source, "the gradients of a message"
+        payload: Payload = to.codec.dump_tensors(gradients, to, what, as_call=origin.answer)
         return payload
 
     def load(self, peer: Peer, frame: Frame) -> Sequence[Tensor | None]:

@@ -11,6 +11,7 @@ from dist_autograd.messages import Key, Messages
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
 from dist_autograd.worker_pass import WorkerPass
+from rpc.agent.device_ports import SharedWork
 from rpc.errors import AutogradError
 from rpc.group.peer import Peer
 from rpc.serialization.payload import Payload
@@ -36,7 +37,7 @@ class Participant:
         self.load = messages.load
         self._messages = messages
         self._whole = whole
-        self._held_back: tuple[Origin, Sequence[Tensor | None]] | None = None
+        self._held_back: tuple[Origin, Sequence[Tensor | None], SharedWork | None] | None = None
         """Of a whole part, gradients for the root, which the answer brings."""
 
     def run(self, marks: Sequence[Any]) -> Payload:
@@ -49,17 +50,22 @@ class Participant:
         self.own.run(self)
         if self._held_back is None:
             return Payload({}, [])
-        origin, gradients = self._held_back
-        answer = self._messages.dump(gradients, self.peer)
+        origin, gradients, work = self._held_back
+        if work is not None:
+            work.join()
+        answer = self._messages.dump(gradients, origin)
         answer.header["gradients"] = origin.message
         return answer
 
     def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         if self._whole and origin.source is self.peer:
-            before, self._held_back = self._held_back, (origin, gradients)
+            before = self._held_back
+            self._held_back = origin, gradients, self.own.context.work_on(gradients)
             if before is None:
                 return
-            origin, gradients = before
+            origin, gradients, work = before
+            if work is not None:
+                work.join()
         self._messages.gradients(self.key, origin, gradients)
 
     def wait(self, ready: Callable[[], bool]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rpc.agent.calls import PendingCall
+from rpc.agent.device_ports import RequestDevices
 from rpc.agent.request_runner import Request
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
@@ -39,13 +40,14 @@ class Calls(Protocol):
 class Answers(Protocol):
     """Runs requests, and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
 
+    @property
+    def devices(self) -> RequestDevices | None: ...
+
     def accept(self, request: Request, run: Callable[[Request], None]) -> Task | None: ...
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None: ...
 
     def fail(self, peer: Peer, call_id: int, error: BaseException) -> None: ...
-
-    def lend_thread(self, peer: Peer, *, at_once: bool) -> None: ...
 
 
 class Workers(Protocol):

@@ -44,6 +44,8 @@ class Recorded:
     """Of that message, if it has one."""
     behind: Sequence[Any] | None = None
     """For each of its tensors what a gradient marks on other workers, if the sender says so."""
+    answer: bool = False
+    """Whether that message is an answer."""
     token: Token[Context | None] | None = None
 
     @protected
@@ -77,7 +79,7 @@ class Recorded:
             return [tensor.requires_grad_() for tensor in tensors]
         if behind is not None and len(behind) != len(tensors):
             raise ProtocolError(f"a message of {len(tensors)} tensors says what lies behind {len(behind)}")
-        received = recording.receive(tensors, context.id, source, number, behind)
+        received = recording.receive(tensors, context.id, source, number, behind, answer=self.answer)
         context.recvs.append(received[0].grad_fn)
         return received
 
@@ -123,4 +125,4 @@ class Propagation:
             context = self._contexts.join(context_id, creator, source)
         if context is None:
             return None
-        return Recorded(context, number != _NOT_RECORDED, source, number, behind)
+        return Recorded(context, number != _NOT_RECORDED, source, number, behind, not join)

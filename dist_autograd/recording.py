@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
+from dist_autograd.device_threads import pass_of_this_thread, wait_for_other_devices
 from dist_autograd.graph import Mark, marks_behind
 from dist_autograd.torch_internals import class_of_nodes
 from rpc.errors import AutogradError, ProtocolError
@@ -105,6 +106,8 @@ class Origin:
     behind: Sequence[Any] | None
     """For each of its tensors what a gradient marks on other workers, if the sender has said so; as it has
     come, to be read by ``marks_behind``."""
+    answer: bool = False
+    """Whether they came in an answer."""
 
     def marks_behind(self, tensor: int) -> list[Mark] | None:
         """What a gradient of a tensor marks on other workers; None if the sender has not said so.
@@ -143,17 +146,20 @@ class Recv(Function):
     def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], origin: Origin) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
         ctx.origin = origin
+        ctx.on_device = not all(tensor.is_cpu for tensor in tensors)
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        running = engine.running.known_as
+        running = pass_of_this_thread() if ctx.on_device else engine.running.known_as
         if running is None:
             source = ctx.origin.source.name
             raise AutogradError(
                 f"this graph goes on at worker '{source}', where a local backward cannot follow: call "
                 f"dist_autograd.backward({ctx.origin.context_id}, [loss]) in place of loss.backward()"
             )
+        if ctx.on_device:
+            wait_for_other_devices(gradients)
         running.post(ctx, gradients)
         return None, None, None
 
@@ -211,9 +217,11 @@ def receive(
     source: Peer,
     message: int,
     behind: Sequence[Any] | None = None,
+    *,
+    answer: bool = False,
 ) -> tuple[Tensor, ...]:
     """Record tensors as received; returns what stands for them, with gradient history."""
-    origin = Origin(context_id, source, source.incarnation, message, next(clock), behind)
+    origin = Origin(context_id, source, source.incarnation, message, next(clock), behind, answer)
     try:
         if torch.is_grad_enabled():
             return _recv(anchor(), tensors, origin)

@@ -11,8 +11,11 @@ A pass knows the graph and the engine. Of other workers it knows what ``Links`` 
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from dist_autograd import engine
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models, accumulating, hand_over
+from dist_autograd.device_threads import heralded, let_others_run
 from dist_autograd.graph import ROOTS, Leaf, Mark, Reach
 from dist_autograd.leaves import gradients_of_leaves, owned
 from dist_autograd.progress import Event, Progress
@@ -33,6 +37,9 @@ from rpc.runtime.torch_internals import is_profiler_enabled
 from rpc.wire.frames import Frame
 
 __all__ = ["Links", "WorkerPass"]
+
+_DEVICE_POLL_SECONDS: Final = 0.0005
+"""Interval at which a pass looks whether nodes on device threads have made others ready on its own thread."""
 
 
 class Links(Protocol):
@@ -77,6 +84,8 @@ class WorkerPass:
         self._run: set[int] = set()
         self._arrived: dict[int, tuple[Peer, Frame]] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
+        self._posting = threading.Lock()
+        """Held while a recv posts its gradients: recvs run on several threads where there are devices."""
 
     # ---- before it runs
 
@@ -246,7 +255,10 @@ class WorkerPass:
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
-        with spans.span("gradients", leaves=len(leaves)):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(spans.span("gradients", leaves=len(leaves)))
+            if any(node.on_device for node in self._reach.recvs):
+                roots, gradients = stack.enter_context(heralded(roots, gradients, anchor()))
             captured = engine.run(
                 roots,
                 gradients,
@@ -255,7 +267,10 @@ class WorkerPass:
                 accumulate=accumulate,
                 known_as=self,
             )
-        return list(captured[: len(leaves)])
+        found = list(captured[: len(leaves)])
+        if self.context.devices is not None:  # the engine has the current streams wait, and does no more
+            self.context.devices.use(found)
+        return found
 
     def _tickets(self) -> Tensor:
         """The chain of tickets, oldest first; returns the newest, which is the first to run."""
@@ -286,11 +301,22 @@ class WorkerPass:
             itself, anything.
         """
         newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
+        if any(node.on_device for node in self._reach.recvs):
+            self._finish_on_devices(newer)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self._wait_until(lambda: sent.number in self._arrived)
         self._take_gradients(sent)
         gradients, nothing = self._gradients[sent.number], torch.empty(0, device="cpu")
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]
+
+    def _finish_on_devices(self, recvs: list[Any]) -> None:
+        """Wait until all of these have run. Threads of devices go on while a node of this thread waits, and
+        what they run may make further nodes ready for this thread.
+        """
+        while not self._run.issuperset(map(id, recvs)):
+            self.progress.check()
+            let_others_run(anchor())
+            time.sleep(_DEVICE_POLL_SECONDS)
 
     def _take_gradients(self, sent: Sent) -> None:
         gradients = self._links.load(*self._arrived.pop(sent.number))
@@ -313,12 +339,13 @@ class WorkerPass:
 
     def post(self, node: Any, gradients: Sequence[Tensor | None]) -> None:
         """A recv node has run: its gradients go to where its tensors came from."""
-        if id(node) in self._run:
-            raise RpcError(
-                "a backward has run a message twice: this is a defect of farcall's, please report it"
-            )
-        self._run.add(id(node))
-        self._links.post(node.origin, gradients)
+        with self._posting:
+            if id(node) in self._run:
+                raise RpcError(
+                    "a backward has run a message twice: this is a defect of farcall's, please report it"
+                )
+            self._links.post(node.origin, gradients)
+            self._run.add(id(node))
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for what others send; raises the error that ended the backward, if that comes first."""

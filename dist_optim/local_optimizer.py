@@ -70,8 +70,8 @@ class LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         """Takes one step with the gradients of a context. Parameters without one are left out."""
-        gradients = _gradients(context_id)
-        with self._locks.held():
+        with self._locks.held(), _updates():
+            gradients = _gradients(context_id)
             before = [parameter.grad for parameter in self._optimized]
             try:
                 for optimized, parameter in zip(self._optimized, self._parameters, strict=True):
@@ -96,10 +96,14 @@ class LocalOptimizer:
             for each in self._parameters
             if each in gradients and not hasattr(each, "is_copy_of_another_workers")
         ]
-        norms = [
-            torch.linalg.vector_norm(elements, norm_type).cpu() for elements in found if elements.numel()
-        ]
-        return torch.stack(norms) if norms else torch.zeros(0)
+        norms = [torch.linalg.vector_norm(elements, norm_type) for elements in found if elements.numel()]
+        if not norms:
+            return torch.zeros(0)
+        of_device: dict[torch.device, list[Tensor]] = {}
+        for norm in norms:
+            of_device.setdefault(norm.device, []).append(norm)
+        # One wait for each device, not one for each gradient.
+        return torch.cat([torch.stack(each).cpu() for each in of_device.values()])
 
     def scale(self, context_id: int, factor: float) -> None:
         """Multiplies the gradients that the context has for these parameters."""
@@ -141,6 +145,20 @@ def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "only gradients"
         )
     return optimizer
+
+
+@contextlib.contextmanager
+def _updates() -> Iterator[None]:
+    """Changes parameters on devices in place, after earlier changes and before all that follows."""
+    devices = autograd().contexts.devices
+    if devices is None:
+        yield
+        return
+    devices.updates.join()
+    try:
+        yield
+    finally:
+        devices.updates.renew()
 
 
 def _gradients(context_id: int) -> dict[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import dist_autograd
+from dist_autograd.installation import autograd
 from dist_optim import checkpoint, parameter_groups
 from dist_optim.fan_out import on_all, on_all_objects
 from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
@@ -116,7 +117,12 @@ class DistributedOptimizer:
                 which the step failed, and those on which it was made.
         """
         check_context(context_id)
+        devices = autograd().contexts.devices
+        if devices is not None:  # parameters of this worker: after what uses them here by now
+            devices.updates.renew()
         on_all_objects(self.local_optimizers, "step", lambda local: local.step(context_id))
+        if devices is not None:
+            devices.updates.join()
 
     def clip_grad_norm_(
         self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from functools import partial
 from typing import Any, Final
 
@@ -42,7 +43,8 @@ def install(agent: Agent) -> None:
         return
     with _lock:
         if _observer is None:
-            _observer = Observer(_identity(), os.environ.get(JOB) or _place(agent))
+            facts = _identity() | {"incarnation": agent.incarnation}
+            _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
             tracing.follow_orders(lambda observer=_observer: observer.agents, _observer.orders.on)
             _observer.start()
@@ -55,6 +57,8 @@ def install(agent: Agent) -> None:
     identify = partial(_identify, found, agent)
     found.beats.append(identify)
     hooks = agent.lifecycle.hooks
+    # On the loop, and not at the next look: the interpreter may not run until then.
+    hooks.joined.append(lambda _: agent.mailbox.call(identify))
     hooks.close.append(lambda: found.identify(phase="leaving"))
     hooks.closed.append(lambda: found.beats.remove(identify))
     hooks.closed.append(lambda: _ended(found, agent))
@@ -71,6 +75,7 @@ def _identity() -> dict[str, Any]:
         "number": next(_numbers),
         "phase": "joining",
         "program": program_name(),
+        "began": time.time(),
         "folder": _folder(),
         "python": sys.version.split()[0],
         "libraries": list(LIBRARIES),
@@ -99,7 +104,6 @@ def _identify(found: Observer, agent: Agent) -> None:
     facts = {
         "name": agent.info.name,
         "rank": agent.info.id,
-        "incarnation": agent.incarnation,
         "group": key,
         "static": agent.is_static_group,
         "phase": "running",

@@ -10,10 +10,11 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from time import process_time
 from types import FrameType
 from typing import Any, Final, Protocol
 
-from farcall.observe.locks import awaited_object, holder_of, kind_of
+from farcall.observe.locks import awaited_object, holder_of, is_lock, kind_of
 from rpc.agent.agent import Calls
 from rpc.agent.call_frames import awaited_call, awaited_in, request_of
 from rpc.agent.calls import PendingCall, name_of
@@ -35,8 +36,11 @@ _MAX_ITEMS: Final = 200
 
 _MAX_PEERS: Final = 600
 _MAX_TEXT: Final = 200
-_LEAST_SHARE: Final = 0.2
-"""A thread computes if it has used this share of a core since the last look."""
+_SAME_LOOKS: Final = 8
+"""Number of looks after which a thread that has not moved is described anew."""
+
+_LEAST_SHARE: Final = 0.03
+"""A thread computes if it has used this share of a core since the last look: cores may be few."""
 
 
 class Observed(Protocol):
@@ -49,12 +53,16 @@ class Observed(Protocol):
 
 @dataclass(slots=True)
 class _Seen:
-    """A thread at the last look: its place in the program, since when, and the CPU time used by then."""
+    """A thread at the last look: its place in the program, since when, the CPU time used by then, and what
+    was said of it, for so many looks.
+    """
 
     key: tuple[int, int]
     since: float
     seconds: float | None
     at: float
+    described: dict[str, Any] | None = None
+    looks: int = 0
 
 
 @dataclass(slots=True)
@@ -68,15 +76,22 @@ class Looker:
     ignored: set[int] = field(default_factory=set)
     _threads: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[tuple[int, int], float] = field(default_factory=dict)
+    _used: float = 0.0
+    _looked_at: float = 0.0
 
     def moved(self, now: float) -> bool:
         """Whether any thread is at another place of the program than at the last look; cheap."""
         frames = _frames(self.ignored)
         before, current = self._threads, {}
+        waiting = {each.thread: id(each) for each in waits.current()}
         changed = False
         for ident, frame in frames.items():
             users = users_frame(frame)
-            key = (0, 0) if users is None else (id(users), users.f_lasti)
+            if users is None:
+                run = request_of(frame)
+                key = (waiting.get(ident, 0), 0 if run is None else id(run[0]))
+            else:
+                key = (id(users), users.f_lasti)
             seen = before.get(ident)
             if seen is None or seen.key != key:
                 seen = _Seen(key, now, None if seen is None else seen.seconds, now)
@@ -85,13 +100,21 @@ class Looker:
         self._threads = current
         return changed or len(before) != len(current)
 
-    def look(self, agents: Iterable[Observed], now: float) -> dict[str, Any]:
-        """All that there is to see."""
+    def look(self, agents: Iterable[Observed], now: float, *, progress: bool = True) -> dict[str, Any]:
+        """All that there is to see.
+
+        Args:
+            progress: calls have begun or ended since the last look. If not, what was said of threads that
+                have not moved is said again, for some looks: threads may be many.
+        """
         agents = list(agents)
+        used = process_time()
+        busy = used - self._used >= _LEAST_SHARE * (now - self._looked_at)
+        self._used, self._looked_at = used, now
         frames = _frames(self.ignored)
         calls, requests = self._calls(agents, now), self._requests(agents, now)
         return {
-            "threads": self._describe_threads(frames, now),
+            "threads": self._describe_threads(frames, now, busy=busy, again=not progress),
             "calls": calls,
             "requests": requests,
             "peers": [_peer(each) for agent in agents for each in _peers(agent)][:_MAX_PEERS],
@@ -100,7 +123,9 @@ class Looker:
 
     # ---- threads
 
-    def _describe_threads(self, frames: Mapping[int, FrameType], now: float) -> list[dict[str, Any]]:
+    def _describe_threads(
+        self, frames: Mapping[int, FrameType], now: float, *, busy: bool, again: bool
+    ) -> list[dict[str, Any]]:
         by_ident = {thread.ident: thread for thread in threading.enumerate()}
         waiting: dict[int, list[dict[str, Any]]] = {}
         for each in waits.current():
@@ -110,7 +135,11 @@ class Looker:
             seen = self._threads.get(ident) or _Seen((0, 0), now, None, now)
             thread = by_ident.get(ident)
             native = None if thread is None else thread.native_id
-            computes = self._computes(seen, native, now)
+            computes = busy and self._computes(seen, native, now)
+            seen.looks += 1
+            if again and seen.described is not None and not computes and seen.looks % _SAME_LOOKS:
+                described.append(seen.described)
+                continue
             found = _thread(ident, frame, frames, computes=computes)
             found |= {
                 "id": ident,
@@ -121,6 +150,9 @@ class Looker:
             if ident in waiting:
                 found["waits"] = waiting[ident]
                 found.pop("idle", None)
+            # What is said at the first look may be a moment's; computing, and waits of a group, change.
+            lasts = seen.looks > 1 and not computes and ident not in waiting
+            seen.described = found if lasts else None
             described.append(found)
         return described
 
@@ -293,7 +325,7 @@ def _lock(ident: int, users: FrameType, frames: Mapping[int, FrameType]) -> dict
     if awaited is None:
         return {}
     found: dict[str, Any] = {"on": _text(awaited.name), "kind": kind_of(awaited.object)}
-    if not hasattr(type(awaited.object), "acquire") and not hasattr(type(awaited.object), "locked"):
+    if not is_lock(awaited.object):
         return found
     holder = holder_of(awaited.object, ident, frames)
     if holder is not None:

@@ -6,6 +6,7 @@ is no state file at all, is skipped and named. Control characters in texts are e
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
@@ -78,7 +79,7 @@ def _read_file(path: Path, limit: int) -> bytes:
         os.close(file)
 
 
-def read_worker(path: Path, *, records: bool = True) -> WorkerState:
+def read_worker(path: Path, *, records: bool = True, before: float = math.inf) -> WorkerState:
     """The state that a worker has written; what the kernel says is added by ``settled``.
 
     Raises:
@@ -86,7 +87,7 @@ def read_worker(path: Path, *, records: bool = True) -> WorkerState:
     """
     data = _read_file(path, _MAX_BYTES)
     unpack_header(data[:HEADER_BYTES])
-    snapshot = unpack_snapshot(data)
+    snapshot = unpack_snapshot(data, before)
     if snapshot is None:
         raise LayoutError("it has no whole snapshot")
     ring = unpack_records(data) if records else []
@@ -108,13 +109,18 @@ def _read_stacks(path: Path) -> Mapping[int, Stack]:
     return {} if not text else read_stacks("\n".join(map(_legible, text.splitlines())))
 
 
-def read_job(folder: JobFolder, *, records: bool = False) -> JobState:
-    """The state of all workers of a job that have run on this host. Takes a moment, to see who computes."""
+def read_job(folder: JobFolder, *, records: bool = False, before: float = math.inf) -> JobState:
+    """The state of all workers of a job that have run on this host. Takes a moment, to see who computes.
+
+    Args:
+        records: read their rings, too.
+        before: their last snapshots from before this time, in seconds since 1970, are wanted.
+    """
     workers: list[WorkerState] = []
     skipped: list[tuple[str, str]] = []
     for path in folder.state_files():
         try:
-            workers.append(read_worker(path, records=records))
+            workers.append(read_worker(path, records=records, before=before))
         except LayoutError as error:
             skipped.append((_legible(path.name), str(error)))
         except OSError as error:
@@ -165,6 +171,8 @@ def _ask(worker: WorkerState, signs: Signs | None) -> bool:
     number = worker.fact("signal", 0)
     if signs is None or signs.is_stopped or silent < FROZEN_SECONDS or worker.frozen or worker.has_left:
         return False
+    if worker.fact("timer", False):
+        return True  # they are about to be written
     return isinstance(number, int) and ask_for_stacks(worker.pid, signs, number)
 
 

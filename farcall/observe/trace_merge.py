@@ -314,7 +314,7 @@ class _Process:
         return event | {"id": self._flow(key), "bp": "e"}
 
     def _slice(
-        self, name: str, at: float, end: float, thread: int, category: str, **facts: Any
+        self, name: str, at: float, end: float, thread: int, category: str, /, **facts: Any
     ) -> dict[str, Any]:
         event = self._event("X", name, at, thread, category)
         return event | {"dur": round(max((end - at) * 1e6, _MIN_US), 3), "args": facts}

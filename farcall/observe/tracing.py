@@ -146,7 +146,9 @@ def _leave_whole(path: Path, recorder: Recorder) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
             write_trace(path, merge_files(folder))
     except OSError as error:
-        logger.warning("the trace of this worker is lost: %s", error)
+        logger.warning("the trace %s lacks this worker: %s", path, error)
+    except Exception:  # the agent ends all the same
+        logger.exception("the trace %s could not be written", path)
 
 
 def _leave_part(folder: Path, recorder: Recorder) -> None:

@@ -15,6 +15,7 @@ Needs Ray: ``pip install 'farcall[ray]'``.
 
 from __future__ import annotations
 
+import rpc  # noqa: F401  # whole, before parts of it: Ray's threads import this at the same time as the program's
 from farcall.ray.group import run_group
 from farcall.ray.tensor_transport import register_tensor_transport
 

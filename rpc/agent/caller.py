@@ -158,15 +158,14 @@ class Caller:
     def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any:
         """As ``request``, but wait for the answer, and return its value or raise."""
         call = self._begin(peer, payload, timeout, what, "sync")
-        reader = peer.reader
-        if reader is not None and len(payload.buffers) <= 1:  # to send much takes long, and the loop reads
-            call.claimed = reader.claim()  # now: once the call is sent, the reply may come at once
+        if len(payload.buffers) <= 1:  # to send much takes long, and the loop reads
+            peer.stand_by(call)
         try:
             self.transmit(call, kind, payload)
             call.wait()
         finally:
             if call.claimed is not None:
-                call.release()
+                peer.stand_down(call)
         return call.result()
 
     def _begin(self, peer: Peer, payload: Payload, timeout: float, what: object, how: str) -> PendingCall:

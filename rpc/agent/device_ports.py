@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-__all__ = ["ArrivedTensors", "Ready", "RequestDevices", "RequestStreams"]
+from torch import Tensor
+
+__all__ = ["ArrivedTensors", "Ready", "RequestDevices", "RequestStreams", "SharedWork"]
 
 
 class RequestStreams(Protocol):
@@ -25,6 +27,16 @@ class Ready(Protocol):
         """Make the current streams wait for the work."""
 
 
+class SharedWork(Protocol):
+    """Work on devices that several streams add to, one after another. From any thread."""
+
+    def join(self, tensors: Iterable[Tensor] = (), /) -> None:
+        """Make the current streams wait for the work, and keep the memory of tensors until they are done."""
+
+    def renew(self) -> None:
+        """Add the work that is on the current streams now."""
+
+
 class ArrivedTensors(Ready, Protocol):
     """Tensors on devices that a future has, and the work that brought them."""
 
@@ -38,5 +50,15 @@ class RequestDevices(Protocol):
     def around(self, run: Callable[[Any], None], /) -> Callable[[Any], None]:
         """What runs requests, on streams of their own."""
 
-    def ready(self, value: Any, /) -> Ready:
+    @property
+    def updates(self) -> SharedWork:
+        """The work that changes parameters in place."""
+
+    def streams(self) -> Any:
+        """Streams of their own on all devices that messages use, as a context manager."""
+
+    def use(self, tensors: Iterable[Tensor | None], /) -> None:
+        """Keep the memory of tensors, where they are on devices, until the current streams have used it."""
+
+    def ready(self, value: Any, /) -> SharedWork:
         """What streams must join before they use a value that was made on the current ones."""

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rpc.agent.request_runner import Request
 from rpc.device_maps import DeviceMap
 from rpc.devices.placements import Between, Placed, indexed
 from rpc.devices.staging import HostStaging
-from rpc.devices.streams import Shared, Streams
+from rpc.devices.streams import Shared, Streams, use_on_current_stream
 from rpc.group.peer import Peer
 from rpc.options import AgentOptions
 from rpc.runtime.executor import Executor
@@ -31,6 +32,7 @@ class Devices:
 
     Attributes:
         local: the devices of this worker that messages use.
+        updates: the work that changes parameters in place, for which each request waits.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Devices:
         self._use(options.devices)
         for device_map in self._maps.values():
             self._use(device_map)
+        self.updates = Shared(None, self.local)
 
     def _use(self, devices: Iterable[torch.device]) -> None:
         accelerator = torch.accelerator.current_accelerator()
@@ -68,23 +71,24 @@ class Devices:
             return (
                 f"Request device mapping is not available for destination '{name}': call `set_device_map` "
                 f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{name}', "
-                f"{{'{device}': '{device}'}}), or pass it device_maps={{'{name}': {{'{device}': '{device}'}}}}"
+                f"{{'{device}': '{device}'}}), or pass it as device_maps"
             )
 
         def for_answers(device: torch.device) -> str:
             return (
                 f"Response device mapping is not available for destination '{name}': answers go by the "
                 f"reverse of its device map, so have '{name}' call `set_device_map` "
-                f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{me}', {{'{device}': '{device}'}}), "
-                f"or pass it device_maps={{'{me}': {{'{device}': '{device}'}}}}"
+                f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{me}', "
+                f"{{'{device}': '{device}'}}), or pass it as device_maps"
             )
 
-        peer.devices = Between(
+        between = Between(
             Placed(name, calls, for_calls, self._staging),
             Placed(name, answers, for_answers, self._staging),
             self.streams,
         )
-        if peer.codec.id == PICKLE and (peer.devices.calls.takes_cpu or peer.devices.answers.takes_cpu):
+        peer.devices = between
+        if peer.codec.id == PICKLE and (between.calls.takes_cpu or between.answers.takes_cpu):
             peer.codec = self._serializer.pickles_as(DevicePickleCodec)
 
     def _staging(self) -> HostStaging:
@@ -93,6 +97,12 @@ class Devices:
     def streams(self) -> Streams:
         """Streams of their own on all devices that messages use."""
         return Streams(self.local)
+
+    def use(self, tensors: Iterable[Tensor | None]) -> None:
+        """Keep the memory of tensors, where they are on devices, until the current streams have used it."""
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_cpu:
+                use_on_current_stream(tensor)
 
     def ready(self, value: Any) -> Shared:
         """What streams must join before they use an object that was made on the current ones."""
@@ -103,6 +113,7 @@ class Devices:
 
         def run_on_streams(request: Request) -> None:
             with self.streams() as streams:
+                self.updates.wait()
                 request.streams = streams
                 run(request)
 

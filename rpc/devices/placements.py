@@ -91,6 +91,5 @@ class Between:
 
 def indexed(device: torch.device) -> torch.device:
     """The device that a name without an index means: the first of its type."""
-    if device.type == "cpu" or device.index is not None:
-        return device
-    return torch.device(device.type, 0)
+    index: int | None = device.index
+    return torch.device(device.type, 0) if index is None and device.type != "cpu" else device

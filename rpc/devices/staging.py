@@ -56,7 +56,7 @@ class HostStaging:
     def add(self, elements: Tensor) -> PickleBuffer:
         """The memory that a contiguous tensor of bytes will be copied to."""
         host = _pinned(elements.numel())
-        array = host.numpy()
+        array: Any = host.numpy()
         self._copies.append((host, elements))
         self._arrays.append(array)
         return PickleBuffer(array)

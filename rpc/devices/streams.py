@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Self
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["Ready", "Shared", "Streams", "arrived", "tensors_in"]
+__all__ = ["Ready", "Shared", "Streams", "arrived", "tensors_in", "use_on_current_stream"]
 
 _current_stream = torch.accelerator.current_stream
 _current_device = torch.accelerator.current_device_index
@@ -66,7 +66,7 @@ class Streams:
     def __exit__(self, *_: object) -> None:
         assert self._outer is not None
         for shared in self.used:
-            shared.used()
+            shared.renew()
         self.used.clear()
         device, streams, _thread_state.streams = self._outer
         self._device = _current_device()
@@ -162,7 +162,7 @@ class Ready:
             if current != stream:
                 current.wait_event(event)
         for tensor in self._tensors:
-            _record(tensor)
+            use_on_current_stream(tensor)
 
 
 class Shared:
@@ -179,29 +179,36 @@ class Shared:
         self._tensors = [weakref.ref(tensor) for tensor in tensors_in(value)]
         self._ready = Ready((), devices)
 
-    def join(self) -> None:
+    def join(self, tensors: Iterable[Tensor] = ()) -> None:
         """Make the current streams wait for the work on it so far. If they are those of a request, later ones
         wait for what the request does.
+
+        Args:
+            tensors: further ones whose memory the current streams use.
         """
         with self._lock:
             self._ready.join()
-        for reference in self._tensors:
-            tensor = reference()
+        for tensor in (*tensors, *(reference() for reference in self._tensors)):
             if tensor is not None and not tensor.is_cpu:
-                _record(tensor)
+                use_on_current_stream(tensor)
         streams = _thread_state.streams
-        if streams is not None:
+        if streams is not None and self not in streams.used:
             streams.used.append(self)
 
-    def used(self) -> None:
-        """A request that has used it is over, or pauses; its streams are current."""
+    def wait(self) -> None:
+        """As ``join``, and what the current streams do then is not part of the work."""
+        with self._lock:
+            self._ready.join()
+
+    def renew(self) -> None:
+        """Add the work that is on the current streams now, as of a request that is over, or pauses."""
         with self._lock:
             self._ready.join()
             self._ready = Ready((), self._devices)
 
 
-def _record(tensor: Tensor) -> None:
-    """The current stream of a tensor's device uses its memory."""
+def use_on_current_stream(tensor: Tensor) -> None:
+    """Keep a tensor's memory from being reused before the current stream of its device has used it."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         tensor.record_stream(_current_stream(tensor.device))
         return

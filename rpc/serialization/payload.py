@@ -97,10 +97,13 @@ class Placement(Protocol):
 class PeerDevices(Protocol):
     """What is agreed with one worker about devices."""
 
-    calls: Placement
-    """Of tensors in calls, by this worker's device map."""
-    answers: Placement
-    """Of tensors in answers, by the reverse of the other worker's device map."""
+    @property
+    def calls(self) -> Placement:
+        """Where tensors in calls go: by this worker's device map."""
+
+    @property
+    def answers(self) -> Placement:
+        """Where tensors in answers go: by the reverse of the other worker's device map."""
 
     def streams(self) -> Any:
         """A context manager: streams of their own for what arrives from the worker; see

@@ -14,7 +14,13 @@ from rpc.errors import NotInitializedError, with_article
 from rpc.runtime.current import current_agent, is_initialized
 from rref.reference import RRef
 from rref.remote import remote
-from rref.remote_module.owner import call_on_device, make_module, parameter_references, set_training
+from rref.remote_module.owner import (
+    call_on_device,
+    check_device,
+    make_module,
+    parameter_references,
+    set_training,
+)
 from rref.remote_module.remote_device import RemoteDevice
 from rref.remote_module.script import check_interface, script_face
 from rref.remote_module.unavailable import WithoutLocalState
@@ -55,8 +61,9 @@ class RemoteModule(WithoutLocalState):
         NotInitializedError: there is no agent.
         ValueError: ``remote_device`` is malformed, or the interface is none.
         UnknownWorkerError: there is no such worker.
+        RuntimeError: the worker has no such device.
 
-    What goes wrong in making the module is raised by its first use.
+    What else goes wrong in making the module is raised by its first use.
 
     Example::
 
@@ -85,6 +92,8 @@ class RemoteModule(WithoutLocalState):
         place = RemoteDevice.parse(remote_device)
         if _module_interface_cls is not None:
             check_interface(_module_interface_cls)
+        if place.device.type != "cpu":
+            rpc_sync(place.worker, check_device, args=(str(place.device),))
         making = (module_cls, positional(args), keywords(kwargs), str(place.device), _module_interface_cls)
         module: RRef[nn.Module] = remote(place.worker, make_module, args=making)
         self._bind(module, place.device, _module_interface_cls)

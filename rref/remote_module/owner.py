@@ -12,7 +12,7 @@ from rpc.runtime.current import current_agent
 from rpc.runtime.torch_internals import pytree
 from rref.reference import RRef
 
-__all__ = ["call_on_device", "make_module", "parameter_references", "set_training"]
+__all__ = ["call_on_device", "check_device", "make_module", "parameter_references", "set_training"]
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def make_module(
     interface: type | None,
 ) -> nn.Module:
     """Makes the module, on a device of this worker, in TorchScript if an interface is asked for."""
-    _check_device(torch.device(device))
+    check_device(device)
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -39,16 +39,18 @@ def make_module(
     return scripted
 
 
-def _check_device(device: torch.device) -> None:
-    """Says which devices there are, where PyTorch would only say that its build or driver lacks one."""
-    if device.type != "cuda":
+def check_device(device: str) -> None:
+    """Raises ``RuntimeError`` if this worker does not have a device; says which ones it has."""
+    wanted = torch.device(device)
+    if wanted.type in ("cpu", "meta"):
         return
-    count = torch.cuda.device_count()
-    if (device.index or 0) >= count:
-        worker = current_agent().info.name
+    mine = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count() if mine is not None and mine.type == wanted.type else 0
+    if (wanted.index or 0) >= count:
+        worker, kind = current_agent().info.name, wanted.type.upper()
         raise RuntimeError(
-            f"CUDA error: invalid device ordinal: worker '{worker}' has no {device}, since it sees "
-            f"{count} CUDA devices. Place the module on '{worker}/cpu' or on a worker that has one."
+            f"{kind} error: invalid device ordinal: worker '{worker}' has no {wanted}, since it sees "
+            f"{count} {kind} devices. Place the module on '{worker}/cpu' or on a worker that has one."
         )
 
 

@@ -332,7 +332,7 @@ def as_strided_steps(
         span *= base.shape[dim]
     wanted = [index for index, n in enumerate(size) if n > 1]
     wanted.sort(key=lambda index: -stride[index])
-    starts = {dim: offset // base.stride[dim] for dim in dims[:0]}
+    starts: dict[int, int] = {}
     for dim in dims:
         starts[dim], offset = divmod(offset, base.stride[dim])
         if starts[dim] >= base.shape[dim]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import secrets
 import shutil
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 import rpc
-from rpc.agent import departure
 from rpc.agent.futures import Future, as_completed, wait_futures
 from rpc.errors import GivenUpError, RpcError, RpcTimeoutError, WorkerLostError
 from rpc.options import AgentOptions
@@ -297,8 +295,7 @@ def serve(
     """Be a worker until the driver ends the mode, and exit."""
     options = None if init_method is None else AgentOptions(init_method=init_method)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
-    if not departure.logger.isEnabledFor(logging.INFO):  # a driver may be idle as long as it likes
-        departure.logger.setLevel(logging.ERROR)
+    current_agent().lifecycle.departure.expect_long()  # a driver may be idle as long as it likes
     rpc.shutdown()
     raise SystemExit(0)
 

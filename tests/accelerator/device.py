@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
+from torch.utils.backend_registration import (
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
 
 from tests.accelerator.build import library
 
@@ -25,7 +29,7 @@ _c: Any = importlib.util.module_from_spec(_spec)
 sys.modules["simulated_accelerator"] = _c
 _spec.loader.exec_module(_c)
 
-torch.utils.rename_privateuse1_backend("sim")
+rename_privateuse1_backend("sim")
 
 
 def schedule(
@@ -82,7 +86,7 @@ def _index(device: Any) -> int:
         return torch.accelerator.current_device_index()
     if isinstance(device, int):
         return device
-    index = torch.device(device).index
+    index: int | None = torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else index
 
 
@@ -138,7 +142,7 @@ class _DeviceModule(types.ModuleType):
 
 
 torch._register_device_module("sim", _DeviceModule("torch.sim"))  # type: ignore[no-untyped-call]  # untyped in torch
-torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+generate_methods_for_privateuse1_backend(for_storage=True)
 
 
 @atexit.register

@@ -7,6 +7,7 @@ what is pickled by name is found. See ``tests.support.devices`` for the choice o
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -18,6 +19,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+
+import farcall.compat
+
+if os.environ.get("CONFORMANCE_BACKEND") != "torch":
+    farcall.compat.install()  # before the suites are imported, which bind names of torch.distributed.rpc
+
+from torch.testing._internal import common_distributed, dist_utils  # noqa: F401  # before workers are forked
+from torch.testing._internal.common_utils import TestCase, set_rng_seed
+from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
+    TensorPipeRpcAgentTestFixture,
+)
 
 from tests.conformance.expected import CANNOT_HOLD_ON_DEVICES, FEWEST_ON_DEVICES
 from tests.support.devices import COUNT, KIND, device_kind, use_device
@@ -65,42 +77,46 @@ def _tests() -> list[tuple[str, str, int]]:
 TESTS: Final = _tests()
 
 
-def _on_this_device() -> None:
-    """Have the tests, which are not imported yet, say this device's name where they say "cuda"."""
-    import torch
+def _rewritten(module: str) -> str:
+    """The source of a module, which says this device's name where it said "cuda"."""
+    source = _source(module)
+    source = source.replace("torch.cuda.", f"torch.{KIND}.").replace(".cuda(", f".{KIND}(")
+    source = re.sub(r"(?<=[\"'{])cuda(?=[\"':}])", KIND, source)
+    source = re.sub(r"(\w+)\.is_cuda", rf"(\1.device.type == '{KIND}')", source)
+    source = source.replace("get_cycles_per_ms()", "20")  # the simulated device sleeps microseconds
+    source = source.replace("CUDA error", f"{KIND.upper()} error")
+    return re.sub(r"@skip_if_lt_x_gpu\(\d\)", "", source)
 
-    if KIND == "cuda":
-        return
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory, device_kind: str) -> Path | None:
+    """A folder with the modules for this device; None if they are right as they are."""
+    if device_kind == "cuda":
+        return None
+    folder = tmp_path_factory.mktemp("sources")
     for module in _MODULES:
-        source = _source(module)
-        source = source.replace("torch.cuda.", f"torch.{KIND}.").replace(".cuda(", f".{KIND}(")
-        source = re.sub(r"(?<=[\"'{])cuda(?=[\"':}])", KIND, source)
-        source = re.sub(r"(\w+)\.is_cuda", rf"(\1.device.type == '{KIND}')", source)
-        source = source.replace("get_cycles_per_ms()", "20")  # the simulated device sleeps microseconds
-        source = re.sub(r"@skip_if_lt_x_gpu\(\d\)", "", source)
-        made = types.ModuleType(module)
-        made.__file__ = importlib.util.find_spec(module).origin  # type: ignore[union-attr]
-        made.__package__ = module.rpartition(".")[0]
-        sys.modules[module] = made
-        exec(compile(source, f"{module} on {KIND}", "exec"), made.__dict__)
-    assert torch.accelerator.is_available()
+        (folder / f"{module}.py").write_text(_rewritten(module))
+    return folder
 
 
-def run_rank(worker: Worker, suite: str, name: str) -> str:
+def _module(name: str, folder: Path | None) -> types.ModuleType:
+    """A module, from the folder where there is one."""
+    if folder is not None and name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+    return importlib.import_module(name)
+
+
+def run_rank(worker: Worker, suite: str, name: str, folder: Path | None) -> str:
     """One worker's part of a test; why it is skipped, or an empty string."""
-    import farcall.compat
-
     use_device(_MODE, worker.rank)
-    farcall.compat.install()
-    _on_this_device()
-    from torch.testing._internal.common_utils import TestCase, set_rng_seed
-    from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
-        TensorPipeRpcAgentTestFixture,
-    )
-
-    module = next(module for module, classes in _MODULES.items() if suite in classes)
-    base: Any = getattr(importlib.import_module(module), suite)
-    set_rng_seed(1234)  # type: ignore[no-untyped-call]
+    of_suite = next(module for module, classes in _MODULES.items() if suite in classes)
+    for module in (f"{_ROOT}.rpc.rpc_test", of_suite):
+        base: Any = getattr(_module(module, folder), suite, None)
+    set_rng_seed(1234)  # type: ignore[no-untyped-call]  # untyped in torch
     case: Any = type(suite, (base, TensorPipeRpcAgentTestFixture, TestCase), {})(name)
     case.rank = worker.rank
     case.file_name = str(worker.folder / "store")
@@ -127,9 +143,9 @@ def _marks(name: str, needed: int) -> list[pytest.MarkDecorator]:
         for suite, name, needed in TESTS
     ],
 )
-def test_of_pytorch_on_devices(run_workers: RunWorkers, device_kind: str, suite: str, name: str) -> None:
+def test_of_pytorch_on_devices(run_workers: RunWorkers, sources: Path | None, suite: str, name: str) -> None:
     count = 2 if suite == "CudaRemoteModuleTest" else 4
-    if any(skips := run_workers(run_rank, count, [suite, name], time_limit=60)):
+    if any(skips := run_workers(run_rank, count, [suite, name, sources], time_limit=60)):
         pytest.skip(max(skips))
 
 

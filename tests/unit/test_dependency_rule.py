@@ -66,7 +66,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"client"},
         {"serving", "transport", "compat"},
         {"observe"},
-        {"launch", "environment", "ray"},
+        {"launch", "environment", "one_sided", "ray"},
         {"doctor"},
         {"meeting", "trials"},
         {"cli"},

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from farcall import rpc
+from tests.support.device_groups import one_to_one
 from tests.support.devices import (
     FIRST,
-    ONE_TO_ONE,
     SECOND,
     device_kind,
     is_all,
@@ -22,12 +22,6 @@ from tests.support.devices import (
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
-
-
-def one_to_one(worker: Worker) -> dict[str, Any]:
-    """Options with which each worker's devices stand for the same ones of the others."""
-    others = [f"worker{rank}" for rank in range(worker.world_size) if rank != worker.rank]
-    return {"device_maps": dict.fromkeys(others, ONE_TO_ONE)}
 
 
 def double(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,7 +170,7 @@ def test_without_device_map_the_error_says_what_to_write(run_workers: RunWorkers
     said = run_workers(fail_without_map, 3, args=("eager",))[0]
     assert len(said) == 4
     for text in said[:3]:
-        assert "device_maps={'worker" in text, text
+        assert "set_device_map(" in text, text
     assert said[3] == "True"
 
 

@@ -1,0 +1,146 @@
+"""How nodes that run on the engine's device threads find the pass that they belong to.
+
+The engine runs nodes whose tensors are on a device on a thread of that device, for all passes of the process.
+There a pass is known by the id of its graph task, which is the same on all threads. ``run_backward`` does not
+tell the id. So a pass with such nodes has one more root, a *herald*, which runs on the calling thread before
+any other node of that thread, and enters the pass under the id that it finds. Nodes on device threads wait
+for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
+
+from dist_autograd import engine
+
+__all__ = ["heralded", "let_others_run", "pass_of_this_thread", "wait_for_other_devices"]
+
+_FIRST: Final = 1 << 62
+"""A sequence number above that of any node that autograd makes."""
+
+
+class _Passes:
+    """The passes under way that have nodes on device threads. From any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._by_task: dict[int, Any] = {}
+        self._unknown = 0
+        """Number of passes whose herald has not run."""
+
+    @contextlib.contextmanager
+    def expected(self) -> Iterator[list[int]]:
+        """A pass is about to run; its herald puts the id of its graph task into the list."""
+        task: list[int] = []
+        with self._changed:
+            self._unknown += 1
+        try:
+            yield task
+        finally:
+            with self._changed:
+                if task:
+                    del self._by_task[task[0]]
+                else:
+                    self._unknown -= 1
+                    self._changed.notify_all()
+
+    def enter(self, task: list[int], known_as: Any) -> None:
+        """The herald of a pass runs."""
+        with self._changed:
+            task.append(engine.current_task())
+            self._by_task[task[0]] = known_as
+            self._unknown -= 1
+            self._changed.notify_all()
+
+    def find(self) -> Any:
+        """The pass that runs the current node; None if it is no distributed one."""
+        task = engine.current_task()
+        with self._changed:
+            self._changed.wait_for(lambda: task in self._by_task or not self._unknown)
+            return self._by_task.get(task)
+
+
+_passes: Final = _Passes()
+
+
+class _Herald(Function):
+    """Enters its pass, or does nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, task: list[int] | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.task = task
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
+        if ctx.task is not None:
+            _passes.enter(ctx.task, engine.running.known_as)
+        return None, None
+
+
+@contextlib.contextmanager
+def heralded(
+    roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], anchor: Tensor
+) -> Iterator[tuple[Sequence[Tensor | GradientEdge], Sequence[Tensor]]]:
+    """Roots, and their gradients, of a pass with nodes on device threads, which runs inside the block.
+
+    Args:
+        anchor: one of the inputs of the pass.
+    """
+    with _passes.expected() as task:
+        herald = _end(anchor, task)
+        assert herald.grad_fn is not None
+        engine.set_sequence_number(herald.grad_fn, _FIRST)
+        # First: a device's thread may hand the roots out, one by one, and this thread takes what is there.
+        yield [herald, *roots], [torch.empty(0, device="cpu"), *gradients]
+
+
+def _end(anchor: Tensor, task: list[int] | None) -> Tensor:
+    with torch.enable_grad():
+        end: Tensor = _Herald.apply(anchor, task)  # type: ignore[no-untyped-call]  # untyped in torch
+    return end
+
+
+def pass_of_this_thread() -> Any:
+    """The pass that runs the current node, on whatever thread; None if it is no distributed one."""
+    here = engine.running.known_as
+    return _passes.find() if here is None else here
+
+
+def let_others_run(anchor: Tensor) -> None:
+    """Inside a node on the calling thread of a pass: run the nodes that are ready on this thread.
+
+    A backward inside another, on one thread, takes its nodes from the same queue: so this one, whose only
+    node comes after all others, runs them first.
+    """
+    end = _end(anchor, None)
+    assert end.grad_fn is not None
+    engine.hold_back(end.grad_fn)
+    engine.run(
+        [end],
+        [torch.empty(0, device="cpu")],
+        [anchor],
+        retain_graph=False,
+        accumulate=False,
+        known_as=engine.running.known_as,
+    )
+
+
+def wait_for_other_devices(gradients: Sequence[Tensor | None]) -> None:
+    """Inside a node: wait for the gradients that are on other devices than the node is run on.
+
+    The engine has the streams of a node's own device wait for its gradients, and no others.
+    """
+    mine = torch.accelerator.current_device_index()
+    others = {each.device.index for each in gradients if each is not None and each.device.type != "cpu"}
+    for index in others - {mine}:
+        torch.accelerator.synchronize(index)

@@ -1,0 +1,154 @@
+"""Distributed autograd and optimizers with tensors on devices: the same numbers as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from dist_autograd import backward, context, get_gradients
+from dist_optim import DistributedOptimizer
+from farcall import rpc
+from rref.remote_module import RemoteModule
+from tests.support.device_groups import one_to_one
+from tests.support.devices import FIRST, SECOND, device_kind, is_all, late, mode, on_devices, sleep
+from tests.support.workers import RunWorkers, Worker
+
+__all__ = ["device_kind", "mode"]
+
+
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    sleep(tensor.device)
+    return tensor * factor
+
+
+def scaled_elsewhere(tensor: Tensor, factor: float, name: str) -> Tensor:
+    theirs: Tensor = rpc.rpc_sync(name, scaled, args=(tensor * 2, factor))
+    return theirs * 3
+
+
+def on_two_devices(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    sleep(second.device)
+    return first * 2, second * 3
+
+
+class Weighted:
+    """Has a leaf of its own."""
+
+    def __init__(self, value: float) -> None:
+        self.weight = late(value).requires_grad_()
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        return tensor * self.weight
+
+    def gradient(self, context_id: int) -> Tensor:
+        return get_gradients(context_id)[self.weight]
+
+
+@on_devices
+def differentiate(worker: Worker) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return found
+        leaf = late(2.0).requires_grad_()
+        with context() as number:
+            backward(number, [rpc.rpc_sync("worker1", scaled, args=(leaf, 5.0)).sum()])
+            with torch.Stream(device=FIRST):
+                found["one call"] = is_all(get_gradients(number)[leaf], 5.0)
+        with context() as number:
+            computed = leaf * leaf
+            chained = rpc.rpc_sync("worker1", scaled_elsewhere, args=(computed, 5.0, "worker2"))
+            backward(number, [chained.sum()])
+            found["chain of three"] = is_all(get_gradients(number)[leaf], 120.0)
+        with context() as number:
+            backward(number, [rpc.rpc_async("worker1", scaled, args=(leaf, 7.0)).wait().sum()])
+            backward(number, [rpc.rpc_sync("worker2", scaled, args=(leaf, 1.0)).sum()])
+            with torch.Stream(device=FIRST):
+                found["accumulated"] = is_all(get_gradients(number)[leaf], 8.0)
+        with context() as number:
+            other = torch.full((1000,), 3.0, device=SECOND, requires_grad=True)
+            one, two = rpc.rpc_sync("worker1", on_two_devices, args=(leaf * 1, other * 1))
+            backward(number, [one.sum() + two.sum().to(FIRST)])
+            gradients = get_gradients(number)
+            found["two devices, first"] = is_all(gradients[leaf], 2.0)
+            found["two devices, second"] = is_all(gradients[other], 3.0)
+        with (
+            context() as number
+        ):  # graphs that meet: the callee's parts share its leaf, and this worker's its
+            weighted = rpc.remote("worker1", Weighted, args=(4.0,))
+            first = weighted.rpc_sync().apply(leaf * 2)
+            second = weighted.rpc_sync().apply(first * leaf)
+            third = rpc.rpc_sync("worker2", scaled, args=(second + first, 0.5))
+            backward(number, [third.sum()])
+            # third = (4*2*x*x*w... with w = 4 and x = 2: first = 2xw, second = 2x^2w^2
+            x, w = 2.0, 4.0
+            found["meeting graphs, here"] = is_all(get_gradients(number)[leaf], (4 * x * w * w + 2 * w) / 2)
+            theirs = weighted.rpc_sync().gradient(number)
+            found["meeting graphs, there"] = is_all(theirs, (4 * x * x * w + 2 * x) / 2)
+    return found
+
+
+def test_gradients_are_those_of_one_process(run_workers: RunWorkers, mode: str) -> None:
+    found = run_workers(differentiate, 3, args=(mode,), time_limit=40)[0]
+    assert [what for what, right in found.items() if not right] == []
+    assert len(found) == 7
+
+
+class Layer(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.linear(inputs))
+
+
+def _batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)) for _ in range(5)
+    ]
+
+
+def _trained_here() -> list[Tensor]:
+    layers = [Layer(0), Layer(1), Layer(2)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    optimizer = optim.SGD(parameters, 0.1, momentum=0.9)
+    for inputs, targets in _batches():
+        optimizer.zero_grad()
+        for layer in layers:
+            inputs = layer(inputs)  # noqa: PLW2901
+        torch.autograd.backward(((inputs - targets) ** 2).mean())
+        torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@on_devices
+def train(worker: Worker) -> list[Tensor]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        here = Layer(0).to(FIRST)
+        layers = [RemoteModule(f"worker{rank}/{FIRST}", Layer, args=(rank,)) for rank in (1, 2)]
+        mine = [rpc.RRef(parameter) for parameter in here.parameters()]
+        remote = [parameter for layer in layers for parameter in layer.remote_parameters()]
+        optimizer = DistributedOptimizer(optim.SGD, [*mine, *remote], lr=0.1, momentum=0.9)
+        for inputs, targets in _batches():
+            with context() as number:
+                outputs = here(inputs.to(FIRST))
+                for layer in layers:
+                    outputs = layer(outputs)
+                backward(number, [((outputs - targets.to(FIRST)) ** 2).mean()])
+                optimizer.clip_grad_norm_(number, 0.05)
+                optimizer.step(number)
+        parameters: list[Any] = [*here.parameters(), *(each.to_here() for each in remote)]
+        return [parameter.detach().cpu() for parameter in parameters]
+
+
+def test_training_gives_the_parameters_of_one_process(run_workers: RunWorkers, mode: str) -> None:
+    trained = run_workers(train, 3, args=(mode,), time_limit=40)[0]
+    torch.testing.assert_close(trained, _trained_here())
