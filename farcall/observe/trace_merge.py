@@ -115,7 +115,7 @@ def merge(parts: Sequence[Part]) -> dict[str, Any]:
     """One trace of all parts."""
     clocks = align(parts)
     base = clocks[parts[0].boot].offset if parts else 0.0  # what is far from 0 loses digits
-    sent = {}
+    sent: dict[tuple[str, str, int], tuple[float, int]] = {}
     for part in parts:
         sent |= _sent(part, clocks[part.boot].offset - base)
     events: list[dict[str, Any]] = []
@@ -214,18 +214,19 @@ class _Process:
                 what, seconds, size = rest
                 yield self._slice(f"serialize {what}", at - seconds, at, thread, "serialize", bytes=size)
             elif kind == "call":
-                worker, call_id, to, what, how = self._part.workers[rest[0]], *rest[1:]
+                agent, call_id, to, what, how = rest
                 facts = {"to": to, "call": call_id, "how": how}
-                begun[worker, call_id] = at, thread, what, facts
+                begun[self._part.workers[agent], call_id] = at, thread, what, facts
                 last_call[thread] = facts
             elif kind == "sent" and thread in last_call:
                 last_call.pop(thread)["bytes"] = rest[2]
             elif kind == "called":
-                worker, call_id, _, error = self._part.workers[rest[0]], *rest[1:]
-                yield from self._transfer(kind, (worker, call_id), at, thread)
-                found = begun.pop((worker, call_id), None)
+                agent, call_id, _, error = rest
+                key = self._part.workers[agent], call_id
+                yield from self._transfer(kind, key, at, thread)
+                found = begun.pop(key, None)
                 if found is not None:
-                    yield from self._call((worker, call_id), found, at, thread, error)
+                    yield from self._call(key, found, at, thread, error)
             elif kind == "came":
                 yield from self._transfer(kind, (rest[0], rest[1]), at, thread)
             elif kind == "run":
