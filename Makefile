@@ -11,6 +11,8 @@
 #   make test-engines on real Slurm, MPI, torchx, Ray and sshd, which it installs; as root, 10 minutes
 #   make conformance  PyTorch's own test suites of RPC and of process groups, against farcall;
 #                     BACKEND=grpc: over the backend GRPC
+#   make test-gpu     on a machine with a CUDA device: the tests of devices, PyTorch's tests of RPC with GPUs, and
+#                     figures beside TensorPipe; GPU_PYTHON=... names an interpreter that has PyTorch with CUDA
 #   make proto        the code of the schemas in proto/
 #   make bench        farcall beside torch.distributed.rpc
 #   make clean        remove caches and builds; `make distclean` removes the environment too
@@ -31,13 +33,14 @@ CONSTRAINTS := requirements/constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PYTEST_ARGS ?=
 BACKEND ?=
+GPU_PYTHON ?= python3
 
 # The first interpreter that is new enough and can make a virtual environment.
 SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-engines test-grpc lint conformance proto bench clean distclean setup
+.PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-engines test-grpc test-gpu lint conformance proto bench clean distclean setup
 
 demo: $(READY)
 	@$(BIN)/python examples/parameter_server.py
@@ -86,6 +89,12 @@ lint: $(READY)
 
 conformance: $(READY)
 	FARCALL_TEST_BACKEND=$(BACKEND) $(BIN)/python -m pytest tests/conformance/suites.py $(PYTEST_ARGS)
+	FARCALL_TEST_BACKEND=$(BACKEND) $(BIN)/python -m pytest tests/conformance/gpu.py $(PYTEST_ARGS)
+
+# On a machine with a CUDA device, whose interpreter has a PyTorch with CUDA: nothing is installed for this but
+# farcall itself. Each part ends by itself, and the next one begins whatever came of it.
+test-gpu:
+	@GPU_PYTHON='$(GPU_PYTHON)' tests/accelerator/gpu.sh
 
 proto: $(READY)
 	$(BIN)/python proto/generate.py

@@ -35,7 +35,7 @@ def to_device_list(devices: Iterable[DeviceLike]) -> list[torch.device]:
     for device in normalized:
         if device.type in ("cpu", "meta"):
             raise ValueError(
-                f"`set_devices` expects accelerators only, such as 'cuda:0', got a device of type "
+                f"`set_devices` expects accelerators such as CUDA devices only, got a device of type "
                 f"{device.type!r}"
             )
     return normalized

@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -83,6 +84,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the fork server import PyTorch while the first tests run, if it will be needed."""
     if any(_FIXTURE in getattr(item, "fixturenames", ()) for item in session.items):
         session.config.stash[workers.fork_server_key].warm_up(workers.PRELOADED)
+    if any("device_kind" in getattr(item, "fixturenames", ()) for item in session.items):
+        from tests.support import devices
+
+        devices.is_missing()  # builds the simulated accelerator, which takes longer than a test may
     session.config.stash[_snapshot_key] = leftovers.Snapshot()
 
 
@@ -98,7 +103,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says what was left behind."""
+    """Says what was left behind, and what could not be tested at all."""
+    if (devices := sys.modules.get("tests.support.devices")) and devices.NOT_TESTED:
+        terminalreporter.section("NOT TESTED: tensors on devices", red=True, bold=True)
+        terminalreporter.write_line(f"There is no simulated accelerator: {devices.NOT_TESTED[0]}")
     if found := config.stash.get(_found_key, []):
         terminalreporter.section("left behind by the tests", red=True, bold=True)
         for line in found:

@@ -27,6 +27,15 @@ def _width() -> int:
     return max(40, shutil.get_terminal_size((80, 24)).columns)
 
 
+def _read(folder: Any) -> Any:
+    """The state of a job, with its workers on other hosts as far as a worker here can ask them."""
+    from farcall.observe.gathered import gather
+    from farcall.observe.reader import read_job
+
+    found = read_job(folder, gathered=False)
+    return read_job(folder) if gather(folder.path, found) else found
+
+
 def _find(job: str | None) -> Any:
     from farcall.observe.jobs import find_job, jobs_folder
 
@@ -46,10 +55,9 @@ def why(job: str | None, everything: bool, as_json: bool) -> int:
     Works while the job runs and after it is dead, also if the interpreter of a worker hangs.
     """
     from farcall.observe.analysis import analyze
-    from farcall.observe.reader import read_job
     from farcall.observe.words import in_words
 
-    report = analyze(read_job(_find(job)))
+    report = analyze(_read(_find(job)))
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -86,10 +94,9 @@ def ps(job: str | None, everything: bool, as_json: bool) -> int:
     """
     from farcall.observe.figures import job_line, rows_of, table
     from farcall.observe.jobs import jobs, jobs_folder
-    from farcall.observe.reader import read_job
 
     folders = jobs(jobs_folder(os.environ)) if job is None else [_find(job)]
-    found = [read_job(each) for each in folders]
+    found = [_read(each) for each in folders]
     shown = [each for each in found if each.workers and (everything or job is not None or each.living)]
     if as_json:
         jobs_as_json = [
@@ -125,7 +132,7 @@ def top(job: str | None) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             show(lambda: read_job(folder), _width)
         return 0
-    found = read_job(folder)
+    found = _read(folder)
     click.echo("\n".join([job_line(found), *table(rows_of(found), _width())]))
     return 0
 
@@ -141,10 +148,9 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
     Those of a worker that is dead are from the last look at it. Those of one whose interpreter does not run
     are written by its process without it.
     """
-    from farcall.observe.reader import read_job
     from farcall.observe.stacks import chosen, native_stacks, stack_lines
 
-    found = read_job(_find(job))
+    found = _read(_find(job))
     try:
         picked = chosen(found, workers)
     except LookupError as error:

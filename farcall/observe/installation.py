@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from farcall.observe import tracing
+from farcall.observe.far_hosts import FarHosts, ignore
 from farcall.observe.jobs import JOB, job_id
 from farcall.observe.observer import Observer, program_name
 from rpc.agent.agent import Agent
@@ -40,6 +41,7 @@ def install(agent: Agent) -> None:
     global _observer
     tracing.install(agent)
     if os.environ.get(_SWITCH) == "0":
+        ignore(agent)
         return
     with _lock:
         if _observer is None:
@@ -52,6 +54,7 @@ def install(agent: Agent) -> None:
             _observer.add(agent)
         found = _observer
     agent.extensions["observe"] = found
+    FarHosts(found, agent)
     agent.events.listen(PeerLost, lambda lost: found.record("lost", who=lost.name, why=lost.reason))
     agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
     identify = partial(_identify, found, agent)

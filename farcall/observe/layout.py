@@ -18,6 +18,7 @@ import msgpack
 
 __all__ = [
     "BEAT_OFFSET",
+    "BLOCK_BYTES",
     "FILE_BYTES",
     "HEADER_BYTES",
     "MAX_RECORD_BYTES",
@@ -26,6 +27,7 @@ __all__ = [
     "Beat",
     "LayoutError",
     "Record",
+    "block_size",
     "pack_beat",
     "pack_header",
     "pack_record",
@@ -153,6 +155,16 @@ def unpack_beat(data: bytes) -> Beat | None:
     if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != zlib.crc32(packed):
         return None
     return Beat(*_BEAT.unpack(packed))
+
+
+BLOCK_BYTES: Final = _BLOCK.size
+"""Size of what is before the content of a block, in bytes."""
+
+
+def block_size(data: bytes | bytearray, offset: int) -> int:
+    """Size of the block that begins at an offset, as it says itself."""
+    _, length, _ = _BLOCK.unpack_from(data, offset)
+    return BLOCK_BYTES + int(length)
 
 
 def _block(number: int, packed: bytes) -> bytes:

@@ -14,6 +14,7 @@ from time import process_time
 from types import FrameType
 from typing import Any, Final, Protocol
 
+from farcall.observe.jobs import job_id
 from farcall.observe.locks import awaited_object, holder_of, is_lock, kind_of
 from rpc.agent.agent import Calls
 from rpc.agent.call_frames import awaited_call, awaited_in, request_of
@@ -253,10 +254,13 @@ def _peer(peer: Peer) -> dict[str, Any]:
         "state": link.state.name,
         "failures": link.failures,
         "self": peer.is_self,
+        "near": peer.near,
     }
     if peer.lost is not None:
         found["lost"] = _text(peer.lost)
         found["left"] = peer.has_left
+    if not peer.near:
+        found["host"] = job_id(peer.member.host)
     if link.process:
         found["process"] = link.process
     return found

@@ -45,6 +45,9 @@ _JOINING_SECONDS: Final = 0.1
 _MAX_RECORDS: Final = 512
 """Maximum number of records that one look writes; the newest."""
 
+_MAX_TASKS: Final = 64
+"""Maximum number of tasks that wait for the observing thread; the newest."""
+
 _MAX_SEEN: Final = 2000
 """Maximum number of calls and requests that are followed until they end."""
 
@@ -69,6 +72,7 @@ class Observer:
         self.orders = Orders()
         self._agents: list[Any] = []
         self._records: deque[dict[str, Any]] = deque(maxlen=4 * _MAX_RECORDS)
+        self._tasks: deque[Callable[[], object]] = deque(maxlen=_MAX_TASKS)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
@@ -122,6 +126,11 @@ class Observer:
                 self.job = job
                 self._move()
         self._changed = True
+        self._wake.set()
+
+    def soon(self, task: Callable[[], object]) -> None:
+        """Have the observing thread do something now."""
+        self._tasks.append(task)
         self._wake.set()
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -206,6 +215,8 @@ class Observer:
         self.orders.look(self._file.path.parent)
         for beat in list(self.beats):
             beat()
+        while self._tasks:
+            self._tasks.popleft()()
         if busy or moved or self._changed or self._stopping:
             self._changed = False
             self._write(agents, now, progress=progress)

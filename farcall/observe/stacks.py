@@ -7,7 +7,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from farcall.observe.state import JobState, Place, ThreadState, WorkerState
+from farcall.observe.places import Place
+from farcall.observe.state import JobState, ThreadState, WorkerState, items
 
 __all__ = ["chosen", "native_stacks", "stack_lines"]
 
@@ -51,7 +52,7 @@ def stack_lines(worker: WorkerState, *, everything: bool = False) -> Iterator[st
         yield f"  {thread.name}{_doing(thread)}"
         yield from _places(thread.stack)
     for request in worker.requests:
-        places = [Place.of(each) for each in request.get("stack") or ()]
+        places = [Place.of(each) for each in items(request.get("stack"))]
         if places:
             yield f"  coroutine for {request.get('from')}, {worker.age(request.get('began')):.1f} s"
             yield from _places([each for each in places if each is not None])

@@ -45,7 +45,7 @@ class ThreadState:
 
     @property
     def id(self) -> int:
-        return int(self.fields.get("id") or 0)
+        return whole(self.fields.get("id"))
 
     @property
     def name(self) -> str:
@@ -90,6 +90,16 @@ def pair(value: object) -> tuple[int, int] | None:
 def mappings(value: object) -> list[Mapping[str, Any]]:
     """The mappings in a list; anything else is dropped."""
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+
+
+def items(value: object) -> list[Any]:
+    """The items of a list; none of anything else."""
+    return value if isinstance(value, list) else []
+
+
+def whole(value: object, default: int = 0) -> int:
+    """A whole number; anything else is the default."""
+    return value if isinstance(value, int) else default
 
 
 def number(value: object, default: float = 0.0) -> float:
@@ -139,8 +149,8 @@ class WorkerState:
 
     @property
     def rank(self) -> int:
-        rank = int(number(self.fact("rank", -1), -1))
-        return rank if rank >= 0 else int(number(self._joining().get("rank", -1), -1))
+        rank = whole(self.fact("rank"), -1)
+        return rank if rank >= 0 else whole(self._joining().get("rank"), -1)
 
     def _joining(self) -> Mapping[str, Any]:
         """What the rendezvous says of it, while it is in one."""
@@ -155,7 +165,7 @@ class WorkerState:
 
     @property
     def pid(self) -> int:
-        return int(number(self.fact("pid", 0)))
+        return whole(self.fact("pid"))
 
     @property
     def phase(self) -> str:
@@ -164,8 +174,7 @@ class WorkerState:
 
     @property
     def incarnation(self) -> int:
-        found = self.fact("incarnation", 0)
-        return found if isinstance(found, int) else 0
+        return whole(self.fact("incarnation"))
 
     @property
     def folder(self) -> str:
@@ -194,7 +203,11 @@ class WorkerState:
     @property
     def is_frozen(self) -> bool:
         """Whether its interpreter does not run, though its process lives, or did so at its end."""
-        return bool(self.frozen) or (self.process.alive is True and self.silent > _FROZEN_SECONDS)
+        if self.process.alive is True and self.silent < _FROZEN_SECONDS:
+            return False
+        return bool(self.frozen) or (
+            self.process.alive is True and self.silent > 2 * _FROZEN_SECONDS and not self.fact("timer", False)
+        )
 
     @property
     def threads(self) -> list[ThreadState]:

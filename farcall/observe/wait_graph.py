@@ -11,7 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from farcall.observe.state import JobState, Place, ThreadState, WorkerState, mappings, number, pair
+from farcall.observe.state import (
+    JobState,
+    Place,
+    ThreadState,
+    WorkerState,
+    items,
+    mappings,
+    number,
+    pair,
+    whole,
+)
 
 __all__ = ["Edge", "Graph", "Key", "Node", "last_place", "wait_graph"]
 
@@ -23,6 +33,9 @@ _SHUTDOWN: Final = "shutdown"
 _SPMD_THREAD: Final = "farcall-spmd-worker"
 _EARLIER_SECONDS: Final = 3.0
 """A worker of a job that is over ended by itself if its last sign is this much older than that of others."""
+
+_MAX_RANKS: Final = 1 << 16
+"""Maximum size of a group whose missing ranks are listed."""
 
 _CONNECTED: Final = frozenset(("ESTABLISHED", "UNCONNECTED"))
 
@@ -294,7 +307,7 @@ class _Builder:
                 busy = [key for (index, _), key in self._running.items() if index == callee]
                 threads = {key for key in busy if not key[1].startswith("task")}
                 node.edges += [Edge(key, "busy thread") for key in sorted(threads)]
-                ahead = int(number(found.get("ahead")))
+                ahead = whole(found.get("ahead"))
                 waiting = f"behind {ahead} others" if ahead else "next"
                 node.kind = "queued"
                 node.remark = f"queued at {to}, {waiting}: all of its {len(threads)} threads are busy"
@@ -359,7 +372,7 @@ class _Builder:
         what = str(wait.get("what", "another worker"))
         node.kind, node.seconds = what, worker.age(wait.get("since"))
         node.place = node.place or last_place(worker)
-        names = [str(each) for each in wait.get("whom") or () if str(each) != worker.name]
+        names = [str(each) for each in items(wait.get("whom")) if str(each) != worker.name]
         details = wait.get("details")
         details = details if isinstance(details, Mapping) else {}
         if what == _SHUTDOWN:
@@ -437,7 +450,7 @@ class _Builder:
         which = pair([request.get("incarnation"), request.get("id")])
         if which is None or request.get("state") != "awaiting":
             return None
-        stack = [Place.of(each, worker.folder) for each in request.get("stack") or ()]
+        stack = [Place.of(each, worker.folder) for each in items(request.get("stack"))]
         places = [each for each in stack if each is not None]
         at = _users(places, worker)
         node = self._node(
@@ -532,18 +545,19 @@ def _link_in_words(peer: Mapping[str, Any]) -> str:
     name = peer.get("name")
     if state == "LOST":
         return f"{name} is lost: {peer.get('lost', '')}"
-    tries = int(number(peer.get("failures")))
+    tries = whole(peer.get("failures"))
     return f"the connection to {name} is down; {tries} attempts to make it again have failed so far"
 
 
 def _missing(details: Mapping[str, Any]) -> list[int]:
     present = details.get("present")
     here = {each for each in present if isinstance(each, int)} if isinstance(present, list) else set()
-    return sorted(set(range(int(number(details.get("world_size"))))) - here)
+    size = min(whole(details.get("world_size")), _MAX_RANKS)
+    return sorted(set(range(size)) - here)
 
 
 def _rendezvous_in_words(details: Mapping[str, Any]) -> str:
-    size, missing = int(number(details.get("world_size"))), _missing(details)
+    size, missing = whole(details.get("world_size")), _missing(details)
     if not size:
         return ""
     shown = ", ".join(map(str, missing[:10])) + (" ..." if len(missing) > 10 else "")

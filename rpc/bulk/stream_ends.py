@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
@@ -63,11 +64,11 @@ class Loop(Protocol):
 
 
 class _Writer:
-    """One stream to send over, and the thread that writes to it, if there is one."""
+    """One stream to send over, and whether a thread writes to it."""
 
     def __init__(self, sock: BulkSocket) -> None:
         self.socket = sock
-        self.thread: threading.Thread | None = None
+        self.is_running = False
         self.has_left = False
 
 
@@ -124,7 +125,7 @@ class BulkQueue:
                 return False
             self.unsent += message.size
             self._waiting.append(message)
-            self._wake(-(-message.size // _PIECE_BYTES))
+            self._wake(sum(-(-each.unsent // _PIECE_BYTES) for each in (*self._waiting, *self._open)))
             if self.threads or message not in self._waiting:
                 return True
             self._waiting.remove(message)  # the system gives no more threads
@@ -150,7 +151,7 @@ class BulkQueue:
             self._room.notify_all()
             for writer in self._writers:
                 writer.socket.shut_down()
-                if writer.thread is None:
+                if not writer.is_running:
                     writer.socket.close()
 
     def abandon(self) -> None:
@@ -162,41 +163,42 @@ class BulkQueue:
     @property
     def threads(self) -> int:
         """Number of threads."""
-        return sum(writer.thread is not None for writer in self._writers)
+        return sum(writer.is_running for writer in self._writers)
 
     def _wake(self, count: int) -> None:
         """With the lock: have as many threads at work, or all that there can be."""
         self._more.notify(count)
         count -= self._idle
         for writer in self._writers:
-            if count > 0 and writer.thread is None and not writer.has_left:
+            if count > 0 and not writer.is_running and not writer.has_left:
                 count -= 1
-                writer.thread = threading.Thread(
-                    target=self._run, args=(writer,), name="farcall-bulk-send", daemon=True
-                )
                 try:
-                    writer.thread.start()
+                    start_new_thread(self._run, (writer,))  # does not wait for the thread to begin
                 except RuntimeError:
-                    writer.thread = None
                     return
+                writer.is_running = True
 
     def _run(self, writer: _Writer) -> None:
         try:
             while self._send_next(writer):
                 pass
-        except OSError as error:
+        except Exception as error:
+            if not self._is_closed:
+                self._failed(str(getattr(error, "strerror", None) or error))
             with self._lock:
-                writer.thread = None
-                if not self._is_closed:
-                    self._failed(f"{error.strerror or error}")
-        with self._lock:
-            writer.thread = None
-            if self._is_closed:
-                writer.socket.close()
+                self._end(writer)
         self._ended()
 
+    def _end(self, writer: _Writer) -> None:
+        """With the lock: the thread of a stream writes no more, and another one may be started."""
+        writer.is_running = False
+        if self._is_closed:
+            writer.socket.close()
+
     def _send_next(self, writer: _Writer) -> bool:
-        """Write what a stream sends next; false if its thread is to end. Keeps nothing of it."""
+        """Write what a stream sends next, and keep nothing of it; false if its thread is to end, as is noted
+        then.
+        """
         taken = self._next(writer)
         if taken is None:
             return False
@@ -229,7 +231,7 @@ class BulkQueue:
                         break
                 finally:
                     self._idle -= 1
-            writer.thread = None  # from here on, another one is started
+            self._end(writer)
         return None
 
     def _begin(self) -> None:
@@ -295,13 +297,14 @@ class StreamReader:
         self._received, self._left, self._failed, self._ended = received, left, failed, ended
         self._prefix = memoryview(bytearray(PREFIX_BYTES))
         self._lock = threading.Lock()
-        self.thread: threading.Thread | None = None
+        self.is_running = False
+        """Whether a thread reads."""
         self._is_watched = False
         self._is_closed = False
 
     def watch(self) -> None:
         """Read when something comes."""
-        if not self._is_closed and self.thread is None and not self._is_watched:
+        if not self._is_closed and not self.is_running and not self._is_watched:
             self._is_watched = True
             self._loop.add_reader(self._socket.descriptor, self._start)
 
@@ -312,11 +315,11 @@ class StreamReader:
 
     def _start(self) -> None:
         self._unwatch()
-        self.thread = threading.Thread(target=self._run, name="farcall-bulk-receive", daemon=True)
+        self.is_running = True
         try:
-            self.thread.start()
-        except RuntimeError as error:
-            self.thread = None
+            start_new_thread(self._run, ())
+        except RuntimeError as error:  # the system gives no more threads
+            self.is_running = False
             self._failed(False, str(error))
 
     def close(self) -> None:
@@ -325,7 +328,7 @@ class StreamReader:
         with self._lock:
             self._is_closed = True
             self._socket.shut_down()
-            if self.thread is None:
+            if not self.is_running:
                 self._socket.close()
 
     def abandon(self) -> None:
@@ -338,12 +341,12 @@ class StreamReader:
         try:
             while goes_on and self._socket.wait_readable(IDLE_SECONDS):
                 goes_on = self._read()
-        except (OSError, ProtocolError) as error:
+        except Exception as error:
             goes_on = False
             if not self._is_closed:
                 self._failed(isinstance(error, ProtocolError), str(error))
         with self._lock:
-            self.thread = None
+            self.is_running = False
             if self._is_closed:
                 self._socket.close()
             elif goes_on:

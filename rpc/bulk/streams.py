@@ -89,7 +89,7 @@ class _Streams:
     @property
     def threads(self) -> int:
         queue = 0 if self.queue is None else self.queue.threads
-        return queue + sum(reader.thread is not None for reader in self.readers)
+        return queue + sum(reader.is_running for reader in self.readers)
 
     def close(self) -> None:
         """End them. Nothing is taken in of them when this returns."""

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from rpc.agent.request_runner import Request
 from rpc.device_maps import DeviceMap
+from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of
 from rpc.devices.placements import Between, Placed, indexed
 from rpc.devices.staging import HostStaging
 from rpc.devices.streams import Shared, Streams, use_on_current_stream
+from rpc.group.control import Control
 from rpc.group.peer import Peer
 from rpc.options import AgentOptions
 from rpc.runtime.executor import Executor
@@ -27,7 +29,7 @@ class Devices:
     """The devices of one agent. ``met`` is called on the loop's thread, everything else on any.
 
     Args:
-        options, executor, serializer: of an agent that makes no calls yet.
+        options, executor, serializer, control: of an agent that makes no calls yet.
         own_name: this worker's name.
 
     Attributes:
@@ -36,7 +38,12 @@ class Devices:
     """
 
     def __init__(
-        self, options: AgentOptions, executor: Executor, serializer: Serializer, own_name: str
+        self,
+        options: AgentOptions,
+        executor: Executor,
+        serializer: Serializer,
+        control: Control,
+        own_name: str,
     ) -> None:
         self._executor = executor
         self._serializer = serializer
@@ -47,6 +54,14 @@ class Devices:
         for device_map in self._maps.values():
             self._use(device_map)
         self.updates = Shared(None, self.local)
+        self._exchange = _exchange(control, executor) if options.shared_memory_bytes else None
+        if self._exchange is not None:
+            serializer.register_carrier(Export, self._exchange)
+
+    def gone(self, peer: Peer, reason: str) -> None:
+        """A worker is gone for good."""
+        if self._exchange is not None:
+            self._exchange.gone(peer, reason)
 
     def _use(self, devices: Iterable[torch.device]) -> None:
         accelerator = torch.accelerator.current_accelerator()
@@ -82,17 +97,24 @@ class Devices:
                 f"{{'{device}': '{device}'}}), or pass it as device_maps"
             )
 
+        exchange = self._exchange
+
+        def reads(elements: Tensor) -> bool:
+            return exchange is not None and exchange.reads(peer, elements)
+
+        if exchange is not None and peer.near and not peer.is_self and (calls or theirs):
+            exchange.offer(peer, self.local)
         between = Between(
-            Placed(name, calls, for_calls, self._staging),
-            Placed(name, answers, for_answers, self._staging),
+            Placed(name, calls, for_calls, self._staging, reads),
+            Placed(name, answers, for_answers, self._staging, reads),
             self.streams,
         )
         peer.devices = between
         if peer.codec.id == PICKLE and (between.calls.takes_cpu or between.answers.takes_cpu):
             peer.codec = self._serializer.pickles_as(DevicePickleCodec)
 
-    def _staging(self) -> HostStaging:
-        return HostStaging(self._executor)
+    def _staging(self, *, alone: bool = False) -> HostStaging:
+        return HostStaging(self._executor, alone=alone)
 
     def streams(self) -> Streams:
         """Streams of their own on all devices that messages use."""
@@ -118,3 +140,14 @@ class Devices:
                 run(request)
 
         return run_on_streams
+
+
+def _exchange(control: Control, executor: Executor) -> Exchange | None:
+    """What hands memory of devices to other processes of the host; None if this accelerator cannot."""
+    accelerator = torch.accelerator.current_accelerator()
+    handles = None if accelerator is None else handles_of(accelerator.type)
+    if accelerator is None or handles is None:
+        return None
+    exchange = Exchange(accelerator.type, handles, control.post, executor.submit)
+    control.on(TOPIC, exchange.received)
+    return exchange

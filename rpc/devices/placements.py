@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpc.devices.staging import HostStaging, on_device
+from rpc.devices.ipc import Export
+from rpc.devices.staging import HostStaging, copied, on_device
 from rpc.devices.streams import Streams
 from rpc.serialization.memory import memory_at
 from rpc.serialization.placement import unmapped
@@ -25,6 +26,7 @@ class Placed:
         devices: for each local device the receiver's.
         remedy: for errors: what to write, given a device.
         staging: makes the staging of a message.
+        in_place: whether the receiver reads a tensor of bytes in the sender's memory.
     """
 
     def __init__(
@@ -32,12 +34,14 @@ class Placed:
         receiver: str,
         devices: Mapping[torch.device, torch.device],
         remedy: Callable[[torch.device], str],
-        staging: Callable[[], HostStaging],
+        staging: Callable[..., HostStaging],
+        in_place: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
         self._receiver = receiver
         self._devices = {indexed(source): indexed(target) for source, target in devices.items()}
         self._remedy = remedy
         self.staging = staging
+        self._in_place = in_place
         cpu = torch.device("cpu")
         self.takes_cpu = self._devices.get(cpu, cpu) != cpu
 
@@ -63,6 +67,9 @@ class Placed:
         staged: HostStaging | None = departing.staging
         memory = elements.view(torch.uint8)
         data: Any
+        beside = staged is not None and not staged.alone
+        if beside and target.type != "cpu" and not elements.is_cpu and self._in_place(memory):
+            return copied, (str(target), *layout, Export(memory), requires_grad)
         if departing.trial:
             data = b""
         elif staged is not None and not elements.is_cpu:

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rpc.devices.ipc import Import
 from rpc.devices.streams import arrived
 from rpc.errors import NotInitializedError, SerializationError
 from rpc.runtime.tasks import Task
 from rpc.serialization.memory import layout_of
 
-__all__ = ["HostStaging", "Threads", "on_device"]
+__all__ = ["HostStaging", "Threads", "copied", "on_device"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,11 @@ class HostStaging:
 
     Args:
         threads: wait for the copies.
+        alone: nothing can travel beside the message.
     """
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: Threads, *, alone: bool = False) -> None:
+        self.alone = alone
         self._threads = threads
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[Any] = []
@@ -116,6 +119,24 @@ def on_device(
         )
     if span:
         _copy_in(tensor.as_strided((span,), (1,)).view(torch.uint8), np.frombuffer(data, np.uint8))
+    arrived(tensor)
+    return tensor.requires_grad_(requires_grad)
+
+
+def copied(
+    device: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    memory: Import,
+    requires_grad: bool,
+) -> Tensor:
+    """As ``on_device``, from memory of the sender's on this host. Named in pickles."""
+    if type(memory) is not Import:
+        raise SerializationError("a tensor on a device came without its memory")
+    target = _checked(device)
+    tensor = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=target)
+    memory.copy_to(tensor.as_strided((layout_of(shape, stride).span,), (1,)).view(torch.uint8))
     arrived(tensor)
     return tensor.requires_grad_(requires_grad)
 

@@ -42,16 +42,30 @@ def accelerator() -> tuple[str, int]:
 
 
 def check(name: str, options: AgentOptions, members: Sequence[Member], *, static: bool) -> None:
-    """Check a worker's device maps against the members of its group; ``ValueError`` says what is wrong."""
-    maps, devices = options.device_maps, options.devices
-    if not maps and not devices:
-        return
-    kind, count = accelerator()
+    """Check the device maps of all members, as each of them does; ``ValueError`` says what is wrong.
+
+    Args:
+        name: this worker, whose options are these.
+        members: everybody known so far.
+        static: nobody joins later, so maps name no others.
+    """
     names = [member.name for member in members] if static else None
-    check_device_maps(name, maps, devices, count, names, kind)
-    for member in members:
-        if member.name in maps and member.devices is not None:
-            check_targets(name, member.name, maps[member.name], *member.devices)
+    by_name = {member.name: member for member in members}
+    for member in sorted(members, key=lambda member: member.id):
+        if member.name == name:
+            kind, count = accelerator() if options.device_maps or options.devices else ("cuda", 0)
+            maps, devices = options.device_maps, options.devices
+        elif member.devices is not None:
+            kind, count, used = member.devices
+            maps = {callee: member.maps_for(callee) for callee, _ in member.device_maps}
+            devices = [torch.device(device) for device in used]
+        else:
+            continue
+        check_device_maps(member.name, maps, devices, count, names, kind)
+        for callee, device_map in maps.items():
+            described = by_name[callee].devices if callee in by_name else None
+            if described is not None:
+                check_targets(member.name, callee, device_map, *described)
 
 
 def agree(agent: Agent) -> Callable[[Peer], None]:
@@ -68,7 +82,9 @@ def agree(agent: Agent) -> Callable[[Peer], None]:
         if devices is None:
             from rpc.devices.installation import Devices
 
-            devices = Devices(agent.options, agent.executor, agent.serializer, agent.info.name)
+            control = agent.messages.control
+            devices = Devices(agent.options, agent.executor, agent.serializer, control, agent.info.name)
+            agent.lifecycle.hooks.gone.append(devices.gone)
             agent.calls.answers.use_devices(devices)
             if not peer.is_self:
                 devices.met(agent.group.peers.own)

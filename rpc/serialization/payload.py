@@ -90,8 +90,8 @@ class Placement(Protocol):
             departing: what writes the message. Without a staging, the copy is made at once.
         """
 
-    def staging(self) -> Staging | None:
-        """The staging of a new message; None if it can have none."""
+    def staging(self, *, alone: bool = False) -> Staging | None:
+        """The staging of a new message; None if it can have none. ``alone``: nothing travels beside it."""
 
 
 class PeerDevices(Protocol):

@@ -131,8 +131,11 @@ class PickleCodec:
         what: object = None,
         tracked: Tracked = None,
         as_call: bool = False,
+        alone: bool = False,
     ) -> Payload:
-        """Serialize a value; ``as_call``: tensors of devices go where those of calls go."""
+        """Serialize a value; ``as_call``: tensors of devices go where those of calls go; ``alone``: nothing
+        travels beside it.
+        """
         kind = type(value)
         if kind in _SCALARS or (kind in _SEQUENCES and _is_short_sequence(value)):
             return Payload({}, [_NONE if value is None else _pickle((value, ()), PROTOCOL)])
@@ -149,7 +152,7 @@ class PickleCodec:
                     items, _, tensors = taken
                     return _with_buffers((items if kind is list else tuple(items), tensors))
             placement = of_calls(to) if as_call else of_answers(to)
-            return dump((value, ()), to, self._reducers, tracked=tracked, placement=placement)
+            return dump((value, ()), to, self._reducers, tracked=tracked, placement=placement, alone=alone)
         except Exception as error:
             reason = error
         placement = of_calls(to) if as_call else of_answers(to)
@@ -193,7 +196,7 @@ class PickleCodec:
         for tensor in tensors:
             distinct.append(tensor.detach() if tensor is not None and id(tensor) in seen else tensor)
             seen.add(id(tensor))
-        return self.dumps(distinct, to, what=what, as_call=as_call)
+        return self.dumps(distinct, to, what=what, as_call=as_call, alone=True)
 
     def _value_of(self, record: Any, connect: Connect | None) -> Any:
         value, tensors = record
@@ -261,13 +264,14 @@ class DevicePickleCodec(PickleCodec):
         what: object = None,
         tracked: Tracked = None,
         as_call: bool = False,
+        alone: bool = False,
     ) -> Payload:
         """Serialize a value."""
         placement = of_calls(to) if as_call else of_answers(to)
         if not placement.takes_cpu:
-            return super().dumps(value, to, what=what, tracked=tracked, as_call=as_call)
+            return super().dumps(value, to, what=what, tracked=tracked, as_call=as_call, alone=alone)
         try:
-            return dump((value, ()), to, self._reducers, tracked=tracked, placement=placement)
+            return dump((value, ()), to, self._reducers, tracked=tracked, placement=placement, alone=alone)
         except Exception as error:
             reason = error
         raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
@@ -284,7 +288,7 @@ class DevicePickleCodec(PickleCodec):
         if not placement.takes_cpu:
             return super().dump_tensors(tensors, to, what, as_call=as_call)
         distinct = [None if tensor is None else tensor.detach() for tensor in tensors]
-        return self.dumps(distinct, to, what=what, as_call=as_call)
+        return self.dumps(distinct, to, what=what, as_call=as_call, alone=True)
 
 
 @functools.cache

@@ -208,6 +208,7 @@ def dump(
     trial: bool = False,
     tracked: Tracked = None,
     placement: Placement | None = None,
+    alone: bool = False,
 ) -> Payload:
     """Pickle one object; whatever that raises, what has departed by then is taken back.
 
@@ -220,9 +221,10 @@ def dump(
         trial: only find out whether it can be pickled.
         tracked: the tensors that require grad are put in here, and pickled apart: see ``tracked``.
         placement: where tensors of devices go.
+        alone: their memory travels in the message, and nothing beside it.
     """
     buffers: list[Buffer] = []
-    staging = None if placement is None or trial else placement.staging()
+    staging = None if placement is None or trial else placement.staging(alone=alone)
 
     def leave(buffer: pickle.PickleBuffer) -> bool:
         memory = buffer.raw()

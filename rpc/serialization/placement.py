@@ -43,7 +43,7 @@ class _Unmapped:
         """Never called, since ``target`` raises."""
         raise NotImplementedError
 
-    def staging(self) -> Staging | None:
+    def staging(self, *, alone: bool = False) -> Staging | None:
         """None: there is nothing to copy."""
         return None
 

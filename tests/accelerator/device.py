@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib.util
 import sys
+import time
 import types
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
+from rpc.devices import ipc
 from tests.accelerator.build import library
 
 __all__ = ["export", "ipc_record", "ipc_wait", "open_exported", "schedule", "sleep", "waited"]
@@ -79,6 +81,47 @@ def ipc_record(tensor: torch.Tensor, handle: tuple[Any, ...]) -> int:
 def ipc_wait(tensor: torch.Tensor, handle: tuple[Any, ...], value: int) -> None:
     """Have the current stream wait for what the other process has recorded."""
     _c.ipc_wait(tensor, handle[0][3], value)
+
+
+class _Handles:
+    """Memory of the simulated accelerator for other processes; see ``rpc.devices.ipc``."""
+
+    def identity(self, index: int) -> str:
+        return f"simulated {index}"
+
+    def export(self, elements: torch.Tensor) -> list[Any]:
+        with torch.accelerator.device_index(elements.device.index):
+            memory = _c.export_memory(elements)
+            recorded = _c.ipc_record(elements, memory[3])
+        nbytes, offset = elements.untyped_storage().nbytes(), elements.storage_offset()
+        return [list(memory), nbytes, offset, elements.numel(), recorded]
+
+    def open(self, handle: Any, index: int) -> torch.Tensor:
+        memory, nbytes, offset, numel, recorded = handle
+        with torch.accelerator.device_index(index):
+            whole = _imported(memory, nbytes)
+            _c.ipc_wait(whole, memory[3], recorded)
+        return whole[offset : offset + numel]
+
+    def release(self, handle: Any) -> None:
+        _c.release_export(*handle[0])
+
+
+def _imported(memory: Any, nbytes: int) -> torch.Tensor:
+    """Memory of another process, which the driver maps for one tensor at a time."""
+    for _ in range(5000):
+        try:
+            whole: torch.Tensor = _c.import_memory(*memory, nbytes)
+        except RuntimeError as error:
+            if "imported already" not in str(error):
+                raise
+            time.sleep(0.001)
+        else:
+            return whole
+    raise RuntimeError("the memory of another process is not freed by another thread")
+
+
+ipc.register("sim", _Handles)
 
 
 def _index(device: Any) -> int:

@@ -140,7 +140,7 @@ def call_back() -> None:
     rpc.rpc_sync("worker0", block, timeout=0)
 
 
-@hang("cycle", worker="worker0", quick=True)
+@hang("cycle", worker="worker0")
 def cycle_of_calls_and_a_lock(worker: Worker) -> None:
     if worker.rank == 0:
         with LOCK:
@@ -263,7 +263,7 @@ def take() -> None:
     QUEUE.get()  # culprit: queue_stays_empty
 
 
-@hang("queue", quick=True)
+@hang("queue")
 def queue_stays_empty(worker: Worker) -> None:
     from_worker0(worker, take)
 

@@ -71,18 +71,17 @@ Operation = Callable[[int, torch.Tensor], None]
 OPERATIONS: tuple[Operation, ...] = (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all)
 
 
-def agent() -> Any:
+def node() -> Any:
     world: Any = dist.group.WORLD
-    return world.group.node.agent
+    return world.group.node
 
 
 def peer() -> Any:
-    (other,) = [each for each in agent().group.peers.all() if not each.is_self]
-    return other
+    return node().peers[1 - dist.get_rank()]
 
 
 def streams() -> _Streams | None:
-    found: _Streams | None = agent().messages.bulk_streams._streams.get(peer())
+    found: _Streams | None = node()._lifecycle._messages.bulk_streams._streams.get(peer())
     return found
 
 

@@ -53,6 +53,7 @@ def worker(
     process: Process | None = None,
     frozen: dict[int, Stack] | None = None,
     wall: float = 1000.0,
+    looked: float = NOW,
     phase: str = "running",
     **snapshot: Any,
 ) -> WorkerState:
@@ -64,7 +65,7 @@ def worker(
         "pid": 50 + rank,
     }
     found = {"worker": facts, "threads": list(threads), "moved": NOW - 20, "called": NOW - 20} | snapshot
-    beat = Beat(1, NOW, wall, 0, 0, 0.0)
+    beat = Beat(1, looked, wall, 0, 0, 0.0)
     return WorkerState(beat, found, process or Process(alive=True), NOW, frozen or {})
 
 
@@ -162,7 +163,7 @@ def test_interpreter_that_is_held() -> None:
         MAIN: Stack(MAIN, (("wait", "<lib>", 3), ("g", "prog.py", 4))),
         2: Stack(2, (("native", "prog.py", 9), ("run", "<ours>", 1))),
     }
-    stuck = worker(1, thread(MAIN, line=4, doing="sleeps"), frozen=frozen)
+    stuck = worker(1, thread(MAIN, line=4, doing="sleeps"), frozen=frozen, looked=NOW - 9)
     assert first(worker(0, waits_for_call(1, 1, 5), calls=[call(1, 1)]), stuck) == ("frozen", "worker1", 9)
 
 

@@ -104,7 +104,7 @@ class Receiver:
     def close(self) -> None:
         for reader in self.readers:
             reader.close()
-        until(lambda: all(reader.thread is None for reader in self.readers))
+        until(lambda: not any(reader.is_running for reader in self.readers))
 
 
 @contextlib.contextmanager
@@ -255,7 +255,7 @@ def test_a_reader_that_waits_for_the_rest_of_a_message_can_be_closed() -> None:
         in_the_middle(socks[0], receiver, np.zeros(size, np.uint8), size)
         receiver.close()
         assert receiver.failures == []
-        assert receiver.readers[0].thread is None
+        assert not receiver.readers[0].is_running
 
 
 # ---- what a peer may not do
@@ -324,7 +324,7 @@ def test_threads_end_when_there_is_nothing_to_do_and_come_back(monkeypatch: pyte
     with streams(loop=loop) as (socks, receiver), queue(socks) as sender:
         for number in range(3):
             assert loop.watched.wait(SOON)
-            until(lambda: not sender.threads and receiver.readers[0].thread is None)
+            until(lambda: not sender.threads and not receiver.readers[0].is_running)
             loop.watched.clear()
             sender.add(message(number, numbers(MIB, number)))
             loop.callback()

@@ -1,0 +1,54 @@
+"""CUDA memory for another process, by the handles that ``torch.multiprocessing`` uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+__all__ = ["CudaHandles"]
+
+
+class CudaHandles:
+    """See ``Handles``. PyTorch counts the processes that have the memory. A thread that frees an opened
+    tensor waits for the current stream.
+    """
+
+    def identity(self, index: int) -> str:
+        """The device's UUID."""
+        return str(torch.cuda.get_device_properties(index).uuid)
+
+    def export(self, elements: Tensor) -> list[Any]:
+        """Name a tensor; PyTorch records an event on the current stream."""
+        with torch.cuda.device(elements.device):
+            reduced: Any = reductions.reduce_tensor(elements)  # type: ignore[no-untyped-call]  # untyped in torch
+        _, _, _, offset, _, _, _, handle, size, storage_offset, _, *counter_and_event = reduced[1]
+        return [elements.numel(), offset, handle, size, storage_offset, *counter_and_event]
+
+    def open(self, handle: Any, index: int) -> Tensor:
+        """The tensor; the current stream waits for the event."""
+        numel, offset, memory, size, storage_offset, *counter_and_event = handle
+        with torch.cuda.device(index):
+            opened: Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]  # untyped in torch
+                Tensor,
+                (numel,),
+                (1,),
+                offset,
+                torch.storage.TypedStorage,
+                torch.uint8,
+                index,
+                memory,
+                size,
+                storage_offset,
+                False,
+                *counter_and_event,
+            )
+        return opened
+
+    def release(self, handle: Any) -> None:
+        """Count down for a process that does not open it."""
+        counter, offset = handle[5], handle[6]
+        release: Any = torch.UntypedStorage._release_ipc_counter
+        release(counter, offset, device=torch.cuda.current_device())

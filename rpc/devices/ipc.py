@@ -1,0 +1,279 @@
+"""Device tensors for workers on this host, which read the sender's memory in place of a copy in a message.
+
+What the device can do is asked of PyTorch: a registry has, by the type of the device, how memory is handed to
+another process (``Handles``). Each worker offers its devices to each worker on its host that it has a device
+map with, with a small tensor to try. What the other one cannot open is refused, once and with a line in the
+log, and goes through pinned memory as between hosts.
+
+A message has the handle of a tensor beside its pickle. The receiver copies the elements to memory of its own,
+on its current stream, and says that it is done: so a tensor may be changed after the call, and two workers
+never share memory for longer than a copy takes. The memory is kept by the device's own count until then.
+When the receiver dies, the sender gives up what was not read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from rpc.errors import ProtocolError, SerializationError
+from rpc.group.peer import Peer
+from rpc.runtime.tasks import Task
+
+__all__ = ["SMALLEST_BYTES", "TOPIC", "Exchange", "Export", "Handles", "Import", "handles_of", "register"]
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_BYTES: Final = 64 << 10
+"""Size of the smallest tensor that is read in place: less is copied sooner than opened."""
+
+TOPIC: Final = "devices"
+_PROBE: Final = 64
+"""Elements of the tensor that is opened to try."""
+
+Handle = Sequence[Any]
+"""What names memory of another process: anything that msgpack can encode."""
+
+
+class Handles(Protocol):
+    """How memory of one type of device is handed to another process of the host."""
+
+    def identity(self, index: int) -> str:
+        """What a device is called in all processes of the host; equal for the same physical device."""
+
+    def export(self, elements: Tensor) -> Handle:
+        """Name a contiguous tensor of bytes for one other process, after the work on the current stream. Its
+        memory is kept until the other process has opened and freed it, or ``release`` was called.
+        """
+
+    def open(self, handle: Handle, index: int) -> Tensor:
+        """The tensor of bytes that a handle names, on the local device ``index``. The current stream waits
+        for the work that makes it.
+        """
+
+    def release(self, handle: Handle) -> None:
+        """Give up a handle that is not opened."""
+
+
+_registry: Final[dict[str, Callable[[], Handles]]] = {}
+
+
+def register(kind: str, make: Callable[[], Handles]) -> None:
+    """Say how memory of a type of device is handed to another process."""
+    _registry[kind] = make
+
+
+def handles_of(kind: str) -> Handles | None:
+    """What is registered for a type of device."""
+    make = _registry.get(kind)
+    return None if make is None else make()
+
+
+def _cuda() -> Handles:
+    from rpc.devices.cuda_handles import CudaHandles
+
+    return CudaHandles()
+
+
+register("cuda", _cuda)
+
+
+class Export:
+    """A tensor of bytes in a message, by its handle."""
+
+    __slots__ = ("elements",)
+
+    def __init__(self, elements: Tensor) -> None:
+        self.elements = elements
+
+
+class Import:
+    """A handle that has arrived beside a message. It is opened once, or released when nobody reads it."""
+
+    def __init__(
+        self,
+        handles: Handles,
+        handle: Handle,
+        index: int,
+        done: Callable[[], object],
+        give_up: Callable[[Handle], object],
+    ) -> None:
+        self._handles = handles
+        self._handle = handle
+        self._index = index
+        self._done = done
+        self._unread = weakref.finalize(self, give_up, handle)
+        self._unread.atexit = False
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy the elements to a tensor of as many bytes, on the current streams."""
+        if self._unread.detach() is None:
+            raise SerializationError("a tensor of a device can be read once only")
+        opened = self._handles.open(self._handle, self._index)
+        target.copy_(opened, non_blocking=True)
+        del opened
+        self._done()
+
+
+class Exchange:
+    """See the module. The carrier of ``Export`` (``rpc.serialization.carriers``).
+
+    Args:
+        kind: type of this worker's devices.
+        handles: how their memory is handed over.
+        post: sends a control message to a worker.
+        submit: runs a task on a thread that may wait.
+    """
+
+    kind = "ipc"
+
+    def __init__(
+        self,
+        kind: str,
+        handles: Handles,
+        post: Callable[[Peer, str, Any], object],
+        submit: Callable[[Task], object],
+    ) -> None:
+        self._type = kind
+        self._handles = handles
+        self._post = post
+        self._submit = submit
+        self._numbers = itertools.count(1)
+        self._probes: dict[Peer, list[Tensor]] = {}
+        self._taken: dict[Peer, set[int]] = {}
+        """By worker, the devices of this worker that it reads."""
+        self._found: dict[Peer, dict[int, int]] = {}
+        """By worker, for each of its devices that this worker reads, its index here."""
+        self._under_way: dict[Peer, dict[int, Handle]] = {}
+        """By worker, what it has not said to be done with."""
+
+    # ---- agreeing
+
+    def offer(self, peer: Peer, devices: Sequence[torch.device]) -> None:
+        """Offer devices to a worker on this host."""
+        self._submit((self._offer, (peer, list(devices))))
+
+    def _offer(self, offered: tuple[Peer, list[torch.device]]) -> None:
+        peer, devices = offered
+        for device in devices:
+            try:
+                probe = torch.arange(_PROBE, dtype=torch.uint8, device=device)
+                self._probes.setdefault(peer, []).append(probe)
+                handle = self._handles.export(probe)
+            except Exception as error:
+                logger.info("the memory of %s is not handed to other processes: %s", device, error)
+                continue
+            identity = self._handles.identity(device.index)
+            self._post(peer, TOPIC, ["offer", self._type, device.index, identity, handle])
+
+    def received(self, peer: Peer, body: object) -> None:
+        """A control message; on the loop's thread."""
+        match body:
+            case ["offer", str(kind), int(index), str(identity), [*handle]]:
+                self._submit((self._try, (peer, kind, index, identity, handle)))
+            case ["take", int(index)]:
+                self._taken.setdefault(peer, set()).add(index)
+                self._answered(peer)
+            case ["refuse", int(index), str(reason)]:
+                self._answered(peer)
+                logger.info(
+                    "worker '%s' does not read the memory of %s:%d, so tensors there are copied through "
+                    "pinned memory: %s",
+                    peer.name,
+                    self._type,
+                    index,
+                    reason,
+                )
+            case ["done", int(number)]:
+                self._under_way.get(peer, {}).pop(number, None)
+            case _:
+                raise ProtocolError(f"a message about devices that cannot be: {str(body)[:80]}")
+
+    def _answered(self, peer: Peer) -> None:
+        probes = self._probes.get(peer)
+        if probes:
+            probes.pop(0)
+
+    def _try(self, offered: tuple[Peer, str, int, str, Handle]) -> None:
+        peer, kind, index, identity, handle = offered
+        try:
+            if kind != self._type:
+                raise SerializationError(f"its devices are of type '{self._type}'")
+            count = torch.accelerator.device_count()
+            mine = next((each for each in range(count) if self._handles.identity(each) == identity), None)
+            if mine is None:
+                raise SerializationError("it does not have this device")
+            with torch.accelerator.device_index(mine):
+                found = self._handles.open(handle, mine).cpu()
+            if found.tolist() != list(range(_PROBE)):
+                raise SerializationError("it found other elements there")
+        except Exception as error:
+            self._post(peer, TOPIC, ["refuse", index, f"{type(error).__name__}: {error}"[:200]])
+            return
+        self._found.setdefault(peer, {})[index] = mine
+        self._post(peer, TOPIC, ["take", index])
+
+    def reads(self, peer: Peer, elements: Tensor) -> bool:
+        """Whether a worker reads a tensor of bytes in place."""
+        taken = self._taken.get(peer)
+        return taken is not None and elements.device.index in taken and elements.numel() >= SMALLEST_BYTES
+
+    def gone(self, peer: Peer, _: str) -> None:
+        """A worker is gone: give up what it has not read."""
+        for table in (self._taken, self._found, self._probes):
+            table.pop(peer, None)
+        left = self._under_way.pop(peer, {})
+        if left:
+            self._submit((self._release_all, list(left.values())))
+
+    def _release_all(self, handles: list[Handle]) -> None:
+        for handle in handles:
+            self._handles.release(handle)
+
+    # ---- the carrier
+
+    def depart(self, export: Export, to: Peer) -> Any:
+        """Name a tensor for a worker."""
+        elements = export.elements
+        number = next(self._numbers)
+        handle = list(self._handles.export(elements))
+        self._under_way.setdefault(to, {})[number] = handle
+        return [number, elements.device.index, handle]
+
+    def take_back(self, descriptors: list[Any], to: Peer) -> None:
+        """The message was not sent."""
+        for number, _, handle in descriptors:
+            if self._under_way.get(to, {}).pop(number, None) is not None:
+                self._handles.release(handle)
+
+    def arrive(self, descriptors: list[Any], source: Peer) -> list[Import]:
+        """Handles have arrived."""
+        return [self._arrived(source, *descriptor) for descriptor in descriptors]
+
+    def _arrived(self, source: Peer, number: int, index: int, handle: Handle) -> Import:
+        mine = self._found.get(source, {}).get(index)
+        if mine is None:
+            raise SerializationError(f"a tensor of device {index}, which this worker did not agree to read")
+
+        def done() -> None:
+            self._post(source, TOPIC, ["done", number])
+
+        def give_up(handle: Handle) -> None:  # in a finalizer
+            self._submit((self._release, (handle, done)))
+
+        return Import(self._handles, handle, mine, done, give_up)
+
+    def _release(self, unread: tuple[Handle, Callable[[], object]]) -> None:
+        handle, done = unread
+        self._handles.release(handle)
+        done()
+
+    def ready(self, objects: Any, when_ready: Callable[[], object]) -> bool:
+        """At once: streams wait for the rest."""
+        return True

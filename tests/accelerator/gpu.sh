@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Runs the tests of devices on CUDA, and prints figures beside TensorPipe; called by `make test-gpu`.
+#
+# Needs an interpreter ($GPU_PYTHON) with PyTorch 2.13 or newer with CUDA, pytest, pytest-timeout, hypothesis and
+# what farcall depends on; expecttest for PyTorch's own tests. Nothing is downloaded: farcall is installed beside
+# it, in a folder of its own, so that its entry points are found. The whole takes about 8 minutes on one GPU.
+set -u
+python=${GPU_PYTHON:-python3}
+seconds=${GPU_SECONDS:-150}
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+"$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$site" . || exit 2
+# The packages come from this tree; the folder only has farcall's entry points.
+find "$site" -mindepth 1 -maxdepth 1 ! -name 'farcall-*.dist-info' -exec rm -rf {} +
+export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
+export FARCALL_TEST_DEVICE=cuda PYTHONUNBUFFERED=1 PYTORCH_NVML_BASED_CUDA_CHECK=1
+FARCALL_TEST_DEVICES=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+export FARCALL_TEST_DEVICES
+"$python" -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name())' || exit 2
+status=0
+echo "== figures: farcall beside TensorPipe"
+timeout "$seconds" "$python" -m benchmarks.devices || status=1
+echo "== the tests of devices, on CUDA"
+timeout "$seconds" "$python" -m pytest -q -o addopts= -p no:cacheprovider tests/group/devices || status=1
+echo "== PyTorch's tests of RPC with GPUs"
+timeout "$((2 * seconds))" "$python" -m pytest -q -o addopts= -p no:cacheprovider tests/conformance/gpu.py || status=1
+exit $status

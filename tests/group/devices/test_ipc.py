@@ -1,0 +1,106 @@
+"""Large device tensors between workers of one host, which read each other's memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from farcall import rpc
+from rpc.devices.ipc import SMALLEST_BYTES, Import
+from tests.support.device_groups import one_to_one
+from tests.support.devices import FIRST, device_kind, is_all, late, mode, on_devices, used_bytes
+from tests.support.workers import RunWorkers, Worker
+
+__all__ = ["device_kind", "mode"]
+
+LARGE = SMALLEST_BYTES  # elements of four bytes
+
+_opened: list[int] = []
+"""Devices whose tensors this worker has read in place."""
+
+
+def _count_imports() -> None:
+    copy_to = Import.copy_to
+
+    def counting(self: Import, target: torch.Tensor) -> None:
+        _opened.append(0)
+        copy_to(self, target)
+
+    Import.copy_to = counting  # type: ignore[method-assign]
+
+
+def opened() -> int:
+    return len(_opened)
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def _until_agreed() -> None:
+    """Until both read each other's memory: the first tensors are copied."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        rpc.rpc_sync("worker1", double, args=(torch.zeros(LARGE, device=FIRST),))
+        if opened() and rpc.rpc_sync("worker1", opened):
+            return
+    raise AssertionError("the workers do not read each other's memory")
+
+
+@on_devices
+def exchange(worker: Worker) -> list[Any]:
+    _count_imports()
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        _until_agreed()
+        before = opened()
+        with torch.Stream(device=FIRST):
+            result = rpc.rpc_sync("worker1", double, args=(late(3.0, FIRST, LARGE),))
+            sync = is_all(result, 6.0)
+        tensor = late(4.0, FIRST, LARGE)
+        future = rpc.rpc_async("worker1", double, args=(tensor,))
+        del tensor
+        again = torch.full((LARGE,), 9.0, device=FIRST)
+        with torch.Stream(device=FIRST):
+            asynchronous = is_all(future.wait(), 8.0)
+        views = torch.arange(4.0 * LARGE, device=FIRST).reshape(2, 2, LARGE)
+        back = rpc.rpc_sync("worker1", _same, args=([views[0], views[1].T, views],))
+        same = [
+            torch.equal(a.cpu(), b.cpu()) for a, b in zip(back, [views[0], views[1].T, views], strict=True)
+        ]
+        return [sync, asynchronous, is_all(again, 9.0), *same, opened() - before >= 5]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def test_memory_of_the_other_worker_is_read_in_order(run_workers: RunWorkers, mode: str) -> None:
+    found = run_workers(exchange, 2, args=(mode,), time_limit=60)[0]
+    assert found == [True] * 7
+
+
+@on_devices
+def give_back(worker: Worker) -> list[int]:
+    _count_imports()
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        _until_agreed()
+        before = used_bytes()
+        future = rpc.rpc_async("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+        future.cancel()
+        for _ in range(5):
+            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+        del future
+        end = time.monotonic() + 10
+        while used_bytes() > before and time.monotonic() < end:
+            time.sleep(0.02)
+        return [used_bytes() - before]
+
+
+def test_memory_comes_back(run_workers: RunWorkers, device_kind: str) -> None:
+    assert run_workers(give_back, 2, args=("random",), time_limit=60)[0] == [0]
