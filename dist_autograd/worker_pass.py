@@ -32,6 +32,7 @@ from dist_autograd.recording import RECV_NODE, Origin, Sent, anchor, computed_fr
 from dist_autograd.tickets import new_ticket
 from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.group.peer import Peer
+from rpc.runtime import spans
 from rpc.runtime.torch_internals import is_profiler_enabled
 from rpc.wire.frames import Frame
 
@@ -255,6 +256,7 @@ class WorkerPass:
         accumulate: bool = False,
     ) -> list[Tensor | None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(spans.span("gradients", leaves=len(leaves)))
             if any(node.on_device for node in self._reach.recvs):
                 roots, gradients = stack.enter_context(heralded(roots, gradients, anchor()))
             captured = engine.run(

@@ -16,6 +16,7 @@ import dist_autograd
 from dist_autograd.installation import autograd
 from rpc.api import get_worker_info
 from rpc.errors import with_article
+from rpc.runtime import spans
 from rref import RRef
 
 __all__ = ["LocalOptimizer", "OptimizerFactory", "make_local_optimizer", "mark_as_copy"]
@@ -77,7 +78,8 @@ class LocalOptimizer:
                     if optimized is not parameter and optimized.data_ptr() != parameter.data_ptr():
                         optimized.data = parameter.data  # the parameter has been given other memory
                     optimized.grad = gradients.get(parameter)
-                self._optimizer.step()
+                with spans.span("optimizer step", parameters=len(gradients)):
+                    self._optimizer.step()
             finally:
                 for optimized, gradient in zip(self._optimized, before, strict=True):
                     optimized.grad = gradient

@@ -56,6 +56,7 @@ from rpc.runtime.current import is_initialized
 from rpc.serialization.portable import PortablePickler
 from rpc.serialization.settings import allow_class, allow_function, allow_methods, use_pickler
 from rpc.serving import serve
+from rpc.tracing import trace
 
 if TYPE_CHECKING:
     from rref.reference import RRef as RRef
@@ -103,6 +104,7 @@ __all__ = [
     "set_rpc_timeout",
     "shutdown",
     "spawn",
+    "trace",
     "use_pickler",
     "wait_all",
     "wait_any",

@@ -1,4 +1,4 @@
-"""The commands that look at jobs: ``why``, ``ps``, ``top``, ``stacks`` and ``logs``."""
+"""The commands that look at jobs: ``why``, ``trace``, ``ps``, ``top``, ``stacks`` and ``logs``."""
 
 from __future__ import annotations
 
@@ -63,6 +63,23 @@ def why(job: str | None, everything: bool, as_json: bool) -> int:
     else:
         for line in in_words(report, _width(), everything=everything):
             click.echo(line)
+    return 0
+
+
+@click.command(short_help="Trace all workers of a job on this host, into a file for Perfetto.")
+@_job_option
+@click.option(
+    "--seconds", default=10.0, show_default=True, type=click.FloatRange(0.1, 3600), help="How long."
+)
+@click.option("-o", "--output", default="trace.json", show_default=True, help="The file.")
+def trace(job: str | None, seconds: float, output: str) -> int:
+    """Trace all workers of a job on this host, into one file: open it in https://ui.perfetto.dev.
+
+    For workers on several hosts, use rpc.trace in the program.
+    """
+    from farcall.observe.trace_command import trace_job
+
+    click.echo(trace_job(_find(job), seconds, output))
     return 0
 
 
@@ -169,4 +186,4 @@ def logs(job: str | None, lines: int, workers: tuple[str, ...]) -> int:
     return 0
 
 
-COMMANDS: Final = (why, ps, top, stacks, logs)
+COMMANDS: Final = (why, ps, top, stacks, logs, trace)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
+from farcall.observe import tracing
 from farcall.observe.far_hosts import FarHosts, ignore
 from farcall.observe.jobs import JOB, job_id
 from farcall.observe.observer import Observer, program_name
@@ -39,6 +40,7 @@ def observer() -> Observer | None:
 def install(agent: Agent) -> None:
     """Have this process observed for as long as the agent lives."""
     global _observer
+    tracing.install(agent)
     if os.environ.get(_SWITCH) == "0":
         ignore(agent)
         return
@@ -47,6 +49,7 @@ def install(agent: Agent) -> None:
             facts = _identity() | {"incarnation": agent.incarnation}
             _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
+            tracing.follow_orders(lambda observer=_observer: observer.agents, _observer.orders.on)
             _observer.start()
         else:
             if _observer.identity["phase"] == "starting":

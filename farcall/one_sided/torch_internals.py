@@ -1,7 +1,11 @@
-"""The private names of PyTorch that one-sided transfers need: a gate, see ``rpc/runtime/internals.py``."""
+"""The private names of PyTorch that one-sided transfers need: see ``rpc/runtime/internals.py``.
+
+The whole interface is private, in PyTorch 2.15 and newer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from rpc.runtime.internals import Internals
@@ -10,14 +14,9 @@ __all__ = ["INTERNALS", "Transport", "wait_all"]
 
 INTERNALS: Final = Internals()
 
-Transport: Any = INTERNALS.find(
-    "torch.distributed._transport:Transport", "there are no one-sided transfers", since=(2, 15)
-)
-"""The base class of transports."""
+_NO_TRANSFERS: Final = "one-sided transfers do not work"
 
-wait_all: Final[Any] = INTERNALS.find(
-    "torch.distributed._transport:wait_all",
-    "transports of one-sided transfers cannot be closed in coroutines",
-    since=(2, 15),
+Transport: Final[Any] = INTERNALS.find("torch.distributed._transport:Transport", _NO_TRANSFERS, since=(2, 15))
+wait_all: Final[Callable[..., Any]] = INTERNALS.find(
+    "torch.distributed._transport:wait_all", _NO_TRANSFERS, since=(2, 15)
 )
-"""Waits for works in a coroutine."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from threading import TIMEOUT_MAX
+from time import monotonic
 from typing import Any, Final
 
 from torch import Tensor, is_grad_enabled
@@ -23,7 +24,7 @@ from rpc.errors import MessageLostError, WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import this_thread
-from rpc.runtime.events import Events
+from rpc.runtime.events import CallSerialized, Events
 from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.runtime.tasks import COMPLETION, Task
 from rpc.serialization.payload import Connect, Payload
@@ -80,6 +81,7 @@ class Caller:
         self._serializer = serializer
         self._adopt = serializer.adopt
         self._tracing = tracing
+        self._events = events
         self._activity = activity
         self._find = find
         self._send = send
@@ -208,6 +210,23 @@ class Caller:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
     ) -> Payload:
         """The message of a call, and what the tape says of it."""
+        if self._events.call_serialized:
+            return self._dump_told(function, args, kwargs, peer)
+        return self._dump_call(function, args, kwargs, peer)
+
+    def _dump_told(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
+    ) -> Payload:
+        began = monotonic()
+        payload = self._dump_call(function, args, kwargs, peer)
+        size = sum(map(len, payload.buffers))
+        told = CallSerialized(peer.name, function, monotonic() - began, size)
+        self._events.tell(self._events.call_serialized, told)
+        return payload
+
+    def _dump_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
+    ) -> Payload:
         tape = self._tracing.tape
         recording = None if tape is None or tape.current() is None else tape.calling(peer)
         if tape is None or recording is None:

@@ -38,7 +38,7 @@ from rpc.errors import (
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.current import is_initialized
-from rpc.runtime.events import Events, RequestBegun, RequestEnded
+from rpc.runtime.events import Events, RequestBegun, RequestEnded, RunBegun, RunEnded
 from rpc.runtime.executor import Executor
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
@@ -222,11 +222,19 @@ class RequestRunner:
     def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
         """Run a request and answer it; ``load`` reads it, where it is not a plain call."""
         function: Callable[..., Any] | None = None
+        events = self._events
         try:
             if request.cancelled:
                 raise asyncio.CancelledError
-            function, args, kwargs = (load or self.load)(request)
-            value = self.start(function, args, kwargs, request)
+            if events.run_begun:
+                function, args, kwargs = self._load_told(request, load or self.load)
+            else:
+                function, args, kwargs = (load or self.load)(request)
+            try:
+                value = self.start(function, args, kwargs, request)
+            finally:
+                if events.run_ended:
+                    events.tell(events.run_ended, RunEnded(request.peer.name, request.frame.call_id))
         except BaseException as error:
             self.fail(request.peer, request.frame.call_id, error, function)
             return
@@ -283,6 +291,20 @@ class RequestRunner:
         # The arguments have it from here on: whoever still knows of the request keeps nothing of it.
         arrivals, request.arrivals = request.arrivals, None
         return load(header, buffers, arrivals, peer, connect=connect)
+
+    def _load_told(self, request: Request, load: Callable[[Request], Call]) -> Call:
+        """Load a request, and tell that it runs now."""
+        taken = monotonic()
+        call = load(request)
+        begun = RunBegun(
+            request.peer.name,
+            request.frame.call_id,
+            call[0],
+            taken - request.began,
+            monotonic() - taken,
+        )
+        self._events.tell(self._events.run_begun, begun)
+        return call
 
     def start(
         self,

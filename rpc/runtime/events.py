@@ -31,6 +31,7 @@ from rpc.runtime.current import current_agent
 __all__ = [
     "CallBegun",
     "CallEnded",
+    "CallSerialized",
     "Events",
     "MessageReceived",
     "MessageSent",
@@ -38,6 +39,8 @@ __all__ = [
     "PeerLost",
     "RequestBegun",
     "RequestEnded",
+    "RunBegun",
+    "RunEnded",
     "listen",
 ]
 
@@ -76,6 +79,35 @@ class RequestBegun:
 
     source: str  # the caller's name
     call_id: int  # as in the caller's events
+
+
+@dataclass(frozen=True, slots=True)
+class RunBegun:
+    """At the callee: this thread begins to run the function of a request."""
+
+    source: str  # the caller's name
+    call_id: int  # as in the caller's events
+    what: object  # the function
+    queued: float  # seconds from when the request came until a thread was free
+    loaded: float  # seconds in which the function and its arguments were deserialized
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """At the callee: the function has returned or raised, on the thread that ran it."""
+
+    source: str
+    call_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallSerialized:
+    """At the caller: the function and arguments of a call have been serialized; ``CallBegun`` comes next."""
+
+    to: str  # the callee's name
+    what: object  # the function
+    seconds: float
+    size: int  # in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +163,9 @@ class Events:
     call_begun: Handlers
     call_ended: Handlers
     request_begun: Handlers
+    run_begun: Handlers
+    run_ended: Handlers
+    call_serialized: Handlers
     request_ended: Handlers
     peer_joined: Handlers
     peer_lost: Handlers
@@ -174,7 +209,8 @@ class Events:
 _ATTRIBUTES: Final[dict[type, str]] = {
     kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()  # ``call_begun`` for ``CallBegun``
     for kind in (
-        *(CallBegun, CallEnded, RequestBegun, RequestEnded),
+        *(CallSerialized, CallBegun, CallEnded),
+        *(RequestBegun, RunBegun, RunEnded, RequestEnded),
         *(PeerJoined, PeerLost, MessageSent, MessageReceived),
     )
 }

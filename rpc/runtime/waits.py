@@ -18,6 +18,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Final, Self
 
+from rpc.runtime import spans
+
 __all__ = ["Waiting", "current", "waiting"]
 
 
@@ -49,6 +51,8 @@ class Waiting:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _current.pop(id(self), None)
+        if spans.is_listened_to():
+            spans.tell(spans.Span(self.what, self.details, self.since, monotonic(), self.thread, waits=True))
 
 
 _current: Final[dict[int, Waiting]] = {}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, WorkerLostError
+from rpc.runtime import spans
 from spmd.engine.aliases import Value
 from spmd.engine.bounded_cache import BoundedCache
 from spmd.engine.errors import OperationError, SpmdError
@@ -290,7 +291,8 @@ class Session:
 
     def _settle(self, step: _UnderWay) -> list[Answer]:
         """Wait for a step, and note what has failed."""
-        answers, failed = self._set.wait(step.answers)
+        details = {"lines": step.described()} if spans.is_listened_to() else {}
+        answers, failed = self._set.wait(step.answers, **details)
         for worker, error in failed.items():
             self._broken = self._broken or _unanswered(step.described(), error)
             answers[worker] = Answer()

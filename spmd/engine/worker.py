@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from rpc.runtime import spans
 from spmd.engine.interpreter import LinkedProgram
 from spmd.engine.messages import Answer, Failure, Step
 from spmd.engine.program import MeshKey, Program
@@ -87,7 +88,8 @@ class WorkerEngine:
             try:
                 if known.linked is None:
                     known.linked = LinkedProgram(definition, self.rank, self._meshes)
-                outputs = known.linked.run(inputs, scalars, failed)[len(kept) :]
+                with spans.span("SPMD program", program=step.program):
+                    outputs = known.linked.run(inputs, scalars, failed)[len(kept) :]
             except InstructionError as error:
                 self._ended = Failure(error.index, _sendable(error.cause))
             except Exception as error:  # it could not be linked

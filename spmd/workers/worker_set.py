@@ -124,8 +124,12 @@ class WorkerSet:
         self.number += 1
         return answers
 
-    def wait(self, answers: Sequence[Any]) -> tuple[list[Any], dict[int, Exception]]:
+    def wait(self, answers: Sequence[Any], **details: Any) -> tuple[list[Any], dict[int, Exception]]:
         """Wait until all workers have ended a step.
+
+        Args:
+            answers: what ``send`` has returned.
+            details: facts about the step, for observers.
 
         Returns:
             What each has answered, or None; and the errors of those that have not, by worker.
@@ -135,7 +139,7 @@ class WorkerSet:
             each.add_done_callback(lambda answer: self._look(answer, grace))
         values: list[Any] = [None] * len(answers)
         failed: dict[int, Exception] = {}
-        with waits.waiting(self._what, lambda: self._awaited(answers)):
+        with waits.waiting(self._what, lambda: self._awaited(answers), **details):
             for worker, each in enumerate(answers):
                 try:
                     values[worker] = each.wait()

@@ -48,7 +48,7 @@ ROOMS = (
     {"profiling"},
     {"rendezvous"},
     {"lifecycle"},
-    {"api", "serving", "testing"},
+    {"api", "serving", "testing", "tracing"},
 )
 """The rooms (and single files) of ``rpc``, from the lowest. Only its face stands above."""
 
