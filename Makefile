@@ -8,6 +8,7 @@
 #   make test-newest  unit tests, group tests and the guide on the newest Python and PyTorch that the index has,
 #                     in an environment of its own, .venv-newest; downloads them
 #   make test-grpc    the tests of groups of workers, over the backend GRPC
+#   make test-engines on real Slurm, MPI, torchx, Ray and sshd, which it installs; as root, 10 minutes
 #   make conformance  PyTorch's own test suites of RPC and of process groups, against farcall;
 #                     BACKEND=grpc: over the backend GRPC
 #   make test-gpu     on a machine with a CUDA device: the tests of devices, PyTorch's tests of RPC with GPUs, and
@@ -39,7 +40,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-grpc test-gpu lint conformance proto bench clean distclean setup
+.PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-engines test-grpc test-gpu lint conformance proto bench clean distclean setup
 
 demo: $(READY)
 	@$(BIN)/python examples/parameter_server.py
@@ -64,6 +65,10 @@ test-nightly: $(READY)
 	$(BIN)/python -m tests.fuzz.autograd.programs --count 3000
 	$(BIN)/python -m tests.fuzz.autograd.programs --count 300 --faults errors
 	$(BIN)/python -m tests.fuzz.autograd.programs --count 300 --faults deaths
+
+# Real Slurm, MPI, torchx and Ray; installs packages, as root. Not a part of `make test`.
+test-engines: $(READY)
+	$(BIN)/python -m tests.engines $(PYTEST_ARGS)
 
 test-grpc: $(READY)
 	FARCALL_TEST_BACKEND=grpc $(BIN)/python -m pytest tests/group --timeout 180 \
@@ -123,4 +128,4 @@ clean:
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .venv-newest
+	rm -rf $(VENV) .venv-newest .venv-engines

@@ -4,8 +4,8 @@
 
     python -m benchmarks.ray_transports
 
-A round is ``ray.get(taker.take.remote(maker.make.remote()))``: two tasks, and the tensor between them. *floor*
-is a transport that moves nothing: the time of Ray's own messages.
+A round is ``ray.get(taker.take.remote(maker.make.remote()))``: two tasks, and the tensor between them. The
+column *floor* is a transport that moves nothing: the time of Ray's own messages.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def _actors() -> tuple[Any, Any]:
         def store(self, size: int) -> torch.Tensor:
             return self.made[size]
 
-        @ray.method(tensor_transport="GLOO")
+        @ray.method(tensor_transport="GLOO")  # type: ignore[untyped-decorator]
         def gloo(self, size: int) -> torch.Tensor:
             return self.made[size]
 
-        @ray.method(tensor_transport="FARCALL")
+        @ray.method(tensor_transport="FARCALL")  # type: ignore[untyped-decorator]
         def farcall(self, size: int) -> torch.Tensor:
             return self.made[size]
 
-        @ray.method(tensor_transport="NOTHING")
+        @ray.method(tensor_transport="NOTHING")  # type: ignore[untyped-decorator]
         def floor(self, size: int) -> torch.Tensor:
             return self.made[size]
 
@@ -86,6 +86,10 @@ def _actors() -> tuple[Any, Any]:
 
     remote = ray.remote(num_cpus=0, enable_tensor_transport=True)
     return remote(Maker).remote(), remote(Taker).remote()
+
+
+def _round(make: Any, taker: Any, size: int) -> Callable[[], object]:
+    return lambda: ray.get(taker.take.remote(make.remote(size)))
 
 
 def _median(run: Callable[[], object]) -> float:
@@ -111,10 +115,7 @@ def main() -> None:
     print(f"{'MiB':>4} {'store':>8} {'GLOO':>8} {'farcall':>8} {'floor':>8}   {'/store':>7} {'/GLOO':>7}")
     for size in _SIZES:
         names = ("store", "gloo", "farcall", "floor")
-        found = {
-            name: _median(lambda name=name: ray.get(taker.take.remote(getattr(maker, name).remote(size))))  # type: ignore[misc]
-            for name in names
-        }
+        found = {name: _median(_round(getattr(maker, name), taker, size)) for name in names}
         ratios = [found["farcall"] / found[name] for name in ("store", "gloo")]
         shown = " ".join(f"{found[name]:8.2f}" for name in names)
         print(f"{size:4} {shown}   {ratios[0]:7.3f} {ratios[1]:7.3f}", flush=True)

@@ -186,7 +186,6 @@ class Backwards:
             payload = serializer.dump_exception(error, name, peer, codec=peer.codec.id)
         if running.own.progress.on(Event.END) is Action.FORGET:
             self._forget(running)
-        self._answers.lend_thread(running.peer, at_once=False)
         self._answers.answer(running.peer, kind, call_id, payload)
 
     def _forget(self, running: Participant) -> None:

@@ -85,7 +85,7 @@ class Context:
     @property
     def devices(self) -> RequestDevices | None:
         """The devices that messages of this worker use; None if they use none."""
-        return self.contexts.answers.devices
+        return self.contexts.devices
 
     def work_on(self, gradients: Sequence[Tensor | None]) -> SharedWork | None:
         """The work that makes gradients, where they may be on devices; for another thread to join."""
@@ -178,7 +178,7 @@ class Contexts:
         when_made: Callable[[], object],
     ) -> None:
         self._incarnation = incarnation
-        self.answers = answers
+        self._answers = answers
         self._workers = workers
         self._control = control
         self._send = send
@@ -196,6 +196,11 @@ class Contexts:
         kinds.on(OVER, self._over_arrived, any_thread=True)
         control.on(_TOPIC, self._told)
         hooks.gone.append(self._gone)
+
+    @property
+    def devices(self) -> RequestDevices | None:
+        """The devices that messages of this worker use; None if they use none."""
+        return self._answers.devices
 
     def __len__(self) -> int:
         return len(self._known)
@@ -313,13 +318,7 @@ class Contexts:
                     self._remember(context_id)
             if context is not None and self._end(context, peer):
                 ended.append(context)
-        return (self._let_go, (ended, peer)) if ended else None
-
-    def _let_go(self, ended: tuple[list[Context], Peer]) -> None:
-        contexts, peer = ended
-        for context in contexts:
-            context.let_go()
-        self.answers.lend_thread(peer, at_once=False)
+        return (_let_go, ended) if ended else None
 
     def _told(self, peer: Peer, message: Any) -> None:
         match message:
@@ -346,3 +345,8 @@ class Contexts:
         elif creator is not None and nobody_tells:
             context.through = creator
             self._control.post(creator, _TOPIC, ["joined", context.id])
+
+
+def _let_go(ended: list[Context]) -> None:
+    for context in ended:
+        context.let_go()

@@ -1,7 +1,4 @@
-"""PyTorch's autograd engine: the one file that calls what PyTorch keeps private.
-
-Tried on torch 2.13.0. What is needed is looked for when an agent starts, so that another version says then
-what it lacks, and not in the middle of a backward.
+"""PyTorch's autograd engine, as a backward between workers uses it.
 
 *Sequence numbers.* Each node gets one when it is made; of the nodes that are ready, the engine runs the one
 with the highest first. Number 0 comes last. So a node that is held back (``hold_back``) runs when nothing
@@ -30,6 +27,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node
 
+from dist_autograd.torch_internals import (
+    are_transforms_active,
+    class_of_nodes,
+    current_task,
+    current_task_keeps_graph,
+    run_backward,
+)
 from rpc.errors import AutogradError
 
 __all__ = [
@@ -37,7 +41,6 @@ __all__ = [
     "directly",
     "give_way",
     "hold_back",
-    "is_profiled",
     "is_running",
     "is_transforming",
     "keeps_graph",
@@ -46,11 +49,7 @@ __all__ = [
     "run",
     "running",
     "set_sequence_number",
-    "uses_of_storage",
 ]
-
-_C: Final[Any] = torch._C
-_engine: Final[Any] = torch.autograd.Variable._execution_engine
 
 
 class _Running(threading.local):
@@ -68,33 +67,11 @@ def _some_node() -> Any:
 
 @functools.cache
 def prepare() -> None:
-    """Before an agent starts: look for what is needed, and use an edge for the first time.
-
-    Raises:
-        ImportError: this version of PyTorch lacks something.
-    """
+    """Use an edge for the first time. Called before an agent starts."""
     node = _some_node()
-    private = ("_current_graph_task_id", "_are_functorch_transforms_active", "_storage_Use_Count")
-    needed: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("torch._C.", _C, private),
-        (
-            "torch._C._autograd.",
-            _C._autograd,
-            ("_profiler_enabled", "_get_current_graph_task_keep_graph"),
-        ),
-        ("Tensor.", Tensor, ("_use_count", "_base")),
-        ("Variable._execution_engine.", _engine, ("run_backward",)),
-        ("Node.", node, ("_sequence_nr", "_set_sequence_nr")),
-    ]
-    missing = [prefix + name for prefix, where, names in needed for name in names if not hasattr(where, name)]
-    if missing:
-        raise ImportError(
-            f"distributed autograd needs what torch {torch.__version__} does not have: {', '.join(missing)}. "
-            "Use torch 2.13, which it was tried on."
-        )
     no_gradient: Any = 0
     try:
-        _engine.run_backward((GradientEdge(node, 0),), (no_gradient,), False, False)
+        run_backward((GradientEdge(node, 0),), (no_gradient,), False, False)
     except (RuntimeError, TypeError):  # the edge is read by then; to run it would set up all devices
         return
     raise AssertionError("PyTorch took a number for a gradient")
@@ -106,7 +83,7 @@ def directly(function: type[Function]) -> Callable[..., Any]:
 
     These searches cost as much as making the node, and running it.
     """
-    node: Any = function._backward_cls
+    node: Any = class_of_nodes(function)
     node.apply = function.backward
     apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
     return apply
@@ -137,7 +114,7 @@ def run(
     outer = running.known_as
     running.known_as = known_as
     try:
-        captured: Sequence[Tensor | None] | None = _engine.run_backward(
+        captured = run_backward(
             tuple(roots),
             tuple(gradients),
             retain_graph,
@@ -153,22 +130,17 @@ def run(
 
 def is_running() -> bool:
     """Whether this thread is in the middle of a backward, ours or any other."""
-    return bool(_C._current_graph_task_id() != -1)
-
-
-def current_task() -> int:
-    """The id of the backward that this thread is in the middle of, the same on all of its threads."""
-    return int(_C._current_graph_task_id())
+    return current_task() != -1
 
 
 def keeps_graph() -> bool:
     """Whether the graph of the backward that this thread is in the middle of can be run again."""
-    return bool(_C._autograd._get_current_graph_task_keep_graph())
+    return current_task_keeps_graph()
 
 
 def is_transforming() -> bool:
     """Whether this thread is inside a transform such as ``vmap``, where our nodes cannot be made."""
-    return bool(_C._are_functorch_transforms_active())
+    return are_transforms_active()
 
 
 def refuse_transforms() -> None:
@@ -178,18 +150,6 @@ def refuse_transforms() -> None:
             "tensors that require grad cannot be sent or received inside a transform of torch.func, such as "
             "vmap or grad: call other workers outside of it, or under torch.no_grad()"
         )
-
-
-def is_profiled() -> bool:
-    """Whether a profiler watches this thread."""
-    return bool(_C._autograd._profiler_enabled())
-
-
-def uses_of_storage(address: int) -> int:
-    """How many refer to a storage, told by its ``_cdata``. (How many in PyTorch refer to a tensor, its
-    ``_use_count`` says.)
-    """
-    return int(_C._storage_Use_Count(address))
 
 
 def hold_back(node: Node) -> None:

@@ -17,6 +17,7 @@ from dist_autograd.ports import Calls
 from dist_autograd.propagation import Propagation
 from dist_autograd.recording import anchor
 from dist_autograd.roots import checked
+from dist_autograd.torch_internals import INTERNALS, NO_AUTOGRAD
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.errors import AutogradError, RRefError, with_article
 from rpc.runtime.blocking import check_may_block
@@ -87,6 +88,9 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
 
 def install(agent: Agent) -> None:
     """Make an agent that has not joined its group yet take part in distributed autograd."""
+    INTERNALS.check()
+    if INTERNALS.is_missing(NO_AUTOGRAD):
+        return
     engine.prepare()
     anchor()  # before several threads ask for it, who might each make one
     agent.serializer.allow_function(backward_here)
@@ -129,6 +133,8 @@ def autograd() -> Autograd:
 
     Raises:
         NotInitializedError: there is no agent.
+        MissingInternalError: PyTorch does not have what distributed autograd needs.
     """
+    INTERNALS.require(NO_AUTOGRAD)
     found: Autograd = extension(_EXTENSION)
     return found

@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dist_autograd import engine
 from dist_autograd.graph import Leaf
 from dist_autograd.recording import Sent
+from dist_autograd.torch_internals import uses_of_storage
 
 __all__ = ["gradients_of_leaves", "owned"]
 
@@ -80,7 +80,7 @@ def _is_held_by_others(gradient: Any, elements: Tensor, storage: Any) -> bool:
         return True
     if elements is not gradient:
         return False  # PyTorch, too, takes no notice of who refers to the values of a sparse gradient
-    uses = engine.uses_of_storage(storage._cdata)
+    uses = uses_of_storage(storage._cdata)
     if uses <= _USES_ALONE:
         return False
     # What a transposition returns, as for the weight of a `Linear`, refers to what was transposed.

@@ -49,8 +49,6 @@ class Answers(Protocol):
 
     def fail(self, peer: Peer, call_id: int, error: BaseException) -> None: ...
 
-    def lend_thread(self, peer: Peer, *, at_once: bool) -> None: ...
-
 
 class Workers(Protocol):
     """The workers of the group, this one (``own``) included; see ``rpc.group.peer.PeerTable``."""

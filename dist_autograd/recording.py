@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge
 from dist_autograd import engine
 from dist_autograd.device_threads import pass_of_this_thread, wait_for_other_devices
 from dist_autograd.graph import Mark, marks_behind
+from dist_autograd.torch_internals import class_of_nodes
 from rpc.errors import AutogradError, ProtocolError
 from rpc.group.peer import Peer
 
@@ -165,8 +166,8 @@ class Recv(Function):
 
 _send: Final[Callable[..., Tensor]] = engine.directly(Send)
 _recv: Final[Callable[..., tuple[Tensor, ...]]] = engine.directly(Recv)
-SEND_NODE: Final[type] = Send._backward_cls
-RECV_NODE: Final[type] = Recv._backward_cls
+SEND_NODE: Final[type] = class_of_nodes(Send)
+RECV_NODE: Final[type] = class_of_nodes(Recv)
 
 
 def send(tensors: Sequence[Tensor], to: Peer) -> Sent:

@@ -148,7 +148,7 @@ def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @contextlib.contextmanager
 def _updates() -> Iterator[None]:
     """Changes parameters on devices in place, after earlier changes and before all that follows."""
-    devices = autograd().contexts.answers.devices
+    devices = autograd().contexts.devices
     if devices is None:
         yield
         return

@@ -117,7 +117,7 @@ class DistributedOptimizer:
                 which the step failed, and those on which it was made.
         """
         check_context(context_id)
-        devices = autograd().contexts.answers.devices
+        devices = autograd().contexts.devices
         if devices is not None:  # parameters of this worker: after what uses them here by now
             devices.updates.renew()
         on_all_objects(self.local_optimizers, "step", lambda local: local.step(context_id))

@@ -11,6 +11,7 @@ each, again and again (2): `examples/clients/python/ask.py`, a process without P
 arrays of NumPy. One row and 32 rows take the model about as long, since it has to read all its weights for
 either, so batches answer several times as many calls. Where Node is installed, a client in
 JavaScript asks about the same images (3), and must get the same answers: `examples/clients/node/call.js`.
+At last a better version of the model takes the place of the first while clients ask (4); no call fails.
 
 It prints latencies: the median and the 99th percentile.
 """
@@ -18,16 +19,19 @@ It prints latencies: the median and the 99th percentile.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shutil
 import statistics
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import farcall
@@ -41,11 +45,18 @@ ACCURACY = 0.9
 PYTHON, NODE = (Path(__file__).resolve().parent / "clients" / each for each in ("python", "node"))
 
 
-def train(images: Images, width: int, steps: int, plain: bool) -> nn.Module:
-    """A classifier: images of shape (N, 64) to scores of shape (N, 10)."""
-    model = nn.Sequential(
+def classifier(width: int) -> nn.Module:
+    """Not trained yet."""
+    return nn.Sequential(
         nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
     )
+
+
+def train(images: Images, width: int, steps: int, plain: bool, before: nn.Module | None = None) -> nn.Module:
+    """A classifier, images of shape (N, 64) to scores of shape (N, 10): a new one, or one better than that
+    before.
+    """
+    model = copy.deepcopy(before) if before is not None else classifier(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with live_progress("training", steps, plain=plain) as progress:
         for _ in range(steps):
@@ -56,6 +67,42 @@ def train(images: Images, width: int, steps: int, plain: bool) -> nn.Module:
             optimizer.step()
             progress.advance(f"loss {loss.item():.2f}")
     return model.eval()
+
+
+class Versions(nn.Module):
+    """(4) Serves the newest version of a model. Each call is answered by one of them.
+
+    Attributes:
+        answered: number of rows that each version has answered.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.answered = [0]
+        self._changed = threading.Condition()
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that clients use
+        """Scores of shape (N, 10) for images of shape (N, 64)."""
+        with self._changed:
+            model, version = self.model, len(self.answered) - 1
+        scores: Tensor = model(input)
+        with self._changed:
+            self.answered[version] += len(input)
+            self._changed.notify_all()
+        return scores
+
+    def replace(self, model: nn.Module) -> None:
+        """Have calls that begin from now on answered by another model; those under way go on with theirs."""
+        with self._changed:
+            self.model = model
+            self.answered.append(0)
+
+    def await_answers(self, rows: int) -> None:
+        """Wait until the newest version has answered this many rows."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.answered[-1] >= rows, timeout=60):
+                raise Miss(f"Only {self.answered[-1]} of {rows} images were asked about within a minute.")
 
 
 def ask_all(
@@ -77,6 +124,20 @@ def ask_all(
         raise Miss(f"The clients failed: {done.stderr.decode().strip()}")
     result = json.loads(done.stdout)
     return np.array(result["digits"]), result["seconds"], result["total"]
+
+
+def swapped(address: str, versions: Versions, better: nn.Module, pixels: np.ndarray, clients: int) -> str:
+    """(4) Replace the model while clients ask, and say how many images each version has answered."""
+    versions.answered[-1] = 0
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_all, address, "in batches", pixels, clients)
+        versions.await_answers(len(pixels) // 2)
+        versions.replace(better)
+        asked.result()
+    old, new = versions.answered
+    if old + new != len(pixels) or not new:
+        raise Miss(f"Of {len(pixels)} images the first version answered {old}, and the second {new}.")
+    return f"{old:,} images answered by the first version, then {new:,} by the second; no call failed"
 
 
 def ask_from_node(address: str, name: str, pixels: np.ndarray) -> np.ndarray | None:
@@ -105,10 +166,12 @@ def direct(options: argparse.Namespace) -> None:
     train_on, held_out = load_images()
     torch.manual_seed(options.seed)
     model = train(train_on, options.width, options.steps, options.plain)
+    better = train(train_on, options.width, options.steps // 4, options.plain, model)
+    versions = Versions(model)
     inputs = {"input": TensorSpec("float32", (-1, 64))}
     served = {  # (1)
         "one by one": Endpoint(model, inputs=inputs),
-        "in batches": Endpoint(model, inputs=inputs, batching=Batching(options.clients, max_delay=0.01)),
+        "in batches": Endpoint(versions, inputs=inputs, batching=Batching(options.clients, max_delay=0.01)),
     }
     limits = Limits(in_flight=1)  # a call uses all cores; calls side by side would take each other's
     pixels = held_out.pixels.numpy()
@@ -116,7 +179,7 @@ def direct(options: argparse.Namespace) -> None:
     figures: dict[str, str] = {}
     with (
         farcall.serve(served, limits=limits) as server,
-        live_progress("asking", len(served), plain=options.plain) as progress,
+        live_progress("asking", len(served) + 1, plain=options.plain) as progress,
     ):
         address = f"localhost:{server.port}"
         for name in served:
@@ -132,6 +195,8 @@ def direct(options: argparse.Namespace) -> None:
             progress.advance(name)
         figures["accuracy"] = f"{accuracy:.3f} of {len(pixels)} images held out"
         from_node = ask_from_node(address, "in batches", pixels)
+        figures["new version"] = swapped(address, versions, better, repeated, options.clients)
+        progress.advance("new version")
     if from_node is None:
         figures["JavaScript"] = "not tried: `npm install` in examples/clients/node"
     elif not (from_node == digits[: len(pixels)]).all():

@@ -19,6 +19,7 @@ __all__ = [
     "InvalidNameError",
     "InvalidOptionError",
     "MessageLostError",
+    "MissingInternalError",
     "NoMemoryError",
     "NotAdmittedError",
     "NotInitializedError",
@@ -155,6 +156,10 @@ class GivenUpError(RpcError):
     A callee that raises it is not at fault. The log of its worker has the line at level INFO, without a
     traceback.
     """
+
+
+class MissingInternalError(RpcError, AttributeError):
+    """The installed version of PyTorch does not have a private name that this needs."""
 
 
 class AutogradError(RpcError):

@@ -279,10 +279,11 @@ class AgentOptions(RpcBackendOptions):
             setting of glibc, for each of its arenas: the process may be larger by that much, and by up to 64
             MiB for each further thread that computes. 0 leaves the allocator alone, and so does an agent that
             finds ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_`` or the like in the environment.
-        tcp_stripes: over how many TCP connections messages of more than 1 MiB to one worker are spread, at
-            most 64 (default 1: over the one that everything goes over), for networks that limit what a
-            connection gets. They are opened beside that one after the first such message. Two workers use
-            the smaller number of theirs. What cannot be opened is not used, and the log says so.
+        tcp_stripes: maximum number of TCP connections for messages of 640 KiB and more, for each direction
+            between two workers (default 2, at most 64). They are opened after the first such message, beside
+            the connection that everything else goes over. Two workers use the smaller number of theirs. More
+            than 2 help where the network limits each connection. 0: everything goes over one connection, as
+            it does where they cannot be opened; the log says so.
         lost_after: how many seconds a worker may give no sign of life while something is awaited from it
             (default 30); then it is lost, and all that waits for it ends in ``WorkerLostError``. A worker on
             this host that computes is never lost this way, even while its interpreter lock is held. 0: never.
@@ -335,7 +336,7 @@ class AgentOptions(RpcBackendOptions):
     transports: _Option[tuple[str, ...] | None, Iterable[str] | None] = _Option(None, _or_none(_transports))
     shared_memory_bytes: _Integer = _Option(1024 * _MIB, _integer(0))
     kept_memory_bytes: _Integer = _Option(64 * _MIB, _integer(0))
-    tcp_stripes: _Integer = _Option(1, _integer(1, 64))
+    tcp_stripes: _Integer = _Option(2, _integer(0, 64))
     lost_after: _Option[float, float] = _Option(30.0, _seconds_or_zero)
     reconnect_within: _Option[float, float] = _Option(30.0, _seconds_or_zero)
     slow_call_seconds: _Option[float, float] = _Option(30.0, _seconds_or_zero)

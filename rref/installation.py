@@ -9,6 +9,7 @@ from rref.reference import EXTENSION, RRef
 from rref.references import References
 from rref.remote_module.module import RemoteModule, reduce_remote_module
 from rref.serving import Server
+from rref.torch_internals import INTERNALS
 
 __all__ = ["install"]
 
@@ -22,6 +23,7 @@ def install(agent: Agent) -> References:
     if EXTENSION in agent.extensions:
         installed: References = agent.extensions[EXTENSION]
         return installed
+    INTERNALS.check()
     agent.serializer.register_reducer(RemoteModule, reduce_remote_module)
     hooks = agent.lifecycle.hooks
     references = References(

@@ -89,10 +89,6 @@ class Answers(Protocol):
 
     def fail(self, peer: Peer, call_id: int, error: BaseException) -> None: ...
 
-    def lend_thread(
-        self, peer: Peer, value: Any = None, *, large: bool = False, at_once: bool = True
-    ) -> None: ...
-
 
 class View(Protocol):
     """Who is in the group; see ``rpc.group.membership.Membership``."""

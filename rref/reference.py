@@ -278,7 +278,7 @@ class RRef(Generic[T]):
             raise AttributeError(f"the object of {self}, {with_article(kind)}, has no attribute '{name}'")
         shell = self._usable(name, timeout)
         payload = self._dump_call(name, args, kwargs)
-        what = f"method '{name}' of {self}"
+        what = f"method '{name}' of {self._described()}"
         made = shell.create(self._owner, self._target(name), payload, timeout, what, RRef._of)
         assert made._creation is not None
         made._creation.hold(self)
@@ -292,7 +292,7 @@ class RRef(Generic[T]):
         payload = self._dump_call(name, args, kwargs)
         payload.header.update(self._target(name))
         if self._shown is None:
-            self._shown = repr(self)
+            self._shown = self._described()
         return payload, f"method '{name}' of {self._shown}"
 
     def _dump_call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Payload:
@@ -319,7 +319,8 @@ class RRef(Generic[T]):
                 shell = self._usable("_get_type", timeout)
                 ask = fetch(self._rref)
                 ask.header["type"] = True
-                call = shell.calls.request(self._owner, FETCH, ask, timeout, f"the type of {self}")
+                what = f"the type of {self._described()}"
+                call = shell.calls.request(self._owner, FETCH, ask, timeout, what)
                 kind = shell.calls.future(call)
             self._type = kind
         if not blocking:
@@ -379,11 +380,7 @@ class RRef(Generic[T]):
         return f"UserRRef(RRefId = {rref}, ForkId = {shell.id_text(self._ref)})"
 
     def __repr__(self) -> str:
-        creation, kind = self._creation, self._known_type()
-        if kind is not None:
-            of = with_article(kind)
-        else:
-            of = "an object" if creation is None else f"the value of {creation.asked}(...)"
+        creation, of = self._creation, self._described()
         if self.is_owner():
             return f"<{self} to {of}, of this worker, '{self.owner_name()}'>"
         if creation is not None and creation.error is not None:
@@ -391,6 +388,13 @@ class RRef(Generic[T]):
         else:
             made = "made" if self.confirmed_by_owner() else "perhaps still being made"
         return f"<{self} to {of}, on worker '{self.owner_name()}', {made}>"
+
+    def _described(self) -> str:
+        """What it refers to, for people."""
+        kind = self._known_type()
+        if kind is not None:
+            return with_article(kind)
+        return "an object" if self._creation is None else f"the value of {self._creation.asked}(...)"
 
     def _known_type(self) -> type | None:
         """The object's type, if it is known here by now."""

@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
-from torch import Tensor
-
 from rpc.agent.activity import Activity
 from rpc.agent.ports import Kinds
 from rpc.agent.request_runner import LATER, Request
@@ -201,7 +199,7 @@ class Server:
     def _run_creation(self, request: Request, rref: RRefId, value: Value, on: Value | None) -> None:
         peer, frame = request.peer, request.frame
 
-        def answer(content: Any, error: BaseException | None, *, at_end: bool = False) -> None:
+        def answer(content: Any, error: BaseException | None) -> None:
             made = self._answers.ready(content) if error is None else None
             parked = value.set(content, made) if error is None else value.fail(error)
             if on is not None and on.turns is not None:
@@ -213,11 +211,6 @@ class Server:
                 self._answers.reply(peer, frame.call_id, None, None, _without_tensors(request.recording))
             else:
                 self._delayed.add(peer, frame.call_id)
-                # Only a thread with nothing else to do stands by: who completes a future may go on with code
-                # of the user's, and who answers others may wait for room in their queues.
-                if at_end and all(asking is peer for asking, _ in parked):
-                    large = type(content) is Tensor and content.numel() * content.itemsize > SMALL_BYTES
-                    self._answers.lend_thread(peer, content, large=large)
             del content
             self._answer_parked(parked, value)
 
@@ -229,7 +222,7 @@ class Server:
         else:
             del function, args, kwargs
             if content is not LATER:
-                answer(content, None, at_end=True)
+                answer(content, None)
 
     def _answer_parked(self, parked: list[Fetch], value: Value) -> None:
         for peer, call_id in parked:

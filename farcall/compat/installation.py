@@ -23,6 +23,7 @@ import torch.futures
 import rpc
 from dist_autograd.recording import RECV_NODE, SEND_NODE
 from farcall.compat import lending
+from farcall.compat.torch_internals import INTERNALS
 from farcall.compat.torch_rpc import testing
 
 __all__ = ["CompatError", "install", "is_installed", "uninstall"]
@@ -102,6 +103,7 @@ def install(xla: bool = False) -> None:
                 "torch.distributed.rpc is running in this process (its init_rpc was called): call its "
                 "shutdown() first, or install farcall.compat before init_rpc"
             )
+        INTERNALS.check()
         facades = {name: importlib.import_module(facade) for name, facade in _FACADES.items()}
         _warn_of_holders(theirs)
         _modules = {name: module for name, module in sys.modules.items() if _is_replaced(name)}

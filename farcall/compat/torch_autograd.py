@@ -14,6 +14,7 @@ from dist_autograd.contexts import Context, current
 from dist_autograd.installation import autograd
 from dist_autograd.recording import Sent, computed_from
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
+from rpc.runtime.torch_internals import is_profiler_enabled
 
 __all__ = ["context", "is_available"]
 
@@ -69,7 +70,7 @@ class DistAutogradContext:
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
     """As ``dist_autograd.backward``; in a profile it has PyTorch's name."""
-    if torch._C._autograd._profiler_enabled():
+    if is_profiler_enabled():
         with record_function("torch::distributed::autograd::backward"):
             dist_autograd.backward(context_id, roots, retain_graph)
     else:

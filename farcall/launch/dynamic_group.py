@@ -10,6 +10,7 @@ by that ``init_rpc`` knows that the group is dynamic.
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from farcall.launch.failures import Failure, signal_name
 from farcall.launch.job import Job
 from farcall.launch.processes import WorkerProcess, WorkerProcesses
 from farcall.launch.rounds import Kind, Order
-from farcall.launch.signals import ENDING
+from farcall.launch.signals import ASKING, ENDING
 from farcall.launch.terminal import name_ranks, say
+from farcall.launch.watch import JobWatch
+from farcall.observe.jobs import job_id
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.store import SharedStore, Waiting, start
 from rpc.runtime.preemption import REQUEUE_STATUS
@@ -39,11 +42,17 @@ class DynamicGroup:
         job: how many there are, where they meet, and how often in all one may be started again.
         make: makes the worker of a rank.
         news: gets the numbers of signals.
+        watch: sees what the workers wait for.
     """
 
     def __init__(
-        self, job: Job, make: Callable[[int, str], WorkerProcess], news: queue.SimpleQueue[Any]
+        self,
+        job: Job,
+        make: Callable[[int, str], WorkerProcess],
+        news: queue.SimpleQueue[Any],
+        watch: JobWatch,
     ) -> None:
+        self._watch = watch
         self.let_go = True
         self._job = job
         self._news = news
@@ -66,11 +75,13 @@ class DynamicGroup:
                 self.let_go = False
                 return self._end
         store, place = opened.result()
+        self._watch.begin(job_id(place, self._job.name, "" if self._job.rdzv else os.getpid()))
         say(f"{name_ranks(self._ranks)} of a dynamic group run here; they meet at {place}")
         try:
             self._workers.start({rank: self._environment(place, rank, 0) for rank in self._ranks})
             while self._workers.running:
                 self._take_in_news()
+                self._watch.look()
                 for worker in self._workers.poll():
                     if worker.failure is not None and self._end is None:
                         self._start_again(worker, worker.failure, place)
@@ -86,7 +97,9 @@ class DynamicGroup:
             number = self._news.get(timeout=_LOOK_SECONDS)
         except queue.Empty:
             return
-        if number not in ENDING:
+        if number == ASKING:
+            self._watch.sum_up()
+        elif number not in ENDING:
             self._workers.send(number)
         elif self._end is None:
             running, grace = self._workers.running, f"in {self._job.grace:g} s at most"
@@ -100,6 +113,7 @@ class DynamicGroup:
     def _start_again(self, worker: WorkerProcess, failure: Failure, place: str) -> None:
         """Start a failed worker again; if no restart is left, have all end."""
         if self._used == self._job.restarts or failure.wants_requeue:
+            self._watch.failed([failure])
             self._end = Order(Kind.END, failure=failure, status=failure.exit_status)
             self._workers.end()
             return
@@ -120,6 +134,7 @@ class DynamicGroup:
             "TORCHELASTIC_RESTART_COUNT": str(restart),
             "TORCHELASTIC_MAX_RESTARTS": str(self._job.restarts),
             "TORCHELASTIC_RUN_ID": self._job.name,
+            **self._watch.environment,
         }
 
 

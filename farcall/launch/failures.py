@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
+import sysconfig
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from farcall.launch.terminal import say
+from farcall.observe.places import Place
+from farcall_guard import PACKAGES
 from rpc.runtime.preemption import REQUEUE_STATUS
 
 __all__ = ["Failure", "record", "signal_name"]
@@ -26,6 +30,8 @@ _FILE: Final = "FARCALL_ERROR_FILE"
 """Environment variable that names the file for the record."""
 
 _LOSS: Final = "WorkerLostError"
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
+_OURS: Final = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in PACKAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,16 @@ class Failure:
         return f"rank {self.rank} (process {self.pid}{f' on {self.host}' if self.host else ''})"
 
     @property
+    def place(self) -> Place | None:
+        """The innermost place in the program's own code that the traceback shows."""
+        found = [(file, int(line), name) for file, line, name in _FRAME.findall(self.trace)]
+        own = [each for each in found if not _is_library(each[0])] or found
+        if not own:
+            return None
+        file, line, name = own[-1]
+        return Place(name, file.removeprefix(os.path.join(os.getcwd(), "")), line)
+
+    @property
     def what(self) -> str:
         """What happened to the process."""
         if self.message:
@@ -127,6 +143,12 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:  # the program's own __str__; tracebacks have these words, too
         return "<exception str() failed>"
+
+
+def _is_library(file: str) -> bool:
+    """Whether code of this file is not the program's own."""
+    standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(os.__file__))
+    return file.startswith((*_OURS, *standard, "<"))
 
 
 def signal_name(number: int) -> str:

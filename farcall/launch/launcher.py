@@ -25,6 +25,7 @@ from farcall.launch.rounds import Order
 from farcall.launch.signals import ENDING, received_in
 from farcall.launch.static_group import StaticGroup
 from farcall.launch.terminal import say
+from farcall.launch.watch import JobWatch
 from rpc.errors import RendezvousError
 from rpc.runtime.cpu_quota import usable_cores
 
@@ -71,7 +72,8 @@ def launch(
         def make(rank: int, host: str) -> WorkerProcess:
             return WorkerProcess(rank, command, Path(folder), output, guard, host=host)
 
-        group = (DynamicGroup if job.dynamic else StaticGroup)(job, make, news)
+        watch = JobWatch(job, os.path.basename(target))
+        group = (DynamicGroup if job.dynamic else StaticGroup)(job, make, news, watch)
         try:
             end = group.run()
         except RendezvousError as error:
@@ -83,6 +85,8 @@ def launch(
             output.close()
             _wait_for_output(output, news)
     status = _sum_up(job, end)
+    if end.failure is not None:
+        watch.explain(end.failure)
     if not group.let_go:  # a thread waits in C++ for a store that does not answer: Python's end would abort
         os._exit(status)
     return status

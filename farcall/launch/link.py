@@ -33,6 +33,7 @@ from farcall.launch.rounds import (
     placed,
 )
 from farcall.launch.terminal import say
+from farcall.observe.jobs import job_id
 from rpc.errors import RpcError
 from rpc.group.authentication import ForeignRecordError
 from rpc.group.handshake import legible
@@ -64,12 +65,14 @@ class Plan:
         world_size: number of workers on all machines.
         nodes: number of machines.
         place: HOST:PORT of the store.
+        job_id: name of the job for those who observe it: the same on all machines, and another for each job.
     """
 
     me: Launcher
     world_size: int
     nodes: int
     place: str
+    job_id: str
 
 
 class Link:
@@ -338,7 +341,9 @@ class Link:
 
 def _plan(me: Launcher, launchers: Sequence[Launcher], place: str) -> Plan:
     mine = next(each for each in launchers if each.index == me.index)
-    return Plan(mine, sum(each.workers for each in launchers), len(launchers), place)
+    coordinator = min(launchers, key=lambda each: each.index)
+    name = job_id(place, coordinator.host, coordinator.pid)
+    return Plan(mine, sum(each.workers for each in launchers), len(launchers), place, name)
 
 
 def _warning(place: str) -> str:

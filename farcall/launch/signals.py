@@ -1,4 +1,5 @@
-"""The signals that a launcher receives: those that end the job, and those for its workers.
+"""The signals that a launcher receives: those that end the job, those for its workers, and one that
+asks what they do.
 
 The handler only puts a signal where the launcher looks for news, so that none is lost or comes between two
 steps. Because there is a handler, the launcher also reacts as process 1 of a container, for which the kernel
@@ -14,10 +15,13 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
-__all__ = ["ENDING", "received_in"]
+__all__ = ["ASKING", "ENDING", "received_in"]
 
-ENDING: Final = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
+ENDING: Final = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 """Signals that end the job; the workers get the same one."""
+
+ASKING: Final = signal.SIGQUIT
+"""Signal that asks what the job does, as on Ctrl-\\."""
 
 _PASSED_ON: Final = (
     signal.SIGUSR1,
@@ -44,7 +48,7 @@ def received_in(news: queue.SimpleQueue[Any]) -> Iterator[None]:
         news.put(number)
 
     before = {}
-    for number in (*ENDING, *_PASSED_ON):
+    for number in (*ENDING, ASKING, *_PASSED_ON):
         if signal.getsignal(number) is not signal.SIG_IGN:
             before[number] = signal.signal(number, receive)
     try:

@@ -13,8 +13,9 @@ from farcall.launch.job import Job
 from farcall.launch.link import Link, Lost, Plan
 from farcall.launch.processes import WorkerProcess, WorkerProcesses
 from farcall.launch.rounds import Kind, Order, Report, State
-from farcall.launch.signals import ENDING
+from farcall.launch.signals import ASKING, ENDING
 from farcall.launch.terminal import name_ranks, say
+from farcall.launch.watch import JobWatch
 from rpc.runtime.notices import Notices
 from rpc.runtime.preemption import REQUEUE_STATUS
 
@@ -31,13 +32,18 @@ class StaticGroup:
         job: the job.
         make: makes the worker of a rank, on a machine with a name ("" if there is only one).
         news: gets the numbers of signals.
+        watch: sees what the workers wait for.
 
     Attributes:
         let_go: whether no thread uses the store any more, once it has run.
     """
 
     def __init__(
-        self, job: Job, make: Callable[[int, str], WorkerProcess], news: queue.SimpleQueue[Any]
+        self,
+        job: Job,
+        make: Callable[[int, str], WorkerProcess],
+        news: queue.SimpleQueue[Any],
+        watch: JobWatch,
     ) -> None:
         self.let_go = False
         self._job = job
@@ -52,6 +58,7 @@ class StaticGroup:
         self._end: Order | None = None
         self._leaves = ""
         self._notices = Notices()
+        self._watch = watch
 
     def run(self) -> Order:
         """Run until the job has ended; returns how. No process is left, and no other launcher waits for this
@@ -94,7 +101,9 @@ class StaticGroup:
                 self._workers.end()
 
     def _take_signal(self, number: int) -> None:
-        if number not in ENDING:
+        if number == ASKING:
+            self._watch.sum_up()
+        elif number not in ENDING:
             self._workers.send(number)
         elif self._end is None:
             say(f"ended by {signal_name(number)}{self._ended_here(f', in {self._job.grace:g} s at most')}")
@@ -117,6 +126,7 @@ class StaticGroup:
         host, first = plan.me.host if plan.nodes > 1 else "", plan.me.first_rank
         workers = [self._make(rank, host) for rank in range(first, first + self._job.workers)]
         self._workers = WorkerProcesses(workers, self._job.grace)
+        self._watch.begin(plan.job_id)
 
     def _follow(self, order: Order) -> None:
         failed = "" if order.failure is None else f"{order.failure.process} {order.failure.what}"
@@ -149,7 +159,9 @@ class StaticGroup:
         say(f"{name_ranks(ranks)} of {plan.world_size} run here; they meet at {plan.place}{again}")
         self._round, self._is_to_stop, self._unstarted = number, False, []
         try:
-            self._workers.start({rank: _environment(job, plan, rank, number) for rank in ranks})
+            extra = self._watch.environment
+            self._watch.restarted()
+            self._workers.start({rank: _environment(job, plan, rank, number) | extra for rank in ranks})
             self._tell(State.RUNNING)
         except OSError as error:
             said = f"OSError: its process cannot be started: {error}"
@@ -162,6 +174,9 @@ class StaticGroup:
 
     def _look_after_workers(self) -> None:
         self._workers.poll()
+        if self._state is State.RUNNING:
+            self._watch.failed(self._workers.failures)
+            self._watch.look()
         if self._state is State.RUNNING and self._workers.failures:
             self._fail()
         elif self._state is State.RUNNING and not self._workers.running:

@@ -60,11 +60,13 @@ class Report:
         job: its state.
         nodes: the nodes to show, in the order of the chains.
         findings: why it does not go on, the most telling first.
+        all_nodes: all that there are.
     """
 
     job: JobState
     nodes: tuple[Node, ...]
     findings: tuple[Finding, ...]
+    all_nodes: tuple[Node, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -121,7 +123,8 @@ def analyze(job: JobState) -> Report:
     findings = [_of_cycle(graph, cycle) for cycle in cycles]
     findings += [_of_end(graph, node) for node in _ends(graph, waited, in_cycle)]
     findings.sort(key=lambda each: (_RANK.get(each.kind, 9), -each.waiting, each.culprit.key))
-    return Report(job, tuple(_in_order(graph, findings, waited)), tuple(findings))
+    shown = tuple(_in_order(graph, findings, waited))
+    return Report(job, shown, tuple(findings), tuple(graph.nodes.values()))
 
 
 # ---- cycles
@@ -203,8 +206,9 @@ _CALLS_WITHOUT_END: Final = frozenset(("link", "call", "unanswered", "arriving",
 def _of_end(graph: Graph, node: Node) -> Finding:
     waiting = _waiting_for(graph, {node.key})
     text = f"{_who(node)} {node.text}"
-    if node.place is not None and node.kind not in ("dead", "traced", "stopped", "unreachable"):
-        text += f", at {node.place} in {node.place.function}"
+    if node.place is not None:
+        seen = ", last seen" if node.kind in ("dead", "traced", "stopped", "unreachable") else ","
+        text += f"{seen} at {node.place} in {node.place.function}"
     if node.remark:
         text += f"; {node.remark}"
     return Finding(node.kind, text, (node,), waiting)

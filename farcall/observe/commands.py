@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -23,6 +25,15 @@ def _job_option(command: F) -> F:
 
 def _width() -> int:
     return max(40, shutil.get_terminal_size((80, 24)).columns)
+
+
+def _read(folder: Any) -> Any:
+    """The state of a job, with its workers on other hosts as far as a worker here can ask them."""
+    from farcall.observe.gathered import gather
+    from farcall.observe.reader import read_job
+
+    found = read_job(folder, gathered=False)
+    return read_job(folder) if gather(folder.path, found) else found
 
 
 def _find(job: str | None) -> Any:
@@ -44,10 +55,9 @@ def why(job: str | None, everything: bool, as_json: bool) -> int:
     Works while the job runs and after it is dead, also if the interpreter of a worker hangs.
     """
     from farcall.observe.analysis import analyze
-    from farcall.observe.reader import read_job
     from farcall.observe.words import in_words
 
-    report = analyze(read_job(_find(job)))
+    report = analyze(_read(_find(job)))
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -56,4 +66,107 @@ def why(job: str | None, everything: bool, as_json: bool) -> int:
     return 0
 
 
-COMMANDS: Final = (why,)
+@click.command(short_help="List the workers of jobs.")
+@click.option("--job", metavar="NAME", help="The job: its name, or the beginning of it.  [those that run]")
+@click.option("--all", "everything", is_flag=True, help="Jobs that are over, too.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def ps(job: str | None, everything: bool, as_json: bool) -> int:
+    """List the workers of this user's jobs on this host.
+
+    OUT/s and IN/s count calls made and requests taken in; WAITS is the age of the oldest call or wait.
+    """
+    from farcall.observe.figures import job_line, rows_of, table
+    from farcall.observe.jobs import jobs, jobs_folder
+
+    folders = jobs(jobs_folder(os.environ)) if job is None else [_find(job)]
+    found = [_read(each) for each in folders]
+    shown = [each for each in found if each.workers and (everything or job is not None or each.living)]
+    if as_json:
+        jobs_as_json = [
+            {"job": each.id, "workers": [row.to_json() for row in rows_of(each)]} for each in shown
+        ]
+        click.echo(json.dumps(jobs_as_json, indent=2))
+        return 0
+    for number, each in enumerate(shown):
+        if number:
+            click.echo()
+        click.echo(job_line(each))
+        for line in table(rows_of(each), _width()):
+            click.echo(line)
+    if not shown:
+        click.echo("no job of this user runs here" + (" (--all shows those that are over)" if found else ""))
+    return 0
+
+
+@click.command(short_help="Watch the workers of a job.")
+@_job_option
+def top(job: str | None) -> int:
+    """Watch the workers of a job, sorted by the column whose letter is pressed.
+
+    Where the output is no terminal, the table is printed once.
+    """
+    from farcall.observe.figures import job_line, rows_of, table
+    from farcall.observe.reader import read_job
+
+    folder = _find(job)
+    if sys.stdout.isatty() and sys.stdin.isatty():
+        from farcall.observe.top import top as show
+
+        with contextlib.suppress(KeyboardInterrupt):
+            show(lambda: read_job(folder), _width)
+        return 0
+    found = _read(folder)
+    click.echo("\n".join([job_line(found), *table(rows_of(found), _width())]))
+    return 0
+
+
+@click.command(short_help="Show the stacks of the threads of workers.")
+@_job_option
+@click.option("--all", "everything", is_flag=True, help="Idle threads, too.")
+@click.option("--native", is_flag=True, help="Frames of C and C++ too, by py-spy, where that is installed.")
+@click.argument("workers", nargs=-1)
+def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, ...]) -> int:
+    """Show the stacks of the threads of WORKERS, by name or rank; of all by default.
+
+    Those of a worker that is dead are from the last look at it. Those of one whose interpreter does not run
+    are written by its process without it.
+    """
+    from farcall.observe.stacks import chosen, native_stacks, stack_lines
+
+    found = _read(_find(job))
+    try:
+        picked = chosen(found, workers)
+    except LookupError as error:
+        raise click.ClickException(str(error)) from error
+    for worker in picked:
+        try:
+            lines = native_stacks(worker) if native else stack_lines(worker, everything=everything)
+            for line in lines:
+                click.echo(line)
+        except OSError as error:
+            raise click.ClickException(str(error)) from error
+    return 0
+
+
+@click.command(short_help="Show the output of workers that `farcall launch --log-dir` has kept.")
+@_job_option
+@click.option(
+    "-n", "lines", type=click.IntRange(1), default=20, show_default=True, help="Last lines of each."
+)
+@click.argument("workers", nargs=-1)
+def logs(job: str | None, lines: int, workers: tuple[str, ...]) -> int:
+    """Show the end of the output of WORKERS, by name or rank; of all by default."""
+    from farcall.observe.launches import log_ends
+    from farcall.observe.reader import read_job
+    from farcall.observe.stacks import chosen
+
+    folder = _find(job)
+    try:
+        for text in log_ends(folder.path, chosen(read_job(folder), workers), lines):
+            click.echo(text)
+    except LookupError as error:
+        raise click.ClickException(str(error)) from error
+    return 0
+
+
+COMMANDS: Final = (why, ps, top, stacks, logs)

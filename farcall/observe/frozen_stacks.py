@@ -1,8 +1,9 @@
 """Stacks of a process whose interpreter lock is held: written by ``faulthandler``, in C, on a signal.
 
-The signal comes from somebody who asks (``farcall stacks``), or from a timer of the kernel that the observing
-thread keeps resetting: if that thread cannot run for a while, the stacks are in the file before anybody asks,
-and stay there after ``kill -9``.
+The signal comes from a timer of the kernel that the observing thread keeps resetting: if that thread cannot
+run for a while, the stacks are in the file before anybody asks, and stay there after ``kill -9``. The timer
+signals the observing thread alone: a signal to the process could go to any thread, and end a system call
+there that the program waits in. Only where there is no such timer, who asks signals the process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import faulthandler
 import os
 import re
 import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ _SIGNALS: Final = tuple(range(signal.SIGRTMAX - 3, signal.SIGRTMAX - 9, -1))
 """Signals to choose from: one that the program does not use."""
 
 _CLOCK_MONOTONIC: Final = 1
-_SIGEV_SIGNAL: Final = 0
+_SIGEV_THREAD_ID: Final = 4
 _MAX_BYTES: Final = 4 << 20
 
 _THREAD: Final = re.compile(r"^(?:Current t|T)hread 0x([0-9a-fA-F]+)(?: \[(.*?)\])? .*:$")
@@ -39,6 +41,7 @@ class _Event(ctypes.Structure):
         ("value", ctypes.c_void_p),
         ("signal", ctypes.c_int),
         ("notify", ctypes.c_int),
+        ("thread", ctypes.c_int),
         ("rest", ctypes.c_char * 64),
     )
 
@@ -52,7 +55,7 @@ class _Interval(ctypes.Structure):
 
 
 class _Timer:
-    """A timer of the kernel that sends a signal to this process. Raises ``OSError`` where there is none."""
+    """A timer of the kernel that signals the current thread. Raises ``OSError`` where there is none."""
 
     def __init__(self, number: int) -> None:
         try:
@@ -64,7 +67,7 @@ class _Timer:
             self._create, self._set = library.timer_create, library.timer_settime
             self._delete = library.timer_delete
         self._timer = ctypes.c_void_p()
-        event = _Event(None, number, _SIGEV_SIGNAL, b"")
+        event = _Event(None, number, _SIGEV_THREAD_ID, threading.get_native_id(), b"")
         if self._create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
@@ -106,6 +109,11 @@ class FrozenStacks:
             faulthandler.register(self.signal, file=self._file, all_threads=True, chain=False)
             with contextlib.suppress(OSError, AttributeError):  # then only who asks gets stacks
                 self._timer = _Timer(self.signal)
+
+    @property
+    def has_timer(self) -> bool:
+        """Whether stacks are written without anybody asking."""
+        return self._timer is not None
 
     def reset(self) -> None:
         """The interpreter runs: have the stacks written if this is not called again in time."""

@@ -10,16 +10,19 @@ import os
 import socket
 import sys
 import threading
+import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
+from farcall.observe.far_hosts import FarHosts, ignore
 from farcall.observe.jobs import JOB, job_id
 from farcall.observe.observer import Observer, program_name
 from rpc.agent.agent import Agent
 from rpc.runtime.events import PeerJoined, PeerLost
 from rpc.runtime.stacks import LIBRARIES
 
-__all__ = ["install", "observer"]
+__all__ = ["begin", "install", "observer"]
 
 _SWITCH: Final = "FARCALL_OBSERVE"
 
@@ -37,25 +40,47 @@ def install(agent: Agent) -> None:
     """Have this process observed for as long as the agent lives."""
     global _observer
     if os.environ.get(_SWITCH) == "0":
+        ignore(agent)
         return
     with _lock:
         if _observer is None:
-            _observer = Observer(_identity(), os.environ.get(JOB) or _place(agent))
+            facts = _identity() | {"incarnation": agent.incarnation}
+            _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
             _observer.start()
         else:
+            if _observer.identity["phase"] == "starting":
+                _observer.identify(phase="joining", incarnation=agent.incarnation)
             _observer.add(agent)
         found = _observer
     agent.extensions["observe"] = found
+    FarHosts(found, agent)
     agent.events.listen(PeerLost, lambda lost: found.record("lost", who=lost.name, why=lost.reason))
     agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
     identify = partial(_identify, found, agent)
     found.beats.append(identify)
     hooks = agent.lifecycle.hooks
+    # On the loop, and not at the next look: the interpreter may not run until then.
+    hooks.joined.append(lambda _: agent.mailbox.call(identify))
     hooks.close.append(lambda: found.identify(phase="leaving"))
     hooks.closed.append(lambda: found.beats.remove(identify))
     hooks.closed.append(lambda: _ended(found, agent))
     hooks.forked.append(_forked)
+
+
+def begin(environ: Mapping[str, str], program: str) -> None:
+    """Have this process observed before it has an agent, if a launcher has named its job: a group that waits
+    for a rank waits for what that does before it joins.
+
+    Args:
+        environ: the environment.
+        program: what runs, for people.
+    """
+    global _observer
+    if environ.get(JOB) and environ.get(_SWITCH) != "0":
+        with _lock:
+            _observer = Observer(_identity() | {"phase": "starting", "program": program}, environ[JOB])
+            _observer.start()
 
 
 def _identity() -> dict[str, Any]:
@@ -68,6 +93,7 @@ def _identity() -> dict[str, Any]:
         "number": next(_numbers),
         "phase": "joining",
         "program": program_name(),
+        "began": time.time(),
         "folder": _folder(),
         "python": sys.version.split()[0],
         "libraries": list(LIBRARIES),
@@ -96,7 +122,6 @@ def _identify(found: Observer, agent: Agent) -> None:
     facts = {
         "name": agent.info.name,
         "rank": agent.info.id,
-        "incarnation": agent.incarnation,
         "group": key,
         "static": agent.is_static_group,
         "phase": "running",

@@ -7,6 +7,7 @@ number and a checksum. A block that was torn by a crash, or that is being writte
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import msgpack
 
 __all__ = [
     "BEAT_OFFSET",
+    "BLOCK_BYTES",
     "FILE_BYTES",
     "HEADER_BYTES",
     "MAX_RECORD_BYTES",
@@ -25,6 +27,7 @@ __all__ = [
     "Beat",
     "LayoutError",
     "Record",
+    "block_size",
     "pack_beat",
     "pack_header",
     "pack_record",
@@ -49,7 +52,7 @@ FILE_BYTES: Final = HEADER_BYTES + 2 * SNAPSHOT_BYTES + RING_SLOTS * _SLOT_BYTES
 """Size of the whole file, in bytes."""
 
 _HEADER: Final = struct.Struct("<8sIIIIII")
-_BEAT: Final = struct.Struct("<QddQQd")
+_BEAT: Final = struct.Struct("<QddQQddd")
 _BLOCK: Final = struct.Struct("<QII")
 _CHECK: Final = struct.Struct("<I")
 
@@ -70,6 +73,7 @@ class Beat:
         calls: number of calls made so far.
         requests: number of requests taken in so far.
         processor: CPU seconds used by the process so far.
+        call_rate, request_rate: calls made and requests taken in per second, since the look before.
     """
 
     number: int
@@ -78,6 +82,8 @@ class Beat:
     calls: int
     requests: int
     processor: float
+    call_rate: float = 0.0
+    request_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +135,16 @@ def unpack_header(data: bytes) -> None:
 
 def pack_beat(beat: Beat) -> bytes:
     """A beat with its checksum."""
-    packed = _BEAT.pack(beat.number, beat.monotonic, beat.wall, beat.calls, beat.requests, beat.processor)
+    packed = _BEAT.pack(
+        beat.number,
+        beat.monotonic,
+        beat.wall,
+        beat.calls,
+        beat.requests,
+        beat.processor,
+        beat.call_rate,
+        beat.request_rate,
+    )
     return packed + _CHECK.pack(zlib.crc32(packed))
 
 
@@ -140,6 +155,16 @@ def unpack_beat(data: bytes) -> Beat | None:
     if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != zlib.crc32(packed):
         return None
     return Beat(*_BEAT.unpack(packed))
+
+
+BLOCK_BYTES: Final = _BLOCK.size
+"""Size of what is before the content of a block, in bytes."""
+
+
+def block_size(data: bytes | bytearray, offset: int) -> int:
+    """Size of the block that begins at an offset, as it says itself."""
+    _, length, _ = _BLOCK.unpack_from(data, offset)
+    return BLOCK_BYTES + int(length)
 
 
 def _block(number: int, packed: bytes) -> bytes:
@@ -165,14 +190,18 @@ def pack_snapshot(number: int, snapshot: dict[str, Any]) -> bytes | None:
     return packed if len(packed) <= SNAPSHOT_BYTES else None
 
 
-def unpack_snapshot(data: bytes) -> dict[str, Any] | None:
-    """The newest valid snapshot of a file; None if there is none."""
-    found = [_read_block(data, snapshot_offset(which), SNAPSHOT_BYTES) for which in (0, 1)]
-    for _, packed in sorted((each for each in found if each is not None), reverse=True):
-        value = _read(packed)
-        if isinstance(value, dict):
-            return value
-    return None
+def unpack_snapshot(data: bytes, before: float = math.inf) -> dict[str, Any] | None:
+    """The newest valid snapshot of a file; None if there is none.
+
+    Args:
+        before: the newest from before this time is wanted, in seconds since 1970; where both are later, the
+            older one.
+    """
+    blocks = [_read_block(data, snapshot_offset(which), SNAPSHOT_BYTES) for which in (0, 1)]
+    values = [_read(packed) for _, packed in sorted((each for each in blocks if each), reverse=True)]
+    found = [each for each in values if isinstance(each, dict)]
+    early = [each for each in found if isinstance(each.get("wall"), float) and each["wall"] <= before]
+    return early[0] if early else found[-1 if before < math.inf else 0] if found else None
 
 
 def pack_record(

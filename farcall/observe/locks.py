@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from types import CodeType, FrameType, MethodType
 from typing import Any, Final
 
-__all__ = ["Awaited", "Holder", "awaited_object", "holder_of"]
+__all__ = ["Awaited", "Holder", "awaited_object", "holder_of", "is_lock", "kind_of"]
 
 _OWNER: Final = re.compile(r"owner=(\d+)")
 _MISSING: Final = object()
+_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 
 _VARIABLES: Final = frozenset(
     (
@@ -268,19 +269,25 @@ def holder_of(lock: Any, waiting: int, frames: Mapping[int, FrameType]) -> Holde
 
 def _taken_by(lock: Any, ident: int, innermost: FrameType | None, *, waits: bool) -> Holder | None:
     guess: Holder | None = None
-    for depth, frame in enumerate(_outward(innermost)):
+    for frame in _outward(innermost):
         at = frame.f_lasti
         for begin, end, line, chain in _with_blocks(frame.f_code):
             if begin <= at < end and _raw(_follow(frame, chain)) is lock:
                 return Holder(ident, frame, line, sure=True)
         held: int | None = None
         for offset, line, method, chain in _acquires(frame.f_code):
-            # The innermost call of a waiting thread is the one that has not succeeded.
-            if offset < at and _raw(_follow(frame, chain)) is lock and not (waits and depth == 0):
+            # The call in which a thread waits has not succeeded.
+            is_current = waits and line == frame.f_lineno
+            if offset < at and _raw(_follow(frame, chain)) is lock and not is_current:
                 held = line if method == "acquire" else None
         if held is not None and guess is None:
             guess = Holder(ident, frame, held, sure=False)
     return guess
+
+
+def is_lock(value: Any) -> bool:
+    """Whether one thread at a time has this."""
+    return isinstance(_raw(value), _LOCKS)
 
 
 def kind_of(value: Any) -> str:

@@ -10,10 +10,12 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from time import process_time
 from types import FrameType
 from typing import Any, Final, Protocol
 
-from farcall.observe.locks import awaited_object, holder_of, kind_of
+from farcall.observe.jobs import job_id
+from farcall.observe.locks import awaited_object, holder_of, is_lock, kind_of
 from rpc.agent.agent import Calls
 from rpc.agent.call_frames import awaited_call, awaited_in, request_of
 from rpc.agent.calls import PendingCall, name_of
@@ -22,7 +24,6 @@ from rpc.agent.request_runner import Request
 from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.executor import Executor
-from rpc.runtime.process_signs import thread_seconds
 from rpc.runtime.stacks import coroutine_frames, is_users, users_frame, waits_for, waits_in
 
 __all__ = ["Looker", "Observed"]
@@ -35,8 +36,14 @@ _MAX_ITEMS: Final = 200
 
 _MAX_PEERS: Final = 600
 _MAX_TEXT: Final = 200
+_SAME_LOOKS: Final = 8
+"""Number of looks after which a thread that has not moved is described anew."""
+
 _LEAST_SHARE: Final = 0.2
-"""A thread computes if it has used this share of a core since the last look."""
+"""A thread computes if it has run, or waited for a core, for this share of the time since the last look."""
+
+_LEAST_SECONDS: Final = 0.002
+"""A process in which a thread computes uses at least this much CPU time between two looks, in seconds."""
 
 
 class Observed(Protocol):
@@ -49,12 +56,16 @@ class Observed(Protocol):
 
 @dataclass(slots=True)
 class _Seen:
-    """A thread at the last look: its place in the program, since when, and the CPU time used by then."""
+    """A thread at the last look: its place in the program, since when, the CPU time used by then, and what
+    was said of it, for so many looks.
+    """
 
     key: tuple[int, int]
     since: float
     seconds: float | None
     at: float
+    described: dict[str, Any] | None = None
+    looks: int = 0
 
 
 @dataclass(slots=True)
@@ -68,30 +79,44 @@ class Looker:
     ignored: set[int] = field(default_factory=set)
     _threads: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[tuple[int, int], float] = field(default_factory=dict)
+    _used: float = 0.0
 
     def moved(self, now: float) -> bool:
         """Whether any thread is at another place of the program than at the last look; cheap."""
         frames = _frames(self.ignored)
         before, current = self._threads, {}
+        waiting = {each.thread: id(each) for each in waits.current()}
         changed = False
         for ident, frame in frames.items():
             users = users_frame(frame)
-            key = (0, 0) if users is None else (id(users), users.f_lasti)
+            if users is None:
+                run = request_of(frame)
+                key = (waiting.get(ident, 0), 0 if run is None else id(run[0]))
+            else:
+                key = (id(users), users.f_lasti)
             seen = before.get(ident)
             if seen is None or seen.key != key:
-                seen = _Seen(key, now, None if seen is None else seen.seconds, now)
+                seen = _Seen(key, now, None, now) if seen is None else _Seen(key, now, seen.seconds, seen.at)
                 changed = True
             current[ident] = seen
         self._threads = current
         return changed or len(before) != len(current)
 
-    def look(self, agents: Iterable[Observed], now: float) -> dict[str, Any]:
-        """All that there is to see."""
+    def look(self, agents: Iterable[Observed], now: float, *, progress: bool = True) -> dict[str, Any]:
+        """All that there is to see.
+
+        Args:
+            progress: calls have begun or ended since the last look. If not, what was said of threads that
+                have not moved is said again, for some looks: threads may be many.
+        """
         agents = list(agents)
+        used = process_time()
+        busy = used - self._used >= _LEAST_SECONDS
+        self._used = used
         frames = _frames(self.ignored)
         calls, requests = self._calls(agents, now), self._requests(agents, now)
         return {
-            "threads": self._describe_threads(frames, now),
+            "threads": self._describe_threads(frames, now, busy=busy, again=not progress),
             "calls": calls,
             "requests": requests,
             "peers": [_peer(each) for agent in agents for each in _peers(agent)][:_MAX_PEERS],
@@ -100,7 +125,9 @@ class Looker:
 
     # ---- threads
 
-    def _describe_threads(self, frames: Mapping[int, FrameType], now: float) -> list[dict[str, Any]]:
+    def _describe_threads(
+        self, frames: Mapping[int, FrameType], now: float, *, busy: bool, again: bool
+    ) -> list[dict[str, Any]]:
         by_ident = {thread.ident: thread for thread in threading.enumerate()}
         waiting: dict[int, list[dict[str, Any]]] = {}
         for each in waits.current():
@@ -110,7 +137,11 @@ class Looker:
             seen = self._threads.get(ident) or _Seen((0, 0), now, None, now)
             thread = by_ident.get(ident)
             native = None if thread is None else thread.native_id
-            computes = self._computes(seen, native, now)
+            computes = busy and self._computes(seen, native, now)
+            seen.looks += 1
+            if again and seen.described is not None and not computes and seen.looks % _SAME_LOOKS:
+                described.append(seen.described)
+                continue
             found = _thread(ident, frame, frames, computes=computes)
             found |= {
                 "id": ident,
@@ -121,12 +152,15 @@ class Looker:
             if ident in waiting:
                 found["waits"] = waiting[ident]
                 found.pop("idle", None)
+            # What is said at the first look may be a moment's; computing, and waits of a group, change.
+            lasts = seen.looks > 1 and not computes and ident not in waiting
+            seen.described = found if lasts else None
             described.append(found)
         return described
 
     def _computes(self, seen: _Seen, native: int | None, now: float) -> bool:
         before, at = seen.seconds, seen.at
-        seen.seconds = None if native is None else thread_seconds(native)
+        seen.seconds = None if native is None else _runnable_seconds(native)
         seen.at = now
         if before is None or seen.seconds is None or now - at < 0.01:
             return False
@@ -152,6 +186,16 @@ class Looker:
             oldest = agent.calls.answers.entered()[:_MAX_ITEMS]
             found += [_request(request, agent.executor) for request in oldest]
         return found
+
+
+def _runnable_seconds(thread: int) -> float | None:
+    """For how long a thread has run, or waited for a core; None where the kernel does not say."""
+    try:
+        with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
+            running, waiting, _ = file.read().split()
+        return (int(running) + int(waiting)) / 1e9
+    except (OSError, ValueError):
+        return None
 
 
 def _frames(ignored: Iterable[int]) -> dict[int, FrameType]:
@@ -221,10 +265,13 @@ def _peer(peer: Peer) -> dict[str, Any]:
         "state": link.state.name,
         "failures": link.failures,
         "self": peer.is_self,
+        "near": peer.near,
     }
     if peer.lost is not None:
         found["lost"] = _text(peer.lost)
         found["left"] = peer.has_left
+    if not peer.near:
+        found["host"] = job_id(peer.member.host)
     if link.process:
         found["process"] = link.process
     return found
@@ -293,7 +340,7 @@ def _lock(ident: int, users: FrameType, frames: Mapping[int, FrameType]) -> dict
     if awaited is None:
         return {}
     found: dict[str, Any] = {"on": _text(awaited.name), "kind": kind_of(awaited.object)}
-    if not hasattr(type(awaited.object), "acquire") and not hasattr(type(awaited.object), "locked"):
+    if not is_lock(awaited.object):
         return found
     holder = holder_of(awaited.object, ident, frames)
     if holder is not None:

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic, process_time, time
 from typing import Any, Final
 
 from farcall.observe.frozen_stacks import FrozenStacks
@@ -25,6 +25,7 @@ from farcall.observe.looks import Looker
 from farcall.observe.orders import Orders
 from farcall.observe.processes import start_of
 from farcall.observe.state_file import StateFile
+from rpc.runtime import waits
 
 __all__ = ["Observer"]
 
@@ -34,8 +35,21 @@ _LOOK_SECONDS: Final = 0.5
 """Seconds between two looks while anything is in flight, or moves."""
 
 _IDLE_SECONDS: Final = 1.0
+_MAX_LOOK_SECONDS: Final = 1.5
+_MAX_SHARE: Final = 0.01
+"""Where threads are many, looks are rarer, so that they take no more of the time than this."""
+
+_JOINING_SECONDS: Final = 0.1
+"""The same until the worker has a name, so that it has one when anything happens."""
+
+_LEAST_COMPUTED: Final = 0.02
+"""A process that has used this share of a core since the last look is looked at closely."""
+
 _MAX_RECORDS: Final = 512
 """Maximum number of records that one look writes; the newest."""
+
+_MAX_TASKS: Final = 64
+"""Maximum number of tasks that wait for the observing thread; the newest."""
 
 _MAX_SEEN: Final = 2000
 """Maximum number of calls and requests that are followed until they end."""
@@ -61,6 +75,7 @@ class Observer:
         self.orders = Orders()
         self._agents: list[Any] = []
         self._records: deque[dict[str, Any]] = deque(maxlen=4 * _MAX_RECORDS)
+        self._tasks: deque[Callable[[], object]] = deque(maxlen=_MAX_TASKS)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
@@ -69,8 +84,10 @@ class Observer:
         self._stacks: FrozenStacks | None = None
         self._number = 0
         self._calls_before = self._requests_before = 0
-        self._counted = (-1, -1)
-        self._moved_at = monotonic()
+        self._counted = (0, 0)
+        self._looked_at = monotonic()
+        self._used = 0.0
+        self._moved_at = self._called_at = monotonic()
         self._looker = Looker()
         self._seen: dict[tuple[str, int, int], dict[str, Any]] = {}
         self._thread = threading.Thread(target=self._run, name="farcall-observer", daemon=True)
@@ -107,10 +124,17 @@ class Observer:
 
     def identify(self, job: str | None = None, **facts: Any) -> None:
         """More is known of who this is. A ``job`` makes the file move to the folder of that."""
-        self.identity = self.identity | facts
-        if job is not None:
-            self.job = job
+        with self._lock:
+            self.identity = self.identity | facts
+            if job is not None and job != self.job:
+                self.job = job
+                self._move()
         self._changed = True
+        self._wake.set()
+
+    def soon(self, task: Callable[[], object]) -> None:
+        """Have the observing thread do something now."""
+        self._tasks.append(task)
         self._wake.set()
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -150,11 +174,16 @@ class Observer:
 
     def _open(self) -> None:
         folder = jobs_folder(os.environ)
-        path = self._path(folder, self.job)
-        self._file = StateFile(path)
-        self._stacks = FrozenStacks(path.with_suffix(".stacks"))
-        facts = {"start": start_of(os.getpid()), "signal": self._stacks.signal}
-        self.identity = {**self.identity, **facts}
+        with self._lock:
+            path = self._path(folder, self.job)
+            self._file = StateFile(path)
+            self._stacks = FrozenStacks(path.with_suffix(".stacks"))
+            facts = {
+                "start": start_of(os.getpid()),
+                "signal": self._stacks.signal,
+                "timer": self._stacks.has_timer,
+            }
+            self.identity = self.identity | facts
         self._looker.ignored.add(threading.get_ident())
         remove_old(folder, self.job)
 
@@ -177,30 +206,42 @@ class Observer:
         agents = self.agents
         calls, requests = _counts(agents)
         busy = any(len(agent.calls.table) or len(agent.calls.answers) for agent in agents)
-        moved = self._looker.moved(now)
+        waiting = [each for each in waits.current() if each.what != "shutdown"]
+        busy = busy or bool(waiting)
+        used = process_time()
+        computes = used - self._used >= _LEAST_COMPUTED * (now - self._looked_at)
+        self._used = used
+        moved = self._looker.moved(now) or computes
         counted = (calls + self._calls_before, requests + self._requests_before)
-        if counted != self._counted:
-            self._counted, self._moved_at = counted, now
-        if self._file.path.parent.name != self.job:
-            self._move()
+        before, seconds = self._counted, max(1e-6, now - self._looked_at)
+        rates = [max(0, new - old) / seconds for new, old in zip(counted, before, strict=True)]
+        self._looked_at = now
+        progress = counted != self._counted
+        if progress:
+            self._counted, self._moved_at, self._called_at = counted, now, now
         self.orders.look(self._file.path.parent)
         for beat in list(self.beats):
             beat()
+        while self._tasks:
+            self._tasks.popleft()()
         if busy or moved or self._changed or self._stopping:
             self._changed = False
-            self._write(agents, now)
+            self._write(agents, now, progress=progress)
             self._stacks.clear()
         if self._records:
             newest = [self._records.popleft() for _ in range(len(self._records))][-_MAX_RECORDS:]
             self._file.record(newest)
         self._number += 1
-        used = os.times()
-        self._file.beat(Beat(self._number, now, time(), *counted, used.user + used.system))
-        return _LOOK_SECONDS if busy or moved else _IDLE_SECONDS
+        self._file.beat(Beat(self._number, now, time(), *counted, used, *rates))
+        if self.identity["phase"] == "joining":
+            return _JOINING_SECONDS
+        interval = _LOOK_SECONDS if busy or moved else _IDLE_SECONDS
+        return min(max(interval, (monotonic() - now) / _MAX_SHARE), _MAX_LOOK_SECONDS)
 
     def _move(self) -> None:
-        assert self._file is not None
-        assert self._stacks is not None
+        """With the lock held: put the files where they belong by now."""
+        if self._file is None or self._stacks is None:
+            return
         path = self._path(self._file.path.parent.parent, self.job)
         self._file.move(path)
         before = self._stacks.path.parent
@@ -208,18 +249,20 @@ class Observer:
         with contextlib.suppress(OSError):
             before.rmdir()  # if nobody else is there
 
-    def _write(self, agents: list[Any], now: float) -> None:
+    def _write(self, agents: list[Any], now: float, *, progress: bool) -> None:
         assert self._file is not None
         snapshot: dict[str, Any] = {
             "worker": self.identity | {"job": self.job},
             "monotonic": now,
             "wall": time(),
-            **self._looker.look(agents, now),
+            **self._looker.look(agents, now, progress=progress),
         }
         changed = self._follow(snapshot)
         if changed or any(_moves(each, now) for each in snapshot["threads"]):
             self._moved_at = now
-        snapshot["moved"] = self._moved_at
+        if changed:
+            self._called_at = now
+        snapshot["moved"], snapshot["called"] = self._moved_at, self._called_at
         for agent in agents:
             for name, part in list(agent.extensions.items()):
                 observed = getattr(part, "observed", None)
@@ -227,7 +270,9 @@ class Observer:
                     snapshot[name] = observed()
         for name, make in list(self.extra.items()):
             snapshot[name] = make()
-        while not self._file.snapshot(snapshot):
+        # At the end the state from before that stays: it shows what was waited for when another failed.
+        is_ending = self.identity["phase"] in ("leaving", "left")
+        while not self._file.snapshot(snapshot, keep=is_ending):
             # Too large: stacks go first, of the threads that are idle.
             threads = snapshot["threads"]
             if not threads:

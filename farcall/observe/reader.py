@@ -6,21 +6,27 @@ is no state file at all, is skipped and named. Control characters in texts are e
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from farcall.observe.frozen_stacks import FROZEN_SECONDS, Stack, read_stacks
+from farcall.observe.gathered import GATHERED, unpack_states
 from farcall.observe.jobs import JobFolder
 from farcall.observe.layout import (
+    BLOCK_BYTES,
     FILE_BYTES,
     HEADER_BYTES,
+    SNAPSHOT_BYTES,
     LayoutError,
+    block_size,
+    snapshot_offset,
     unpack_beat,
     unpack_header,
     unpack_records,
@@ -33,6 +39,7 @@ __all__ = ["read_job", "read_worker", "settled"]
 
 _MAX_BYTES: Final = 4 * FILE_BYTES
 _MAX_STACKS_BYTES: Final = 4 << 20
+_MAX_GATHERED_BYTES: Final = 64 << 20
 _MAX_DEPTH: Final = 12
 
 _SAMPLE_SECONDS: Final = 0.15
@@ -59,8 +66,13 @@ def _shown(character: str) -> str:
     return character if character.isprintable() else repr(character)[1:-1]
 
 
-def _read_file(path: Path, limit: int) -> bytes:
-    """The content of a regular file of this user. Raises ``OSError`` or ``LayoutError``."""
+def _read_file(path: Path, limit: int, *, snapshots_only: bool = False) -> bytes:
+    """The content of a regular file of this user. Raises ``OSError`` or ``LayoutError``.
+
+    Args:
+        limit: maximum size, in bytes.
+        snapshots_only: leave out what is neither the header nor a snapshot.
+    """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         known = os.fstat(file)
@@ -70,6 +82,8 @@ def _read_file(path: Path, limit: int) -> bytes:
             raise LayoutError(f"it belongs to another user ({known.st_uid})")
         if known.st_size > limit:
             raise LayoutError(f"it has {known.st_size} bytes, more than any state file")
+        if snapshots_only:
+            return _read_snapshots(file)
         parts = []
         while part := os.read(file, 1 << 20):
             parts.append(part)
@@ -78,15 +92,28 @@ def _read_file(path: Path, limit: int) -> bytes:
         os.close(file)
 
 
-def read_worker(path: Path, *, records: bool = True) -> WorkerState:
+def _read_snapshots(file: int) -> bytes:
+    """A state file as far as its snapshots reach; most of it is empty, and is not read."""
+    data = bytearray(snapshot_offset(1) + SNAPSHOT_BYTES)
+    view = memoryview(data)
+    os.preadv(file, [view[:HEADER_BYTES]], 0)
+    for which in (0, 1):
+        begin = snapshot_offset(which)
+        os.preadv(file, [view[begin : begin + BLOCK_BYTES]], begin)
+        end = begin + min(block_size(data, begin), SNAPSHOT_BYTES)
+        os.preadv(file, [view[begin:end]], begin)
+    return bytes(data)
+
+
+def read_worker(path: Path, *, records: bool = True, before: float = math.inf) -> WorkerState:
     """The state that a worker has written; what the kernel says is added by ``settled``.
 
     Raises:
         OSError, LayoutError: the file cannot be read; says why.
     """
-    data = _read_file(path, _MAX_BYTES)
+    data = _read_file(path, _MAX_BYTES, snapshots_only=not records)
     unpack_header(data[:HEADER_BYTES])
-    snapshot = unpack_snapshot(data)
+    snapshot = unpack_snapshot(data, before)
     if snapshot is None:
         raise LayoutError("it has no whole snapshot")
     ring = unpack_records(data) if records else []
@@ -108,18 +135,46 @@ def _read_stacks(path: Path) -> Mapping[int, Stack]:
     return {} if not text else read_stacks("\n".join(map(_legible, text.splitlines())))
 
 
-def read_job(folder: JobFolder, *, records: bool = False) -> JobState:
-    """The state of all workers of a job that have run on this host. Takes a moment, to see who computes."""
+def read_job(
+    folder: JobFolder, *, records: bool = False, before: float = math.inf, gathered: bool = True
+) -> JobState:
+    """The state of all workers of a job, as far as files here tell. Takes a moment, to see who computes.
+
+    Args:
+        records: read their rings, too.
+        before: their last snapshots from before this time, in seconds since 1970, are wanted.
+        gathered: with those of other hosts that have been gathered here.
+    """
     workers: list[WorkerState] = []
     skipped: list[tuple[str, str]] = []
     for path in folder.state_files():
         try:
-            workers.append(read_worker(path, records=records))
+            workers.append(read_worker(path, records=records, before=before))
         except LayoutError as error:
             skipped.append((_legible(path.name), str(error)))
         except OSError as error:
             skipped.append((_legible(path.name), error.strerror or str(error)))
-    return JobState(folder.id, tuple(_newest(settled(workers))), tuple(skipped))
+    found = settled(workers)
+    if gathered:
+        found += _gathered(folder, {each.pid for each in found if each.host == socket.gethostname()}, skipped)
+    return JobState(folder.id, tuple(_newest(found)), tuple(skipped))
+
+
+def _gathered(folder: JobFolder, here: Collection[int], skipped: list[tuple[str, str]]) -> list[WorkerState]:
+    """The workers of other hosts, as they were told last."""
+    found: list[WorkerState] = []
+    for path in sorted(folder.path.glob(f"*{GATHERED}")):
+        try:
+            packed = _read_file(path, _MAX_GATHERED_BYTES)
+            age = max(0.0, time.time() - os.stat(path).st_mtime)
+            told = unpack_states(packed, age, str(path))
+        except LayoutError as error:
+            skipped.append((_legible(path.name), str(error)))
+        except OSError as error:
+            skipped.append((_legible(path.name), error.strerror or str(error)))
+        else:
+            found += [replace(each, snapshot=_legible(each.snapshot)) for each in told]
+    return [each for each in found if not (each.host == socket.gethostname() and each.pid in here)]
 
 
 def _newest(workers: Sequence[WorkerState]) -> list[WorkerState]:
@@ -165,6 +220,8 @@ def _ask(worker: WorkerState, signs: Signs | None) -> bool:
     number = worker.fact("signal", 0)
     if signs is None or signs.is_stopped or silent < FROZEN_SECONDS or worker.frozen or worker.has_left:
         return False
+    if worker.fact("timer", False):
+        return True  # they are about to be written
     return isinstance(number, int) and ask_for_stacks(worker.pid, signs, number)
 
 

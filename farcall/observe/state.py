@@ -8,31 +8,11 @@ from typing import Any, Final
 
 from farcall.observe.frozen_stacks import Stack
 from farcall.observe.layout import Beat, Record
+from farcall.observe.places import Place
 
 __all__ = ["JobState", "Place", "Process", "ThreadState", "WorkerState"]
 
 _FROZEN_SECONDS: Final = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A place in a program."""
-
-    function: str
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-    @classmethod
-    def of(cls, value: object, folder: str = "") -> Place | None:
-        """The place in a snapshot; its file is relative to the folder in which the worker runs."""
-        match value:
-            case [str(function), str(file), int(line)]:
-                prefix = folder.rstrip("/") + "/"
-                return cls(function, file.removeprefix(prefix) if folder else file, int(line))
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +45,7 @@ class ThreadState:
 
     @property
     def id(self) -> int:
-        return int(self.fields.get("id") or 0)
+        return whole(self.fields.get("id"))
 
     @property
     def name(self) -> str:
@@ -112,6 +92,16 @@ def mappings(value: object) -> list[Mapping[str, Any]]:
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
+def items(value: object) -> list[Any]:
+    """The items of a list; none of anything else."""
+    return value if isinstance(value, list) else []
+
+
+def whole(value: object, default: int = 0) -> int:
+    """A whole number; anything else is the default."""
+    return value if isinstance(value, int) else default
+
+
 def number(value: object, default: float = 0.0) -> float:
     """A number; anything else is the default."""
     return float(value) if isinstance(value, int | float) else default
@@ -151,7 +141,7 @@ class WorkerState:
     @property
     def name(self) -> str:
         """Its name; before it has one, its rank or process."""
-        name = str(self.fact("name"))
+        name = str(self.fact("name")) or str(self._joining().get("name", ""))
         if name:
             return name
         rank = self.rank
@@ -159,7 +149,15 @@ class WorkerState:
 
     @property
     def rank(self) -> int:
-        return int(number(self.fact("rank", -1), -1))
+        rank = whole(self.fact("rank"), -1)
+        return rank if rank >= 0 else whole(self._joining().get("rank"), -1)
+
+    def _joining(self) -> Mapping[str, Any]:
+        """What the rendezvous says of it, while it is in one."""
+        if self.phase != "joining":
+            return {}
+        details = [wait.get("details") for each in self.threads for wait in each.waits]
+        return next((each for each in details if isinstance(each, Mapping)), {})
 
     @property
     def host(self) -> str:
@@ -167,7 +165,7 @@ class WorkerState:
 
     @property
     def pid(self) -> int:
-        return int(number(self.fact("pid", 0)))
+        return whole(self.fact("pid"))
 
     @property
     def phase(self) -> str:
@@ -176,8 +174,7 @@ class WorkerState:
 
     @property
     def incarnation(self) -> int:
-        found = self.fact("incarnation", 0)
-        return found if isinstance(found, int) else 0
+        return whole(self.fact("incarnation"))
 
     @property
     def folder(self) -> str:
@@ -206,7 +203,11 @@ class WorkerState:
     @property
     def is_frozen(self) -> bool:
         """Whether its interpreter does not run, though its process lives, or did so at its end."""
-        return bool(self.frozen) or (self.process.alive is True and self.silent > _FROZEN_SECONDS)
+        if self.process.alive is True and self.silent < _FROZEN_SECONDS:
+            return False
+        return bool(self.frozen) or (
+            self.process.alive is True and self.silent > 2 * _FROZEN_SECONDS and not self.fact("timer", False)
+        )
 
     @property
     def threads(self) -> list[ThreadState]:
@@ -230,6 +231,11 @@ class WorkerState:
     def still(self) -> float:
         """Seconds since anything has moved."""
         return max(0.0, self.now - number(self.snapshot.get("moved"), self.now))
+
+    @property
+    def quiet(self) -> float:
+        """Seconds since a call has begun or ended."""
+        return max(0.0, self.now - number(self.snapshot.get("called"), self.now))
 
     def age(self, since: object) -> float:
         """Seconds since a time on the worker's monotonic clock."""
@@ -259,11 +265,10 @@ class JobState:
         """Seconds since anything has moved in any of its workers."""
         return min((each.still for each in self.living or self.workers), default=0.0)
 
-    def by_incarnation(self) -> dict[int, WorkerState]:
-        return {each.incarnation: each for each in self.workers if each.incarnation}
-
-    def by_name(self) -> dict[str, WorkerState]:
-        return {each.name: each for each in self.workers}
+    @property
+    def quiet(self) -> float:
+        """Seconds since a call has begun or ended in any of its workers."""
+        return min((each.quiet for each in self.living or self.workers), default=0.0)
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self.workers)

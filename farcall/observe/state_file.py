@@ -62,9 +62,13 @@ class StateFile:
         """Write the sign of life. This and the following raise ``OSError``."""
         os.pwrite(self._file, pack_beat(beat), BEAT_OFFSET)
 
-    def snapshot(self, snapshot: dict[str, Any]) -> bool:
-        """Write a snapshot; false if it is too large."""
-        number = self._snapshots + 1
+    def snapshot(self, snapshot: dict[str, Any], *, keep: bool = False) -> bool:
+        """Write a snapshot over the older one; false if it is too large.
+
+        Args:
+            keep: write it over the newer one, so that the older stays.
+        """
+        number = self._snapshots + (2 if keep else 1)
         packed = pack_snapshot(number, snapshot)
         if packed is None:
             return False

@@ -11,9 +11,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from farcall.observe.state import JobState, Place, ThreadState, WorkerState, mappings, number, pair
+from farcall.observe.state import (
+    JobState,
+    Place,
+    ThreadState,
+    WorkerState,
+    items,
+    mappings,
+    number,
+    pair,
+    whole,
+)
 
-__all__ = ["Edge", "Graph", "Key", "Node", "wait_graph"]
+__all__ = ["Edge", "Graph", "Key", "Node", "last_place", "wait_graph"]
 
 Key = tuple[int, str]
 """A node: the place of its worker in the job, and what it is there."""
@@ -23,6 +33,9 @@ _SHUTDOWN: Final = "shutdown"
 _SPMD_THREAD: Final = "farcall-spmd-worker"
 _EARLIER_SECONDS: Final = 3.0
 """A worker of a job that is over ended by itself if its last sign is this much older than that of others."""
+
+_MAX_RANKS: Final = 1 << 16
+"""Maximum size of a group whose missing ranks are listed."""
 
 _CONNECTED: Final = frozenset(("ESTABLISHED", "UNCONNECTED"))
 
@@ -126,7 +139,7 @@ class _Builder:
             for request in worker.requests:
                 which = pair([request.get("incarnation"), request.get("id")])
                 if which is not None and request.get("state") == "awaiting":
-                    self._running[index, which] = (index, f"task {which[0]} {which[1]}")
+                    self._running.setdefault((index, which), (index, f"task {which[0]} {which[1]}"))
 
     def build(self) -> Graph:
         for index, worker in enumerate(self._workers):
@@ -140,8 +153,9 @@ class _Builder:
                 if not thread.fields.get("idle") or thread.waits:
                     self._add(self._of_thread(index, worker, thread))
             for request in worker.requests:
-                if request.get("state") == "awaiting":
-                    self._add(self._of_task(index, worker, request))
+                node = self._of_task(index, worker, request)
+                if node is not None and node.key in self._running.values():
+                    self._add(node)
         self._drop_loose_edges()
         return self._graph
 
@@ -179,11 +193,9 @@ class _Builder:
             case _:
                 text = f"has given no sign of life for {ago:.0f} s: {process} on {worker.host}"
         main = next((each for each in worker.threads if each.at is not None), None)
-        at = _main_place(worker) or (main.at if main is not None else None)
-        remark = f"last seen at {at} in {at.function}" if at is not None and kind != "left" else ""
-        return self._node(
-            index, PROCESS, thread="", kind=kind, text=text, seconds=ago, place=at, remark=remark
-        )
+        at = last_place(worker) or (main.at if main is not None else None)
+        at = at if kind != "left" else None
+        return self._node(index, PROCESS, thread="", kind=kind, text=text, seconds=ago, place=at)
 
     def _frozen_process(self, index: int, worker: WorkerState) -> Node:
         """Its interpreter does not run: find the thread that is in C code and holds the interpreter lock."""
@@ -206,7 +218,7 @@ class _Builder:
                 kind="frozen",
                 text=text,
                 seconds=worker.silent,
-                place=_main_place(worker),
+                place=last_place(worker),
             )
         return self._node(
             index,
@@ -249,9 +261,12 @@ class _Builder:
         else:
             doing = str(fields.get("doing") or "")
             node.kind = _kind_of(doing)
-            node.text = doing or "runs"
+            node.text = doing
         if node.serves and node.kind != "call":
-            node.text = f"runs {node.serves}, {node.text}"
+            node.text = f"runs {node.serves}, {node.text}".removesuffix(", ")
+        node.text = node.text or "runs"
+        if worker.phase == "starting":
+            node.text = f"has not called init_rpc: {node.text}"
         return node
 
     def _of_call(self, node: Node, index: int, worker: WorkerState, which: tuple[int, int]) -> None:
@@ -294,7 +309,7 @@ class _Builder:
                 busy = [key for (index, _), key in self._running.items() if index == callee]
                 threads = {key for key in busy if not key[1].startswith("task")}
                 node.edges += [Edge(key, "busy thread") for key in sorted(threads)]
-                ahead = int(number(found.get("ahead")))
+                ahead = whole(found.get("ahead"))
                 waiting = f"behind {ahead} others" if ahead else "next"
                 node.kind = "queued"
                 node.remark = f"queued at {to}, {waiting}: all of its {len(threads)} threads are busy"
@@ -306,8 +321,23 @@ class _Builder:
                 node.kind = "postponed"
                 node.remark = f"{to} has run it, and waits for the future that it returned"
             case _:
+                made = self._others_of(callee, request[0])
+                node.edges += [Edge(key) for key in made]
                 node.kind = "unanswered"
                 node.remark = f"{to} runs no such call: it waits for an object, or the answer is under way"
+                if made:
+                    node.remark = f"the object is still being made at {to}"
+
+    def _others_of(self, callee: int, caller: int) -> list[Key]:
+        """The requests of a caller that run at a callee, and that no thread of the caller waits for."""
+        index = self._indices.get(caller)
+        waiting = [] if index is None else [each.call for each in self._workers[index].threads]
+        incarnation = self._workers[callee].incarnation
+        return [
+            key
+            for (at, (by, call)), key in self._running.items()
+            if at == callee and by == caller and (incarnation, call) not in waiting
+        ]
 
     def _spmd_thread(self, index: int) -> Key | None:
         """The thread that does the steps of an SPMD program, if it does one."""
@@ -343,13 +373,17 @@ class _Builder:
         wait = thread.waits[-1]
         what = str(wait.get("what", "another worker"))
         node.kind, node.seconds = what, worker.age(wait.get("since"))
-        names = [str(each) for each in wait.get("whom") or () if str(each) != worker.name]
+        node.place = node.place or last_place(worker)
+        names = [str(each) for each in items(wait.get("whom")) if str(each) != worker.name]
         details = wait.get("details")
         details = details if isinstance(details, Mapping) else {}
         if what == _SHUTDOWN:
             names = self._not_in_shutdown(index)
         elif "group" in details:
             names, node.remark = self._behind(index, details)
+        elif "to" in details:
+            names = [each for each in self._names if f"'{each}'" in str(details["to"])]
+            node.remark = f"of the connection to {details['to']}"
         elif what == "rendezvous":
             node.remark = _rendezvous_in_words(details)
             names = [f"rank {each}" for each in _missing(details)]
@@ -361,7 +395,7 @@ class _Builder:
                     (n for n, each in enumerate(self._workers) if f"rank {each.rank}" == name), None
                 )
             if callee is not None and callee != index:
-                node.edges += [Edge(key) for key in self._doings(callee, what)]
+                node.edges += [Edge(key) for key in self._doings(callee)]
         if thread.call is not None and not names:
             self._of_call(node, index, worker, thread.call)
 
@@ -400,26 +434,25 @@ class _Builder:
                 remarks.append(f"{name} called {theirs.get('operation')}")
         return names, "; ".join(remarks[:3])
 
-    def _doings(self, index: int, what: str) -> Iterable[Key]:
+    def _doings(self, index: int) -> Iterable[Key]:
         """What a worker does that others wait for in an operation of a group."""
         if self._silent[index]:
             return [(index, PROCESS)]
         worker = self._workers[index]
         busy = [each for each in worker.threads if not each.fields.get("idle") or each.waits]
-        if what == _SHUTDOWN:
-            busy = [
-                each for each in busy if all(wait.get("what") != _SHUTDOWN for wait in each.waits)
-            ] or busy
+        outside = [each for each in busy if all(wait.get("what") != _SHUTDOWN for wait in each.waits)]
+        busy = outside or busy
         own = [each for each in busy if each.request is None]
         main = [each for each in own if each.name == "MainThread"]
         return [(index, str(each.id)) for each in (main or own or busy)]
 
     # ---- coroutines
 
-    def _of_task(self, index: int, worker: WorkerState, request: Mapping[str, Any]) -> Node:
+    def _of_task(self, index: int, worker: WorkerState, request: Mapping[str, Any]) -> Node | None:
         which = pair([request.get("incarnation"), request.get("id")])
-        assert which is not None
-        stack = [Place.of(each, worker.folder) for each in request.get("stack") or ()]
+        if which is None or request.get("state") != "awaiting":
+            return None
+        stack = [Place.of(each, worker.folder) for each in items(request.get("stack"))]
         places = [each for each in stack if each is not None]
         at = _users(places, worker)
         node = self._node(
@@ -441,7 +474,7 @@ class _Builder:
         return node
 
 
-def _main_place(worker: WorkerState) -> Place | None:
+def last_place(worker: WorkerState) -> Place | None:
     """Where a worker's main thread was, if that ran code of the program; else where any was."""
     threads = sorted(worker.threads, key=lambda each: (each.name != "MainThread", each.request is None))
     return next((each.at for each in threads if each.at is not None), None)
@@ -514,18 +547,19 @@ def _link_in_words(peer: Mapping[str, Any]) -> str:
     name = peer.get("name")
     if state == "LOST":
         return f"{name} is lost: {peer.get('lost', '')}"
-    tries = int(number(peer.get("failures")))
+    tries = whole(peer.get("failures"))
     return f"the connection to {name} is down; {tries} attempts to make it again have failed so far"
 
 
 def _missing(details: Mapping[str, Any]) -> list[int]:
     present = details.get("present")
     here = {each for each in present if isinstance(each, int)} if isinstance(present, list) else set()
-    return sorted(set(range(int(number(details.get("world_size"))))) - here)
+    size = min(whole(details.get("world_size")), _MAX_RANKS)
+    return sorted(set(range(size)) - here)
 
 
 def _rendezvous_in_words(details: Mapping[str, Any]) -> str:
-    size, missing = int(number(details.get("world_size"))), _missing(details)
+    size, missing = whole(details.get("world_size")), _missing(details)
     if not size:
         return ""
     shown = ", ".join(map(str, missing[:10])) + (" ..." if len(missing) > 10 else "")

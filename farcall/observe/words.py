@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from farcall.observe.analysis import Finding, Report
 from farcall.observe.wait_graph import Node
 
-__all__ = ["in_words"]
+__all__ = ["in_words", "waiting_in_words"]
 
 _MAX_ROWS: Final = 24
 """Maximum number of lines for waits, unless all are wanted."""
 
 _MAX_FINDINGS: Final = 6
+_MAX_OTHERS: Final = 8
+"""Maximum number of workers that are named beside one that has failed."""
+
 _STILL_SECONDS: Final = 2.0
 """Time without movement after which a job does not count as moving, in seconds."""
 
@@ -38,6 +41,24 @@ def in_words(report: Report, width: int = 80, *, everything: bool = False) -> It
         yield from _wrapped(f"skipped {file}: {why}", width)
 
 
+def waiting_in_words(report: Report, without: Iterable[int]) -> Iterator[str]:
+    """What each worker waits for, one line each; ``without`` those of some ranks."""
+    left_out = set(without)
+    shown = 0
+    seen: set[int] = set()
+    for node in report.all_nodes:
+        if node.rank in left_out or node.rank in seen or not node.edges or node.kind == "frozen out":
+            continue
+        seen.add(node.rank)
+        shown += 1
+        if shown > _MAX_OTHERS:
+            yield "... and more"
+            return
+        place = "" if node.place is None else f", at {node.place}"
+        text = node.text.replace("waits", f"waited {_time(node.seconds)}", 1)
+        yield f"{node.worker}: {node.thread} {text}{place}"
+
+
 def _headline(report: Report) -> str:
     job = report.job
     count = len(job.workers)
@@ -53,6 +74,8 @@ def _headline(report: Report) -> str:
     if job.still >= _STILL_SECONDS:
         until = " at its end" if len(gone) + len(left) == count else ""
         return f"{text} · nothing has moved for {job.still:.0f} s{until}"
+    if job.quiet >= _STILL_SECONDS:
+        return f"{text} · it computes; no call has begun or ended for {job.quiet:.0f} s"
     return f"{text} · it is moving"
 
 

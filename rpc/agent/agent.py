@@ -23,6 +23,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from rpc.agent.activity import Activity
+from rpc.agent.call_frames import running
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.calls import CallTable
 from rpc.agent.departure import Departure
@@ -35,13 +36,12 @@ from rpc.agent.hooks import Hooks
 from rpc.agent.lifecycle import Lifecycle
 from rpc.agent.messages import Messages
 from rpc.agent.ports import CANCEL
-from rpc.agent.request_runner import RequestRunner, running
-from rpc.agent.standstill import Standstill
+from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Tracing
 from rpc.agent.waiting import Waiting
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.shared_memory.exchange import SharedMemory
-from rpc.bulk.striping import Striping
+from rpc.bulk.streams import BulkStreams
 from rpc.group.control import Control
 from rpc.group.handshake import Authenticator
 from rpc.group.heartbeat import Heartbeat
@@ -169,17 +169,19 @@ class Agent:
             max_message_bytes=options.max_message_bytes,
             takes=serializer.allow is None,
         )
-        striping = Striping(
+        bulk_streams = BulkStreams(
             loop,
             mailbox,
             connections,
             dispatcher.frames_received,
+            dispatcher.take_bulk,
             options.tcp_stripes,
             options.max_message_bytes,
+            options.send_queue_bytes,
         )
-        bulk = Bulk(shared_memory.send, striping.consider, group.lose)
-        sender = Sender(serializer, events, activity, shared_memory.send, striping.consider, group.lose)
-        self.messages = Messages(dispatcher, sender, control, bulk, shared_memory, striping)
+        bulk = Bulk(shared_memory.send, bulk_streams.consider, group.lose)
+        sender = Sender(serializer, events, activity, shared_memory.send, bulk_streams.consider, group.lose)
+        self.messages = Messages(dispatcher, sender, control, bulk, shared_memory, bulk_streams)
 
         # Calls, and answers.
         caller = Caller(
@@ -204,8 +206,7 @@ class Agent:
         activity.serve(lambda: answers.requests_begun)
         describe = functools.partial(_under_way, table, executor)
         departure = Departure(activity, peers, connections, ground.loop_thread, hooks, describe)
-        standstill = Standstill(caller, peers, executor, activity, departure, serializer)
-        gathering = Gathering(caller, peers, hooks, serializer, standstill)
+        gathering = Gathering(caller, peers, executor, activity, departure, hooks, serializer)
         self.calls = Calls(caller, table, answers, completions, gathering)
 
         # What is noticed: silent workers, slow calls, workers that are gone.
@@ -219,10 +220,10 @@ class Agent:
         )
         heartbeat.interests += [table.peers, control.peers, bulk.peers, departure.awaited]
         waiting = Waiting(table, answers, control, peers, executor, loop, options.slow_call_seconds)
-        hooks.broke.extend((striping.peer_broke, bulk.peer_broke))
-        hooks.gone.extend((shared_memory.peer_gone, striping.peer_gone, bulk.peer_gone))
+        hooks.broke.extend((bulk_streams.peer_broke, bulk.peer_broke))
+        hooks.gone.extend((shared_memory.peer_gone, bulk_streams.peer_gone, bulk.peer_gone))
         hooks.closed.append(bulk.close)
-        hooks.forked.extend((bulk.abandon, shared_memory.abandon, striping.abandon))
+        hooks.forked.extend((bulk.abandon, shared_memory.abandon, bulk_streams.abandon))
         self.lifecycle = Lifecycle(
             hooks,
             activity,
@@ -244,7 +245,7 @@ class Agent:
             (Kind.CONTROL, control.received),
             (Kind.GOODBYE, connections.goodbye_received),
             (Kind.SEGMENTS, shared_memory.received),
-            (Kind.LANES, striping.received),
+            (Kind.STREAMS, bulk_streams.received),
             (Kind.SHUTDOWN, departure.received),
         )
         from_any_thread: tuple[tuple[int, KindHandler], ...] = (
@@ -271,7 +272,7 @@ class Agent:
         sender.on_unsent((Kind.REPLY, Kind.FAILURE), answers.answer_unsent)
         sender.on_unsent((None,), caller.request_unsent)
         control.on(CANCEL, answers.cancel)
-        connections.serve(Reception(dispatcher, bulk, striping, peers, departure, hooks, events))
+        connections.serve(Reception(dispatcher, bulk, bulk_streams, peers, departure, hooks, events))
         try:
             self.addresses = group.listen(listen_host, listen_port)
         except BaseException:

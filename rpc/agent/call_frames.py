@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from rpc.agent.calls import PendingCall
+from rpc.agent.calls import PendingCall, name_of
 from rpc.agent.futures import Future, as_completed
 from rpc.agent.request_runner import Request, RequestRunner
 from rpc.runtime.stacks import is_users
 
-__all__ = ["awaited_call", "awaited_in", "request_of"]
+__all__ = ["awaited_call", "awaited_in", "request_of", "running"]
 
 _RUNS: Final = frozenset(
     each.__code__ for each in (RequestRunner.run, RequestRunner.start, RequestRunner._finish)
@@ -61,3 +63,17 @@ def request_of(frame: FrameType | None) -> tuple[Request, FrameType] | None:
                 return request, frame
         frame = frame.f_back
     return None
+
+
+def running(threads: Iterable[threading.Thread]) -> list[str]:
+    """The functions that other threads of these run for other workers, and for which, in words."""
+    frames = sys._current_frames()
+    # Else this one would keep itself, its callers and what they have in hand until garbage is collected.
+    del frames[threading.get_ident()]
+    found: list[str] = []
+    for thread in threads:
+        running = request_of(frames.get(thread.ident or 0))
+        function = None if running is None else running[1].f_locals.get("function")
+        if running is not None and function is not None:
+            found.append(f"{name_of(function)} for worker '{running[0].peer.name}'")
+    return found

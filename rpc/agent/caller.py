@@ -156,15 +156,14 @@ class Caller:
     def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any:
         """As ``request``, but wait for the answer, and return its value or raise."""
         call = self._begin(peer, payload, timeout, what, "sync")
-        reader = peer.reader
-        if reader is not None and len(payload.buffers) <= 1:  # to send much takes long, and the loop reads
-            call.claimed = reader.claim()  # now: once the call is sent, the reply may come at once
+        if len(payload.buffers) <= 1:  # to send much takes long, and the loop reads
+            peer.stand_by(call)
         try:
             self.transmit(call, kind, payload)
             call.wait()
         finally:
             if call.claimed is not None:
-                call.release()
+                peer.stand_down(call)
         return call.result()
 
     def _begin(self, peer: Peer, payload: Payload, timeout: float, what: object, how: str) -> PendingCall:
@@ -246,12 +245,12 @@ class Caller:
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
         """A frame of kind ``REPLY`` or ``FAILURE``."""
-        header = frame[2]
-        arrivals = self._adopt(header, peer) if header else None
+        arrivals = self._adopt(frame[2], peer) if frame[2] else None
         call = self.table.answered(frame[1], peer)
         if call is None:
             return None
-        call.arrivals = arrivals
+        if arrivals is not None:
+            call.arrivals = arrivals
         if call.settle(frame) and call.future is not None:
             return call.future.complete, COMPLETION
         return None

@@ -21,7 +21,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, this_thread
 from rpc.runtime.events import CallBegun, CallEnded, Events
 from rpc.runtime.interrupts import interruptible, protected
-from rpc.transport.inline_read import Awaited, Turn
+from rpc.transport.inline_read import Awaited
 from rpc.wire.frames import Frame
 
 __all__ = ["CallOwner", "CallTable", "PendingCall", "name_of"]
@@ -78,7 +78,6 @@ class PendingCall(Awaited):
         wants_graph: if its answer was computed from tensors that require grad and has no history, the log
             says so. False for calls made under ``no_grad``, and for those that callees make: whether there
             is a context is for the program to decide that has called them.
-        claimed: the turn at reading that the current thread has claimed; it must ``wait`` or ``release`` it.
         last_seen: what its callee did when it was last asked, in words; "" if it was not asked.
         began, when_ended: where somebody listens to calls: when it was opened, and who is told of its end.
     """
@@ -97,7 +96,6 @@ class PendingCall(Awaited):
     when_ended: Callable[[PendingCall, Frame | BaseException], None] | None = None
     coalesced = False
     wants_graph = True
-    claimed: Turn | None = None
 
     def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
         self.owner = owner
@@ -150,12 +148,6 @@ class PendingCall(Awaited):
 
     # ---- waiting
 
-    def release(self) -> None:
-        """Give up the turn that was claimed."""
-        turn, self.claimed = self.claimed, None
-        if turn is not None and turn.reader.lease.holder() is turn:
-            turn.reader.leave()
-
     @protected
     def wait(self) -> None:
         """Block until the call has ended. Raises ``KeyboardInterrupt`` at once on Ctrl-C."""
@@ -164,18 +156,9 @@ class PendingCall(Awaited):
         if this_thread.must_not_block is not None:
             raise BlockingCallError(this_thread.must_not_block)
         try:
-            turn, self.claimed = self.claimed, None
-            if turn is None:
-                if self.coalesced:
-                    self.peer.flush()
-                reader = self.peer.reader
-                if reader is not None and self.outcome is None:
-                    if self.keeps_place:
-                        reader.leave()  # where a finalizer or a signal handler waits in the middle of a turn
-                    else:
-                        turn = reader.claim()
-            if turn is not None:
-                turn.reader.wait_for(self, self.deadline, turn)
+            if self.coalesced:
+                self.peer.flush()
+            self.peer.wait(self, self.deadline, reads=not self.keeps_place)
             if self.outcome is None and not self.sleep(INFINITE if self.watched else self.deadline):
                 error = self.owner.expire(self)
                 if error is not None:

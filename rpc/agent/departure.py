@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from rpc.agent.activity import Activity
 from rpc.agent.hooks import Hooks
-from rpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerLostError
+from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.connections import Connections
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination, Waits
@@ -68,9 +68,9 @@ class Departure:
         self._notices = Notices()
         self._notice: asyncio.TimerHandle | None = None
         self._waiting: Callable[[str | None], None] | None = None
-        self._error: type[RpcError] = RpcTimeoutError
         self._claimed = threading.Lock()
         self._is_closed = False
+        self._expects_long = False
         hooks.closed.append(self._closed)
 
     def form(self, me: Member, members: Sequence[Member] | None) -> None:
@@ -119,7 +119,9 @@ class Departure:
         with waits.waiting("shutdown"):
             wait_for_event(ended, INFINITE)
         if failure[0] is not None:
-            raise self._error(f"worker '{self._me.name}' has left without waiting any longer: {failure[0]}")
+            raise RpcTimeoutError(
+                f"worker '{self._me.name}' has left without waiting any longer: {failure[0]}"
+            )
 
     def begin(self, end: Callable[[str | None], None], timeout: float) -> None:
         """Enter a round as ``wait`` does, and have ``end`` called when that is over: with None, or with why
@@ -143,11 +145,6 @@ class Departure:
     def under_way(self) -> bool:
         """Whether somebody waits here. From any thread."""
         return self._waiting is not None
-
-    def give_up(self, reason: str) -> None:
-        """Have who waits here raise ``RpcError``. From any thread."""
-        self._error = RpcError
-        self._loop_thread.call(self._end, reason)
 
     def look(self) -> None:
         """This worker may have become idle."""
@@ -190,6 +187,10 @@ class Departure:
         """Whether this worker's graceful shutdown has begun. From any thread."""
         return self._claimed.locked()
 
+    def expect_long(self) -> None:
+        """It is usual that this worker waits here for long: the log says so at level DEBUG only."""
+        self._expects_long = True
+
     def claim(self) -> bool:
         """Whether the caller is the first that wants to wait here."""
         return self._claimed.acquire(blocking=False)
@@ -224,7 +225,7 @@ class Departure:
     def _tell_of_waiting(self, for_whom: str) -> None:
         own = self._describe()
         # That a worker serves until the others leave as well is usual.
-        usual = self._activity.serving() and "not in shutdown" in for_whom
+        usual = self._expects_long or (self._activity.serving() and "not in shutdown" in for_whom)
         logger.log(
             logging.DEBUG if usual else logging.WARNING,
             "worker '%s' has waited in shutdown for %s: %s%s",

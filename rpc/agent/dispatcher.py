@@ -40,7 +40,7 @@ LostHandler = Callable[[Peer, int, str], object]
 UnsentHandler = Callable[[Peer, int, BaseException], object]
 """Called with the receiver of a message that could not be sent, its call id, and why."""
 
-_UNNUMBERED: Final = frozenset((Kind.ALIVE, Kind.LANES))
+_UNNUMBERED: Final = frozenset((Kind.ALIVE, Kind.STREAMS))
 """They belong to one connection, and are not part of the session."""
 
 _FEW: Final = 4
@@ -237,7 +237,7 @@ class Dispatcher:
             for frame in frames:
                 opener = self._openers.get(frame[0])
                 frame = frame if opener is None else opener(peer, frame)  # noqa: PLW2901
-                if type(frame) is LargeFrame:
+                if type(frame) is LargeFrame and frame.kind != Kind.BULK:  # whose credit says that it is here
                     peer.large_came(frame.number)
                 self._take_in(peer, frame, tasks)
         except Exception as error:
@@ -275,6 +275,16 @@ class Dispatcher:
             self._activity.ended()
         return mine
 
+    def take_bulk(self, peer: Peer, frame: LargeFrame) -> None:
+        """On any thread: take in a bulk message that came on a stream of its own."""
+        tasks: list[Task] = []
+        try:
+            self._take_in(peer, frame, tasks)
+        except Exception as error:
+            self._refuse(peer, error)
+        if tasks:
+            self._run_soon(tasks)
+
     def _take_in(self, peer: Peer, frame: Frame, tasks: list[Task]) -> None:
         """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
         kind = frame[0]
@@ -286,7 +296,7 @@ class Dispatcher:
         if handler is None:
             raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
         due = False
-        if kind in _UNNUMBERED:
+        if kind in _UNNUMBERED or type(frame) is LargeFrame:
             peer.session.take_in_heartbeat()
         else:
             due = peer.session.take_in()

@@ -33,6 +33,7 @@ from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.modes import with_default_modes
 from rpc.runtime.tasks import Task
+from rpc.runtime.torch_internals import BaseFuture
 from rpc.serialization.exception_state import twin
 from rpc.serialization.failures import text_of
 
@@ -54,11 +55,11 @@ F = TypeVar("F", bound="torch.futures.Future[Any]")
 
 _NO_DEVICES: Final[list[torch.device]] = []
 # PyTorch's methods in Python only call these.
-_construct = torch._C.Future.__init__
-_is_done = torch._C.Future.done
-_set_result = torch._C.Future.set_result
-_value_of = torch._C.Future.wait
-_call_when_done = torch._C.Future.add_done_callback
+_construct = BaseFuture.__init__
+_is_done = BaseFuture.done
+_set_result = BaseFuture.set_result
+_value_of = BaseFuture.wait
+_call_when_done = BaseFuture.add_done_callback
 
 
 class _ThreadState(threading.local):

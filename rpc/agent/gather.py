@@ -13,14 +13,15 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypeVar
 
 from rpc import errors
+from rpc.agent.activity import Activity
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
+from rpc.agent.departure import Departure
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
-from rpc.agent.standstill import Standstill
 from rpc.errors import (
     NotInitializedError,
     ProtocolError,
@@ -32,6 +33,7 @@ from rpc.group.peer import Peer, PeerTable
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.current import current_agent
+from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import protected
 from rpc.runtime.notices import wait_telling
 from rpc.serialization.failures import text_of
@@ -41,11 +43,19 @@ __all__ = ["Gathering"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Names = tuple[str, ...]
 Key = tuple[Names, int]
 
 _MOST_ROUNDS: Final = 1 << 16
-"""So many may be under way, or have been begun by others only: names and numbers are anybody's."""
+"""Maximum number of rounds that are under way, or were begun by others only, who choose names and numbers."""
+
+_ANSWER_SECONDS: Final = 5.0
+"""Time that another worker may take to say what it waits for, in seconds."""
+
+_MOST_ASKED: Final = 8
+"""Maximum number of missing workers that are asked whether they are in shutdown."""
 
 
 class _Round:
@@ -62,23 +72,30 @@ class _Round:
 
 
 class Gathering:
-    """The rounds that one agent takes part in. From any thread.
-
-    Attributes:
-        standstill: finds barriers that cannot complete.
-    """
+    """The rounds that one agent takes part in. From any thread."""
 
     def __init__(
-        self, caller: Caller, peers: PeerTable, hooks: Hooks, serializer: Serializer, standstill: Standstill
+        self,
+        caller: Caller,
+        peers: PeerTable,
+        executor: Executor,
+        activity: Activity,
+        departure: Departure,
+        hooks: Hooks,
+        serializer: Serializer,
     ) -> None:
         self._caller = caller
-        self.standstill = standstill
         self._peers = peers
+        self._executor = executor
+        self._activity = activity
+        self._departure = departure
+        self._waiting_tasks = 0
+        """Tasks of the executor that wait for a round."""
         self._lock = threading.RLock()  # a finalizer may come back here
         self._next: dict[Names, int] = {}
         self._rounds: dict[Key, _Round] = {}
         self._given_up: dict[Names, tuple[int, RpcError]] = {}  # by this worker, the last time that it led
-        for function in (_contribute, _publish, _fail, _missing):
+        for function in (_contribute, _publish, _fail, _missing, _is_leaving):
             serializer.allow_function(function)
         hooks.gone.append(self._worker_gone)
         hooks.closed.append(self._closed)
@@ -189,13 +206,9 @@ class Gathering:
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
         names, _ = key
         deadline = time.monotonic() + timeout if timeout else INFINITE
-        # Who waits for a limited time may do something else then: this stands nowhere for ever.
-        with self.standstill.waiting() if timeout is None else contextlib.nullcontext():
-            self.standstill.serving()  # from now on
-            with waits.waiting("barrier", lambda: self._awaited_by(key)):
-                done = wait_telling(
-                    state.complete, deadline, logger, lambda waited: self._tell(key, state, waited)
-                )
+        with self._counted(), waits.waiting("barrier", lambda: self._awaited_by(key)):
+            self._serving()  # from now on
+            done = wait_telling(state.complete, deadline, logger, lambda waited: self._tell(key, waited))
         if not done:
             me = self._peers.own.name
             missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
@@ -207,41 +220,59 @@ class Gathering:
             raise state.error
         return state.objects
 
-    def _tell(self, key: Key, state: _Round, waited: str) -> str | None:
-        """For whom this worker waits, unless it serves meanwhile; raises ``RpcError`` if that is in vain."""
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """The current thread waits, so if it runs a task, it serves nobody."""
+        task = self._executor.owns_current_thread()
+        with self._lock:
+            self._waiting_tasks += task
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting_tasks -= task
+
+    def _serving(self) -> bool:
+        return self._activity.serving(self._waiting_tasks)
+
+    def _tell(self, key: Key, waited: str) -> str | None:
+        """The workers that this one waits for, and which of them are in shutdown, in words; None if it serves
+        others meanwhile.
+        """
         names, number = key
-        if self.standstill.serving():
+        if self._serving():
             return None
         me = self._peers.own.name
+        said = f"worker '{me}' has waited {waited} in barrier or all_gather"
         missing = self.missing(names, number)
         if names[0] != me:
-            asked = self.standstill.inquire(names[0], _missing, names, number)
             try:
-                missing = asked.wait()
+                missing = self._ask(names[0], _missing, names, number)
             except RpcTimeoutError:
-                return (
-                    f"worker '{me}' has waited {waited} in barrier or all_gather for its leader '{names[0]}'"
-                )
-        here = [name for name in names if name not in missing]
-        if missing and here[:1] == [me]:
-            in_vain = self.standstill.in_vain(missing, state.complete)
-            if in_vain is not None:
-                error = RpcError(f"barrier or all_gather among {list(names)} cannot complete: {in_vain.why}")
-                self._tell_all(key, error)
-                self.standstill.end_shutdowns(in_vain)
-                raise error
-        for_whom = ", ".join(f"worker '{name}'" for name in missing) or "the answer"
-        return f"worker '{me}' has waited {waited} in barrier or all_gather, for {for_whom}"
+                return f"{said} for its leader '{names[0]}'"
+        if not missing:
+            return f"{said}, for the answer"
+        leaving: list[str] = []
+        for name in missing[:_MOST_ASKED]:
+            with contextlib.suppress(RpcError):
+                if name != me and self._ask(name, _is_leaving):
+                    leaving.append(name)
+        for_whom = ", ".join(f"worker '{name}'" + " (in shutdown)" * (name in leaving) for name in missing)
+        hint = ". A worker in shutdown() comes to no barrier: all must call it before" if leaving else ""
+        return f"{said}, for {for_whom}{hint}"
+
+    def _ask(self, name: str, function: Callable[..., T], *args: Any) -> T:
+        """Ask another worker about the state of a wait, by a function that says ``inquired`` there."""
+        answer: Future[T] = self._caller.call_async(name, function, args, {}, _ANSWER_SECONDS)
+        return answer.wait()
 
     def inquired(self) -> None:
-        """A follower has asked who is missing."""
-        self.standstill.inquired()
+        """Another worker asks about the state of a wait: this serves it with nothing."""
+        self._activity.inquired()
 
-    def _tell_all(self, key: Key, error: RpcError) -> None:
-        """Have all others who take part fail; returns when they know."""
-        names, number = key
-        others = [name for name in names if name != self._peers.own.name]
-        self.standstill.tell(others, _fail, names, number, *_described(error))
+    def is_leaving(self) -> bool:
+        """Whether a thread of this worker waits in ``shutdown``."""
+        return self._departure.under_way
 
     def _awaited_by(self, key: Key) -> list[str]:
         """The workers that this one waits for in a round: those missing if it leads, else the leader."""
@@ -350,6 +381,12 @@ def _missing(names: Names, number: int) -> list[str]:
     gathering: Gathering = current_agent().calls.gathering
     gathering.inquired()
     return gathering.missing(names, number)
+
+
+def _is_leaving() -> bool:
+    gathering: Gathering = current_agent().calls.gathering
+    gathering.inquired()
+    return gathering.is_leaving()
 
 
 def _fail(names: Names, number: int, kind: str, text: str, attributes: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from rpc.agent.dispatcher import Dispatcher
 from rpc.agent.ground import Ground
 from rpc.agent.hooks import Hooks
 from rpc.bulk.point_to_point import Bulk
-from rpc.bulk.striping import Striping
+from rpc.bulk.streams import BulkStreams
 from rpc.group.connections import Connections
 from rpc.group.handshake import Authenticator
 from rpc.group.membership import Membership
@@ -111,7 +111,7 @@ class Reception:
         self,
         dispatcher: Dispatcher,
         bulk: Bulk,
-        striping: Striping,
+        bulk_streams: BulkStreams,
         peers: PeerTable,
         departure: Departure,
         hooks: Hooks,
@@ -121,7 +121,7 @@ class Reception:
         self.frames_received = dispatcher.frames_received
         self.take_inline = dispatcher.take_inline
         self.find_target = bulk.find_target
-        self.lane_came = striping.lane_came
+        self.stream_came = bulk_streams.stream_came
         self.peer_for = peers.ensure
         self._peers = peers
         self._departure = departure

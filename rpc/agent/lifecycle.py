@@ -137,13 +137,13 @@ class Lifecycle:
         self._heartbeat.stop()
         self._waiting.stop()
         try:
-            await self._messages.striping.finish()
+            await self._messages.bulk_streams.finish()
         finally:
             try:
                 await self._group.connections.close(self._group.peers.all(), reason)
             finally:
                 self._messages.shared_memory.close()
-                self._messages.striping.close()
+                await self._messages.bulk_streams.close()
 
     def abandon_after_fork(self) -> None:
         """In a forked child: let go of the parent's connections without disturbing them.

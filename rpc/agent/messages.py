@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rpc.agent.dispatcher import Dispatcher, KindHandler, Sender
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.shared_memory.exchange import SharedMemory
-from rpc.bulk.striping import Striping
+from rpc.bulk.streams import BulkStreams
 from rpc.group.control import Control
 from rpc.wire.frames import Kind
 
@@ -23,7 +23,7 @@ class Messages:
         sender: sends messages.
         control: small messages that must arrive.
         bulk: messages into buffers that are posted for them.
-        shared_memory, striping: ways of large messages.
+        shared_memory, bulk_streams: ways of large messages.
     """
 
     dispatcher: Dispatcher
@@ -31,7 +31,7 @@ class Messages:
     control: Control
     bulk: Bulk
     shared_memory: SharedMemory
-    striping: Striping
+    bulk_streams: BulkStreams
 
     def on(
         self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False

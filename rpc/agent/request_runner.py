@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from time import monotonic
 from types import CoroutineType
@@ -43,6 +44,7 @@ from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.stacks import OURS
 from rpc.runtime.tasks import Task
+from rpc.runtime.torch_internals import BaseFuture
 from rpc.serialization.failures import text_of
 from rpc.serialization.payload import EXCEPTION, Payload
 from rpc.serialization.serializer import Serializer
@@ -157,7 +159,12 @@ class RequestRunner:
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
         """A frame of kind ``CALL``."""
-        return self.accept(self.enter(peer, frame), self.run)
+        if frame[2] or self._devices is not None or self._events.request_begun:
+            return self._accept(self.enter(peer, frame), self.run)
+        # Most calls bring nothing beside their buffers: the same, without further calls.
+        self.requests_begun = next(self._numbers)
+        request = self._cancellable[peer, frame[1]] = Request(peer, frame)
+        return self.run, request
 
     def enter(self, peer: Peer, frame: Frame) -> Request:
         """A request that its caller may cancel until it is answered."""
@@ -186,6 +193,9 @@ class RequestRunner:
         """Have ``run`` run a request, which must be answered once, when all that travelled beside its buffers
         is ready: at once by the task that is returned, or later.
         """
+        return self._accept(request, functools.partial(self._run_accepted, run))
+
+    def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
         events = self._events
         if self.devices is not None:
             run = self.devices.around(run)
@@ -237,22 +247,26 @@ class RequestRunner:
             return
         del function  # now, since its destructor may be the user's
         large = len(payload.buffers) > 1 and sum(map(len, payload.buffers)) > _QUICK_BYTES
-        self.lend_thread(peer, value, large=large)
+        self._stand_by(peer, value, large=large)
         self.answer(peer, Kind.REPLY, request.frame.call_id, payload)
 
-    def lend_thread(
-        self, peer: Peer, value: Any = None, *, large: bool = False, at_once: bool = True
-    ) -> None:
+    def _stand_by(self, peer: Peer, value: Any, *, large: bool) -> None:
         """Have this thread wait for the next request of ``peer`` itself, if it has nothing else to do.
 
         To be called before an answer is out, since the next request may come at once. But a thread that waits
         runs nothing of the user's, such as the destructor of the ``value`` that it still has in hand, and
-        does not copy what is large: then it goes there when it is done, as without ``at_once``.
+        does not copy what is large: then it goes there when it is done.
         """
         source = peer.reader
         if source is not None:
-            at_once = at_once and not large and type(value) in _WITHOUT_DESTRUCTOR
-            self._executor.lend(source, at_once=at_once)
+            self._executor.lend(source, at_once=not large and type(value) in _WITHOUT_DESTRUCTOR)
+
+    def _run_accepted(self, run: Callable[[Request], None], request: Request) -> None:
+        """Run a request, and then have this thread wait for the next one as above."""
+        run(request)
+        source = request.peer.reader
+        if source is not None:
+            self._executor.lend(source, at_once=False)
 
     def load(self, request: Request) -> Call:
         """The function and arguments of a request; raises what unpickling raises."""
@@ -318,7 +332,7 @@ class RequestRunner:
                 self._ended()
                 raise
             return LATER
-        if not isinstance(value, torch._C.Future):
+        if not isinstance(value, BaseFuture):
             raise RpcError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {getattr(function, '__qualname__', function)} on worker "
@@ -435,7 +449,10 @@ class RequestRunner:
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
         # A function that goes on after this worker has ended, by Ctrl-C for one, cannot call others.
         wanted |= isinstance(error, NotInitializedError) and not is_initialized()
-        consequence = isinstance(error, GivenUpError)
+        # That its caller is gone has been told already, and there is nobody to answer.
+        consequence = isinstance(error, GivenUpError) or (
+            isinstance(error, WorkerLostError) and error.worker == peer.name
+        )
         logger.log(
             logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
             "worker '%s': %s, called by worker '%s', raised %s%s: %s",
@@ -539,22 +556,3 @@ def _raised_in(error: BaseException) -> str:
             continue
         return code.co_qualname
     return "a call"
-
-
-def running(threads: Iterable[threading.Thread]) -> list[str]:
-    """Which functions other threads of these run for other workers, and for whom. Looks at their frames, so
-    that it costs nothing while calls come.
-    """
-    frames = sys._current_frames()
-    # Else this one would keep itself, its callers and what they have in hand until garbage is collected.
-    del frames[threading.get_ident()]
-    found: list[str] = []
-    for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        while frame is not None and frame.f_code is not RequestRunner.start.__code__:
-            frame = frame.f_back
-        if frame is not None:
-            function, request = frame.f_locals["function"], frame.f_locals["request"]
-            name = getattr(function, "__qualname__", type(function).__name__)
-            found.append(f"{name} for worker '{request.peer.name}'")
-    return found

@@ -207,10 +207,11 @@ class Waiting:
             return
         asked = f"{legible(call.peer.name)}: {legible(call.asked)}"
         if inquiry.waiter is None:
-            logger.warning("%s has had no answer for %.3g s from %s; %s", me, due.age, asked, found)
+            text = "%s has had no answer for %.3g s from %s; %s; `farcall why` says more"
+            logger.warning(text, me, due.age, asked, found)
         else:
             thread, place = inquiry.waiter
-            text = "%s: %s has waited %.3g s for %s (%s); %s"
+            text = "%s: %s has waited %.3g s for %s (%s); %s; `farcall why` says more"
             logger.warning(text, me, legible(thread), due.age, asked, legible(place), found)
 
     # ---- answering

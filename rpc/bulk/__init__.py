@@ -1,1 +1,1 @@
-"""Large and ordered transfers: shared memory, striping, and messages received into posted buffers."""
+"""Large and ordered transfers: shared memory, bulk streams, and messages received into posted buffers."""

@@ -166,7 +166,7 @@ class Bulk:
         return transfer
 
     @protected
-    def post(self, peer: Peer, tag: int, into: Any = None) -> Transfer:
+    def post(self, peer: Peer, tag: int, into: Any = None, expected: int = 0) -> Transfer:
         """Receive the next message from a worker under a tag. Does not block.
 
         Args:
@@ -174,6 +174,8 @@ class Bulk:
             tag: as for ``send``.
             into: writable, contiguous buffers, or one, which the message fills in order; they must have its
                 size in all. None: ``wait`` returns the message's own memory, without another copy.
+            expected: without ``into``, the number of bytes that the message is likely to have; a thread that
+                waits for a long one uses less of the processor.
 
         Raises:
             WorkerLostError: that worker is gone, and no message of its is left.
@@ -183,7 +185,7 @@ class Bulk:
         if targets is not None and any(each.readonly for each in targets):
             raise TypeError("a buffer to receive into is read-only")
         stream = self._stream(peer, tag)
-        transfer = Transfer(peer, stream.incoming, targets, partial(self._withdraw, stream))
+        transfer = Transfer(peer, stream.incoming, targets, partial(self._withdraw, stream), expected)
         with self._lock:
             self._check_open(stream)
             pairs = stream.inbound.posted(transfer)
@@ -350,10 +352,12 @@ class Bulk:
         with self._lock:
             if len(frame.buffers) != 1 or len(frame.buffers[0]) != _CREDIT.size:
                 raise ProtocolError("a malformed credit")
+            matched, sequence = _CREDIT.unpack(frame.buffers[0])
+            if sequence != _NONE:
+                peer.session.bulk_arrived(frame.call_id * SEQUENCES + sequence)
             stream = self._streams.get((peer.incarnation, frame.call_id))
             if stream is None:
                 return None  # both have closed it
-            matched, sequence = _CREDIT.unpack(frame.buffers[0])
             stream.outbound.reported(matched)
             arrived = stream.unacknowledged.pop(sequence, None)
             self._forget_if_over(stream)

@@ -12,6 +12,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.transport.inline_read import Awaited
+from rpc.transport.write_queue import STREAMED_BYTES
 
 __all__ = ["Transfer", "as_bytes"]
 
@@ -31,16 +32,22 @@ class Transfer(Awaited):
     """One message, sent or to be received. From any thread.
 
     ``buffers`` is what is sent, or where it is received; None for the message's own. ``withdraw`` takes the
-    transfer back if it has not begun, and says whether it did.
+    transfer back if it has not begun, and says whether it did. ``expected`` is the number of bytes that a
+    message without buffers is likely to have.
     """
 
     def __init__(
-        self, peer: Peer, what: str, buffers: list[memoryview] | None, withdraw: Callable[[Transfer], bool]
+        self,
+        peer: Peer,
+        what: str,
+        buffers: list[memoryview] | None,
+        withdraw: Callable[[Transfer], bool],
+        expected: int = 0,
     ) -> None:
         super().__init__()
         self.what = what
         self.buffers = buffers
-        self.size = sum(map(len, buffers or ()))
+        self.size = expected if buffers is None else sum(map(len, buffers))
         self._peer = peer
         self._done = False
         self._withdraw = withdraw
@@ -76,17 +83,20 @@ class Transfer(Awaited):
     @protected
     def _wait(self, deadline: float) -> None:
         check_may_block()
-        reader = self._peer.reader
-        claimed = None if reader is None else reader.claim()
         try:
-            if reader is not None and claimed is not None:
-                reader.wait_for(self, deadline, claimed)
+            if not self._is_streamed():
+                self._peer.wait(self, deadline)
             while not self._done:
                 self.fill()
                 if not self.done() and not self.sleep(deadline):
                     raise RpcTimeoutError(f"{self.what} has not ended in time")
         finally:
             self.fill()  # if nobody else does, since this thread was counted on
+
+    def _is_streamed(self) -> bool:
+        """Whether it comes to its end on another connection: a thread that read this one would only spin."""
+        connection = self._peer.connection
+        return self.size >= STREAMED_BYTES and connection is not None and connection.has_streams
 
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
         """Have ``callback(self)`` called once it has ended, here or on the thread that ends it, which it must

@@ -19,7 +19,7 @@ from rpc.errors import ProtocolError
 from rpc.group.admission import CROSSED, judge
 from rpc.group.dialling import QUIET_SECONDS, Dialler
 from rpc.group.greeting import SLOW_SECONDS, Greeting
-from rpc.group.handshake import Authenticator, Hello, Lane, Refusal, Welcomed, legible
+from rpc.group.handshake import Authenticator, Hello, Refusal, Stream, Welcomed, legible
 from rpc.group.link import CONNECTING
 from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
@@ -76,8 +76,10 @@ class ConnectionEvents(Protocol):
 
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
 
-    def lane_came(self, connection: Connection, lane: Lane) -> None:
-        """Take over a connection that is to be a lane; ``ProtocolError`` if it is not expected."""
+    def stream_came(self, connection: Connection, stream: Stream) -> Callable[[], object]:
+        """Judge a connection that is to be a bulk stream. Returns what takes it over once it is let in;
+        ``ProtocolError`` if it is not expected.
+        """
 
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
         """On any thread; see ``Receiver``."""
@@ -200,10 +202,10 @@ class Connections:
         self._strangers[greeting] = self._greetings[greeting] = None
 
     def _greet(
-        self, connection: Connection, peer: Peer, lane: asyncio.Future[None] | None = None
+        self, connection: Connection, peer: Peer, stream: asyncio.Future[None] | None = None
     ) -> Greeting:
-        seconds = self.handshake_seconds if lane is None else self.connect_seconds
-        greeting = Greeting(self, connection, seconds, peer, lane)
+        seconds = self.handshake_seconds if stream is None else self.connect_seconds
+        greeting = Greeting(self, connection, seconds, peer, stream)
         self._greetings[greeting] = None
         return greeting
 
@@ -237,20 +239,20 @@ class Connections:
         if self.closed or not peer.link.reach(connection.process):
             _drop(connection, "not needed any more")
             return
-        for earlier in [each for each in self._greetings if each.peer is peer and each.lane is None]:
+        for earlier in [each for each in self._greetings if each.peer is peer and each.stream is None]:
             earlier.finish()
             _drop(earlier.connection, "another attempt takes its place")
         assert self._view is not None
         session = peer.session.connections, peer.session.received
         self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group, session))
 
-    async def open_lane(self, peer: Peer, lane: Lane) -> Connection:
+    async def open_stream(self, peer: Peer, stream: Stream) -> Connection:
         """One more connection over the network to a connected peer, which has let it in. ``OSError`` if there
         is no way, or it does not.
         """
         connection = await self._connect_again(peer)
         welcome: asyncio.Future[None] = self.loop.create_future()
-        self._greet(connection, peer, welcome).greet(lane)
+        self._greet(connection, peer, welcome).greet(stream)
         try:
             await welcome
         except BaseException:
@@ -260,6 +262,8 @@ class Connections:
 
     async def _connect_again(self, peer: Peer) -> Connection:
         addresses = [address for address in peer.member.addresses if address.startswith("tcp:")]
+        if not addresses or "tcp" not in self._transports:
+            raise ConnectionError("there is no way to it over TCP")
         for address in addresses[:-1]:
             with contextlib.suppress(OSError):
                 return await self._transports["tcp"].connect(address)
@@ -267,17 +271,18 @@ class Connections:
 
     # ---- what handshakes come to
 
-    def heard(self, greeting: Greeting, said: Hello | Lane | Welcomed | Refusal) -> None:
+    def heard(self, greeting: Greeting, said: Hello | Stream | Welcomed | Refusal) -> None:
         """The other side wants to be let in, has let this worker in, or does not. Or its proof is wrong."""
         peer = greeting.peer
-        if greeting.lane is not None:
-            self._lane_heard(greeting, greeting.lane, said)
+        if greeting.stream is not None:
+            self._stream_heard(greeting, greeting.stream, said)
             return
         match said:
-            case Lane() as lane:
-                self._events.lane_came(greeting.connection, lane)
+            case Stream() as stream:
+                take_over = self._events.stream_came(greeting.connection, stream)
                 greeting.welcome()
                 greeting.finish()
+                take_over()
             case Hello() as hello:
                 self._strangers.pop(greeting, None)
                 greeting.hello = hello
@@ -301,11 +306,11 @@ class Connections:
                 else:
                     greeting.connection.close("not needed any more")
 
-    def _lane_heard(self, greeting: Greeting, lane: asyncio.Future[None], said: object) -> None:
+    def _stream_heard(self, greeting: Greeting, stream: asyncio.Future[None], said: object) -> None:
         """The answer to a further connection."""
         if isinstance(said, Welcomed):
-            if not lane.done():
-                lane.set_result(None)
+            if not stream.done():
+                stream.set_result(None)
                 greeting.finish()
             return
         greeting.connection.close(said.reason if isinstance(said, Refusal) else "refused")
@@ -395,9 +400,9 @@ class Connections:
         """A handshake is over: the connection has closed, because ``failure``, or it has succeeded."""
         self._greetings.pop(greeting, None)
         self._strangers.pop(greeting, None)
-        if greeting.lane is not None and not greeting.lane.done():
-            greeting.lane.set_exception(ConnectionError(f"a lane was not opened: {legible(failure)}"))
-        if failure is None or self.closed or greeting.lane is not None:
+        if greeting.stream is not None and not greeting.stream.done():
+            greeting.stream.set_exception(ConnectionError(f"a stream was not opened: {legible(failure)}"))
+        if failure is None or self.closed or greeting.stream is not None:
             return
         if greeting.peer is not None:
             if not greeting.peer.connected:

@@ -10,7 +10,17 @@ import asyncio
 from typing import Final, Protocol
 
 from rpc.errors import ProtocolError
-from rpc.group.handshake import Authenticator, Handshake, Hello, Lane, Message, Refusal, Role, State, Welcomed
+from rpc.group.handshake import (
+    Authenticator,
+    Handshake,
+    Hello,
+    Message,
+    Refusal,
+    Role,
+    State,
+    Stream,
+    Welcomed,
+)
 from rpc.group.peer import Peer
 from rpc.transport.base import INFINITE, Connection, SilentOwner
 from rpc.wire.frames import Frame, encode
@@ -28,7 +38,7 @@ class GreetingDesk(Protocol):
 
     authenticator: Authenticator | None
 
-    def heard(self, greeting: Greeting, said: Hello | Lane | Welcomed | Refusal) -> None:
+    def heard(self, greeting: Greeting, said: Hello | Stream | Welcomed | Refusal) -> None:
         """The other side wants to be let in, has let this worker in, or does not. Or its proof is wrong."""
 
     def ended(self, greeting: Greeting, failure: str | None) -> None:
@@ -39,7 +49,7 @@ class Greeting(SilentOwner):
     """Owns a connection until both sides know each other: the shell round ``handshake``.
 
     ``peer`` is whom this side connects to, None on the accepting side, where ``hello`` is to be judged. With
-    ``lane``, which is done when this one is welcome, it is connected to it already.
+    ``stream``, which is done when this one is welcome, it is connected to it already.
     """
 
     def __init__(
@@ -48,12 +58,12 @@ class Greeting(SilentOwner):
         connection: Connection,
         seconds: float,
         peer: Peer | None = None,
-        lane: asyncio.Future[None] | None = None,
+        stream: asyncio.Future[None] | None = None,
     ) -> None:
         self.connection = connection
         self.peer = peer
         self.hello: Hello | None = None
-        self.lane = lane
+        self.stream = stream
         self.began = desk.loop.time()
         self._desk = desk
         role = Role.ACCEPTOR if peer is None else Role.DIALLER
@@ -81,7 +91,7 @@ class Greeting(SilentOwner):
         """Whether the other side, or this one, has been told why it is not let in."""
         return self._handshake.state is State.REFUSED
 
-    def greet(self, hello: Hello | Lane) -> None:
+    def greet(self, hello: Hello | Stream) -> None:
         """At the dialler: begin."""
         self._send(self._handshake.greet(hello))
 

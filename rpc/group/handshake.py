@@ -7,7 +7,7 @@ proof of its own if it asked for one, or refused, and why. The two speak by turn
 the same table, ``TRANSITIONS``; whatever is not in it ends the connection::
 
     dialler                      acceptor
-    HELLO      member, wanted, group  ->  or LANE  token, number
+    HELLO      member, wanted, group  ->  or STREAM  token, number
                <-  CHALLENGE              only with an authenticator
     PROOF                         ->      likewise
                <-  WELCOME or REFUSED
@@ -35,11 +35,11 @@ __all__ = [
     "Authenticator",
     "Handshake",
     "Hello",
-    "Lane",
     "Message",
     "Refusal",
     "Role",
     "State",
+    "Stream",
     "Welcomed",
     "legible",
     "parse_refusal",
@@ -67,7 +67,7 @@ class State(Enum):
 
 
 TRANSITIONS: Final[Mapping[State, Mapping[int, State]]] = {
-    State.BEGUN: {Kind.HELLO: State.GREETED, Kind.LANE: State.GREETED},
+    State.BEGUN: {Kind.HELLO: State.GREETED, Kind.STREAM: State.GREETED},
     State.GREETED: {
         Kind.CHALLENGE: State.CHALLENGED,
         Kind.WELCOME: State.WELCOMED,
@@ -82,7 +82,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[int, State]]] = {
 
 _SAID_BY: Final = {
     Kind.HELLO: (Role.DIALLER, "hello"),
-    Kind.LANE: (Role.DIALLER, "lane"),
+    Kind.STREAM: (Role.DIALLER, "stream"),
     Kind.CHALLENGE: (Role.ACCEPTOR, "challenge"),
     Kind.PROOF: (Role.DIALLER, "proof"),
     Kind.WELCOME: (Role.ACCEPTOR, "welcome"),
@@ -136,7 +136,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Stream:
     """In the place of a hello: this is to be one of several connections to a worker that has one already."""
 
     token: bytes
@@ -146,12 +146,12 @@ class Lane:
         return {"token": self.token, "number": self.number}
 
     @classmethod
-    def parse(cls, header: dict[str, Any]) -> Lane:
+    def parse(cls, header: dict[str, Any]) -> Stream:
         """Raises ``ProtocolError`` if this is none."""
         match header:
             case {"token": bytes(token), "number": int(number)}:
                 return cls(token, number)
-        raise ProtocolError("a malformed lane")
+        raise ProtocolError("a malformed stream")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +202,11 @@ class Handshake:
         self.state = State.BEGUN
         self._authenticator = authenticator
         self._said = hashlib.sha256()
-        self._hello: Hello | Lane | None = None
+        self._hello: Hello | Stream | None = None
 
-    def greet(self, hello: Hello | Lane) -> Message:
+    def greet(self, hello: Hello | Stream) -> Message:
         """At the dialler, first of all."""
-        return self._say(Kind.HELLO if isinstance(hello, Hello) else Kind.LANE, hello.header())
+        return self._say(Kind.HELLO if isinstance(hello, Hello) else Kind.STREAM, hello.header())
 
     def welcome(self, session: tuple[int, int] = (1, 0)) -> Message:
         """At the acceptor: let the other side in, of which ``receive`` has returned the hello; ``session`` as
@@ -221,7 +221,7 @@ class Handshake:
         """At the acceptor: do not let it in."""
         return self._say(Kind.REFUSED, refusal.header())
 
-    def receive(self, kind: int, header: dict[str, Any]) -> Message | Hello | Lane | Welcomed | Refusal:
+    def receive(self, kind: int, header: dict[str, Any]) -> Message | Hello | Stream | Welcomed | Refusal:
         """Take in a message; returns what is to be done. A refusal at the acceptor is to be sent.
         ``ProtocolError`` if it must not come now, or is malformed: the connection is to be closed.
         """
@@ -230,8 +230,8 @@ class Handshake:
         authenticator, said = self._authenticator, self._said.digest()
         self._note(kind, header)
         match kind:
-            case Kind.HELLO | Kind.LANE:
-                self._hello = Hello.parse(header) if kind == Kind.HELLO else Lane.parse(header)
+            case Kind.HELLO | Kind.STREAM:
+                self._hello = Hello.parse(header) if kind == Kind.HELLO else Stream.parse(header)
                 if authenticator is None:
                     return self._hello
                 return self._say(Kind.CHALLENGE, authenticator.challenge())

@@ -20,7 +20,7 @@ from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import PeerDevices
 from rpc.serialization.serializer import OwnCodec
 from rpc.transport.base import CAPTURED_BYTES, INFINITE, Connection, ConnectionClosed, QueueFull
-from rpc.transport.inline_read import InlineReader
+from rpc.transport.inline_read import Awaited, InlineReader
 from rpc.transport.session import Session
 from rpc.wire.frames import Kind, encode_small
 
@@ -52,7 +52,7 @@ class Peer:
         link: the state of the connection, and what is known about earlier ones.
         session: counts and keeps messages, so that each arrives once.
         connection: the open connection, or None.
-        reader: how threads may read the connection, or None.
+        reader: where an idle thread may wait for a task, or None.
         lost: why the worker is gone for good, or None.
         has_left: whether it is gone because it left, and said so.
         devices: what is agreed with it about devices; None if tensors on devices cannot be sent.
@@ -111,7 +111,6 @@ class Peer:
 
     def large_came(self, number: int) -> None:
         """A message that came in chunks is about to be taken in: say so. It has no number in the session."""
-        self.session.expect_large()
         with contextlib.suppress(RpcError):  # the worker is gone, and about to be noted so
             self.send_small(encode_small(Kind.ARRIVED, number, {}, ()), 0)
 
@@ -123,6 +122,46 @@ class Peer:
         connection = self.connection
         if connection is not None and not self.is_self:
             connection.send_sign(encode_small(Kind.ALIVE, received, {}, (), wants), newest=not wants)
+
+    # ---- waiting for what it sends: any thread
+
+    def stand_by(self, awaited: Awaited) -> None:
+        """Get ready to ``wait`` before the request for ``awaited`` is sent: its answer may come at once. The
+        thread must call ``wait`` or ``stand_down`` then, whatever happens.
+        """
+        reader = self.reader
+        if reader is not None:
+            awaited.claimed = reader.claim()
+
+    def stand_down(self, awaited: Awaited) -> None:
+        """Undo ``stand_by``, unless ``wait`` has been called since."""
+        turn, awaited.claimed = awaited.claimed, None
+        if turn is not None and turn.reader.lease.holder() is turn:
+            turn.reader.leave()
+
+    def wait(self, awaited: Awaited, deadline: float, *, reads: bool = True) -> None:
+        """Wait for something that this worker sends by reading the connection, if the thread may. Ctrl-C
+        interrupts.
+
+        It returns early if another thread reads, or takes over: ``awaited.sleep`` must follow if ``awaited``
+        has no outcome then.
+
+        Args:
+            deadline: on the monotonic clock.
+            reads: whether the thread may read; False where a finalizer or a signal handler may wait in the
+                middle of the thread's own reading, which ends then.
+        """
+        turn, awaited.claimed = awaited.claimed, None
+        if turn is None:
+            reader = self.reader
+            if reader is None or awaited.outcome is not None:
+                return
+            if not reads:
+                reader.leave()
+                return
+            turn = reader.claim()
+        if turn is not None:
+            turn.reader.wait_for(awaited, deadline, turn)
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """A new error for what was asked of this worker and will not happen: ``consequence`` says what."""
@@ -246,8 +285,6 @@ class Peer:
                 connection.carry(self.session)
             for frame in again:
                 connection.send_small(frame, 0)
-            if number > 1:
-                connection.send_sign(encode_small(Kind.ALIVE, self.session.received, {}, (), RESUMED))
             waiting = self._waiting.copy()
             self._forget_waiting()
             for buffers, size in waiting:
@@ -256,6 +293,8 @@ class Peer:
                 except ConnectionClosed:  # it has broken already, and takes no large ones: for the next one
                     self._waiting.append((buffers, size))
                     self._waiting_bytes += size
+            if number > 1:  # behind the last arrivals that a bulk stream has noted
+                connection.send_sign(encode_small(Kind.ALIVE, self.session.received, {}, (), RESUMED))
             self.connection, self.reader = connection, connection.reader
 
     def send_by(self, connection: Connection) -> None:

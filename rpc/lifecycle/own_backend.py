@@ -43,6 +43,7 @@ from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
 from rpc.runtime import file_limit
 from rpc.runtime.current import clear_current_agent, is_initialized, set_current_agent
+from rpc.runtime.torch_internals import INTERNALS
 from rpc.serialization.failures import text_of
 from rpc.serialization.functions import main_identity
 from rpc.transport.registry import load as load_transports
@@ -110,6 +111,7 @@ def _start(
     try:
         draft = _describe(agent, WorkerInfo(name, rank), store.master)
         met = device_agreement.agree(agent)
+        INTERNALS.check()
         profiling.install(agent)
         for extension in entry_points(group=EXTENSIONS):
             extension.load()(agent)

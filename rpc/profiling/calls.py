@@ -23,12 +23,17 @@ from dataclasses import dataclass, field
 from time import time_ns
 from typing import Any, Final
 
-import torch
 from torch.autograd import DeviceType, profiler_legacy  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import FunctionEvent
 
 from rpc.agent.tape import Observation, Recording
+from rpc.runtime.torch_internals import (
+    disable_legacy_profiler,
+    enable_legacy_profiler,
+    is_profiler_enabled,
+    parse_legacy_records,
+)
 
 __all__ = ["KEY", "Gathered", "ProfiledRequest", "Settings", "Span", "gathering"]
 
@@ -86,9 +91,6 @@ _IS_RIGHT: Final[dict[str, Callable[[Any], bool]]] = {
     "flops": lambda value: value is None or _is_number(value),
 }
 """What may stand in an event that another worker has told of: PyTorch's tables trust what they are given."""
-
-# PyTorch's own, whatever stands in their place later.
-_parse = profiler_legacy._parse_legacy_records
 
 
 @dataclass(eq=False)
@@ -244,18 +246,18 @@ class ProfiledRequest(Observation):
 
     def _record(self) -> None:
         """Have this thread's operators recorded, unless a profiler of the user's records them."""
-        self._profiles = not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        self._profiles = not is_profiler_enabled()
         if self._profiles:
             shapes, memory, flops, stack = self.gathered.settings
             profile = profiler_legacy.profile(  # type: ignore[no-untyped-call]
                 record_shapes=shapes, profile_memory=memory, with_flops=flops, with_stack=stack
             )
-            torch.autograd._enable_profiler_legacy(profile.config())  # type: ignore[attr-defined, no-untyped-call]
+            enable_legacy_profiler(profile.config())  # type: ignore[no-untyped-call]
 
     def _stop_recording(self) -> None:
         if self._profiles:
             self._profiles = False
-            records = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+            records = disable_legacy_profiler()
             self._records += itertools.chain.from_iterable(records)
 
     def following(self, coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
@@ -283,7 +285,7 @@ class ProfiledRequest(Observation):
         if start is None:
             return []
         self.began = start.start_us()
-        return _parse([self._records])  # type: ignore[no-untyped-call, no-any-return]
+        return parse_legacy_records([self._records])  # type: ignore[no-any-return]
 
     def tell(self, header: dict[str, Any]) -> None:
         if not self.tells or not self.began:

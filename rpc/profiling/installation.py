@@ -25,6 +25,7 @@ from rpc.group.peer import PeerTable
 from rpc.profiling.calls import KEY, Gathered, ProfiledRequest, Settings, Span, gathering
 from rpc.runtime.current import current_agent
 from rpc.runtime.events import CallBegun, CallEnded, Events
+from rpc.runtime.torch_internals import find_builtin, qualified_name
 
 __all__ = ["CallProfiler", "call_profiler", "install", "settings_of"]
 
@@ -180,8 +181,8 @@ class _Request(ProfiledRequest):
 def _name(function: Any) -> str:
     """What PyTorch calls a function in a profile: of an operator its name there."""
     if isinstance(function, torch.jit.ScriptFunction):
-        return str(torch._jit_internal._qualified_name(function))
-    builtin = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+        return str(qualified_name(function))
+    builtin = find_builtin(function)
     named = builtin or getattr(function, "__qualname__", None) or type(function).__qualname__
     return str(named)
 
@@ -208,7 +209,9 @@ def settings_of(profile: Any) -> Settings:
 
 
 def _put(where: Any, name: str, make: Callable[[Any], Any]) -> None:
-    theirs = getattr(where, name)
+    theirs = getattr(where, name, None)
+    if theirs is None:
+        return  # a version of PyTorch without it, as the log says
     _places.append((where, name, theirs))
     setattr(where, name, functools.wraps(theirs)(make(theirs)))
 

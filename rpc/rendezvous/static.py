@@ -114,7 +114,13 @@ class _Joining:
         self._coordinates = False
         self._others: list[Arrival] = []
         self.log = Log(store)
-        self._wait = waits.waiting("rendezvous", place=store.description, world_size=arrival.world_size)
+        self._wait = waits.waiting(
+            "rendezvous",
+            place=store.description,
+            world_size=arrival.world_size,
+            name=self._me.name,
+            rank=self._me.id,
+        )
         self._index = self.log.append(arrival)
 
     def run(self) -> Verdict:

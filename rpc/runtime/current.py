@@ -1,7 +1,8 @@
-"""The process's current agent: the one global there is."""
+"""The process's current agent."""
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -67,6 +68,7 @@ def set_current_agent(agent: Any) -> None:
     global _agent, _forked_from
     if _agent is not None:
         raise AlreadyInitializedError("RPC is already initialized in this process: call shutdown() first")
+    _notice_forks()
     _agent, _forked_from = agent, None
 
 
@@ -87,4 +89,6 @@ def _forked() -> None:
             leave()
 
 
-os.register_at_fork(after_in_child=_forked)
+@functools.cache
+def _notice_forks() -> None:
+    os.register_at_fork(after_in_child=_forked)

@@ -17,7 +17,8 @@ leaves in force on its thread is undone before the next one.
 
 A thread takes tasks without the lock, and keeps account of what it has finished by itself. The lock is taken
 to go idle, and to wake. A thread with nothing to do may be *lent* to a ``TaskSource``, which gives it its
-next task without a hand-over; it is called back where tasks find no other thread.
+next task without a hand-over; it goes back there after each, and is called back where tasks find no other
+thread.
 """
 
 from __future__ import annotations
@@ -243,12 +244,15 @@ class Executor:
         this_thread.runs_callees = True
         backlog = self._backlog
         checked = True
+        source: TaskSource | None = None
         while True:
             try:
                 function, argument = backlog.popleft()
             except IndexError:
+                source = worker.source
                 task = self._task_at_source(worker)
                 if task is None:
+                    source = None
                     if not self._wait(worker):
                         return
                     continue
@@ -275,6 +279,10 @@ class Executor:
                 reset_modes()
             del function, argument  # an idle thread keeps nothing alive
             worker.finished += 1
+            if source is not None:
+                if worker.source is None:
+                    worker.source = source  # where its last task came from, the next may follow
+                source = None
             if not backlog and self._on_idle is not None:
                 self._tell_if_idle(self._on_idle)
 

@@ -33,18 +33,37 @@ from torch import (
 )
 
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.torch_internals import (
+    FUNCTIONS_ENABLED,
+    InferenceMode,
+    default_device_of_thread,
+    disable_saved_tensors_hooks,
+    dispatch_stack_length,
+    enable_saved_tensors_hooks,
+    function_stack_length,
+    function_state,
+    is_any_autocast_enabled,
+    is_forward_grad_enabled,
+    is_multithreading_enabled,
+    is_view_replay_enabled,
+    pop_dispatch_mode,
+    pop_function_mode,
+    pop_saved_tensors_hooks,
+    push_dispatch_mode,
+    push_function_mode,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_disabled,
+    set_forward_grad_enabled,
+    set_function_state,
+    set_grad_enabled,
+    set_multithreading_enabled,
+    set_view_replay_enabled,
+    top_saved_tensors_hooks,
+)
 
 __all__ = ["SavedModes", "copy_of_modes", "modes_changed", "reset_modes", "with_default_modes"]
 
 T = TypeVar("T")
-
-_C: Final[Any] = torch._C
-_autograd: Final[Any] = torch._C._autograd
-# Found once: these are called after each function that runs.
-_is_any_autocast_enabled: Final[Callable[[], bool]] = _C._is_any_autocast_enabled
-_function_modes: Final[Callable[[], int]] = _C._len_torch_function_stack
-_dispatch_modes: Final[Callable[[], int]] = _C._len_torch_dispatch_stack
-_top_hooks: Final[Callable[[bool], Any]] = _autograd._top_saved_tensors_default_hooks
 
 _CPU_AUTOCAST_DTYPE: Final = torch.bfloat16
 """PyTorch's default on every thread."""
@@ -59,10 +78,10 @@ _AUTOCAST_DEVICES: Final = (
 )
 
 _AUTOGRAD_MODES: Final[list[tuple[Callable[[], bool], Callable[[bool], object], bool]]] = [
-    (is_grad_enabled, _C._set_grad_enabled, True),
-    (_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled, True),
-    (_C._is_multithreading_enabled, _C._set_multithreading_enabled, True),
-    (_C._is_view_replay_enabled, _C._set_view_replay_enabled, False),
+    (is_grad_enabled, set_grad_enabled, True),
+    (is_forward_grad_enabled, set_forward_grad_enabled, True),
+    (is_multithreading_enabled, set_multithreading_enabled, True),
+    (is_view_replay_enabled, set_view_replay_enabled, False),
 ]
 """Modes of autograd that have setters: how each is read and set, and its default."""
 
@@ -70,13 +89,13 @@ _AUTOGRAD_MODES: Final[list[tuple[Callable[[], bool], Callable[[bool], object], 
 def modes_changed() -> bool:
     """Whether this thread's modes differ from the defaults of a new thread."""
     return (
-        _function_modes() > 0  # first: a function mode may intercept the other questions
+        function_stack_length() > 0  # first: a function mode may intercept the other questions
         or not is_grad_enabled()
         or is_inference_mode_enabled()
-        or _is_any_autocast_enabled()
+        or is_any_autocast_enabled()
         or not is_autocast_cache_enabled()
-        or _dispatch_modes() > 0
-        or _top_hooks(False) is not None
+        or dispatch_stack_length() > 0
+        or top_saved_tensors_hooks(False) is not None
         or get_autocast_dtype("cpu") is not _CPU_AUTOCAST_DTYPE
         or (_is_block_open and _autocast_nesting() != 0)
     )
@@ -111,7 +130,7 @@ def copy_of_modes() -> SavedModes | None:
         return None
     again = None
     if is_inference_mode_enabled():
-        again = _C._InferenceMode(True)
+        again = InferenceMode(True)
         again.__enter__()
     copied = SavedModes()
     copied._apply()
@@ -142,17 +161,17 @@ class SavedModes:
     def __init__(self) -> None:
         global _is_block_open
         self._inference: Any = None
-        self._functions = [_C._pop_torch_function_stack() for _ in range(_function_modes())]
-        self._dispatch = [_C._pop_torch_dispatch_stack(None) for _ in range(_dispatch_modes())]
+        self._functions = [pop_function_mode() for _ in range(function_stack_length())]
+        self._dispatch = [pop_dispatch_mode(None) for _ in range(dispatch_stack_length())]
         self._hooks = _popped_hooks()
-        self._hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
-        self._function_state = _C._get_torch_function_state()
+        self._hooks_disabled = saved_tensors_hooks_disabled()
+        self._function_state = function_state()
         self._default_device = _exchange_default_device(None)
         self._autograd = [is_enabled() for is_enabled, _, _ in _AUTOGRAD_MODES]
         if is_inference_mode_enabled():
-            self._inference = _C._InferenceMode(False)
+            self._inference = InferenceMode(False)
             self._inference.__enter__()
-        any_enabled = _is_any_autocast_enabled()
+        any_enabled = is_any_autocast_enabled()
         self._autocast = [
             (name, (any_enabled and torch.is_autocast_enabled(name), get_autocast_dtype(name)))
             for name in _autocast_defaults()
@@ -166,8 +185,8 @@ class SavedModes:
     def _set_defaults(self) -> None:
         """Whatever is not default yet when the modes that form stacks have been taken off."""
         if self._hooks_disabled is not None:
-            _autograd._saved_tensors_hooks_enable()
-        _C._set_torch_function_state(_C._TorchFunctionState.ENABLED)
+            enable_saved_tensors_hooks()
+        set_function_state(FUNCTIONS_ENABLED)
         _set_autograd_modes([default for _, _, default in _AUTOGRAD_MODES])
         for (name, found), default in zip(self._autocast, _autocast_defaults().values(), strict=True):
             if found != (False, default):
@@ -196,21 +215,21 @@ class SavedModes:
             if enabled or dtype is not _autocast_defaults()[name]:
                 _set_autocast(name, enabled, dtype)
         for hooks in reversed(self._hooks):
-            _autograd._push_saved_tensors_default_hooks(*hooks)
+            push_saved_tensors_hooks(*hooks)
         if self._hooks_disabled is not None:
-            _autograd._saved_tensors_hooks_disable(self._hooks_disabled, False)
+            disable_saved_tensors_hooks(self._hooks_disabled, False)
         for mode in reversed(self._dispatch):
-            _C._push_on_torch_dispatch_stack(mode)
+            push_dispatch_mode(mode)
         for mode in reversed(self._functions):
-            _C._push_on_torch_function_stack(mode)
+            push_function_mode(mode)
         _exchange_default_device(self._default_device)
-        _C._set_torch_function_state(self._function_state)
+        set_function_state(self._function_state)
 
     def drop(self) -> None:
         """These modes are not restored. The current thread keeps its own."""
         inference, self._inference = self._inference, None
         if inference is not None:
-            own = _C._InferenceMode(False)
+            own = InferenceMode(False)
             own.__enter__()
             inference.__exit__(None, None, None)
             own.__exit__(None, None, None)
@@ -264,16 +283,16 @@ def _set_autograd_modes(values: list[bool]) -> None:
 def _popped_hooks() -> list[tuple[Any, Any]]:
     """Hooks of saved tensors, from the top; they are taken off."""
     popped: list[tuple[Any, Any]] = []
-    while (hooks := _top_hooks(False)) is not None:
+    while (hooks := top_saved_tensors_hooks(False)) is not None:
         popped.append(hooks)
-        _autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()
     return popped
 
 
 def _exchange_default_device(context: Any) -> Any:
     """Set what ``torch.set_default_device`` would leave next on this thread; returns what it was."""
-    of_thread = torch._GLOBAL_DEVICE_CONTEXT
+    of_thread = default_device_of_thread
     before = getattr(of_thread, "device_context", None)
-    if before is not context:
+    if before is not context and of_thread is not None:
         of_thread.device_context = context
     return before

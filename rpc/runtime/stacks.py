@@ -70,6 +70,11 @@ _BY_CALL: Final = {
     "select": "waits for a socket or pipe",
     "poll": "waits for a socket or pipe",
     "waitpid": "waits for a subprocess",
+    "open": "waits for a file",
+    "read": "waits for a file or pipe",
+    "readline": "waits for a file or pipe",
+    "write": "waits for a file or pipe",
+    "input": "waits for input",
 }
 """Functions written in C, which have no frame, by the name under which the code calls them."""
 

@@ -38,10 +38,9 @@ from typing import Any, Final, Protocol
 
 import cloudpickle
 import torch
-from torch._jit_internal import _qualified_name
-from torch._ops import OpOverload
 
 from rpc.errors import FunctionNotFoundError
+from rpc.runtime.torch_internals import OpOverload, qualified_name
 from rpc.serialization.payload import Destination
 
 ScriptFunction = Any
@@ -299,7 +298,7 @@ def reduce_script_function(function: ScriptFunction, pickler: ByValue) -> Any:
 
 def script_name_of(function: ScriptFunction, to: Destination | None) -> tuple[str, str] | None:
     """``name_of`` for a ``ScriptFunction``, which knows its module only as part of another name."""
-    qualified: str = _qualified_name(function)
+    qualified: str = qualified_name(function)
     module, _, name = qualified.removeprefix("__torch__.").rpartition(".")
     module = module or "__main__"
     for candidate in MAIN_NAMES if module == "__main__" else (module,):

@@ -19,11 +19,11 @@ from typing import Any, Final, Protocol
 
 import cloudpickle
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.storage import TypedStorage, UntypedStorage
 
 from rpc.errors import SerializationError, with_article
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.torch_internals import OpOverload, OpOverloadPacket
 from rpc.serialization.carriers import Carrier, arrived, receiving
 from rpc.serialization.exception_state import Partly, reduce_exception, reduce_partly
 from rpc.serialization.functions import (

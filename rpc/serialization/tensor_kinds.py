@@ -8,7 +8,6 @@ without memory, such as masked tensors, as PyTorch pickles them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,9 +17,17 @@ from torch import Tensor
 from torch.masked import MaskedTensor, as_masked_tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rpc.errors import SerializationError
+from rpc.runtime.torch_internals import (
+    DisableTorchFunctionSubclass,
+    is_fake,
+    is_traceable_wrapper_subclass,
+    is_transformed,
+    make_per_channel_quantized_tensor,
+    make_per_tensor_quantized_tensor,
+    nested_view_from_buffer_copy,
+)
 from rpc.serialization.memory import memory_at
 from rpc.serialization.tensors import dense, plain, reduce_strided
 from rpc.serialization.tracked import is_tracked, take_out
@@ -30,7 +37,6 @@ _COMPRESSED_BY_COLUMN: Final = (torch.sparse_csc, torch.sparse_bsc)
 _WHOLE_BYTES: Final = (torch.quint8, torch.qint8, torch.qint32)
 Shape = tuple[int, ...]
 
-_is_transformed: Final[Callable[[Tensor], bool]] = torch._C._functorch.is_functorch_wrapped_tensor
 _OWN_REDUCE: Final = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 
 
@@ -49,7 +55,7 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return reduced  # its attributes are what it consists of
     elif kind is Tensor:
-        if not tensor.__dict__ and not _is_transformed(tensor) and not _takes_cpu(pickler):
+        if not tensor.__dict__ and not is_transformed(tensor) and not _takes_cpu(pickler):
             usual = plain(tensor)
             if usual is not None:
                 return dense, usual
@@ -59,7 +65,7 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
     elif kind.__reduce_ex__ not in _OWN_REDUCE:
         return NotImplemented
     else:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if _is_wrapper(tensor):
                 return _reduce_wrapper(tensor)
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -96,7 +102,7 @@ def _check_device(tensor: Tensor | UntypedStorage, pickler: Any) -> None:
 
 def _reduce_by_layout(tensor: Tensor, pickler: Any = None) -> tuple[Any, ...]:
     requires_grad = tensor.requires_grad
-    if _is_transformed(tensor):
+    if is_transformed(tensor):
         raise SerializationError(
             "it belongs to a transform of torch.func, such as vmap, grad or jvp, inside which a tensor has "
             "no elements of its own: call other workers outside of the transform"
@@ -161,8 +167,7 @@ def _reduce_dispatching(tensor: Tensor) -> Any:
     """Reduce a tensor that has no memory and is no wrapper of PyTorch's protocol, such as a masked tensor, as
     PyTorch does: to its attributes.
     """
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    if fake is not None and isinstance(tensor, fake.FakeTensor):
+    if is_fake(tensor):
         raise SerializationError(
             "it is a fake tensor, which has a shape but no elements: send a tensor that is made outside of "
             "FakeTensorMode, or on device 'meta'"
@@ -187,7 +192,7 @@ def parameter(tensor: Tensor, requires_grad: bool) -> Parameter:
 
 def subclassed(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
     """Rebuild a tensor of a subclass that is no wrapper."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return tensor.as_subclass(kind).requires_grad_(requires_grad)
 
 
@@ -256,10 +261,10 @@ def sparse_compressed(
 
 
 _MAKERS: Final[dict[str, Callable[..., Tensor]]] = {
-    "nested": torch._nested_view_from_buffer_copy,
+    "nested": nested_view_from_buffer_copy,
     "mkldnn": Tensor.to_mkldnn,
-    "quantized": torch._make_per_tensor_quantized_tensor,
-    "quantized per channel": torch._make_per_channel_quantized_tensor,
+    "quantized": make_per_tensor_quantized_tensor,
+    "quantized per channel": make_per_channel_quantized_tensor,
 }
 
 
@@ -287,7 +292,7 @@ def constant(name: str) -> Any:
 def reduce_storage(storage: UntypedStorage | TypedStorage, pickler: Any = None) -> tuple[Any, ...]:
     """Reduce a storage, all of it."""
     if isinstance(storage, TypedStorage):
-        return typed_storage, (storage._untyped_storage, storage.dtype)
+        return typed_storage, (storage.untyped(), storage.dtype)  # type: ignore[no-untyped-call]  # untyped in torch
     if storage.device.type != "cpu" or _takes_cpu(pickler):
         if storage.device.type != "cpu":
             _check_device(storage, pickler)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rpc.errors import SerializationError
+from rpc.runtime.torch_internals import neg_view
 from rpc.serialization.memory import INLINE_BYTES, bytes_at, layout_of, memory_at, over
 
 _CODES: Final[dict[torch.dtype, str]] = {
@@ -117,7 +118,7 @@ def reduce_strided(tensor: Tensor, requires_grad: bool, departing: Any = None) -
     if tensor.is_conj():
         return conjugated, (tensor.conj(), requires_grad)
     if tensor.is_neg():
-        return negated, (torch._neg_view(tensor), requires_grad)
+        return negated, (neg_view(tensor), requires_grad)
     if tensor._is_zerotensor():
         tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     shape, stride = (*tensor.shape,), tensor.stride()
@@ -179,4 +180,4 @@ def conjugated(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 def negated(tensor: Tensor, requires_grad: bool) -> Tensor:
     """Rebuild a tensor that is the lazy negative of its memory."""
-    return torch._neg_view(tensor).requires_grad_(requires_grad)
+    return neg_view(tensor).requires_grad_(requires_grad)

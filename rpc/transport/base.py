@@ -146,6 +146,10 @@ class Connection(Protocol):
     over_network: bool
     """Whether it may lead over a network, where several at once may get more of it than one does."""
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether the largest messages go over bulk streams and not over this connection."""
+
     process: int | None
     """The process at the other end, where it is known and of this host."""
 
@@ -233,6 +237,7 @@ class DirectConnection:
     owner: ConnectionOwner
     reader: InlineReader | None = None
     over_network = False
+    has_streams = False
     process: int | None = None
     malformed = False
     is_quiet = True

@@ -258,10 +258,14 @@ class ReadLease:
 
 class Awaited:
     """What threads wait for, each by reading the connection that it comes on, or on a lock of its own.
-    ``outcome`` is None until it is here, or will not come.
+
+    Attributes:
+        outcome: None until it is here, or will not come.
+        claimed: the turn at reading that the current thread has claimed in advance, to wait for this.
     """
 
     outcome: Any = None
+    claimed: Turn | None = None
 
     def __init__(self) -> None:
         self._waiters: list[LockType | Turn] = []

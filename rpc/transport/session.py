@@ -7,10 +7,10 @@ breaks, the handshake of the next tells each side how many the other has taken i
 again, in the same order, before anything else. So nothing is lost, and nothing comes twice.
 
 *Large messages*, which go in chunks, are not numbered, and not kept: they may lie in memory of the user's,
-which may change. They have numbers of their own, and their receiver says which have arrived (``ARRIVED``, an
-ordinary message). What had not arrived as a whole is dropped there when the connection breaks. Each side says
-when it has sent again what was missing (*resumed*): of the large messages that began before, those that are
-not known to have arrived then are lost, and whoever has sent them is told.
+which may change. They have numbers of their own, and their receiver says which have arrived (``ARRIVED``, or
+``BULK_CREDIT``, which are ordinary messages). What had not arrived as a whole is dropped there when the
+connection breaks. Each side says when it has sent again what was missing (*resumed*): of the large messages
+that began before, those that are not known to have arrived then are lost, and whoever has sent them is told.
 
 *What is kept is bounded.* A session is *full* when what is not acknowledged takes more than
 ``MAX_UNACKNOWLEDGED``, twice what a receiver lets come before it acknowledges. Callers wait then, as they do
@@ -30,6 +30,7 @@ from typing import Final
 
 from rpc.errors import ProtocolError
 from rpc.wire.chunking import WHOLE_BYTES
+from rpc.wire.frames import is_bulk
 
 __all__ = ["ACKNOWLEDGE_EVERY", "FEW", "LIGHT_BYTES", "MAX_UNACKNOWLEDGED", "Session"]
 
@@ -103,12 +104,7 @@ class Session:
         return self.received >= self._acknowledge_at
 
     def take_in_heartbeat(self) -> None:
-        """A frame is taken in that has no number."""
-        self._unnumbered += 1
-
-    def expect_large(self) -> None:
-        """The message that ``take_in`` is called for next is a large one, which has no number."""
-        self.received -= 1
+        """A frame is taken in that has no number, such as a large message. From any thread."""
         self._unnumbered += 1
 
     @property
@@ -198,6 +194,12 @@ class Session:
         number = next(self.numbers)
         self.large[number] = self.connections, head
         return number
+
+    def bulk_arrived(self, call_id: int) -> None:
+        """The large bulk message of this call id has arrived. From any thread."""
+        for number, (_, head) in self.large.copy().items():
+            if is_bulk(head, call_id):
+                self.large.pop(number, None)
 
     def take_lost(self) -> list[bytes]:
         """The other side has resumed: the beginnings of the large messages that are lost."""

@@ -11,17 +11,17 @@ import contextlib
 import errno
 import ssl
 from collections.abc import Sequence
-from functools import partial
 from typing import Final
 
 from rpc.errors import ProtocolError
 from rpc.transport import byte_stream
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner, TransportContext
-from rpc.transport.byte_stream import ByteStream, ReceiveBuffer
+from rpc.transport.bulk_socket import BulkSocket, bulk_socket
+from rpc.transport.byte_stream import ByteStream, DescriptorStream, ReceiveBuffer
 from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Turn
 from rpc.transport.tls import why_no_tls
-from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
-from rpc.wire.chunking import Outgoing, Reassembly, Target
+from rpc.transport.write_queue import CAPTURE_ALL, Streams, WriteQueue
+from rpc.wire.chunking import Reassembly, Target
 from rpc.wire.frames import PREAMBLE, Decoder, Frame
 
 __all__ = ["StreamConnection"]
@@ -113,22 +113,36 @@ class StreamConnection:
             self.reader.buffer = self._scratch
         self._queue.outgoing.max_bytes = sent
 
-    def receive_with(self, lane: int, arriving: Reassembly) -> None:
-        """Take in chunks of large messages together with other connections to the same peer: as number
-        ``lane`` (the first has 0), into what the first has.
-        """
-        self._decoder.lane, self._decoder.arriving = lane, arriving
-
-    def send_with(self, lane: int, outgoing: Outgoing) -> None:
-        """Send chunks of large messages together with others; arguments are as for ``receive_with``."""
-        self._queue.lane, self._queue.outgoing = lane, outgoing
-        outgoing.other_lanes.append(partial(self._tell_loop, self._queue.drain))
-        self._queue.drain()
+    @property
+    def arriving(self) -> Reassembly:
+        """Puts large messages together, also those that come on bulk streams."""
+        return self._decoder.arriving
 
     @property
-    def lanes(self) -> tuple[Outgoing, Reassembly]:
-        """What other connections are to share with this one."""
-        return self._queue.outgoing, self._decoder.arriving
+    def has_streams(self) -> bool:
+        return self._queue.streams is not None
+
+    def send_large_by(self, streams: Streams) -> None:
+        """Send the largest messages over bulk streams from now on."""
+        self._queue.streams = streams
+
+    def detach(self) -> BulkSocket:
+        """Stop, between two frames, and return the socket. ``ProtocolError`` if there is none, or the other
+        side has said more than was asked for.
+        """
+        stream = self._stream
+        if not self._open or not isinstance(stream, DescriptorStream):
+            raise ProtocolError("a bulk stream over a connection that cannot be one")
+        if self._queue or not self._decoder.is_between_frames():
+            raise ProtocolError("a bulk stream that begins before it is let in")
+        stream.on_readable(None)
+        with self._queue.lock:
+            self._open = False
+            self._queue.close()
+            if self.reader is not None:
+                self.reader.closed = True
+                self.reader.close()
+        return bulk_socket(stream.socket)
 
     def _find_target(self, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
         return self.owner.find_target(kind, call_id, sizes)
@@ -189,8 +203,8 @@ class StreamConnection:
                 capacity = decoder.scratch_end - offset
                 received = self._scratch.receive(self._descriptor, offset, capacity)
             else:
-                target = decoder.target
-                with contextlib.nullcontext() if target is None else target.lock:  # not taken back meanwhile
+                message = decoder.message
+                with contextlib.nullcontext() if message is None else message.writing():
                     buffers = decoder.buffers()
                     received, capacity = self._stream.read_into(buffers), len(buffers[0])
         except OSError as error:

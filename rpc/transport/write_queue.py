@@ -8,7 +8,8 @@ only the loop writes.
 
 A thread that sends a large message writes no more than the beginning of it and leaves the rest to the loop.
 It goes out in chunks (see ``rpc.wire.chunking``): the queue never has more than one of them; when that is
-written, the next is put behind what others have queued meanwhile.
+written, the next is put behind what others have queued meanwhile. Where there are bulk streams, the largest
+messages go there instead (see ``rpc.bulk.streams``).
 
 An acknowledgement waits for what is begun only, and goes out before all whole frames: however much is queued,
 and however slowly the stream takes it, the other side hears in time that its messages arrive.
@@ -32,7 +33,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from rpc.runtime import waits
 from rpc.runtime.blocking import wait_while
@@ -43,7 +44,7 @@ from rpc.transport.session import FEW, LIGHT_BYTES, Session
 from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage, Outgoing
 from rpc.wire.frames import chunk_prefix, chunked
 
-__all__ = ["CAPTURE_ALL", "WriteQueue"]
+__all__ = ["CAPTURE_ALL", "STREAMED_BYTES", "Streams", "WriteQueue"]
 
 CAPTURE_ALL: Final = sys.maxsize
 """As ``captured_bytes``: however long it is."""
@@ -55,8 +56,21 @@ _LOOP_BYTES: Final = 128 << 10
 _COALESCED_FRAMES: Final = 32
 """So many frames are not kept waiting for more."""
 _PIECES_PER_WRITE: Final = 64
+STREAMED_BYTES: Final = 640 << 10
+"""Number of bytes from which on a message goes over bulk streams, if there are any."""
 _CHUNK_END: Final = memoryview(b"")
 """Marks in the queue where a chunk ends."""
+
+
+class Streams(Protocol):
+    """Takes messages of ``STREAMED_BYTES`` and more: ``rpc.bulk.stream_ends.BulkQueue``. From any thread."""
+
+    def add(self, message: ChunkedMessage) -> bool:
+        """Send a message; false if nothing is sent over streams any more."""
+
+    def is_full(self) -> bool: ...
+
+    def wait_for_room(self, deadline: float) -> bool: ...
 
 
 class WriteQueue:
@@ -93,9 +107,9 @@ class WriteQueue:
         self.error: OSError | None = None
         """Why nothing can be written any more."""
         self.outgoing = Outgoing(chunk_prefix, sys.maxsize, queue_limit)
-        """The large messages; several connections to one peer share it."""
-        self.lane = 0
-        """The number of this connection among those."""
+        """The large messages."""
+        self.streams: Streams | None = None
+        """The bulk streams to the same peer, if there are any."""
         self._session: Session | None = None
         self._kept = deque[bytes](maxlen=0)  # which keeps nothing
         self._note_light: Callable[[bytes], object] = self._kept.append
@@ -121,9 +135,9 @@ class WriteQueue:
 
     def __bool__(self) -> bool:
         """Whether anything is to be written now."""
-        if self._queue or self._newest_sign or self.outgoing.has_for(self.lane):
+        if self._queue or self._newest_sign or self.outgoing:
             return True
-        return self._last is not None and not self.outgoing
+        return self._last is not None
 
     @protected
     def send(
@@ -140,12 +154,13 @@ class WriteQueue:
             self.send_small(b"".join(buffers), wait)
             return
         in_chunks = size > WHOLE_BYTES and len(buffers) > 1
-        self._make_ready(wait, in_chunks)
+        streams = self.streams if in_chunks and size >= STREAMED_BYTES else None
+        self._make_ready(wait, in_chunks, streams)
         pieces = [piece if type(piece) is bytes else memoryview(piece).cast("B") for piece in buffers]
         if last:
             self._last = b"".join(pieces)  # not into the queue, where it would overtake what is being sent
         elif in_chunks:
-            self._send_chunked(pieces, size, aliased)
+            self._send_chunked(pieces, size, aliased, streams)
         else:
             frame = b"".join(pieces)  # kept until it has arrived
             if not self._write_now(frame, size):
@@ -231,13 +246,14 @@ class WriteQueue:
         """In a forked child: nothing more is sent."""
         self._open = False
 
-    def _make_ready(self, wait: float, in_chunks: bool) -> None:
+    def _make_ready(self, wait: float, in_chunks: bool, streams: Streams | None = None) -> None:
         """Wait for room if asked to; ``ConnectionClosed`` if nothing can be sent."""
-        if wait and (self.outgoing.is_full() if in_chunks else self._is_full()):
+        large = streams or self.outgoing
+        if wait and (large.is_full() if in_chunks else self._is_full()):
             self._before_waiting()
             deadline = monotonic() + wait
             with waits.waiting("a full send queue", to=self.description):
-                wait_for_room = self.outgoing.wait_for_room if in_chunks else self._wait_for_room
+                wait_for_room = large.wait_for_room if in_chunks else self._wait_for_room
                 has_room = wait_for_room(deadline)
             if not has_room:
                 session = self._session
@@ -312,12 +328,18 @@ class WriteQueue:
             self.lock.release()
         return True
 
-    def _send_chunked(self, pieces: Sequence[Any], size: int, aliased: bool) -> None:
+    def _send_chunked(self, pieces: Sequence[Any], size: int, aliased: bool, streams: Streams | None) -> None:
         outgoing = self.outgoing
         session = self._session
         number = next(self._message_numbers) if session is None else session.begin_large(bytes(pieces[0]))
         message = chunked(pieces, size, number)
-        if outgoing.other_lanes or not self._write_beginning(message, aliased):
+        if streams is not None:
+            if aliased:
+                message.replace(self._capture)
+                aliased = False
+            if streams.add(message):
+                return
+        if not self._write_beginning(message, aliased):
             if aliased:
                 message.replace(self._capture)
             if outgoing.add(message) or session is None:
@@ -343,7 +365,7 @@ class WriteQueue:
                     if not self._write_batch():
                         break
                     continue
-                left.extend(self.outgoing.chunk(message, self.lane))
+                left.extend(self.outgoing.chunk(message))
                 self._write_all(left)
             if aliased:
                 left = deque(memoryview(self._capture(piece)) for piece in left)
@@ -366,7 +388,7 @@ class WriteQueue:
         while self._open and self.error is None:
             if self._newest_sign:
                 self._queue_sign(self._newest_sign.popleft())
-            if not self._chunk_queued and self.outgoing.has_for(self.lane):
+            if not self._chunk_queued and self.outgoing:
                 self._queue_chunk()
             if not queue and not self.outgoing and self._last is not None:
                 self._put_back([memoryview(self._last)])
@@ -375,7 +397,7 @@ class WriteQueue:
                 return
             taken = self._write_batch()
             budget -= taken
-            if not taken or (budget <= 0 and (self.outgoing.has_for(self.lane) or self._stalled)):
+            if not taken or (budget <= 0 and (self.outgoing or self._stalled)):
                 self._stall()
                 return
 
@@ -425,7 +447,7 @@ class WriteQueue:
 
     def _queue_chunk(self) -> None:
         """The next chunk of a large message is to be written."""
-        pieces = self.outgoing.next(self.lane)
+        pieces = self.outgoing.next()
         if pieces:
             self._chunk_queued = True
             with self._count_lock:

@@ -3,10 +3,8 @@
 A message of more than ``WHOLE_BYTES`` travels as a series of frames. *Opening* numbers it and brings its
 prefix, table and header; *chunks* bring what follows these in the message, its buffers and the padding
 between, each saying where in the message it belongs. The chunks of several messages may alternate, and any
-other frame may come between them. Where two workers have several connections (*lanes*), each lane takes the
-next chunk when it has room, and the first chunk of a message on a lane comes behind an opening of its own: so
-no lane ever has to wait for another. The first chunk of all goes over the first lane, which small messages
-take too: so no message arrives before what was sent before it.
+other frame may come between them. Where two workers have bulk streams (``rpc.bulk.streams``), the chunks of
+the largest messages travel there instead, and their threads fill the same reassembly.
 
 ``Outgoing`` says which chunk goes next: of each open message one in turn. Chunks are long, which costs less,
 until something small has had to wait behind one; then they are short for a while. ``Reassembly`` says where
@@ -17,8 +15,9 @@ memory that somebody has ready for it.
 If there is no memory for a message, its chunks are dropped as they come, and it arrives ``Incomplete``: with
 its header, and without its buffers. So only what needs them fails, and the connection goes on.
 
-What a peer may promise is limited: ``MAX_OPEN`` messages at a time on each lane, of which no more is still to
-come than the largest message that is accepted, and what may be on its way on the lanes, if there are several.
+What a peer may promise is limited: ``MAX_OPEN`` messages at a time, of which no more is still to come than
+the largest message that is accepted. Each bulk stream adds to both, since streams do not keep each other's
+order.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import mmap
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from threading import get_ident
 from typing import Any, Final
 
 import numpy as np
@@ -71,13 +70,16 @@ _SHORT_FOR_BYTES: Final = 64 << 20
 """So much goes out in short chunks after a small message: on a network of 10 Gbit/s, in some 50 ms."""
 
 MAX_OPEN: Final = 64
-"""How many messages a peer may have begun and not finished, for each lane."""
+"""Maximum number of messages that a peer has begun and not finished, for the connection and each stream."""
 
 MAX_BUFFERS: Final = 1 << 20
 """How many buffers all open messages may have together, and any message alone."""
 
 _UNDER_WAY_BYTES: Final = 32 << 20
-"""What queues and kernels may hold back on one of several lanes."""
+"""Number of bytes that kernels may hold back on one stream."""
+
+_OPENING_SECONDS: Final = 60.0
+"""Seconds that the opening of a message may take to come on the connection when a chunk is there."""
 
 _KEPT_BYTES: Final = 4 << 10
 """Number of bytes kept of an incomplete message's first buffer, which begins with ids in some kinds."""
@@ -89,16 +91,17 @@ _PAGE_BACKED_BYTES: Final = 4 << 20
 
 class ChunkedMessage:
     """A large message on its way out: its opening frame, its number, and the buffers that follow in chunks,
-    contiguous, referenced and not copied; ``size`` is the sum of their lengths.
+    contiguous, referenced and not copied; ``size`` is the sum of their lengths, ``kind`` that of its frame.
     """
 
-    def __init__(self, head: bytes, number: int, pieces: Sequence[Any], size: int) -> None:
+    def __init__(self, head: bytes, number: int, pieces: Sequence[Any], size: int, kind: int = 0) -> None:
         self.head = head
         self.number = number
+        self.kind = kind
         self.size = size
         self.unsent = size
-        self.lanes: set[int] = set()
-        """Where it has been opened."""
+        self.is_open = False
+        """Whether its opening is sent."""
         self._pieces = deque(pieces)
 
     def take(self, count: int) -> list[Any]:
@@ -130,7 +133,6 @@ class Outgoing:
     Attributes:
         max_bytes: how much the peer lets be open at a time; one message may always be.
         unsent: bytes that no chunk has taken yet.
-        other_lanes: what wakes each lane but the first, where there may be something for it.
     """
 
     def __init__(
@@ -138,7 +140,6 @@ class Outgoing:
     ) -> None:
         self.max_bytes = max_bytes
         self.unsent = 0
-        self.other_lanes: list[Callable[[], object]] = []
         self._chunk_prefix = chunk_prefix
         self._queue_limit = queue_limit
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
@@ -151,10 +152,6 @@ class Outgoing:
 
     def __bool__(self) -> bool:
         return bool(self._open or self._waiting)
-
-    def has_for(self, lane: int) -> bool:
-        """Whether there is a chunk for a lane now: each message is begun on the first."""
-        return bool(self._open or (self._waiting and lane == 0))
 
     def wait_for_room(self, deadline: float) -> bool:
         """Wait while too much is to be sent; false if that is so at ``deadline`` still."""
@@ -173,7 +170,7 @@ class Outgoing:
             if self._closed:
                 return False
             self.unsent += message.unsent
-            if message.lanes:
+            if message.is_open:
                 self._open.append(message)
             else:
                 self._waiting.append(message)
@@ -183,46 +180,41 @@ class Outgoing:
         """Something small waits behind a chunk: have the next ones short, for a while."""
         self._short_until = self._sent + _SHORT_FOR_BYTES
 
-    def next(self, lane: int) -> list[Any]:
-        """What goes out next on a lane: a chunk with its prefix, behind the opening if it is the lane's first
-        of its message; empty if there is nothing.
+    def next(self) -> list[Any]:
+        """What goes out next: a chunk with its prefix, behind the opening if it is the first of its message;
+        empty if there is nothing.
         """
         with self._lock:
-            begins = lane == 0 and self._begin_next()
+            self._begin_next()
             if not self._open:
                 return []
             message = self._open[0]  # which stays there, as others look whether there is one
             before = message.unsent
-            pieces = self.chunk(message, lane)
+            pieces = self.chunk(message)
             self.unsent -= before - message.unsent
             self._room.notify_all()
             if message.unsent:
                 self._open.rotate(-1)
             else:
                 self._open.popleft()
-        if begins or not self:  # which the end of a lane waits for
-            for wake in self.other_lanes:
-                wake()
         return pieces
 
-    def _begin_next(self) -> bool:
-        """Whether the next message that waits may be sent now, and has its turn."""
+    def _begin_next(self) -> None:
+        """Give the next message that waits its turn, if it may be sent now."""
         if not self._waiting or len(self._open) >= _SENT_AT_ONCE:
-            return False
+            return
         open_bytes = sum(message.size for message in self._open)
-        if self._open and open_bytes + self._waiting[0].size > self.max_bytes:
-            return False
-        self._open.appendleft(self._waiting[0])
-        self._waiting.popleft()
-        return True
+        if not self._open or open_bytes + self._waiting[0].size <= self.max_bytes:
+            self._open.appendleft(self._waiting[0])
+            self._waiting.popleft()
 
-    def chunk(self, message: ChunkedMessage, lane: int) -> list[Any]:
+    def chunk(self, message: ChunkedMessage) -> list[Any]:
         """The next chunk of a message, which need not have been added."""
         count = min(SHORT_CHUNK_BYTES if self._sent < self._short_until else CHUNK_BYTES, message.unsent)
         self._sent += count
         prefix = self._chunk_prefix(message.number, message.size - message.unsent, count)
-        if lane not in message.lanes:
-            message.lanes.add(lane)
+        if not message.is_open:
+            message.is_open = True
             prefix = message.head + prefix
         # Views: what is ``bytes`` in a queue is a message of its own.
         return [memoryview(prefix), *(memoryview(piece) for piece in message.take(count))]
@@ -292,18 +284,22 @@ class Incomplete(list[Any]):
 class Target:
     """Where a message goes that somebody has memory ready for; one that is taken back goes elsewhere.
 
+    Threads write to the buffers within ``writing``, several at once to different places.
+
     Args:
         buffers: writable; what the message has behind its first buffer fills them, one after the other, and
             has their size.
 
     Attributes:
-        lock: held by who writes to them.
+        writers: the threads that write to the buffers right now, by identifier.
     """
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self.buffers = buffers
-        self.lock = threading.RLock()
         self.is_taken_back = False
+        self._changed = threading.Condition()
+        self.writers: dict[int, None] = {}
+        self._is_wanted = False
         self._message: ArrivingMessage | None = None
 
     def is_of(self, buffers: list[memoryview]) -> bool:
@@ -312,20 +308,41 @@ class Target:
 
     def attach(self, message: ArrivingMessage) -> None:
         """This message begins to come. Where the target was taken back just now, it goes elsewhere."""
-        with self.lock:
+        with self._changed:
             self._message = message
             if self.is_taken_back:
                 message.move()
+
+    def enter(self) -> None:
+        """The current thread is about to write to the buffers, and calls ``leave`` soon."""
+        with self._changed:
+            while self._is_wanted:
+                self._changed.wait()
+            self.writers[get_ident()] = None
+
+    def leave(self) -> None:
+        """The current thread writes no more."""
+        with self._changed:
+            self.writers.pop(get_ident(), None)
+            if self._is_wanted:
+                self._changed.notify_all()
 
     def take_back(self) -> None:
         """When this returns, nothing is written to the buffers any more: the message has memory of its own,
         with all that has come of it. From any thread; takes as long as copying does. Where there is no memory
         for it, it raises ``ProtocolError``, and all is as before.
         """
-        with self.lock:
-            if self._message is not None:
-                self._message.move()
-            self.is_taken_back = True
+        with self._changed:
+            self._is_wanted = True
+            try:
+                while self.writers.keys() - {get_ident()}:  # a finalizer may run in a thread that writes
+                    self._changed.wait()
+                if self._message is not None:
+                    self._message.move()
+                self.is_taken_back = True
+            finally:
+                self._is_wanted = False
+                self._changed.notify_all()
 
 
 class ArrivingMessage:
@@ -339,7 +356,6 @@ class ArrivingMessage:
         what: Any,
         rooms: Sequence[Room],
         lead: int,
-        lane: int,
         allocate: Callable[[int], memoryview],
         target: Target | None,
     ) -> None:
@@ -347,7 +363,8 @@ class ArrivingMessage:
         self.size = self.left = sum(room.padded for room in rooms)
         self.rooms = len(rooms)
         """How many buffers it has where it comes from; those of a target may be divided otherwise."""
-        self.lanes = {lane}
+        self.is_dropped = False
+        """Whether the rest of it will not come, and what comes belongs nowhere."""
         self.begun = bytearray(-(-self.size // SHORT_CHUNK_BYTES))
         self.buffers: list[memoryview] = []
         """Of the message; this very list, also when they change."""
@@ -421,7 +438,7 @@ class ArrivingMessage:
 
     def move(self) -> None:
         """With the lock of the target: let go of it."""
-        if self.target is None:
+        if self.target is None or self.is_dropped:
             return
         before, own = self._memory, self._own_memory(self._rooms)
         self.target = None
@@ -440,9 +457,21 @@ class ArrivingMessage:
 
     def fill(self, offset: int, data: memoryview) -> None:
         """Some bytes have come."""
-        target = self.target
-        with nullcontext() if target is None else target.lock:
+        with self.writing():
             self._write(offset, data)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """While somebody writes to where ``room`` says: that is not taken back meanwhile."""
+        target = self.target
+        if target is None:
+            yield
+            return
+        target.enter()
+        try:
+            yield
+        finally:
+            target.leave()
 
     def _write(self, offset: int, data: memoryview) -> None:
         while data:
@@ -453,40 +482,36 @@ class ArrivingMessage:
 
 
 class Reassembly:
-    """Puts the chunks together that come from one peer, on one lane or several. For one thread.
+    """Puts the chunks together that come from one peer, on the connection and on bulk streams. From any
+    thread.
 
     Args:
         allocate: gives writable memory.
-        lanes: how many there may be.
 
     Attributes:
         find_target: says where a message goes, of its kind, its call id and the sizes of its buffers.
+        streams: number of bulk streams on which chunks may come.
         promised: bytes of open messages that are still to come.
         open_messages: by number.
     """
 
-    def __init__(self, allocate: Callable[[int], memoryview], lanes: int = 1) -> None:
+    def __init__(self, allocate: Callable[[int], memoryview]) -> None:
         self.find_target: Callable[[int, int, Sequence[int]], Target | None] = _no_target
         self.promised = 0
-        self.lanes = lanes
+        self.streams = 0
         self.open_messages: dict[int, ArrivingMessage] = {}
         self._allocate = allocate
         self._buffers = 0
+        self._is_cleared = False
+        self._opened = threading.Condition()
 
     def __bool__(self) -> bool:
         return bool(self.open_messages)
 
     @property
     def leeway(self) -> int:
-        """How many bytes more than its limit a peer may promise: lanes do not keep each other's order."""
-        return _UNDER_WAY_BYTES * self.lanes if self.lanes > 1 else 0
-
-    def open_again(self, number: int, lane: int) -> None:
-        """An open message is opened on another lane too. Raises ``ProtocolError`` if it is the same."""
-        lanes = self.open_messages[number].lanes
-        if lane in lanes:
-            raise ProtocolError(f"message {number} was opened twice")
-        lanes.add(lane)
+        """How many bytes more than its limit a peer may promise."""
+        return _UNDER_WAY_BYTES * self.streams
 
     def open(
         self,
@@ -494,7 +519,6 @@ class Reassembly:
         what: Any,
         rooms: Sequence[Room],
         lead: int = 0,
-        lane: int = 0,
         target: Target | None = None,
     ) -> None:
         """A message begins, with this number in its chunks.
@@ -502,22 +526,42 @@ class Reassembly:
         Args:
             what: returned with its buffers when it is complete.
             lead: how far from an alignment boundary its first buffer starts.
-            lane: where its opening came.
             target: where its buffers from the second on go, which have its size in all.
 
         Raises:
-            ProtocolError: too many messages are open, or they have too many buffers, or nothing is to follow.
+            ProtocolError: it is open already, or too many messages are, or they have too many buffers, or
+                nothing is to follow.
         """
-        if len(self.open_messages) >= MAX_OPEN * self.lanes:
+        if not any(room.padded for room in rooms):
+            raise ProtocolError("a message in chunks has nothing in them")
+        if number in self.open_messages:
+            raise ProtocolError(f"message {number} was opened twice")
+        if len(self.open_messages) >= MAX_OPEN * (1 + self.streams):
             raise ProtocolError(f"more than {MAX_OPEN} messages are open at a time")
         if self._buffers + len(rooms) > MAX_BUFFERS:
             raise ProtocolError(f"the open messages have more than {MAX_BUFFERS} buffers")
-        if not any(room.padded for room in rooms):
-            raise ProtocolError("a message in chunks has nothing in them")
-        message = ArrivingMessage(what, rooms, lead, lane, self._allocate, target)
-        self.open_messages[number] = message
-        self._buffers += len(rooms)
-        self.promised += message.size
+        message = ArrivingMessage(what, rooms, lead, self._allocate, target)
+        with self._opened:
+            if number in self.open_messages:  # meanwhile, on another stream
+                raise ProtocolError(f"message {number} was opened twice")
+            message.is_dropped = self._is_cleared
+            self.open_messages[number] = message
+            self._buffers += len(rooms)
+            self.promised += message.size
+            self._opened.notify_all()
+
+    def wait_for(self, number: int) -> None:
+        """Wait until a message is open, on another connection than that of the chunk which has come.
+        ``ProtocolError`` if it does not come.
+        """
+        if number in self.open_messages:
+            return
+        with self._opened:
+            there = self._opened.wait_for(
+                lambda: self._is_cleared or number in self.open_messages, _OPENING_SECONDS
+            )
+        if not there or self._is_cleared:
+            raise ProtocolError(f"a chunk belongs to message {number}, which is not open")
 
     def begin(self, number: int, offset: int, length: int) -> ArrivingMessage:
         """A chunk begins; returns its message. ``ProtocolError`` if there is no such chunk to come."""
@@ -529,33 +573,37 @@ class Reassembly:
         if beside or not length or end > message.size or (end % SHORT_CHUNK_BYTES and end != message.size):
             raise ProtocolError(f"no chunk of {length} bytes is at {offset} in a message of {message.size}")
         cells = slice(first, -(-end // SHORT_CHUNK_BYTES))
-        if any(message.begun[cells]):
-            raise ProtocolError(f"the chunk at {offset} of message {number} has come twice")
-        message.begun[cells] = b"\1" * (cells.stop - cells.start)
+        with self._opened:
+            if any(message.begun[cells]):
+                raise ProtocolError(f"the chunk at {offset} of message {number} has come twice")
+            message.begun[cells] = b"\1" * (cells.stop - cells.start)
         return message
 
     def filled(self, number: int, length: int) -> tuple[Any, list[memoryview]] | None:
         """A chunk has arrived, all of it; returns ``what`` and the buffers of its message, if it is complete
         now.
         """
-        message = self.open_messages.get(number)
-        if message is None:  # forgotten in the middle of this chunk, which has come on another lane
-            return None
-        message.left -= length
-        self.promised -= length
-        if message.left:
-            return None
-        del self.open_messages[number]
-        self._buffers -= message.rooms
+        with self._opened:
+            message = self.open_messages.get(number)
+            if message is None:  # forgotten in the middle of this chunk
+                return None
+            message.left -= length
+            self.promised -= length
+            if message.left:
+                return None
+            del self.open_messages[number]
+            self._buffers -= message.rooms
         return message.what, message.buffers
 
     def clear(self) -> None:
-        """Forget everything: nothing more will come, but the rest of a chunk on each other lane."""
-        if self.lanes == 1:  # else targets may still be written to: who takes them back has that moved
+        """Forget everything: nothing more will come, but the rest of a chunk on each stream."""
+        with self._opened:
+            self._is_cleared = True
             for message in self.open_messages.values():
-                message.target = None
-        self.open_messages.clear()
-        self._buffers = self.promised = 0
+                message.is_dropped = True
+            self.open_messages.clear()
+            self._buffers = self.promised = 0
+            self._opened.notify_all()
 
 
 def _no_target(kind: int, call_id: int, sizes: Sequence[int]) -> None:

@@ -32,7 +32,6 @@ from rpc.wire.chunking import (
     ChunkedMessage,
     Reassembly,
     Room,
-    Target,
     allocate,
 )
 from rpc.wire.header_check import MAX_ENTRIES, check_entries
@@ -41,6 +40,7 @@ __all__ = [
     "MAX_BUFFERS",
     "MAX_HEADER_BYTES",
     "PREAMBLE",
+    "PREFIX_BYTES",
     "PROTOCOL_VERSION",
     "Decoder",
     "Frame",
@@ -52,12 +52,16 @@ __all__ = [
     "describe",
     "encode",
     "encode_small",
+    "is_bulk",
+    "large_frame",
     "new_tuple",
+    "open_message",
     "pack_header",
+    "read_prefix",
     "unpack_header",
 ]
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAGIC: Final = b"farcall"
 PREAMBLE: Final = MAGIC + bytes([PROTOCOL_VERSION])
 
@@ -74,6 +78,7 @@ _FEW_ENTRIES: Final = 1024
 _PREFIX: Final = Struct("<QQIIBB2x")
 _CHUNK_PREFIX: Final = Struct("<QQQBB2x")
 PREFIX_BYTES: Final = _PREFIX.size
+_KIND_AT: Final = 24
 _ZEROS: Final = bytes(ALIGNMENT)
 _ANY_TEXT: Final = "surrogatepass"  # texts of users' exceptions need not be valid Unicode
 
@@ -118,8 +123,8 @@ class Kind:
     ARRIVED: Final = 12
     SEGMENTS: Final = 13
     IN_SEGMENT: Final = 14
-    LANES: Final = 15
-    LANE: Final = 16
+    STREAMS: Final = 15
+    STREAM: Final = 16
     ALIVE: Final = 17
     BULK: Final = 18
     BULK_CREDIT: Final = 19
@@ -204,12 +209,18 @@ def chunked(buffers: Sequence[Any], size: int, number: int) -> ChunkedMessage:
     """What ``encode`` returned, to be sent in chunks; it must have buffers that are not empty."""
     head: bytes = buffers[0]
     opening = _pack_prefix(len(head), number, 0, 0, Kind.OPENING, 0) + head
-    return ChunkedMessage(opening, number, buffers[1:], size - len(head))
+    return ChunkedMessage(opening, number, buffers[1:], size - len(head), kind=head[_KIND_AT])
 
 
 def chunk_prefix(number: int, offset: int, length: int) -> bytes:
     """What precedes the ``length`` bytes of message ``number`` from ``offset`` on."""
     return _CHUNK_PREFIX.pack(length, number, offset, Kind.CHUNK, 0)
+
+
+def read_prefix(prefix: memoryview) -> tuple[int, int, int, int]:
+    """Kind, call id or number, length, and offset of a frame of a stream, which is an opening or a chunk."""
+    length, number, offset, kind, _ = _CHUNK_PREFIX.unpack(prefix)
+    return kind, number, length, offset
 
 
 def describe(head: bytes) -> tuple[int, int, dict[str, Any]]:
@@ -218,6 +229,12 @@ def describe(head: bytes) -> tuple[int, int, dict[str, Any]]:
     end = PREFIX_BYTES + _start_of_buffers(prefix)
     header = unpack_header(memoryview(head)[end - prefix[2] : end]) if prefix[2] else {}
     return prefix[4], prefix[1], header
+
+
+def is_bulk(head: bytes, call_id: int) -> bool:
+    """Whether the first piece of a message, as ``encode`` made it, is of kind ``BULK`` with this call id."""
+    prefix = _unpack_prefix(head)
+    return bool(prefix[1] == call_id and prefix[4] == Kind.BULK)
 
 
 def decode_one(data: bytearray) -> Frame:
@@ -331,6 +348,42 @@ def unpack_header(packed: memoryview) -> dict[str, Any]:
     return header
 
 
+def open_message(arriving: Reassembly, number: int, opening: memoryview, max_frame_bytes: int) -> None:
+    """A message begins that comes in chunks, of which ``opening`` is prefix, table and header.
+    ``ProtocolError`` if that is malformed, or over a limit.
+    """
+    if len(opening) < PREFIX_BYTES:
+        raise ProtocolError(f"an opening of {len(opening)} bytes is too short")
+    inner = _unpack_prefix(opening)
+    length, call_id, _, count, kind, codec = inner
+    start, promised = _start_of_buffers(inner), arriving.promised - arriving.leeway
+    if max_frame_bytes < WHOLE_BYTES:  # strangers, above all, are to have nothing kept for them
+        raise ProtocolError(f"a message in chunks, where none over {max_frame_bytes} bytes is taken")
+    if length > max_frame_bytes or length - start > max_frame_bytes - promised:
+        raise ProtocolError(
+            f"a message of {length} bytes, where {promised} are open, is over the limit of {max_frame_bytes}"
+        )
+    _check_layout(inner)
+    if not count or kind in _ABOUT_CHUNKS or PREFIX_BYTES + start != len(opening):
+        raise ProtocolError(f"a malformed opening of a message of kind {kind} with {count} buffers")
+    header, places = _lay_open(inner, opening[PREFIX_BYTES:])
+    begins = [*(begin for begin, _ in places), length]
+    rooms = [
+        Room(end - begin, following - begin)
+        for (begin, end), following in zip(places, begins[1:], strict=True)
+    ]
+    target = arriving.find_target(kind, call_id, [room.length for room in rooms]) if not header else None
+    arriving.open(number, (kind, call_id, header, codec), rooms, start % ALIGNMENT, target)
+
+
+def large_frame(number: int, whole: tuple[Any, list[memoryview]]) -> LargeFrame:
+    """The frame of a message that ``Reassembly.filled`` has returned."""
+    (kind, call_id, header, codec), buffers = whole
+    frame = LargeFrame(kind, call_id, header, buffers, codec)
+    frame.number = number
+    return frame
+
+
 class Decoder:
     """Turns the bytes of one connection into frames. For one thread at a time.
 
@@ -348,8 +401,7 @@ class Decoder:
         scratch_end: how far to receive into it: no more than a little where a chunk may begin.
         postponed: a frame over the limit came right behind those just returned, which may be what raises
             the limit. Call ``received(0)`` when they are dealt with.
-        arriving: puts large messages together; several connections to one peer share it.
-        lane: the number of this connection among those.
+        arriving: puts large messages together; bulk streams share it.
     """
 
     def __init__(self, max_frame_bytes: int, receive_bytes: int = _RECEIVE_BUFFER_BYTES) -> None:
@@ -359,7 +411,6 @@ class Decoder:
         self.scratch_offset = 0
         self.scratch_end = len(self.scratch)
         self.arriving = Reassembly(allocate)
-        self.lane = 0
         self._view = memoryview(self.scratch)
         self._start = 0
         self._greeted = False
@@ -370,7 +421,7 @@ class Decoder:
         self._filled = 0
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go: never empty. For who has the lock of ``target``, and until it lets go."""
+        """Where the next bytes go: never empty. Valid within ``writing`` of ``message``, if there is one."""
         if self.scratch_offset < 0:
             message = self._message
             if message is not None:
@@ -386,10 +437,9 @@ class Decoder:
         return [buffer, self._view[:_BETWEEN_CHUNKS_BYTES]]
 
     @property
-    def target(self) -> Target | None:
-        """Whose memory the next bytes go to, if it is somebody's."""
-        message = self._message
-        return None if message is None else message.target
+    def message(self) -> ArrivingMessage | None:
+        """The message in chunks whose memory the next bytes go to, if any."""
+        return self._message
 
     def received(self, count: int) -> list[Frame]:
         """Take note that ``count`` bytes were written to ``buffer()`` or ``buffers()``; returns the frames
@@ -427,8 +477,7 @@ class Decoder:
 
     def clear(self) -> None:
         """Let go of what has begun to arrive: the rest will not come, and nothing else will."""
-        if not self.lane:  # else others go on with what is open
-            self.arriving.clear()
+        self.arriving.clear()
         self._message = None
         self._body = self._view[:0]
 
@@ -512,7 +561,7 @@ class Decoder:
                 if frames and length >= PREFIX_BYTES and _unpack_prefix(opening)[0] > self.max_frame_bytes:
                     self.postponed = True
                     break
-                self._open(prefix, opening)
+                self._open(prefix[1], opening)
                 start = body + length
             elif PREFIX_BYTES + length > len(self._view):
                 self._body = allocate(length)
@@ -535,7 +584,7 @@ class Decoder:
         if self._large is None:
             self._chunk_complete(frames)
         elif self._large[4] == Kind.OPENING:
-            self._open(self._large, self._body)
+            self._open(self._large[1], self._body)
         else:
             frames.append(_build(self._large, self._body))
         self._large = None
@@ -551,36 +600,8 @@ class Decoder:
 
     # ---- messages in chunks
 
-    def _open(self, prefix: Prefix, opening: memoryview) -> None:
-        """A message begins that comes in chunks, of which these are prefix, table and header."""
-        number, arriving = prefix[1], self.arriving
-        if number in arriving.open_messages:
-            arriving.open_again(number, self.lane)
-            return
-        if len(opening) < PREFIX_BYTES:
-            raise ProtocolError(f"an opening of {len(opening)} bytes is too short")
-        inner = _unpack_prefix(opening)
-        length, call_id, _, count, kind, codec = inner
-        start, promised = _start_of_buffers(inner), arriving.promised - arriving.leeway
-        if self.max_frame_bytes < WHOLE_BYTES:  # strangers, above all, are to have nothing kept for them
-            raise ProtocolError(f"a message in chunks, where none over {self.max_frame_bytes} bytes is taken")
-        if length > self.max_frame_bytes or length - start > self.max_frame_bytes - promised:
-            raise ProtocolError(
-                f"a message of {length} bytes, where {promised} are open, is over the limit of "
-                f"{self.max_frame_bytes}"
-            )
-        _check_layout(inner)
-        if not count or kind in _ABOUT_CHUNKS or PREFIX_BYTES + start != len(opening):
-            raise ProtocolError(f"a malformed opening of a message of kind {kind} with {count} buffers")
-        header, places = _lay_open(inner, opening[PREFIX_BYTES:])
-        begins = [*(begin for begin, _ in places), length]
-        rooms = [
-            Room(end - begin, following - begin)
-            for (begin, end), following in zip(places, begins[1:], strict=True)
-        ]
-        target = arriving.find_target(kind, call_id, [room.length for room in rooms]) if not header else None
-        what = kind, call_id, header, codec
-        arriving.open(number, what, rooms, start % ALIGNMENT, self.lane, target)
+    def _open(self, number: int, opening: memoryview) -> None:
+        open_message(self.arriving, number, opening, self.max_frame_bytes)
 
     def _read_chunk(self, prefix: Prefix, available: memoryview, frames: list[Frame]) -> bool:
         """A chunk begins, of which some is available; returns whether that is all of it."""
@@ -599,7 +620,4 @@ class Decoder:
         self._message = None
         whole = self.arriving.filled(self._number, self._chunk_bytes)
         if whole is not None:
-            (kind, call_id, header, codec), buffers = whole
-            large = LargeFrame(kind, call_id, header, buffers, codec)
-            large.number = self._number
-            frames.append(large)
+            frames.append(large_frame(self._number, whole))

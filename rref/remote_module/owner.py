@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from rpc.runtime.current import current_agent
+from rpc.runtime.torch_internals import pytree
 from rref.reference import RRef
 
 __all__ = ["call_on_device", "check_device", "make_module", "parameter_references", "set_training"]
@@ -78,7 +78,7 @@ def call_on_device(
 
 def _moved(tree: T, device: str) -> T:
     """All tensors in nested tuples, lists and dicts on a device."""
-    moved: T = tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
+    moved: T = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
     return moved
 
 

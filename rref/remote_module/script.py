@@ -17,7 +17,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._jit_internal import _qualified_name
+
+from rpc.runtime.torch_internals import qualified_name
+from rref.torch_internals import script_functions
 
 __all__ = ["begin_call", "check_interface", "end_call", "script_face"]
 
@@ -112,8 +114,7 @@ def end_call(call: Tensor) -> Any:
 
 
 def _compiled(interface: type) -> Any:
-    unit: Any = torch.jit._state._python_cu
-    return unit.get_interface(_qualified_name(interface))
+    return script_functions.get_interface(qualified_name(interface))
 
 
 @functools.cache
@@ -127,7 +128,7 @@ def _source_module(interface: type) -> Any:
         returns=schema.returns[0].type.annotation_str,
         unsendable=_UNSENDABLE,
     )
-    name = f"rref.remote_module.script_of_{_qualified_name(interface).replace('.', '_')}"
+    name = f"rref.remote_module.script_of_{qualified_name(interface).replace('.', '_')}"
     file = f"<{name}>"
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = file

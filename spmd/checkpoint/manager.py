@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rpc.runtime.preemption import Watch
-from spmd.checkpoint.file_systems import FsspecReader, FsspecWriter
 from spmd.checkpoint.folders import Checkpoint, Folders, naming
 from spmd.checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, sharded_cpu_state_dict
 from spmd.checkpoint.reading import RestrictedReader
+from spmd.checkpoint.torch_internals import FsspecReader, FsspecWriter
 from spmd.engine.current import is_running
 from spmd.engine.start import sync
 

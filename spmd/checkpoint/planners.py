@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.utils import _pytree as pytree
 
+from rpc.runtime.torch_internals import pytree
 from spmd.checkpoint.reading import load_data
 from spmd.engine import api as engine
 from spmd.sharding.marks import op_sharding

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from spmd.checkpoint.file_systems import FsspecReader
+from spmd.checkpoint.torch_internals import FileRange, FsspecReader
 
 __all__ = ["RestrictedReader", "load_data"]
 
@@ -31,7 +31,7 @@ _CLASSES: Final[dict[str, type]] = {
     if isinstance(value, type) and value.__module__ == metadata.__name__
 }
 
-_FileRange: Final = filesystem._StorageInfo
+_FileRange: Final = FileRange
 
 _STATEFUL: Final = {_FileRange, *(each for each in _CLASSES.values() if not issubclass(each, enum.Enum))}
 """Classes of the instances that have a state in a pickle."""

@@ -13,6 +13,7 @@ from rpc.bulk.transfer import Transfer
 from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE
+from rpc.runtime.torch_internals import InferenceMode
 from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.board import Board
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
@@ -25,7 +26,6 @@ from spmd.collectives.messages import Messages
 from spmd.collectives.node import Node
 from spmd.collectives.sequencer import Sequencer
 from spmd.collectives.signature import text_of
-from spmd.collectives.torch_internals import inference_mode
 from spmd.collectives.work import GroupWork
 
 __all__ = ["Group"]
@@ -43,8 +43,8 @@ class _Channel:
     def send(self, rank: int, buffers: list[Any]) -> Transfer:
         return self._bulk.send(self._peers[rank], self._tags[rank] + COLLECTIVES, buffers)
 
-    def post(self, rank: int, into: Any) -> Transfer:
-        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into)
+    def post(self, rank: int, into: Any, size: int) -> Transfer:
+        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into, size)
 
 
 class Group:
@@ -145,7 +145,7 @@ class Group:
         try:
             members.check_collective()
             # Not recorded by autograd, and inference tensors may be written on any thread.
-            with inference_mode():
+            with InferenceMode(True):
                 try:
                     with self._waiting(signature):
                         perform(self.algorithms, signature, deadline)

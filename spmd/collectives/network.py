@@ -32,7 +32,10 @@ _TOGETHER_BYTES: Final = 32 << 10
 """A first message of up to so many bytes comes in one with the signature."""
 
 _PIECE_BYTES: Final = 3 << 20
-"""A longer message goes in pieces, so that one is used while the next is on its way."""
+"""A longer message goes in pieces, so that one is reduced while the next is on its way."""
+
+_LONG_PIECE_BYTES: Final = 6 << 20
+"""Number of bytes in a piece that is not reduced, behind the first, which may come before it has a place."""
 
 _AHEAD: Final = 4
 """How many pieces are sent before one is received, and have a place before they come."""
@@ -58,7 +61,7 @@ class Channel(Protocol):
 
     def send(self, rank: int, buffers: list[Any]) -> Message: ...
 
-    def post(self, rank: int, into: Any) -> Message: ...
+    def post(self, rank: int, into: Any, size: int) -> Message: ...
 
 
 class _Expected:
@@ -127,7 +130,7 @@ class _Operation:
                 return first.into
         for following in itertools.islice(expected, _AHEAD):
             if following.size and following.message is None:
-                following.message = self._post(rank, following.into)
+                following.message = self._post(rank, following.into, following.size)
         first = expected[0]
         found = [] if first.message is None else self._wait(rank, first.message)
         expected.popleft()
@@ -154,9 +157,9 @@ class _Operation:
     def _misfit(self, rank: int, given: int, size: int) -> CollectiveError:
         return CollectiveError(f"rank {rank} has {given} bytes for rank {self._me}, which expects {size}")
 
-    def _post(self, rank: int, into: list[memoryview] | None) -> Message:
+    def _post(self, rank: int, into: list[memoryview] | None, size: int = 0) -> Message:
         try:
-            return self._channel.post(rank, into)
+            return self._channel.post(rank, into, size)
         except RpcError as error:
             raise self._failed(rank, error) from error
 
@@ -214,16 +217,27 @@ class _Operation:
                     message.wait()  # it is here, and only to be copied
 
 
-def _messages(blocks: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-    """Blocks as messages: large ones in pieces."""
-    if sum(block.nbytes for block in blocks) <= _PIECE_BYTES:
-        return [blocks]
+def _messages(
+    blocks: Sequence[torch.Tensor], numbers: Iterable[int], longest: int
+) -> list[Sequence[torch.Tensor]]:
+    """Some blocks as messages: large ones in pieces. Both ranks of a step divide them alike."""
+    chosen = [blocks[each] for each in numbers]
+    if sum(block.nbytes for block in chosen) <= _PIECE_BYTES:
+        return [chosen]
     return [
         [piece]
-        for block in blocks
-        for piece in pieces(block.view(-1), _PIECE_BYTES // block.dtype.itemsize)
+        for block in chosen
+        for piece in pieces(block.view(-1), _sizes(block.numel(), block.dtype.itemsize, longest))
         if piece.nbytes
     ]
+
+
+def _sizes(count: int, itemsize: int, longest: int) -> list[int]:
+    """How many elements each piece of a block has."""
+    first = min(count, _PIECE_BYTES // itemsize)
+    others = longest // itemsize
+    full, rest = divmod(count - first, others)
+    return [first, *[others] * full, *[rest] * bool(rest)]
 
 
 def _as_tensors(message: list[memoryview], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -279,14 +293,20 @@ class NetworkCollectives:
     ) -> None:
         """Do the steps of a schedule, on blocks that lie one after the other in memory or are sent singly."""
         operation = self._begin(signature, deadline)
+
+        def longest(step: Step) -> int:
+            # In a reduction, what a rank only sends is reduced by the one that receives it.
+            reduces = step.reduces or (reduction is not None and step.source < 0)
+            return _PIECE_BYTES if reduces else _LONG_PIECE_BYTES
+
         try:
             for step in steps:
-                for message in _messages([blocks[each] for each in step.takes]) if step.source >= 0 else ():
+                for message in _messages(blocks, step.takes, longest(step)) if step.source >= 0 else ():
                     into = None if step.reduces else [bytes_of(each) for each in message]
                     operation.expect(self._ranks[step.source], sum(each.nbytes for each in message), into)
             for step in steps:
-                sends = iter(_messages([blocks[each] for each in step.sends]) if step.to >= 0 else ())
-                takes = _messages([blocks[each] for each in step.takes]) if step.source >= 0 else ()
+                sends = iter(_messages(blocks, step.sends, longest(step)) if step.to >= 0 else ())
+                takes = _messages(blocks, step.takes, longest(step)) if step.source >= 0 else ()
                 self._send(operation, step, itertools.islice(sends, _AHEAD))
                 for message in takes:
                     self._take(operation, step, message, reduction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import secrets
 import threading
@@ -98,6 +99,7 @@ class Node:
         if owned:
             atexit.register(self.close)
             _owned.add(self)
+            _notice_forks()
 
     @classmethod
     def of(cls, agent: Agent, peers: Sequence[Peer], key: str, *, owned: bool) -> Self:
@@ -183,7 +185,10 @@ def _forked() -> None:
 _inherited: list[Node] = []
 """Agents of the parent: destroying their loops here would touch what it still uses."""
 
-os.register_at_fork(after_in_child=_forked)
+
+@functools.cache
+def _notice_forks() -> None:
+    os.register_at_fork(after_in_child=_forked)
 
 
 def find_node(store: Store, rank: int, size: int, timeout: float, options: AgentOptions | None) -> Node:

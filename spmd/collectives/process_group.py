@@ -110,7 +110,7 @@ class FarcallProcessGroup(BackendFace):
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             mine = tensor.coalesce()
             counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.getSize())]
-            algorithms.all_gather(field, deadline, counts, torch.tensor([mine._nnz()]))
+            algorithms.all_gather(field, deadline, counts, torch.tensor([mine.values().shape[0]]))
             indices, values = mine.indices().contiguous(), mine.values().contiguous()
             rows = [indices.new_empty((indices.shape[0], int(count))) for count in counts]
             algorithms.all_gather(field, deadline, rows, indices)

@@ -1,7 +1,6 @@
-"""PyTorch's private names, as far as collectives need them: the one file of this package that uses them.
+"""The private names of PyTorch that collectives need: their gate, as ``rpc/runtime/internals.py`` describes.
 
-Tried on torch 2.13, 2.14 and 2.15. ``prepare`` looks for all of them when the first process group is formed.
-If a version of PyTorch lacks one, it says in the log what does not work; everything else does.
+``prepare``, which the first process group calls, logs which ones the installed version does not have.
 
 *The flight recorder.* From 2.15 on, c10d attaches a hook to each new group, unless the group's backend is
 listed as one that records by itself. The hook cannot be attached to a group that is written in Python: it
@@ -19,106 +18,75 @@ since gloo once had no all-to-all. It is replaced for meshes whose groups are of
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["INTERNALS", "Internal", "begin_event", "end_event", "inference_mode", "is_profiled", "prepare"]
+from rpc.runtime.internals import Internals
+from rpc.runtime.torch_internals import is_profiler_enabled
 
-logger = logging.getLogger(__name__)
+__all__ = ["INTERNALS", "begin_event", "end_event", "is_profiled", "prepare"]
+
+INTERNALS: Final = Internals()
+_find: Final = INTERNALS.find
 
 _BACKEND: Final = "farcall"
-
-
-@dataclass(frozen=True)
-class Internal:
-    """A private name of PyTorch.
-
-    Attributes:
-        place: the object that has it, as a dotted name.
-        name: the attribute.
-        without: what does not work if it is missing.
-        since, until: the versions that need it, as (major, minor), both included; None for no limit.
-    """
-
-    place: str
-    name: str
-    without: str
-    since: tuple[int, int] | None = None
-    until: tuple[int, int] | None = None
-
-    @property
-    def found(self) -> Any:
-        """The object of that name; None if it is missing."""
-        place: Any = torch
-        for part in self.place.split(".")[1:]:
-            place = getattr(place, part, None)
-        return getattr(place, self.name, None)
-
-    def is_needed(self, version: tuple[int, int]) -> bool:
-        """Whether this version of PyTorch needs it."""
-        return (self.since is None or version >= self.since) and (self.until is None or version <= self.until)
-
-
-_SLOWER: Final = "collectives take a few microseconds longer"
 _UNPROFILED: Final = "PyTorch's profiler does not show collectives"
 _GATHERED: Final = "DTensor gathers a tensor whenever it moves its shards to another dimension"
 
-_INFERENCE_MODE: Final = Internal("torch._C", "_InferenceMode", _SLOWER)
-_PROFILED: Final = Internal("torch._C._autograd", "_profiler_enabled", _UNPROFILED)
-_ENTER: Final = Internal("torch._C._autograd", "_record_function_with_args_enter", _UNPROFILED)
-_EXIT: Final = Internal("torch._C._autograd", "_record_function_with_args_exit", _UNPROFILED)
-_SELF_RECORDING: Final = Internal(
-    "torch.distributed.distributed_c10d",
-    "_FR_SELF_RECORDING_BACKENDS",
+_self_recording: Final[set[str] | None] = _find(
+    "torch.distributed.distributed_c10d:_FR_SELF_RECORDING_BACKENDS",
     "process groups can be formed only if TORCH_FR_BUFFER_SIZE=0 is in the environment",
+    instead=None,
     since=(2, 15),
 )
-_SET_TIMEOUT: Final = Internal(
-    "torch.distributed.distributed_c10d",
-    "_set_pg_timeout",
+_set_timeout: Final[Callable[..., object] | None] = _find(
+    "torch.distributed.distributed_c10d:_set_pg_timeout",
     "_set_pg_timeout has no effect; call set_timeout of the group",
+    instead=None,
     until=(2, 13),
 )
-_RESHARD: Final = Internal("torch.distributed.tensor.placement_types", "shard_dim_alltoall", _GATHERED)
-_EXCHANGE: Final = Internal("torch.ops._dtensor", "shard_dim_alltoall", _GATHERED)
-
-INTERNALS: Final = (
-    _INFERENCE_MODE,
-    _PROFILED,
-    _ENTER,
-    _EXIT,
-    _SELF_RECORDING,
-    _SET_TIMEOUT,
-    _RESHARD,
-    _EXCHANGE,
+_reshard: Final = INTERNALS.later(
+    "torch.distributed.tensor.placement_types:shard_dim_alltoall", _GATHERED, instead=None
 )
-"""All private names that this package uses."""
+_exchange: Final = INTERNALS.later("torch:ops._dtensor.shard_dim_alltoall", _GATHERED, instead=None)
+
+INTERNALS.expect(
+    "torch.distributed:ProcessGroup._set_group_desc", without="process groups have no descriptions"
+)
+
+begin_event: Final[Callable[..., object]] = _find(
+    "torch._C:_autograd._record_function_with_args_enter", _UNPROFILED, instead=None
+)
+"""Begin an event of the profiler: called with a name and tensors."""
+end_event: Final[Callable[[object], None]] = _find(
+    "torch._C:_autograd._record_function_with_args_exit", _UNPROFILED, instead=None
+)
+"""End it, on the thread that this is called on."""
+
+
+def _is_never_profiled() -> bool:
+    return False
+
+
+is_profiled: Final = is_profiler_enabled if None not in (begin_event, end_event) else _is_never_profiled
+"""Whether a profiler records this thread, and events can be recorded."""
 
 
 @functools.cache
 def prepare() -> None:
-    """Look for the names and put the replacements in place. Called before the first group is formed."""
-    import torch.distributed.tensor  # which defines some of them
-
-    major, minor = torch.__version__.split(".")[:2]
-    version = int(major), int(minor)
-    missing = [each for each in INTERNALS if each.found is None and each.is_needed(version)]
-    for without in dict.fromkeys(each.without for each in missing):
-        names = ", ".join(f"{each.place}.{each.name}" for each in missing if each.without == without)
-        logger.warning("PyTorch %s does not have %s: %s", torch.__version__, names, without)
-    if _SELF_RECORDING.found is not None:
-        _SELF_RECORDING.found.add(_BACKEND)
-    if _SET_TIMEOUT.found is not None and _SET_TIMEOUT.is_needed(version):
-        _replace_set_timeout(_SET_TIMEOUT.found)
-    if _RESHARD.found is not None and _EXCHANGE.found is not None:
-        _replace_resharding(_RESHARD.found)
+    """Look for all names and put the replacements in place. Called before the first group is formed."""
+    reshard, exchange = _reshard(), _exchange()  # which imports DTensor
+    INTERNALS.check()
+    if _self_recording is not None:
+        _self_recording.add(_BACKEND)
+    if _set_timeout is not None:
+        _replace_set_timeout(_set_timeout)
+    if reshard is not None and exchange is not None:
+        _replace_resharding(reshard, exchange)
 
 
 def _replace_set_timeout(original: Callable[..., object]) -> None:
@@ -133,11 +101,10 @@ def _replace_set_timeout(original: Callable[..., object]) -> None:
     distributed_c10d._set_pg_timeout = set_pg_timeout
 
 
-def _replace_resharding(original: Callable[..., torch.Tensor]) -> None:
+def _replace_resharding(original: Callable[..., torch.Tensor], exchange: Callable[..., torch.Tensor]) -> None:
     from torch.distributed.tensor import placement_types as module
 
     placement_types: Any = module
-    exchange: Any = _EXCHANGE.found
 
     @functools.wraps(original)
     def shard_dim_alltoall(
@@ -146,33 +113,6 @@ def _replace_resharding(original: Callable[..., torch.Tensor]) -> None:
         group = mesh.get_group(mesh_dim)
         if mesh.device_type != "cpu" or dist.get_backend(group) != _BACKEND:
             return original(local, gather_dim, shard_dim, mesh, mesh_dim)
-        exchanged: torch.Tensor = exchange(local, gather_dim, shard_dim, group.group_name)
-        return exchanged
+        return exchange(local, gather_dim, shard_dim, group.group_name)
 
     placement_types.shard_dim_alltoall = shard_dim_alltoall
-
-
-# ---- used by each collective
-
-_has_profiler: Final = None not in (_PROFILED.found, _ENTER.found, _EXIT.found)
-
-inference_mode: Final[Callable[[], AbstractContextManager[object]]] = (
-    torch.inference_mode if _INFERENCE_MODE.found is None else functools.partial(_INFERENCE_MODE.found, True)
-)
-"""``torch.inference_mode()``, in a fraction of its time."""
-
-if _has_profiler:
-    is_profiled: Callable[[], bool] = _PROFILED.found
-    begin_event: Callable[..., object] = _ENTER.found
-    end_event: Callable[..., object] = _EXIT.found
-else:
-
-    def is_profiled() -> bool:
-        """Whether a profiler records this thread."""
-        return False
-
-    def begin_event(name: str, *tensors: torch.Tensor) -> object:
-        """Begin an event of the profiler."""
-
-    def end_event(event: object) -> None:
-        """End it, on the thread that it is called on."""

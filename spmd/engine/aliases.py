@@ -19,6 +19,7 @@ from torch import Tensor
 from spmd.engine.metas import Spec
 from spmd.engine.operation import Operation
 from spmd.engine.program import Layout
+from spmd.torch_internals import conj, conj_physical, neg_view_operator, reshape_alias
 
 __all__ = ["Alias", "Records", "Value", "read", "refuse_repeated", "steps_of_view", "write"]
 
@@ -247,7 +248,7 @@ def _dense(alias: Alias) -> Alias:
 
 _RESHAPES: Final = {
     aten.view.default,
-    aten._reshape_alias.default,
+    reshape_alias,
     aten.expand.default,  # where no element is repeated
     aten.unsqueeze.default,
     aten.squeeze.default,
@@ -277,16 +278,16 @@ _INVERSES: Final[dict[Any, Inverse]] = {
     aten.view.dtype: lambda parent, _: (aten.view.dtype, (parent.dtype,)),
     aten.view_as_real.default: lambda *_: (aten.view_as_complex.default, ()),
     aten.view_as_complex.default: lambda *_: (aten.view_as_real.default, ()),
-    aten._conj_physical.default: lambda *_: (aten._conj_physical.default, ()),
+    conj_physical: lambda *_: (conj_physical, ()),
     aten.neg.default: lambda *_: (aten.neg.default, ()),
 }
 
-_BY_ELEMENT: Final = {aten._conj_physical.default, aten.neg.default}
+_BY_ELEMENT: Final = {conj_physical, aten.neg.default}
 """They are their own inverses, and it does not matter whether they come before or after another view."""
 
 _RETYPED: Final = {aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default}
 
-_AS: Final = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+_AS: Final = {conj: conj_physical, neg_view_operator: aten.neg.default}
 """Views that are bits of a tensor on one device, and operations here."""
 
 
@@ -331,7 +332,7 @@ def as_strided_steps(
         span *= base.shape[dim]
     wanted = [index for index, n in enumerate(size) if n > 1]
     wanted.sort(key=lambda index: -stride[index])
-    starts = {dim: offset // base.stride[dim] for dim in dims[:0]}
+    starts: dict[int, int] = {}
     for dim in dims:
         starts[dim], offset = divmod(offset, base.stride[dim])
         if starts[dim] >= base.shape[dim]:

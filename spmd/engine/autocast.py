@@ -7,12 +7,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from rpc.runtime.torch_internals import pytree
+from spmd.torch_internals import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard
 
 __all__ = ["install"]
 
 _AUTOCAST: Final[Any] = "AutocastPrivateUse1"
-_KEY: Final = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _AUTOCAST))
+_KEY: Final = DispatchKeySet(getattr(DispatchKey, _AUTOCAST))
 
 _LOWER: Final = (
     *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "chain_matmul"),
@@ -64,8 +66,8 @@ def _casting(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
             castable = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
             return tensor.to(wanted) if castable and tensor.device.type == "spmd" else tensor
 
-        with torch._C._ExcludeDispatchKeyGuard(_KEY):
-            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        with ExcludeDispatchKeyGuard(_KEY):
+            args, kwargs = pytree.tree_map_only(Tensor, cast, (args, kwargs))
             return operator(*args, **kwargs)
 
     return run

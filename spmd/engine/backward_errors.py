@@ -11,17 +11,18 @@ from collections import deque
 from operator import itemgetter
 from typing import Any, Final
 
-import torch
 from torch.autograd import Variable
+
+from spmd.torch_internals import BaseDeviceGuard, DeviceType, backward_engine
 
 __all__ = ["DeviceGuard", "raise_what_was_taken"]
 
 _taken: Final[deque[BaseException]] = deque()
-_TYPES: Final = (torch._C._autograd.DeviceType.PrivateUse1,)
+_TYPES: Final = (DeviceType.PrivateUse1,)
 _first: Final[Any] = itemgetter(0)
 
 
-class DeviceGuard(torch._C._acc.DeviceGuard):
+class DeviceGuard(BaseDeviceGuard):  # type: ignore[misc]  # written in C++
     """What PyTorch asks about the device."""
 
     @staticmethod
@@ -34,7 +35,7 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
             return _TYPES[0]
 
 
-class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
+class _Engine(type(backward_engine)):  # type: ignore[misc]
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().run_backward(*args, **kwargs)

@@ -11,11 +11,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd.graph import increment_version
-from torch.utils import _pytree as pytree
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from rpc.runtime.torch_internals import pytree
 from spmd.engine import autocast, generator
 from spmd.engine.backward_errors import DeviceGuard, raise_what_was_taken
 from spmd.engine.current import DEVICE, NAME
@@ -25,6 +23,19 @@ from spmd.engine.handlers import HANDLERS
 from spmd.engine.lazy import let_lazy_modules_be_made_there
 from spmd.engine.logical_tensor import LogicalTensor, dispatch_with
 from spmd.engine.saved import restored
+from spmd.torch_internals import (
+    INTERNALS,
+    NO_SPMD_MODE,
+    AutoDispatchBelowAutograd,
+    DisableAutocast,
+    FrameAction,
+    FrameExecStrategy,
+    copy_from,
+    foreach_types,
+    names_of_operators,
+    set_code_exec_strategy,
+    set_up_device,
+)
 
 __all__ = ["operators_that_make_from_nothing", "set_up"]
 
@@ -43,7 +54,9 @@ def set_up() -> torch.device:
     global _library
     if _library is not None:
         return DEVICE
-    _setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule(), device_guard=DeviceGuard())
+    INTERNALS.check()
+    INTERNALS.require(NO_SPMD_MODE)
+    set_up_device(NAME, backend_module=DeviceModule(), device_guard=DeviceGuard())
     raise_what_was_taken()
     dispatch_with(dispatch)
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -52,7 +65,7 @@ def set_up() -> torch.device:
     for name, operator in operators_composed_into_out():
         _library.impl(name, _kernel_of_out(operator), "AutogradPrivateUse1")
     _library.impl("_pin_memory", lambda tensor, device=None: tensor, "CPU")  # workers take from any memory
-    _library.impl("_copy_from", HANDLERS[aten._copy_from.default], "PrivateUse1")
+    _library.impl("_copy_from", HANDLERS[copy_from], "PrivateUse1")
     # what they are composed of is chosen above autograd, and for devices of others always the same
     composed = (aten.scaled_dot_product_attention.default, aten.ctc_loss.Tensor)
     for operator in composed:
@@ -63,13 +76,13 @@ def set_up() -> torch.device:
     let_lazy_modules_be_made_there()
     torch.serialization.register_package(_BEFORE_OTHERS, lambda storage: None, restored)
     kernels = (_kernel(aten.empty.memory_format), _kernel_of_out(aten.kron.out))
-    _keep_compilers_out((*kernels, *(HANDLERS[each] for each in (aten._copy_from.default, *composed))))
+    _keep_compilers_out((*kernels, *(HANDLERS[each] for each in (copy_from, *composed))))
     return DEVICE
 
 
 def operators_that_make_from_nothing() -> Iterator[tuple[str, Any]]:
     """Those of ``aten`` that are given a device and no tensor, with the names that libraries know them by."""
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in names_of_operators():
         if name.startswith("aten::") and not is_composite(name):
             operator = _overload(name)
             if operator is not None and _makes_from_nothing(operator):
@@ -81,7 +94,7 @@ def operators_composed_into_out() -> Iterator[tuple[str, Any]]:
 
     It composes them above autograd, where nothing of ours is asked unless it is registered.
     """
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in names_of_operators():
         if name.startswith("aten::") and "out" in name.partition(".")[2] and is_composite(name):
             operator = _overload(name)
             if operator is not None and any(each.is_out for each in operator._schema.arguments):
@@ -118,7 +131,7 @@ def _kernel_of_out(operator: Any) -> Callable[..., Any]:
                 f"{operator._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't "
                 "support automatic differentiation, but one of the arguments requires grad."
             )
-        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+        with DisableAutocast(), AutoDispatchBelowAutograd():
             written = dispatch(operator, args, kwargs)
         for each in names:
             increment_version(kwargs[each])
@@ -128,15 +141,14 @@ def _kernel_of_out(operator: Any) -> Callable[..., Any]:
 
 
 def _let_optimizers_take_lists() -> None:
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    for module in (optimizer, _foreach_utils):
-        module._foreach_supported_types.append(LogicalTensor)
+    for types in foreach_types:
+        types.append(LogicalTensor)
 
 
 def _keep_compilers_out(kernels: Iterable[Any]) -> None:
     """Have ``torch.compile`` leave what is done to our tensors alone: it is recorded, as without it."""
-    never = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    if None in (FrameAction, FrameExecStrategy, set_code_exec_strategy):
+        return
+    never = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     for each in (LogicalTensor.__torch_dispatch__, *kernels):
         set_code_exec_strategy(each.__code__, never)

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import increment_version
 
 from spmd.engine import operators
@@ -23,6 +22,12 @@ from spmd.engine.metas import Spec, infer
 from spmd.engine.one_rank import collective
 from spmd.engine.operation import Operation
 from spmd.engine.recorder import Recorder
+from spmd.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    has_kernel,
+    to_copy,
+)
 
 __all__ = ["dispatch", "is_composite"]
 
@@ -74,7 +79,7 @@ def _first_seen(operator: Any) -> Operation:
 
 def is_composite(name: str) -> bool:
     """Whether PyTorch composes an operator of others, whatever its tensors are."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    return has_kernel(name, "CompositeImplicitAutograd")
 
 
 def _with_indices_here(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -222,7 +227,7 @@ def _assign(recorder: Recorder, operation: Operation, alias: Alias, result: Alia
             f"shape {list(alias.spec.shape)}"
         )
     if result.spec.dtype != alias.spec.dtype:
-        (result,) = recorder.record(aten._to_copy.default, (result,), {"dtype": alias.spec.dtype})
+        (result,) = recorder.record(to_copy, (result,), {"dtype": alias.spec.dtype})
     assert result.value is not None
     write(recorder, alias, result.value)
 

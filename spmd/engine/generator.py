@@ -17,16 +17,16 @@ from spmd.engine.aliases import Alias
 from spmd.engine.current import DEVICE, engine
 from spmd.engine.logical_tensor import fetched, uploaded
 from spmd.engine.saved import NAMES
+from spmd.torch_internals import BaseGenerator
 
 __all__ = ["DeviceGenerator", "draw", "install", "of_device"]
 
-_OfCPU: Any = torch._C.Generator
-_Meta: Any = type(_OfCPU)
+_Meta: Any = type(BaseGenerator)
 _known: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 """The device's generators that there are, by the address of what C++ has of each."""
 
 
-class DeviceGenerator(_OfCPU):  # type: ignore[misc]
+class DeviceGenerator(BaseGenerator):  # type: ignore[misc]
     """As ``torch.Generator``, for ``generator=`` of what is made or filled on the device."""
 
     _state: Alias | None = None
@@ -92,15 +92,15 @@ def draw(generator: DeviceGenerator, operation: Callable[[], Any]) -> Any:
 
 class _AnyGenerator(_Meta):  # type: ignore[misc]
     def __instancecheck__(cls, instance: object) -> bool:  # noqa: N805  a metaclass, which ruff cannot see
-        return isinstance(instance, _OfCPU)
+        return isinstance(instance, BaseGenerator)
 
 
-class Generator(_OfCPU, metaclass=_AnyGenerator):  # type: ignore[misc]
+class Generator(BaseGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
     """``torch.Generator``, which knows the logical device."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         kind = device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
-        return DeviceGenerator() if kind in NAMES else _OfCPU(device)
+        return DeviceGenerator() if kind in NAMES else BaseGenerator(device)
 
 
 def install() -> None:

@@ -18,6 +18,18 @@ from spmd.engine.metas import Spec, contiguous_stride, infer, spec_of
 from spmd.engine.operation import Operation
 from spmd.engine.program import REPLICATED
 from spmd.engine.recorder import Recorder
+from spmd.torch_internals import (
+    DispatchKey,
+    batch_norm,
+    batch_norm_functional,
+    copy_from,
+    flash_attention_for_cpu,
+    foreach_norm,
+    local_scalar,
+    pack_padded_sequence,
+    pin_memory,
+    to_copy,
+)
 
 __all__ = ["HANDLERS", "Handler", "resize"]
 
@@ -45,12 +57,12 @@ def _same(tensor: LogicalTensor) -> Tensor:
     return wrap(tensor._alias)
 
 
-@_handles(aten._local_scalar_dense.default)
+@_handles(local_scalar)
 def _item(tensor: LogicalTensor) -> Any:
     return fetched(tensor._alias).item()
 
 
-@_handles(aten._to_copy.default)
+@_handles(to_copy)
 def _to_copy(tensor: LogicalTensor, **kwargs: Any) -> Tensor:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != NAME:
@@ -66,11 +78,11 @@ def _to_copy(tensor: LogicalTensor, **kwargs: Any) -> Tensor:
         return content.to(device)
     recorder = engine().recorder
     with recorder.lock:
-        (copied,) = recorder.record(aten._to_copy.default, (tensor,), kwargs)
+        (copied,) = recorder.record(to_copy, (tensor,), kwargs)
     return wrap(copied)
 
 
-@_handles(aten._copy_from.default)
+@_handles(copy_from)
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     _copy(target, source)
     return target
@@ -90,7 +102,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             new = source._alias
             read(recorder, new)
             if new.spec.dtype != dtype:
-                (new,) = recorder.record(aten._to_copy.default, (new,), {"dtype": dtype})
+                (new,) = recorder.record(to_copy, (new,), {"dtype": dtype})
             if new.spec.shape != shape:
                 (new,) = recorder.record(aten.expand.default, (new, list(shape)))
             assert new.value is not None
@@ -218,11 +230,9 @@ def _batch_norm(
         if not training:
             results = recorder.record(aten.native_batch_norm.default, args)
         elif mean is None:
-            results = recorder.record(
-                aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, eps)
-            )
+            results = recorder.record(batch_norm, (x, weight, bias, True, momentum, eps))
         else:
-            results = recorder.record(aten._native_batch_norm_legit_functional.default, args)
+            results = recorder.record(batch_norm_functional, args)
             write(recorder, mean._alias, results[3].value)
             write(recorder, var._alias, results[4].value)
     return tuple(wrap(each) for each in results[:3])
@@ -252,13 +262,13 @@ for _operator, _place in (
     _with_classes(_operator, _place)
 
 
-@_handles(aten._foreach_norm.Scalar)
+@_handles(foreach_norm)
 def _norms(tensors: list[LogicalTensor], *args: Any, **kwargs: Any) -> list[Tensor]:
     recorder = engine().recorder
     with recorder.lock:
         for each in tensors:
             _sum_as_its_parameter_lies(recorder, each)
-        return [wrap(each) for each in recorder.record(aten._foreach_norm.Scalar, (tensors, *args), kwargs)]
+        return [wrap(each) for each in recorder.record(foreach_norm, (tensors, *args), kwargs)]
 
 
 @_handles(aten.linalg_vector_norm.default)
@@ -287,11 +297,11 @@ def _is_same_size(tensor: Tensor, other: Tensor) -> bool:
     return tensor.shape == other.shape
 
 
-@_handles(aten._pack_padded_sequence.default)
+@_handles(pack_padded_sequence)
 def _pack(padded: LogicalTensor, lengths: Tensor, batch_first: bool) -> Any:
     """As PyTorch composes it of others: lengths are on the CPU, whatever device sequences are on."""
-    composed: Any = aten._pack_padded_sequence.default._op_dk
-    return composed(torch._C.DispatchKey.CompositeExplicitAutograd, padded, lengths, batch_first)
+    composed: Any = pack_padded_sequence._op_dk
+    return composed(DispatchKey.CompositeExplicitAutograd, padded, lengths, batch_first)
 
 
 @_handles(aten.ctc_loss.Tensor)
@@ -306,7 +316,7 @@ def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
     return False
 
 
-@_handles(aten._pin_memory.default)
+@_handles(pin_memory)
 def _pin(tensor: Tensor, device: Any = None) -> Tensor:
     raise RuntimeError(
         "a tensor on spmd:0 cannot be pinned: leave out pin_memory, which is for tensors on the CPU"
@@ -347,7 +357,7 @@ def _attention(
             kept = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = kept.masked_fill_(attn_mask.logical_not(), -math.inf)
     if fused:
-        fused_operator = aten._scaled_dot_product_flash_attention_for_cpu.default
+        fused_operator = flash_attention_for_cpu
         return fused_operator(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return aten.scaled_dot_product_attention.default.decompose(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from rpc.runtime.torch_internals import OpOverload, pytree
 from spmd.engine.layouts import local_shape, plan
 from spmd.engine.metas import contiguous_stride
 from spmd.engine.passes import copied_outputs, may_alias, optimize, overlaps, overwriting
@@ -39,6 +39,7 @@ from spmd.engine.redistribution import Groups, move
 from spmd.engine.rules.catalog import LOCAL_RULES, Call, Local, Site, is_random, tensors_of, with_generator
 from spmd.engine.rules.empty import zeros_instead
 from spmd.engine.steps import Assembled, InstructionError, Step
+from spmd.torch_internals import AutoDispatchBelowAutograd
 
 __all__ = ["LinkedProgram"]
 
@@ -99,7 +100,7 @@ class LinkedProgram:
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._program.default_dtype)
         try:
-            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            with torch.no_grad(), AutoDispatchBelowAutograd():
                 outputs = assembled.function(inputs, scalars)
         except Exception as error:
             stopped = assembled.stopped_at(error)
@@ -111,7 +112,7 @@ class LinkedProgram:
             if failures is None or not step.alone:
                 raise failure from error
             failures.append(failure)
-            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            with torch.no_grad(), AutoDispatchBelowAutograd():
                 outputs = assembled.finish(place, values, scalars, self._zeros, failures)
         finally:
             torch.set_default_dtype(default_dtype)
@@ -231,7 +232,7 @@ class LinkedProgram:
         step.over, step.written = local.over, local.written
         step.alone = not asked and not is_random(op)
         is_view = local.is_view
-        if isinstance(local.function, torch._ops.OpOverload):
+        if isinstance(local.function, OpOverload):
             step.function = local.function._op
             step.over, step.written = overwriting(local.function)
             is_view = may_alias(local.function)

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from spmd.engine.program import Layout, MeshKey, Meta
+from spmd.torch_internals import StridedShard
 
 __all__ = ["Move", "chunks", "coordinates", "is_local", "is_shard", "local_shape", "plan"]
 
@@ -31,9 +32,9 @@ def chunks(length: int, count: int) -> list[int]:
     return [max(0, min(each, length - place * each)) for place in range(count)]
 
 
-def is_shard(placement: Placement) -> TypeGuard[Shard | _StridedShard]:
+def is_shard(placement: Placement) -> TypeGuard[Shard | StridedShard]:
     """Whether a placement cuts a dimension of the tensor."""
-    return isinstance(placement, (Shard, _StridedShard))
+    return isinstance(placement, (Shard, StridedShard))
 
 
 def is_local(source: Layout, target: Layout) -> bool:
@@ -68,7 +69,7 @@ def _shape_after(shape: Sequence[int], layout: Layout, rank: int, count: int) ->
     if layout.mesh is not None:
         at = coordinates(layout.mesh, rank)
         for dim, placement in enumerate(layout.placements[:count]):
-            if isinstance(placement, _StridedShard):
+            if isinstance(placement, StridedShard):
                 pieces = chunks(left[placement.dim], int(placement.split_factor))
                 left[placement.dim] = sum(chunks(each, layout.mesh.shape[dim])[at[dim]] for each in pieces)
             elif is_shard(placement):
@@ -92,7 +93,7 @@ class Move:
         place: this worker's.
         operation: the reduction: ``sum``, ``avg``, ``max``, ``min`` or ``product``.
         strided: in how many pieces the dimension is, each of which is sharded; 1 for all but DTensor's
-            ``_StridedShard``.
+            ``StridedShard``.
         source, source_lengths: what an exchange gathers.
         turned: shards are sent as rows, whatever ``dim`` is, so that a transposed weight is not copied; the
             same for all workers, whatever strides their parts have.
@@ -230,7 +231,7 @@ class _Plan:
         self._add("gather", axis, **self._sharding(axis, placement))
         self._now[axis] = Replicate()
 
-    def _sharding(self, axis: int, placement: Shard | _StridedShard) -> dict[str, Any]:
+    def _sharding(self, axis: int, placement: Shard | StridedShard) -> dict[str, Any]:
         length, size = self._length(axis, placement.dim), self._key.shape[axis]
         strided = int(getattr(placement, "split_factor", 1))
         if strided > 1 and length % (strided * size):

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spmd.engine.current import DEVICE
 from spmd.engine.logical_tensor import LogicalTensor, wrap
+from spmd.torch_internals import allowed_while_uninitialized
 
 __all__ = ["leave_uninitialized", "let_lazy_modules_be_made_there"]
 
@@ -56,7 +57,7 @@ class _Uninitialized:
 
     kind: Any
     cls_to_become = LogicalTensor
-    _allowed_methods = (*_PYTORCHS._allowed_methods, Tensor.requires_grad_)
+    _allowed_methods = (*allowed_while_uninitialized, Tensor.requires_grad_)
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -14,12 +14,19 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._utils import _rebuild_device_tensor_from_cpu_tensor, _rebuild_parameter
 from torch.nn import Parameter
 
 from spmd.engine.aliases import Alias, Value, read
 from spmd.engine.current import DEVICE, NAME, engine, is_running
 from spmd.engine.metas import spec_of
+from spmd.torch_internals import (
+    BaseTensor,
+    disabled_torch_function,
+    is_dense,
+    make_wrapper,
+    rebuild_on_device,
+    rebuild_parameter,
+)
 
 __all__ = [
     "LogicalTensor",
@@ -42,7 +49,7 @@ class LogicalTensor(torch.Tensor):
 
     __slots__ = ("_alias",)
     _alias: Alias
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -86,8 +93,8 @@ class LogicalTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What PyTorch saves XLA's tensors as, so that ``torch.load`` restores them on any device."""
         if isinstance(self, Parameter):
-            return _rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
-        return _rebuild_device_tensor_from_cpu_tensor, (
+            return rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
+        return rebuild_on_device, (
             self.detach().cpu(),
             self.dtype,
             str(DEVICE),
@@ -123,8 +130,7 @@ class LogicalTensor(torch.Tensor):
         return f"{shown[:-1]}{more})"
 
 
-_make: Final[Any] = torch.Tensor._make_wrapper_subclass
-_TENSOR_DATA: Final[Any] = torch._C.TensorBase.__dict__["data"]
+_TENSOR_DATA: Final[Any] = vars(BaseTensor).get("data")
 
 
 def in_message(tensor: LogicalTensor) -> tuple[Any, ...]:
@@ -140,7 +146,7 @@ def _received(data: Tensor, requires_grad: bool) -> Tensor:
 def wrap(alias: Alias) -> LogicalTensor:
     """A tensor that shows this."""
     spec = alias.spec
-    made: LogicalTensor = _make(
+    made: LogicalTensor = make_wrapper(
         LogicalTensor, spec.shape, spec.stride, spec.offset, None, spec.dtype, torch.strided, DEVICE
     )
     made._alias = alias
@@ -200,7 +206,7 @@ def fetched(alias: Alias) -> Tensor:
     content = current.fetch(value)
     if content.stride() != spec.stride and not spec.offset and content.numel():
         laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-        if torch._prims_common.is_non_overlapping_and_dense_or_false(laid_out):
+        if is_dense(laid_out):
             return laid_out.copy_(content)
     return content
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spmd.engine.program import REPLICATED, Layout, Meta
+from spmd.torch_internals import FakeTensorMode
 
 __all__ = ["Spec", "contiguous_stride", "infer", "spec_of"]
 
@@ -159,7 +159,7 @@ def _statistics_as_computed(found: tuple[Spec, ...], args: tuple[Any, ...]) -> t
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """What an operation raises for wrong arguments goes to the user; PyTorch would log it as well."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FakeTensorMode.__module__)
     log.addFilter(_nothing)
     try:
         yield

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
-from torch.utils import _pytree as pytree
 
+from rpc.runtime.torch_internals import pytree
 from spmd.engine.errors import SpmdError
+from spmd.torch_internals import work_of_future
 
 __all__ = ["collective"]
 
@@ -62,5 +63,4 @@ def _done(tensors: list[Tensor]) -> Any:
     """Work that has ended. DistributedDataParallel takes the tensors from its future."""
     future: Future[list[Tensor]] = Future()
     future.set_result(tensors)
-    c10d: Any = torch._C._distributed_c10d
-    return c10d._create_work_from_future(future).boxed()
+    return work_of_future(future).boxed()

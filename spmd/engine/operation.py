@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
-from torch._ops import OpOverload
 
+from rpc.runtime.torch_internals import OpOverload
 from spmd.engine.program import Layout
 
 __all__ = ["Operation"]

@@ -15,12 +15,9 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
-from torch.utils import _pytree as pytree
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
+from rpc.runtime.torch_internals import pytree
 from spmd.engine.layouts import chunks, is_local, is_shard, local_shape
 from spmd.engine.metas import Spec, contiguous_stride, infer
 from spmd.engine.program import REPLICATED, Layout, MeshKey, Meta
@@ -39,6 +36,7 @@ from spmd.engine.rules.catalog import (
     strided,
     tensors_of,
 )
+from spmd.torch_internals import DTensorSpec, OpSchema, StridedShard, TensorMeta, dtensor_operators
 
 __all__ = ["Propagated", "decompose", "propagate"]
 
@@ -186,7 +184,7 @@ def _mesh(key: MeshKey) -> DeviceMesh:
     return DeviceMesh("cpu", devices, _init_backend=False, _rank=key.devices[0])
 
 
-_KNOWN: Final = (Replicate, Shard, Partial, _StridedShard)
+_KNOWN: Final = (Replicate, Shard, Partial, StridedShard)
 
 _NOTHING: Final = (0,)
 _MOST_TRIED: Final = 400
@@ -211,7 +209,7 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
     of_nothing = [each.shape == _NOTHING for each in call.tensors]
     if call.op.name() == "aten::cat" and any(of_nothing) and not all(of_nothing):
         return _ask_of_others(call, key)
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator: Any = dtensor_operators.sharding_propagator
     tables = (
         propagator.op_to_rules,
         propagator.op_strategy_funcs,
@@ -386,7 +384,7 @@ def _layout(key: MeshKey, spec: DTensorSpec | None) -> Layout:
     for each in spec.placements:
         if type(each) not in _KNOWN or (is_shard(each) and each.dim not in range(len(spec.shape))):
             raise _NoRuleError(f"it gives {each}")
-        if isinstance(each, _StridedShard):
+        if isinstance(each, StridedShard):
             length = spec.shape[each.dim]
             if length % (int(each.split_factor) * math.prod(key.shape)):
                 raise _NoRuleError(f"{length} rows cannot be {each}")

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from dist_autograd.torch_internals import current_task
 from spmd.engine.bounded_cache import BoundedCache
 
 __all__ = ["Place", "described", "place"]
@@ -42,7 +43,7 @@ def place() -> Place:
 
 def _of_backward() -> Place:
     """Where the main thread waits, looked up once for each backward."""
-    task = torch._C._current_graph_task_id()
+    task = current_task()
     if _backward[0] != task or task == -1:
         frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None and frame.f_code.co_filename.startswith(_OURS):

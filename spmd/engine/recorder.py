@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from rpc.runtime.torch_internals import OpOverload
 from spmd.engine import operators
 from spmd.engine.aliases import Alias, Step, Value, read
 from spmd.engine.bounded_cache import BoundedCache

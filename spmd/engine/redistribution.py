@@ -13,10 +13,10 @@ from typing import Any, Final, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d
 
 from spmd.engine.layouts import Move, plan
 from spmd.engine.program import Layout
+from spmd.torch_internals import c10d_library
 
 __all__ = [
     "Begun",
@@ -30,7 +30,6 @@ __all__ = [
     "take_shard",
 ]
 
-_c10d: Any = _distributed_c10d
 _REDUCTIONS: Final[dict[str, Any]] = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,  # and a division
@@ -61,7 +60,7 @@ def move(local: Tensor, step: Move, group: Any) -> Tensor:
 
 def all_reduce(local: Tensor, operation: str, group: Any) -> None:
     """Reduce in place, over all workers of a group."""
-    options = _c10d.AllreduceOptions()
+    options = c10d_library.AllreduceOptions()
     options.reduceOp = _REDUCTIONS[operation]
     options.asyncOp = False
     group.allreduce([local], options).wait()
@@ -114,7 +113,7 @@ def begin_reducing(
             alone = flat = alone.clone(memory_format=torch.contiguous_format)
         else:
             flat = alone.t() if turned else alone
-    options = _c10d.AllreduceOptions()
+    options = c10d_library.AllreduceOptions()
     options.reduceOp = _REDUCTIONS[operation]
     options.asyncOp = not blocks
 
@@ -142,7 +141,7 @@ def _begin_scattering(
     else:
         parts = [torch.cat([each.reshape(-1) for each in parts]) for parts in zip(*shards, strict=True)]
     result = torch.empty_like(parts[moves[0].place])
-    options = _c10d.ReduceScatterOptions()
+    options = c10d_library.ReduceScatterOptions()
     options.reduceOp = _REDUCTIONS[moves[0].operation]
     options.asyncOp = not blocks
 
@@ -206,14 +205,14 @@ def all_gather(local: Tensor, outputs: list[Tensor], group: Any) -> None:
 
 
 def _all_gather(local: Tensor, outputs: list[Tensor], group: Any, blocks: bool) -> Any:
-    options = _c10d.AllgatherOptions()
+    options = c10d_library.AllgatherOptions()
     options.asyncOp = not blocks
     return group.allgather([outputs], [local.contiguous()], options)
 
 
 def all_to_all(gives: list[Tensor], takes: list[Tensor], group: Any) -> None:
     """Everybody's tensors at this worker's place become ``takes``. They may differ in size."""
-    options = _c10d.AllToAllOptions()
+    options = c10d_library.AllToAllOptions()
     options.asyncOp = False
     group.alltoall(takes, gives, options).wait()
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rpc.runtime.torch_internals import top_saved_tensors_hooks
 from spmd.engine.aliases import Alias, Value, read
 from spmd.engine.current import engine
 from spmd.engine.logical_tensor import LogicalTensor, alias_of, wrap
@@ -40,8 +41,7 @@ def saving_shards() -> Iterator[None]:
 
     Where others say already what is saved, as PyTorch's ``checkpoint`` does, it is for them.
     """
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
-    if top(True) is not None:
+    if top_saved_tensors_hooks(True) is not None:
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):

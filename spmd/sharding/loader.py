@@ -13,8 +13,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from rpc.runtime.torch_internals import pytree
 from spmd.engine import api as engine
 from spmd.sharding.marks import ShardingSpec
 

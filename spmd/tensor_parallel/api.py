@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
 from spmd.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -20,6 +20,7 @@ from spmd.tensor_parallel.random_numbers import draw_as_one_process, warn_if_see
 from spmd.tensor_parallel.served import ShardedModule, build
 from spmd.tensor_parallel.site import Site, check_mesh
 from spmd.tensor_parallel.styles import NamedStyle, ParallelStyle
+from spmd.torch_internals import current_mesh
 
 __all__ = ["parallelize_module"]
 
@@ -126,7 +127,7 @@ def _parallelized(
     src_data_rank: int | None,
     strict: bool,
 ) -> nn.Module:
-    mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
+    mesh = current_mesh() if device_mesh is None else device_mesh
     if parallelize_plan is None:
         warnings.warn(
             "No parallelize_plan is provided and auto-parallel is not supported at the moment, so this "

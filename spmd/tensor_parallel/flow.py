@@ -27,9 +27,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from spmd.tensor_parallel.errors import ParallelError
 from spmd.tensor_parallel.resharding import (
@@ -44,6 +42,7 @@ from spmd.tensor_parallel.resharding import (
     same,
 )
 from spmd.tensor_parallel.site import Site
+from spmd.torch_internals import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 
 __all__ = ["PARTIAL", "REPLICATE", "Flow", "distributed", "gradient_of", "plain"]
 

@@ -24,12 +24,13 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.nn import _reduction, functional
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from spmd.tensor_parallel.errors import ParallelError, UnsupportedModuleError
 from spmd.tensor_parallel.flow import plain
 from spmd.tensor_parallel.resharding import chunk
+from spmd.torch_internals import reduction_name
 
 __all__ = ["loss_parallel"]
 
@@ -170,7 +171,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
+        reduction = reduction_name(size_average, reduce)
     if reduction not in ("none", "sum", "mean"):
         raise ParallelError(f"{_here()}: expected reduction none, sum or mean, got {reduction!r}")
     if not 0 <= label_smoothing <= 1:

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.nn.modules.dropout import _DropoutNd
 
 from spmd.tensor_parallel.errors import ParallelError
 from spmd.tensor_parallel.resharding import chunk
 from spmd.tensor_parallel.site import Site
+from spmd.torch_internals import DropoutNd, DTensorSpec, dtensor_operators
 
 __all__ = ["draw_as_one_process", "draw_parts", "dropout_mask", "warn_if_seeded_differently"]
 
@@ -79,7 +78,7 @@ def warn_if_seeded_differently(module: nn.Module, mesh: DeviceMesh) -> None:
 
     All ranks of the mesh call it; it communicates if the module has dropout.
     """
-    if mesh.size() == 1 or not any(isinstance(each, _DropoutNd) and each.p for each in module.modules()):
+    if mesh.size() == 1 or not any(isinstance(each, DropoutNd) and each.p for each in module.modules()):
         return
     state = torch.get_rng_state().numpy().tobytes()
     mine = torch.tensor([int.from_bytes(hashlib.sha256(state).digest()[:7], "little")])
@@ -99,7 +98,7 @@ def draw_as_one_process() -> None:
     ``parallelize_module`` calls it. It makes ``init.normal_(parameter)`` right for a model that was
     parallelized on the meta device, and dropout on ``DTensor`` s, wherever PyTorch has no handler of its own.
     """
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = dtensor_operators._custom_op_handlers
     for names, handler in ((_IN_PLACE, _draw_in_place), (_NEW, _draw_new)):
         for name in names:
             packet, _, overload = name.partition(".")

@@ -26,6 +26,7 @@ from spmd.tensor_parallel.parameters import distribute_parameters, replicate_par
 from spmd.tensor_parallel.pointwise import SequenceFlow, sequence_forward
 from spmd.tensor_parallel.resharding import check_layout, same
 from spmd.tensor_parallel.site import Site
+from spmd.torch_internals import DISTRIBUTED
 
 __all__ = ["ColwiseParallel", "NamedStyle", "ParallelStyle", "RowwiseParallel", "SequenceParallel"]
 
@@ -234,7 +235,7 @@ def begin(module: nn.Module, site: Site) -> None:
     Raises:
         ParallelError: another one has been there.
     """
-    if hasattr(module, "_tensor_parallel") or getattr(module, "_distribute_module_applied", False):
+    if hasattr(module, "_tensor_parallel") or getattr(module, DISTRIBUTED, False):
         raise ParallelError(
             site.says("expected a module that is not parallelized yet, got one that already is: name it once")
         )

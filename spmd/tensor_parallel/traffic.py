@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.tensor_parallel.site import Site
+from spmd.torch_internals import TorchDispatchMode
 
 __all__ = ["Transfer", "note", "recorded"]
 

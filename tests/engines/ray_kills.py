@@ -29,7 +29,7 @@ class Maker:
     def pid(self) -> int:
         return os.getpid()
 
-    @ray.method(tensor_transport="FARCALL")
+    @ray.method(tensor_transport="FARCALL")  # type: ignore[untyped-decorator]
     def make(self, number: int, size: int) -> dict[str, torch.Tensor]:
         return {"a": torch.full((size,), float(number)), "b": torch.tensor([number])}
 

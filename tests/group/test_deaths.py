@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import logging
 import re
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +24,7 @@ from rpc.errors import RpcError, WorkerLostError
 from tests.support.refusals import refused
 from tests.support.serving import open_gate, serve, wait_at_gate
 from tests.support.tracked import Tracked
+from tests.support.worker_context import current_worker
 from tests.support.workers import RunWorkers, Worker, WorkerProcess
 
 DIED = "the connection was closed by the other side without a goodbye; its process has died, most likely"
@@ -264,3 +267,44 @@ def test_survivors_can_form_a_new_group(run_workers: RunWorkers) -> None:
         workers[1].wait_for("at the gate")
     workers[1].kill()
     assert workers.results() == [["worker2", "worker0", "worker2"], None, ["worker0", "worker0", "worker2"]]
+
+
+# ---- the caller
+
+
+def call_back() -> None:
+    current_worker().report("called")
+    rpc.rpc_sync("worker0", wait_at_gate, args=("for ever",), timeout=0)
+
+
+def be_called_by_the_dead(worker: Worker) -> int:
+    """The level at which the log says that a call has failed because its caller is gone."""
+    levels: list[int] = []
+    told = threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            levels.append(record.levelno)
+            told.set()
+
+    log = logging.getLogger("rpc.agent.request_runner")
+    log.setLevel(logging.INFO)
+    log.addHandler(Told())
+    worker.join(rpc_timeout=0)
+    told.wait()
+    rpc.shutdown(graceful=False)
+    (level,) = levels
+    return level
+
+
+def call_and_be_killed(worker: Worker) -> None:
+    worker.join(rpc_timeout=0)
+    rpc.rpc_sync("worker1", call_back)
+
+
+def test_a_callee_that_fails_since_its_caller_is_gone_shows_no_traceback(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([call_and_be_killed, be_called_by_the_dead])
+    workers[1].wait_for("called")
+    workers[0].kill()
+    assert workers[1].result() == logging.INFO
+    assert "Traceback" not in log_of(workers[1])

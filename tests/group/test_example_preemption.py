@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -41,13 +42,15 @@ def test_a_preempted_example_saves_and_resumes(
     state = ["--folder", str(tmp_path)] if name == "fsdp.py" else ["--plain", "--checkpoint", "state"]
     run = [*command, str(EXAMPLES / name), *options, *state]
     environment = {"FARCALL_LOG": "error", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with leftovers.nothing_left():
+    with leftovers.nothing_left(), contextlib.ExitStack() as ending:
         first = Launcher(run, tmp_path, environment)
+        ending.callback(first.process.kill)
         first.wait_for(shown)
         first.send(number)
         assert first.end() == os.EX_TEMPFAIL, first.said
         assert "The job is preempted." in first.said
         second = Launcher(run, tmp_path, environment)
+        ending.callback(second.process.kill)
         assert second.end() == 0, second.said
         assert after in second.said
         assert not before or before not in second.said

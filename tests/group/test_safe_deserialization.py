@@ -12,7 +12,6 @@ import torch
 
 import rpc
 from rpc.agent import gather as gather_rounds
-from rpc.agent import standstill
 from rpc.errors import ProtocolError, RemoteError, RpcError, RpcTimeoutError, SerializationError
 from rpc.group.workers import Member
 from rpc.runtime.current import current_agent
@@ -340,11 +339,7 @@ def begin_rounds(count: int) -> None:
 
 def call_what_is_always_allowed(_: Worker) -> None:
     """The functions of farcall itself."""
-    names, contribute, give_up = (
-        ("worker0", "worker1"),
-        gather_rounds._contribute,
-        standstill._give_up_shutdown,
-    )
+    names, contribute = ("worker0", "worker1"), gather_rounds._contribute
     for args in (
         (5, 1, "worker0"),
         ("worker0", 1, "w"),
@@ -355,7 +350,6 @@ def call_what_is_always_allowed(_: Worker) -> None:
         refused(ProtocolError, "no such round", rpc.rpc_sync, "worker1", contribute, args, {"value": 0})
     told: tuple[Any, ...] = ("RpcError", "text", {})
     refused(ProtocolError, "no such round", rpc.rpc_sync, "worker1", gather_rounds._fail, (5, 9, *told))
-    refused(ProtocolError, "in words", rpc.rpc_sync, "worker1", give_up, ([1],))
     with pytest.raises(RpcError, match="more than 5 rounds of all_gather wait"):
         begin_rounds(6)
     rpc.barrier()

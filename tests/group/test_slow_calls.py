@@ -80,6 +80,10 @@ async def await_event() -> None:
     await released.wait()
 
 
+MORE = "; `farcall why` says more"
+"""The end of each report."""
+
+
 class Reports(logging.Handler):
     """The warnings of slow calls in this process."""
 
@@ -88,7 +92,10 @@ class Reports(logging.Handler):
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.put(record.getMessage())
+        line = record.getMessage()
+        if MORE not in line:
+            line += " (without what says more)"
+        self._lines.put(line.removesuffix(MORE))
 
     def until(self, pattern: str) -> str:
         """The first line that matches."""

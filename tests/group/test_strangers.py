@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import rpc
-from rpc.bulk.striping import _Lanes
+from rpc.bulk.streams import _Streams
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import PREAMBLE, Kind
 from tests.support import backend
@@ -89,13 +89,13 @@ def test_a_worker_out_of_descriptors_says_so_once_and_recovers(run_workers: RunW
 # ---- who has no token, and knows everything else
 
 
-def everything_else(at: Target, lane_token: bytes) -> dict[str, bytes]:
+def everything_else(at: Target, stream_token: bytes) -> dict[str, bytes]:
     """What strangers say who know who is there, the group, and what goes over the network."""
     me = replace(at.member, incarnation=5)
     hello = PREAMBLE + frame(
         Kind.HELLO, {"member": me.to_wire(), "wanted": at.member.incarnation, "group": at.group}, call_id=0
     )
-    lane = PREAMBLE + frame(Kind.LANE, {"token": lane_token, "number": 0}, call_id=0)
+    stream = PREAMBLE + frame(Kind.STREAM, {"token": stream_token, "number": 0}, call_id=0)
     call = frame(Kind.CALL, {}, [b"cos\nsystem\n(S'false'\ntR."])
     proof = frame(Kind.PROOF, {"nonce": bytes(32), "mac": bytes(32)}, call_id=0)
     welcome = frame(Kind.WELCOME, {"nonce": bytes(32), "mac": bytes(32)}, call_id=0)
@@ -105,23 +105,24 @@ def everything_else(at: Target, lane_token: bytes) -> dict[str, bytes]:
         "a call behind a wrong proof": hello + proof + call,
         "a welcome to oneself": hello + welcome + call,
         "a refusal of the challenge": hello + frame(Kind.REFUSED, {"code": "", "reason": ""}) + call,
-        "a lane": lane + call,
-        "a lane with a wrong proof": lane + proof + call,
-        "two lanes": lane + lane,
-        "a lane, then a hello": lane + hello,
+        "a stream": stream + call,
+        "a stream with a wrong proof": stream + proof + call,
+        "two streams": stream + stream,
+        "a stream, then a hello": stream + hello,
     }
 
 
-def lanes_token() -> bytes:
-    """That of lanes which worker 1 has just offered to worker 0."""
+def offered_token() -> bytes:
+    """That of streams which worker 1 has just offered to worker 0."""
     agent = current_agent()
-    lanes = agent.messages.striping._lanes[agent.group.peers.find("worker0")] = _Lanes(3)
-    return lanes.token
+    peer = agent.group.peers.find("worker0")
+    streams = agent.messages.bulk_streams._streams[peer] = _Streams(3)
+    return streams.token
 
 
 def attack(_: Worker) -> int:
     at: Target = replace(rpc.rpc_sync("worker1", target), authenticator=None)
-    token = rpc.rpc_sync("worker1", lanes_token)
+    token = rpc.rpc_sync("worker1", offered_token)
     moves = everything_else(at, token)
     for move, said in moves.items():
         with Hostile(at, "tcp") as stranger:
@@ -142,14 +143,14 @@ def test_without_the_token_nothing_that_a_stranger_knows_lets_it_in(run_workers:
     assert first_of(run_workers, attack, token=TOKEN, tcp_stripes=3, **ACROSS) == 9
 
 
-def large_over_lanes(_: Worker) -> bool:
+def large_over_streams(_: Worker) -> bool:
     tensor = torch.arange(4 * MIB)
     results = [rpc.rpc_async("worker1", torch.neg, args=(tensor,)) for _ in range(4)]
     return all(torch.equal(result.wait(), -tensor) for result in results)
 
 
-def test_lanes_prove_that_they_belong_to_the_job(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, large_over_lanes, token=TOKEN, tcp_stripes=3, **ACROSS)
+def test_streams_prove_that_they_belong_to_the_job(run_workers: RunWorkers) -> None:
+    assert first_of(run_workers, large_over_streams, token=TOKEN, tcp_stripes=3, **ACROSS)
 
 
 # ---- on one host

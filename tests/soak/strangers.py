@@ -128,9 +128,9 @@ class Attack:
     def replay(self) -> None:
         self.say("what a member has said", self.recorded, self.call())
 
-    def lane(self) -> None:
-        lane = frame(Kind.LANE, {"token": secrets.token_bytes(16), "number": 0}, call_id=0)
-        self.say("a lane", PREAMBLE, lane, self.call())
+    def stream(self) -> None:
+        stream = frame(Kind.STREAM, {"token": secrets.token_bytes(16), "number": 0}, call_id=0)
+        self.say("a stream", PREAMBLE, stream, self.call())
 
     def reflect(self) -> None:
         """Give the challenge of one connection back on another, as one's own proof."""
@@ -188,7 +188,7 @@ class Attack:
             self.call_at_once,
             self.welcome_oneself,
             self.replay,
-            self.lane,
+            self.stream,
             self.reflect,
             self.truncate,
             self.noise,

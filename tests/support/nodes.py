@@ -12,7 +12,7 @@ import pytest
 
 from rpc.errors import ProtocolError
 from rpc.group.connections import Connections
-from rpc.group.handshake import Authenticator, Lane
+from rpc.group.handshake import Authenticator, Stream
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
@@ -126,8 +126,8 @@ class Node:
                     self.received.append((peer.name, frame.call_id))
             self._changed.notify_all()
 
-    def lane_came(self, connection: Connection, lane: Lane) -> None:
-        raise ProtocolError("a lane, which this worker does not take")
+    def stream_came(self, connection: Connection, stream: Stream) -> Callable[[], object]:
+        raise ProtocolError("a bulk stream, which this worker does not take")
 
     def find_target(self, peer: Peer, kind: int, call_id: int, sizes: Sequence[int]) -> None:
         pass

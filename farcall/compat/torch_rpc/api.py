@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-
 import rpc
 import rref
 from farcall.compat.torch_rpc import internal, invocations
@@ -24,6 +22,7 @@ from rpc import RRef, WorkerInfo, get_worker_info, remote, rpc_async, rpc_sync
 from rpc.agent.futures import collected_futures
 from rpc.errors import NotInitializedError
 from rpc.runtime.current import current_agent
+from rpc.runtime.torch_internals import is_profiler_enabled
 
 __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 
@@ -60,7 +59,7 @@ _wait_all = rpc.wait_all
 get_rpc_timeout = rpc.get_rpc_timeout
 _set_rpc_timeout = rpc.set_rpc_timeout
 _is_current_rpc_agent_set = rpc.is_initialized
-_get_should_profile = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_get_should_profile = is_profiler_enabled
 _invoke_rpc = invocations.invoke_rpc
 _invoke_rpc_builtin = invocations.invoke_rpc_builtin
 _invoke_rpc_python_udf = invocations.invoke_rpc_python_udf

@@ -14,6 +14,7 @@ from torch import Tensor
 import rpc
 from farcall.compat.torch_rpc.internal import _internal_rpc_pickler
 from rpc.group.membership import WorkerReference
+from rref.torch_internals import script_functions
 
 __all__ = [
     "invoke_remote_builtin",
@@ -100,7 +101,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 def _script(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] | None = torch.jit._state._python_cu.find_function(name)
+    found: Callable[..., Any] | None = script_functions.find_function(name)
     if found is None:
         raise ValueError(f"no function of that name has been compiled here: {name}")
     return found

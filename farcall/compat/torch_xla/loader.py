@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from rpc.runtime.torch_internals import pytree
 from spmd.engine import api as engine
 from spmd.sharding.loader import DeviceLoader
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from rpc.runtime.torch_internals import pytree
 
 __all__ = ["gradient_accumulation", "scan", "scan_layers"]
 

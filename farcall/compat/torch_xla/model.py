@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils import _pytree as pytree
 
 from farcall.compat.torch_xla.mode import begin_alone
 from farcall.compat.torch_xla.replicas import (
@@ -30,6 +29,7 @@ from farcall.compat.torch_xla.replicas import (
     reduce_scatter,
     set_replication,
 )
+from rpc.runtime.torch_internals import pytree
 from spmd.engine import start
 from spmd.engine.api import is_logical, upload
 from spmd.sharding.loader import InputSharding, send

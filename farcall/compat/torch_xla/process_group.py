@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # which its stubs do not export
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from farcall.compat.torch_xla.mode import is_spmd

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from rpc.runtime.torch_internals import pytree
 
 __all__ = [
     "REDUCE_MAX",
@@ -49,7 +50,8 @@ def all_reduce(
         return inputs.clone() if scale == 1.0 else inputs * scale
     if scale != 1.0:
         with torch.no_grad():
-            torch._foreach_mul_(list(inputs), scale)
+            for each in inputs:
+                each.mul_(scale)
     return None
 
 

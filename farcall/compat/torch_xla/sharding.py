@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils import _pytree as pytree
 
 from farcall.compat.torch_xla import runtime as _runtime
 from farcall.compat.torch_xla.fsdp_utils import apply_xla_patch_to_nn_linear
+from rpc.runtime.torch_internals import pytree
 from spmd.engine import api as _engine
 from spmd.engine import start as _start
 from spmd.engine.parts import has_blocks

@@ -7,13 +7,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from spmd.engine import api as engine
 from spmd.engine.logical_tensor import LogicalTensor
 from spmd.sharding.marks import mark_of
 from spmd.sharding.sharded_tensor import ShardedTensor
+from spmd.torch_internals import DTensorSpec, TensorMeta
 
 __all__ = ["give_back", "lend"]
 

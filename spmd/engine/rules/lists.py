@@ -15,6 +15,7 @@ from spmd.engine.redistribution import all_reduce
 from spmd.engine.rules.local import Local, Site, local_rule
 from spmd.engine.rules.placing import Call
 from spmd.engine.rules.reductions import reduce_norms
+from spmd.torch_internals import foreach_norm
 
 __all__ = ["is_list_operator", "place_lists"]
 
@@ -115,7 +116,7 @@ def _foreach_norm(site: Site) -> Local | None:
 
     def norms(tensors: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
         parts = [each if each.numel() else each.new_full((1,), neutral) for each in tensors]
-        found = list(aten._foreach_norm.Scalar(parts, *args, **kwargs))
+        found = list(foreach_norm(parts, *args, **kwargs))
         for places, along in groups:
             together = reduce_norms(torch.stack([found[place] for place in places]), order, along)
             for place, norm in zip(places, together.unbind(), strict=True):

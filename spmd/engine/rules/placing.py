@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
-from torch.utils import _pytree as pytree
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from rpc.runtime.torch_internals import pytree
 from spmd.engine.layouts import is_shard
 from spmd.engine.program import Meta
+from spmd.torch_internals import StridedShard
 
 __all__ = ["PLACEMENT_RULES", "Call", "Row", "choose", "placement_rule", "tensors_of"]
 
@@ -148,14 +149,14 @@ _IN_ORDER: Final = ("aten::embedding", "aten::nll_loss_forward", "aten::nll_loss
 def strided(call: Call, rows: Sequence[Row], axis: int) -> list[Row]:
     """The same rows for dimensions that are sharded in pieces, as some views leave them."""
     factors = {
-        each.split_factor for meta in call.tensors if isinstance(each := _now(meta, axis), _StridedShard)
+        each.split_factor for meta in call.tensors if isinstance(each := _now(meta, axis), StridedShard)
     }
     if call.op._schema.name in _IN_ORDER:
         return []
 
     def in_pieces(placements: Sequence[Placement], factor: Any) -> tuple[Placement, ...]:
         return tuple(
-            _StridedShard(each.dim, split_factor=factor) if isinstance(each, Shard) else each
+            StridedShard(each.dim, split_factor=factor) if isinstance(each, Shard) else each
             for each in placements
         )
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Shard
 from spmd.engine.redistribution import take_shard
 from spmd.engine.rules.local import Local, Site, local_rule
 from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.torch_internals import is_dense
 
 __all__ = ["is_random", "with_generator"]
 
@@ -71,7 +72,7 @@ def _whole_in_place(site: Site) -> Tensor:
     if 0 in meta.stride:
         return torch.empty(meta.shape, dtype=meta.dtype)
     whole = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
-    return _whole(site) if torch._prims_common.is_non_overlapping_and_dense_or_false(whole) else whole
+    return _whole(site) if is_dense(whole) else whole
 
 
 @local_rule(*_FILLS)

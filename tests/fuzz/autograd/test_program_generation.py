@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from rpc.bulk.striping import STRIPED_BYTES
+from rpc.transport.write_queue import STREAMED_BYTES
 from rpc.wire.chunking import WHOLE_BYTES
 from tests.fuzz.autograd.generation import generate
 from tests.fuzz.autograd.observations import mismatches
@@ -117,7 +117,7 @@ def contents_of_body(body: Body, sizes: dict[str, int]) -> Iterator[Any]:
                     (len(set(step.inputs)) < len(step.inputs), "twice in a message"),
                     (any(name.startswith("leaf") for name in step.inputs), "a leaf"),
                     (largest > WHOLE_BYTES, "chunks"),
-                    (largest > STRIPED_BYTES, "stripes"),
+                    (largest > STREAMED_BYTES, "stripes"),
                 ):
                     yield from [what] * is_so
                 sent.update(step.inputs)

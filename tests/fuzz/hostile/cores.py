@@ -24,7 +24,7 @@ from rpc.errors import ProtocolError, RpcError, SerializationError
 from rpc.group.admission import judge
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.delivery import WINDOW, Delivery
-from rpc.group.handshake import Handshake, Hello, Lane, Refusal, Role, Welcomed
+from rpc.group.handshake import Handshake, Hello, Refusal, Role, Stream, Welcomed
 from rpc.group.handshake import Message as Said
 from rpc.group.membership import Membership
 from rpc.group.workers import Member, WorkerInfo
@@ -280,7 +280,7 @@ def run_handshake(data: bytes) -> None:
             if has_token:
                 header = _TOKEN.prove(role, handshake._said.digest())
         answer = handshake.receive(kind, header)
-        if isinstance(answer, Hello | Lane | Welcomed) and not has_token:
+        if isinstance(answer, Hello | Stream | Welcomed) and not has_token:
             raise Broken(f"somebody without the token is heard: {answer}")
         if isinstance(answer, Hello):
             refusal = judge(answer, view, "group", connected=False, connecting=False)
@@ -290,7 +290,7 @@ def run_handshake(data: bytes) -> None:
                 handshake.welcome((max(answer.session[0], 0) + 1, 0))
             else:
                 pack_header(handshake.refuse(refusal).header)
-        elif isinstance(answer, Lane):
+        elif isinstance(answer, Stream):
             handshake.welcome()
         elif isinstance(answer, Refusal):
             if not dialled:
@@ -307,7 +307,9 @@ def seed_handshakes() -> list[bytes]:
         packed([[True, False, False], [Kind.HELLO, hello], [Kind.PROOF, _PROVEN]]),
         packed([[True, False, True], [Kind.HELLO, hello | {"session": [3, 70]}], [Kind.PROOF, _PROVEN]]),
         packed([[False, False, False], [Kind.HELLO, hello], [Kind.PROOF, _PROVEN]]),
-        packed([[True, False, False], [Kind.LANE, {"token": b"t" * 16, "number": 1}], [Kind.PROOF, _PROVEN]]),
+        packed(
+            [[True, False, False], [Kind.STREAM, {"token": b"t" * 16, "number": 1}], [Kind.PROOF, _PROVEN]]
+        ),
         packed([[True, True, False], [Kind.CHALLENGE, {"nonce": b"n" * 32}], [Kind.WELCOME, _PROVEN]]),
         packed([[True, True, False], [Kind.WELCOME, {"session": [2, 5]}]]),
         packed([[True, True, False], [Kind.REFUSED, {"code": "gone", "reason": "x"}]]),

@@ -289,8 +289,8 @@ def seeds() -> list[bytes]:
         ],
         [[Kind.SEGMENTS, 0, {"ask": 1}, [], 0], [Kind.IN_SEGMENT, 0, {}, [bytes(40)], 0]],
         [
-            [Kind.LANES, 0, {"lanes": 2, "token": b"t" * 16}, [], 0],
-            [Kind.LANE, 0, {"token": b"t", "number": 1}, [], 0],
+            [Kind.STREAMS, 0, {"streams": 2, "token": b"t" * 16}, [], 0],
+            [Kind.STREAM, 0, {"token": b"t", "number": 1}, [], 0],
         ],
         [
             [Kind.BULK, 9, {}, [b"x"], 0],
@@ -311,7 +311,7 @@ def seeds() -> list[bytes]:
     ]
     before: list[list[Any]] = [
         [0, [Kind.HELLO, 0, hello, [], 0], [Kind.PROOF, 0, {"nonce": b"n" * 32, "mac": b"m" * 32}, [], 0]],
-        [0, [Kind.LANE, 0, {"token": b"t" * 16, "number": 1}, [], 0], called],
+        [0, [Kind.STREAM, 0, {"token": b"t" * 16, "number": 1}, [], 0], called],
         [0, b"GET / HTTP/1.1\r\n\r\n"],
         [
             1,
@@ -446,7 +446,7 @@ def _bytes_of(item: Any, known: dict[int, int], *, stranger: bool) -> bytes:
             except Exception:  # it cannot be said
                 return b""
             data = b"".join(map(bytes, framed))
-            return PREAMBLE + data if stranger and kind in (Kind.HELLO, Kind.LANE) else data
+            return PREAMBLE + data if stranger and kind in (Kind.HELLO, Kind.STREAM) else data
     return packed([item])
 
 

@@ -59,7 +59,8 @@ def test_the_first_failure_is_summed_up_and_the_others_are_ended(tmp_path: Path)
 def test_death_by_a_signal_has_its_exit_status(tmp_path: Path) -> None:
     done = launch(tmp_path, "die")
     assert done.returncode == 128 + 9
-    assert done.stderr.splitlines()[-1].endswith("failed first: it was killed by SIGKILL")
+    summary = done.stderr.partition("failed first: it was killed by SIGKILL\n")[2]
+    assert "worker1 failed in <module>, at program.py:" in summary
 
 
 # ---- dynamic groups

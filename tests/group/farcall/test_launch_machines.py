@@ -159,3 +159,15 @@ def test_one_launcher_too_many_is_refused_and_the_job_goes_on(launchers: Launche
     assert "is one too many" in third.lines[-1]
     both[0].send(signal.SIGTERM)
     assert [each.end() for each in both] == [143, 143]
+
+
+@pytest.mark.nightly
+def test_a_store_that_does_not_answer_is_named_when_the_time_is_over(launchers: Launchers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        launcher = launchers(
+            WAITS, f"-n 1 --nnodes 2 --node-rank 1 --rdzv 127.0.0.1:{port} --timeout 4", **TOKEN
+        )
+        assert launcher.end() == 1
+    assert f"the rendezvous at 127.0.0.1:{port} has not been reachable" in launcher.lines[-1]
+    assert "it accepts connections and does not answer" in launcher.lines[-1]

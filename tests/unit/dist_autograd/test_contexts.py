@@ -26,7 +26,6 @@ class World:
         self.posted: list[tuple[int, Any]] = []
         self.handlers: dict[int, Callable[..., Any]] = {}
         hooks = Hooks()
-        answers: Any = SimpleNamespace(lend_thread=lambda *_, **__: None)
         kinds: Any = SimpleNamespace(on=lambda kind, handler, **_: self.handlers.update({kind: handler}))
         workers: Any = SimpleNamespace(
             own=SimpleNamespace(name="me", member=SimpleNamespace(id=0)), by_incarnation=self.peers.get
@@ -42,6 +41,7 @@ class World:
         )
         self.when_made: Callable[[], object] = lambda: None
         send: Any = None
+        answers: Any = SimpleNamespace(devices=None)
         self.contexts = Contexts(
             ME, answers, workers, kinds, control, send, hooks, mailbox, executor, self._make
         )

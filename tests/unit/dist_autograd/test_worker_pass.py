@@ -39,7 +39,7 @@ class Run:
     """A pass in a context in which one message was sent."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.context = Context(cast("Any", None), 77, 1, None)
+        self.context = Context(cast("Any", SimpleNamespace(devices=None)), 77, 1, None)
         self.sent: Sent = send(tensors, receiver)
         self.context.sends[self.sent.number] = self.sent
         self.own = WorkerPass(self.context, False, Models())

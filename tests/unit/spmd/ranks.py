@@ -120,5 +120,5 @@ class _Channel:
     def send(self, rank: int, buffers: list[Any]) -> _Sent:
         return self._network.send(self._rank, rank, buffers)
 
-    def post(self, rank: int, into: Any) -> _Posted:
+    def post(self, rank: int, into: Any, size: int) -> _Posted:
         return self._network.post(rank, self._rank, into)

@@ -67,6 +67,7 @@ def test_ranks_that_call_different_things_all_find_out() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_goes_in_pieces_arrives_as_a_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(network, "_LONG_PIECE_BYTES", 9000)
     network_of_ranks, count = Network(size), 40_003
     ranks = range(size)
 

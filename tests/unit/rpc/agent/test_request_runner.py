@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.request_runner import Request, RequestRunner, running
+from rpc.agent.call_frames import running
+from rpc.agent.request_runner import Request, RequestRunner
 from rpc.agent.tape import Tracing
 from rpc.errors import MessageLostError, NotInitializedError
 from rpc.runtime.events import Events
@@ -158,7 +159,7 @@ def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more() -> Non
 
     serializer.ready = ready  # type: ignore[assignment]
     ran: list[Request] = []
-    request = Request(None, None, {"rref": []})  # type: ignore[arg-type]
+    request = Request(SimpleNamespace(reader=None), None, {"rref": []})  # type: ignore[arg-type]
     callee = runner(activity=activity, serializer=serializer, executor=SimpleNamespace(submit=run))
     assert callee.accept(request, ran.append) is None
     assert (ran, activity.postponed.value) == ([], 1)

@@ -136,7 +136,7 @@ def test_a_post_that_is_cancelled_at_the_moment_its_message_begins_to_come_is_no
     end, cancelled, following = End("peer", 1), Buffer(), Buffer()
     first = end.bulk.post(end.peer, TAG, cancelled.bytes)
     second = end.bulk.post(end.peer, TAG, following.bytes)
-    arriving = end.lanes[0].arriving
+    arriving = end.decoder.arriving
     find_target = arriving.find_target
 
     def find_and_cancel(kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
@@ -163,7 +163,7 @@ def test_a_post_that_cannot_be_cancelled_for_want_of_memory_can_be_later(
     def none_left(length: int) -> memoryview:
         raise ProtocolError(f"there is no memory for {length} bytes")
 
-    (coming,) = end.lanes[0].arriving.open_messages.values()
+    (coming,) = end.decoder.arriving.open_messages.values()
     with monkeypatch.context() as patch:
         patch.setattr(coming, "_allocate", none_left)
         with pytest.raises(ProtocolError, match="no memory"):
@@ -172,18 +172,6 @@ def test_a_post_that_cannot_be_cancelled_for_want_of_memory_can_be_later(
     buffer.wipe()
     for data in rest:
         end.receive(data)
-    assert buffer.is_untouched()
-
-
-def test_a_post_that_is_cancelled_when_the_first_of_several_lanes_has_ended_is_not_written_to() -> None:
-    end, buffer = End("peer", 1, lanes=2), Buffer()
-    posted = end.bulk.post(end.peer, TAG, buffer.bytes)
-    first, *_ = message(TAG, 0, [numbers()])
-    end.receive(first[:-1000], lane=1)
-    end.lanes[0].clear()
-    assert posted.cancel()
-    buffer.wipe()
-    end.receive(first[-1000:], lane=1)
     assert buffer.is_untouched()
 
 
@@ -199,7 +187,7 @@ def test_how_many_buffers_are_open_is_known_however_messages_are_divided(
         end.receive(data)
     assert (whole == numbers()).all()
     most = [Room(1, 1)] * 1500
-    arriving = end.lanes[0].arriving
+    arriving = end.decoder.arriving
     arriving.open(1, None, most)
     with pytest.raises(ProtocolError, match="more than"):
         arriving.open(2, None, most[:1])
@@ -218,27 +206,6 @@ def test_a_message_that_is_here_before_its_turn_leaves_a_cancelled_buffer() -> N
     assert buffers[0].has(numbers())
     assert buffers[1].is_untouched()
     assert buffers[2].has(numbers(first=1))
-
-
-@pytest.mark.parametrize("cancels", [False, True])
-def test_chunks_that_come_on_several_lanes_fill_one_buffer(cancels: bool) -> None:
-    end, buffer, following = End("peer", 1, lanes=2), Buffer(), Buffer()
-    posted = end.bulk.post(end.peer, TAG, buffer.bytes)
-    second = end.bulk.post(end.peer, TAG, following.bytes)
-    opened, *rest = message(TAG, 0, [numbers()])
-    opening = message(TAG, 0, [numbers()])[0][: len(opened) - CHUNK_BYTES - 28]
-    parts = [(0, opened[:-7]), (1, opening + rest[0][:-5])]  # both in the middle of a chunk
-    ends = [(0, opened[-7:]), (1, rest[0][-5:]), (1, rest[1]), (0, rest[2])]
-    for lane, data in parts:
-        end.receive(data, lane)
-    if cancels:
-        assert posted.cancel()
-        buffer.wipe()
-    for lane, data in ends:
-        end.receive(data, lane)
-    (second if cancels else posted).wait(1)
-    assert (following if cancels else buffer).has(numbers())
-    assert (buffer if cancels else following).is_untouched()
 
 
 def test_when_the_sender_dies_the_buffer_is_the_caller_s_again() -> None:

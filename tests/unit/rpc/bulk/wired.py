@@ -10,8 +10,8 @@ from rpc.bulk.point_to_point import Bulk
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
 from rpc.transport.base import DirectConnection
-from rpc.wire.chunking import WHOLE_BYTES, Outgoing, Reassembly, allocate
-from rpc.wire.frames import Decoder, Frame, Kind, chunk_prefix, chunked, encode
+from rpc.wire.chunking import WHOLE_BYTES, Outgoing
+from rpc.wire.frames import Frame, Kind, chunk_prefix, chunked, encode
 from tests.support.frames import feed, greeted
 from tests.support.members import codec
 
@@ -37,7 +37,7 @@ class _Wire(DirectConnection):
         outgoing.add(chunked(buffers, size, self._numbers))
         self._numbers += 1
         while outgoing:
-            self.under_way.append(b"".join(bytes(each) for each in outgoing.next(0)))
+            self.under_way.append(b"".join(bytes(each) for each in outgoing.next()))
 
 
 class End:
@@ -46,11 +46,11 @@ class End:
     Attributes:
         bulk: its bulk messages.
         peer: the other worker.
-        lanes: the decoders of its connections.
+        decoder: of its connection.
         lost: why it has cut the other off.
     """
 
-    def __init__(self, name: str, number: int, lanes: int = 1) -> None:
+    def __init__(self, name: str, number: int) -> None:
         self.wire = _Wire()
         self.lost: list[str] = []
         self.bulk = Bulk(
@@ -59,16 +59,12 @@ class End:
         member = Member(WorkerInfo(name, number), number, "host", (), "main", LIMIT)
         self.peer = Peer(member, codec(), lambda _: None)
         self.peer.send_by(self.wire)
-        arriving = Reassembly(allocate, lanes)
-        arriving.find_target = functools.partial(self.bulk.find_target, self.peer)
-        self.lanes: list[Decoder] = []
-        for lane in range(lanes):
-            self.lanes.append(greeted(LIMIT))
-            self.lanes[-1].lane, self.lanes[-1].arriving = lane, arriving
+        self.decoder = greeted(LIMIT)
+        self.decoder.arriving.find_target = functools.partial(self.bulk.find_target, self.peer)
 
-    def receive(self, data: bytes, lane: int = 0) -> None:
+    def receive(self, data: bytes) -> None:
         """Some bytes have come."""
-        for frame in feed(self.lanes[lane], data):
+        for frame in feed(self.decoder, data):
             self.take_in(frame)
 
     def take_in(self, frame: Frame) -> None:
@@ -84,8 +80,7 @@ class End:
 
     def lose(self) -> None:
         """The other worker is gone."""
-        for decoder in self.lanes:
-            decoder.clear()
+        self.decoder.clear()
         self.peer.gone("it died")
         self.bulk.peer_gone(self.peer, "it died")
 

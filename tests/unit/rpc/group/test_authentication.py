@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rpc.errors import ProtocolError
 from rpc.group.admission import judge
 from rpc.group.authentication import ForeignRecordError, Seal, TokenAuthenticator
-from rpc.group.handshake import Handshake, Hello, Lane, Message, Refusal, Role, Welcomed
+from rpc.group.handshake import Handshake, Hello, Message, Refusal, Role, Stream, Welcomed
 from rpc.group.membership import Membership
 from rpc.wire.frames import Kind
 from tests.support.effort import PROFILE
@@ -33,10 +33,10 @@ def answer(side: Handshake, message: Message) -> Any:
     return side.receive(message.kind, message.header)
 
 
-def test_the_first_message_of_a_lane_is_returned_once_its_side_has_proven_itself() -> None:
+def test_the_first_message_of_a_stream_is_returned_once_its_side_has_proven_itself() -> None:
     one, other = dialler(), acceptor()
-    lane = Lane(b"the lanes' token", 3)
-    assert answer(other, answer(one, answer(other, one.greet(lane)))) == lane
+    stream = Stream(b"the streams' token", 3)
+    assert answer(other, answer(one, answer(other, one.greet(stream)))) == stream
     assert answer(one, other.welcome()) == Welcomed()
 
 

@@ -213,7 +213,10 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
         ),
         r"a malformed hello: InvalidNameError.*\\x1b\[31m\\n",
     ),
-    "a call": (PREAMBLE + frame(Kind.CALL, {}, b"a pickle"), "expected hello or lane, got a frame of kind 5"),
+    "a call": (
+        PREAMBLE + frame(Kind.CALL, {}, b"a pickle"),
+        "expected hello or stream, got a frame of kind 5",
+    ),
     "random bytes": (
         PREAMBLE + random.Random(1).randbytes(5000),
         "a frame of [0-9]+ bytes is over the limit",
@@ -306,7 +309,7 @@ def test_a_worker_that_refuses_us_is_gone_and_says_why(make_node: MakeNode) -> N
     ("answer", "reason"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the peer does not speak farcall's protocol"),
-        (MAGIC + b"\x09", "the peer speaks version 9 of farcall's protocol, this worker version 3"),
+        (MAGIC + b"\x09", "the peer speaks version 9 of farcall's protocol, this worker version 4"),
         (PREAMBLE + frame(Kind.REPLY, {}), "expected challenge or welcome or refused, got a frame of kind 6"),
         (PREAMBLE + frame(Kind.REFUSED, {"reason": "no\nlines"}), "it refused the connection: 'no\\nlines'"),
         (PREAMBLE + frame(Kind.REFUSED, {}), "it refused the connection: no reason given"),

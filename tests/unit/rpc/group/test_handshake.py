@@ -91,7 +91,7 @@ def test_whatever_is_not_in_the_table_or_the_receivers_own_to_say_is_refused(
     for kind in range(256):
         side = Handshake(role, TokenAuthenticator(b"token"))
         side.state = state
-        by_dialler = kind in (Kind.HELLO, Kind.LANE, Kind.PROOF)
+        by_dialler = kind in (Kind.HELLO, Kind.STREAM, Kind.PROOF)
         if kind in TRANSITIONS[state] and by_dialler == (role is Role.ACCEPTOR):
             with contextlib.suppress(Exception):  # for its content
                 side.receive(kind, {})

@@ -162,7 +162,7 @@ def test_a_thread_that_waits_for_room_does_not_keep_the_loop_from_reading(
     with pytest.raises(ConnectionClosed):
         end.connection.send_small(b"waits for room", SOON)
     assert end.taken == [1]
-    call.release()
+    end.peer.stand_down(call)
 
 
 # ---- a finalizer, or a signal handler, in the middle
@@ -324,7 +324,7 @@ def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(
     call.wait()
     assert result(SOON) is None
     call = end.reserved()
-    call.release()
+    end.peer.stand_down(call)
     end.loop_reads()
 
 

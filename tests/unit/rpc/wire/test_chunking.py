@@ -62,7 +62,7 @@ def in_chunks(message: Message, number: int) -> bytes:
 def drained(sender: Outgoing) -> bytes:
     pieces: list[Any] = []
     while sender:
-        pieces += sender.next(0)
+        pieces += sender.next()
     return b"".join(pieces)
 
 
@@ -84,7 +84,7 @@ def test_messages_whose_chunks_alternate_arrive_whole(
     rest = deque(small)
     stream = bytearray()
     while sender:
-        stream += b"".join(sender.next(0))
+        stream += b"".join(sender.next())
         if rest:
             stream += encoded(rest.popleft())
     frames = as_messages(feed(greeted(), bytes(stream), endless(sizes)))
@@ -110,7 +110,7 @@ def sizes_of_chunks(sender: Outgoing) -> list[int]:
     """The numbers of bytes that go out at a time, in units of 128 KiB."""
     sizes: list[int] = []
     while sender:
-        sizes.append(sum(map(len, sender.next(0))) // SHORT_CHUNK_BYTES)
+        sizes.append(sum(map(len, sender.next())) // SHORT_CHUNK_BYTES)
     return sizes
 
 
@@ -124,7 +124,7 @@ def test_chunks_are_short_for_a_while_after_a_small_message() -> None:
     sender = outgoing()
     sender.add(chunked(*encode(*call(bytes(80 << 20))), 1))
     long = CHUNK_BYTES // SHORT_CHUNK_BYTES
-    assert len(sender.next(0)[-1]) == CHUNK_BYTES
+    assert len(sender.next()[-1]) == CHUNK_BYTES
     sender.shorten()
     sizes = sizes_of_chunks(sender)
     assert sizes[:512] == [1] * 512
@@ -136,7 +136,7 @@ def test_messages_take_turns() -> None:
     sender = outgoing()
     for number in range(3):
         sender.add(chunked(*encode(*call(bytes(3 * CHUNK_BYTES))), number))
-    numbers = [bytes(sender.next(0)[0][-frames.PREFIX_BYTES :])[8] for _ in range(9)]
+    numbers = [bytes(sender.next()[0][-frames.PREFIX_BYTES :])[8] for _ in range(9)]
     assert [sorted(numbers[at : at + 3]) for at in (0, 3, 6)] == [[0, 1, 2]] * 3
 
 

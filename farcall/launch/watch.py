@@ -1,0 +1,134 @@
+r"""A launcher's eye on its job: it says by itself what the workers wait for.
+
+A summary is printed when nothing has moved for a minute, again at growing intervals, and on SIGQUIT
+(``Ctrl-\``). When a worker fails, what the others waited for is noted before they are ended.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from farcall.launch.failures import Failure
+from farcall.launch.job import Job
+from farcall.launch.terminal import say
+from farcall.observe.analysis import Report, analyze
+from farcall.observe.jobs import JOB, find_job, jobs_folder
+from farcall.observe.launches import note_launch
+from farcall.observe.reader import read_job
+from farcall.observe.wait_graph import last_place
+from farcall.observe.words import in_words, waiting_in_words
+
+__all__ = ["JobWatch"]
+
+_LOOK_SECONDS: Final = 5.0
+_STILL_SECONDS: Final = 60.0
+"""Time without movement after which the job is summed up, in seconds."""
+
+_WIDTH: Final = 100
+
+
+class JobWatch:
+    """Watches one job. For one thread.
+
+    Args:
+        job: the job.
+        program: what runs, for people.
+    """
+
+    def __init__(self, job: Job, program: str) -> None:
+        self.id = ""
+        self._job = job
+        self._program = program
+        self._folder = jobs_folder(os.environ)
+        self._next = time.monotonic() + _STILL_SECONDS
+        self._interval = _STILL_SECONDS
+        self._look_at = self._next
+        self._at_failure: Report | None = None
+        self._noted = False
+
+    def begin(self, job_id: str) -> None:
+        """The job has a name in the folder of all jobs."""
+        self.id = job_id
+        job = self._job
+        log_dir = None if job.log_dir is None else str(Path(job.log_dir).absolute())
+        note_launch(
+            self._folder / job_id,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            program=self._program,
+            workers=job.workers,
+            log_dir=log_dir,
+            began=time.time(),
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the workers are to find in their environment."""
+        return {JOB: self.id}
+
+    def look(self) -> None:
+        """Sum the job up, if nothing has moved in it for long. To be called often."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_SECONDS
+        report = self._report()
+        if report is None or not report.job.living or report.job.quiet < _STILL_SECONDS:
+            self._interval, self._next = _STILL_SECONDS, now
+        elif report.job.still >= _STILL_SECONDS and now >= self._next:
+            self._say(report)
+            self._interval *= 2
+            self._next = now + self._interval
+
+    def sum_up(self) -> None:
+        """Sum the job up now."""
+        report = self._report()
+        if report is None:
+            say("no worker has said yet what it does")
+        else:
+            self._say(report)
+
+    def failed(self, failures: Sequence[Failure]) -> None:
+        """Workers have failed, and the others will be ended: note what all do. The first time counts."""
+        if failures and not self._noted:
+            self._noted = True
+            self._at_failure = self._report(min(failure.at for failure in failures))
+
+    def restarted(self) -> None:
+        """All workers run again."""
+        self._noted, self._at_failure = False, None
+
+    def explain(self, failure: Failure) -> None:
+        """Print where a worker failed, and what the others waited for then."""
+        report = self._at_failure
+        if report is None:
+            return
+        worker = next((each for each in report.job if each.rank == failure.rank), None)
+        place = failure.place or (None if worker is None else last_place(worker))
+        if worker is not None and place is not None:
+            say(f"{worker.name} failed in {place.function}, at {place}")
+        for line in waiting_in_words(report, {failure.rank}):
+            say(line)
+
+    def _report(self, before: float = math.inf) -> Report | None:
+        if not self.id:
+            return None
+        try:
+            job = read_job(find_job(self._folder, self.id), before=before)
+        except LookupError:
+            return None
+        return analyze(job) if job.workers else None
+
+    def _say(self, report: Report) -> None:
+        for line in self._lines(report):
+            say(line)
+
+    def _lines(self, report: Report) -> Iterator[str]:
+        yield from in_words(report, _WIDTH)
+        yield f"farcall why --job {self.id} says more"

@@ -1,0 +1,68 @@
+"""What ``farcall launch`` leaves in the folder of its job: where the workers' output is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from farcall.observe.jobs import make_private
+from farcall.observe.state import WorkerState
+
+__all__ = ["log_ends", "note_launch", "read_launch"]
+
+_FILE: Final = "launch.json"
+_MAX_BYTES: Final = 1 << 16
+_TAIL_BYTES: Final = 1 << 20
+
+
+def note_launch(folder: Path, **facts: Any) -> None:
+    """Leave what a launcher knows. Does nothing where that cannot be written."""
+    with contextlib.suppress(OSError):
+        make_private(folder)
+        written = folder / f".{_FILE}.{os.getpid()}"
+        written.touch(mode=0o600)
+        written.write_text(json.dumps(facts))
+        written.replace(folder / _FILE)
+
+
+def read_launch(folder: Path) -> dict[str, Any]:
+    """What the launcher of a job has left; nothing if there was none."""
+    try:
+        file = os.open(folder / _FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return {}
+    try:
+        found = json.loads(os.read(file, _MAX_BYTES)) if os.fstat(file).st_uid == os.getuid() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    finally:
+        os.close(file)
+    return found if isinstance(found, dict) else {}
+
+
+def log_ends(folder: Path, workers: Sequence[WorkerState], count: int) -> Iterator[str]:
+    """The last lines of what workers have printed, each with the worker's name.
+
+    Raises:
+        LookupError: no launcher has kept it.
+    """
+    kept = read_launch(folder).get("log_dir")
+    if not isinstance(kept, str):
+        raise LookupError("the output of this job was not kept: give `farcall launch` a --log-dir")
+    for worker in workers:
+        path = Path(kept) / f"rank{worker.rank}.log"
+        try:
+            with open(path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                ends = deque(file.read(_TAIL_BYTES).decode(errors="replace").splitlines(), count)
+        except OSError as error:
+            yield f"{worker.name}: {path}: {error.strerror}"
+            continue
+        for line in ends:
+            shown = "".join(each if each.isprintable() or each == "\t" else repr(each)[1:-1] for each in line)
+            yield f"{worker.name}  {shown}"

@@ -1,0 +1,28 @@
+"""Places in programs: function, file and line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in a program."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @classmethod
+    def of(cls, value: object, folder: str = "") -> Place | None:
+        """The place in a snapshot; its file is relative to the folder in which the worker runs."""
+        match value:
+            case [str(function), str(file), int(line)]:
+                prefix = folder.rstrip("/") + "/"
+                return cls(function, file.removeprefix(prefix) if folder else file, int(line))
+        return None

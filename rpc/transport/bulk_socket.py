@@ -1,0 +1,139 @@
+"""A connected socket that threads block on: one writes or one reads, without the interpreter lock.
+
+Each socket carries data in one direction. So TLS needs no lock, which a reading and a writing thread would
+share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import struct
+import sys
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any, Final
+
+from rpc.transport.base import CLOSED_BY_PEER
+
+__all__ = ["BulkSocket", "TlsBulkSocket", "bulk_socket"]
+
+_PAUSE_SECONDS: Final = 0.02
+"""Maximum time that ``receive`` waits. The memory that it receives to can be taken back afterwards."""
+
+_NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
+_WAIT_ALL: Final[int] = getattr(socket, "MSG_WAITALL", 0)
+_PIECES_PER_WRITE: Final = 64
+
+
+def bulk_socket(sock: socket.socket) -> BulkSocket:
+    """Take over a connected socket."""
+    return TlsBulkSocket(sock) if isinstance(sock, ssl.SSLSocket) else BulkSocket(sock)
+
+
+class BulkSocket:
+    """A socket without TLS, which it owns. ``receive`` and ``send`` are for one thread at a time.
+
+    Attributes:
+        descriptor: of the socket, for the loop to watch while no thread reads.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.descriptor = sock.fileno()
+        self._readable = select.poll()
+        self._readable.register(self.descriptor, select.POLLIN)
+        if _NOT_SENT is not None:  # nothing small waits behind what the kernel keeps
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, 0)
+        self._configure(sock)
+
+    def _configure(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        pause = struct.pack("ll", 0, int(_PAUSE_SECONDS * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pause)
+
+    def wait_readable(self, seconds: float) -> bool:
+        """Wait until something has come, or the stream has ended; false if neither happens in time."""
+        return bool(self._readable.poll(1000 * seconds))
+
+    def receive(self, view: memoryview) -> int:
+        """Fill a buffer as far as bytes come within a moment; returns how many have come, which may be none.
+        ``OSError`` at the end of the stream.
+        """
+        try:
+            count = self._socket.recv_into(view, 0, _WAIT_ALL)
+        except BlockingIOError:
+            return 0
+        if not count:
+            raise ConnectionError(CLOSED_BY_PEER)
+        return count
+
+    def send(self, pieces: Sequence[Any]) -> None:
+        """Write all pieces. ``OSError`` if the stream is broken."""
+        left = deque(pieces)
+        while left:
+            count = self._socket.sendmsg([left[index] for index in range(min(len(left), _PIECES_PER_WRITE))])
+            while left and count >= len(left[0]):
+                count -= len(left.popleft())
+            if count:
+                left[0] = memoryview(left[0])[count:]
+
+    def shut_down(self) -> None:
+        """End what other threads do with the socket. From any thread."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of TLS would begin to send plainly
+
+    def close(self) -> None:
+        """Close the socket, which no thread may be using."""
+        self._socket.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the descriptor, which the parent goes on using."""
+        descriptor = self._socket.detach()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class TlsBulkSocket(BulkSocket):
+    """A socket with TLS, whose handshake is over."""
+
+    _socket: ssl.SSLSocket
+
+    def _configure(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._writable = select.poll()
+        self._writable.register(self.descriptor, select.POLLOUT)
+
+    def wait_readable(self, seconds: float) -> bool:
+        return bool(self._socket.pending()) or super().wait_readable(seconds)
+
+    def receive(self, view: memoryview) -> int:
+        filled, until = 0, monotonic() + _PAUSE_SECONDS
+        while filled < len(view):
+            try:
+                count = self._socket.recv_into(view[filled:])
+            except ssl.SSLWantReadError:
+                left = until - monotonic()
+                if left <= 0 or not self._readable.poll(1000 * left):
+                    break
+                continue
+            if not count:
+                raise ConnectionError(CLOSED_BY_PEER)
+            filled += count
+        return filled
+
+    def send(self, pieces: Sequence[Any]) -> None:
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            while view:
+                try:
+                    count = self._socket.send(view)
+                except ssl.SSLWantWriteError:
+                    self._writable.poll()
+                    continue
+                view = view[count:]

@@ -1,0 +1,396 @@
+"""The two ends of bulk streams, over sockets: what arrives where, and how threads end."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from rpc.bulk import stream_ends
+from rpc.bulk.stream_ends import LEAVING, BulkQueue, StreamReader
+from rpc.transport.bulk_socket import bulk_socket
+from rpc.wire.chunking import MAX_OPEN, Reassembly, Target, allocate
+from rpc.wire.frames import PREFIX_BYTES, Frame, Kind, LargeFrame, chunk_prefix, chunked, encode, open_message
+from tests.support.frames import prefix
+from tests.support.streams import until
+
+MIB: Final = 1 << 20
+SOON: Final = 20.0
+LIMIT: Final = 1 << 30
+
+
+def numbers(size: int, first: int = 0) -> np.ndarray:
+    """Bytes that tell where they belong."""
+    return ((np.arange(size) + first) % 251).astype(np.uint8)
+
+
+class Loop:
+    """A loop that always finds something to read."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> None:
+        callback(*args)
+
+    def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
+        callback(*args)
+
+    def remove_reader(self, fd: int) -> bool:
+        return True
+
+
+class Watching(Loop):
+    """A loop that finds something to read when a test says so."""
+
+    def __init__(self) -> None:
+        self.watched = threading.Event()
+        self.callback: Callable[[], object] = int
+
+    def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
+        self.callback = callback
+        self.watched.set()
+
+
+class Receiver:
+    """The receiving ends of some streams, and what has come of them."""
+
+    def __init__(self, socks: list[socket.socket], loop: Loop | None = None, limit: int = LIMIT) -> None:
+        self.arriving = Reassembly(allocate)
+        self.arriving.streams = len(socks)
+        self.frames: list[Frame] = []
+        self.failures: list[tuple[bool, str]] = []
+        self.failed = threading.Event()
+        self.left = threading.Semaphore(0)
+        self._came = threading.Condition()
+        self.readers = [
+            StreamReader(
+                loop or Loop(),
+                bulk_socket(sock),
+                self.arriving,
+                opened=lambda number, opening: open_message(self.arriving, number, opening, limit),
+                received=self._received,
+                left=self.left.release,
+                failed=self._failed,
+                ended=int,
+            )
+            for sock in socks
+        ]
+        for reader in self.readers:
+            reader.watch()
+
+    def _received(self, frame: LargeFrame) -> None:
+        with self._came:
+            self.frames.append(frame)
+            self._came.notify_all()
+
+    def _failed(self, malformed: bool, reason: str) -> None:
+        self.failures.append((malformed, reason))
+        self.failed.set()
+
+    def wait_for(self, count: int) -> list[Frame]:
+        with self._came:
+            assert self._came.wait_for(lambda: len(self.frames) >= count, SOON)
+        return self.frames
+
+    def open(self, opening: bytes) -> None:
+        """An opening has come on the connection."""
+        number = int.from_bytes(opening[8:16], "little")
+        open_message(self.arriving, number, memoryview(opening)[PREFIX_BYTES:], LIMIT)
+
+    def close(self) -> None:
+        for reader in self.readers:
+            reader.close()
+        until(lambda: not any(reader.is_running for reader in self.readers))
+
+
+@contextlib.contextmanager
+def streams(count: int = 1, loop: Loop | None = None, limit: int = LIMIT) -> Iterator[tuple[Any, Receiver]]:
+    """The sockets of the sending ends, and the receiver."""
+    pairs = [socket.socketpair() for _ in range(count)]
+    receiver = Receiver([pair[1] for pair in pairs], loop, limit)
+    try:
+        yield [pair[0] for pair in pairs], receiver
+    finally:
+        receiver.close()
+        for pair in pairs:
+            pair[0].close()
+
+
+@contextlib.contextmanager
+def queue(
+    socks: list[socket.socket], open_first: Callable[[bytes], object] = int, **given: Any
+) -> Iterator[Any]:
+    """The sending ends; ``failures`` of the queue has what has failed."""
+    failures: list[str] = []
+    options: dict[str, Any] = {"max_bytes": LIMIT, "queue_limit": LIMIT} | given
+    made = BulkQueue(
+        [bulk_socket(sock) for sock in socks],
+        **options,
+        failed=failures.append,
+        open_first=open_first,
+        ended=int,
+    )
+    made.failures = failures  # type: ignore[attr-defined]
+    try:
+        yield made
+    finally:
+        made.close()
+        until(lambda: not made.threads)
+
+
+def message(number: int, data: np.ndarray, kind: int = Kind.BULK) -> Any:
+    pieces, size = encode(kind, number, {}, [b"first", data.data])
+    return chunked(pieces, size, number)
+
+
+def begun(number: int, data: np.ndarray, length: int) -> bytes:
+    """What a stream says first: an opening, and the prefix of a chunk of ``length`` bytes."""
+    whole = message(number, data)
+    return bytes(whole.head) + chunk_prefix(number, 0, length)
+
+
+# ---- messages arrive
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", [Kind.BULK, Kind.CALL], ids=["bulk", "call"])
+def test_messages_of_any_size_arrive_whole_over_any_number_of_streams(count: int, kind: int) -> None:
+    sizes = [MIB, 3 * MIB + 7, 17 * MIB, 8 * MIB + 1, 5, 700_000]
+    random.Random(count).shuffle(sizes)
+    with streams(count) as (socks, receiver), queue(socks, receiver.open) as sender:
+        for number, size in enumerate(sizes):
+            assert sender.add(message(number, numbers(size, number), kind))
+        frames = {frame.call_id: frame for frame in receiver.wait_for(len(sizes))}
+        for number, size in enumerate(sizes):
+            assert frames[number].kind == kind
+            first, data = frames[number].buffers
+            assert first == b"first"
+            assert (np.frombuffer(data, np.uint8) == numbers(size, number)).all()
+        assert not receiver.arriving.open_messages
+        assert receiver.arriving.promised == 0
+        assert receiver.failures == sender.failures == []
+        until(lambda: sender.unsent == 0)
+
+
+def test_a_chunk_waits_for_the_opening_that_comes_on_the_connection() -> None:
+    late: list[bytes] = []
+    with streams() as (socks, receiver), queue(socks, late.append) as sender:
+        sender.add(message(1, numbers(MIB), Kind.CALL))
+        until(lambda: late)
+        assert receiver.frames == []
+        receiver.open(late[0])
+        assert receiver.wait_for(1)[0].kind == Kind.CALL
+
+
+def test_what_is_posted_is_received_in_place() -> None:
+    memory = np.zeros(5 * MIB, np.uint8)
+    with streams(2) as (socks, receiver), queue(socks) as sender:
+        receiver.arriving.find_target = lambda kind, call_id, sizes: Target([memory.data])
+        sender.add(message(1, numbers(5 * MIB)))
+        receiver.wait_for(1)
+        assert (memory == numbers(5 * MIB)).all()
+
+
+# ---- memory that is taken back in the middle
+
+
+def in_the_middle(sock: socket.socket, receiver: Receiver, memory: np.ndarray, size: int) -> Target:
+    """Half a message has been received into ``memory``."""
+    target = Target([memory.data])
+    receiver.arriving.find_target = lambda kind, call_id, sizes: target
+    whole = message(1, numbers(size))
+    sock.sendall(begun(1, numbers(size), whole.size))
+    body = b"".join(bytes(piece) for piece in whole.take(whole.size))
+    sock.sendall(body[: size // 2])
+    until(lambda: memory[size // 2 - 100])
+    return target
+
+
+def test_a_buffer_is_taken_back_while_the_sender_stands_still_and_the_rest_goes_elsewhere() -> None:
+    size = 2 * MIB
+    memory = np.zeros(size, np.uint8)
+    with streams() as (socks, receiver):
+        target = in_the_middle(socks[0], receiver, memory, size)
+        target.take_back()
+        memory[:] = 0xEE
+        whole = message(1, numbers(size))
+        body = b"".join(bytes(piece) for piece in whole.take(whole.size))
+        socks[0].sendall(body[size // 2 :])
+        (frame,) = receiver.wait_for(1)
+        assert (np.frombuffer(frame.buffers[1], np.uint8) == numbers(size)).all()
+        assert (memory == 0xEE).all()
+
+
+def test_when_the_connection_breaks_nothing_is_written_to_the_buffer_any_more() -> None:
+    size = 2 * MIB
+    memory = np.zeros(size, np.uint8)
+    with streams() as (socks, receiver):
+        target = in_the_middle(socks[0], receiver, memory, size)
+        receiver.arriving.clear()
+        target.take_back()
+        memory[:] = 0xEE
+        with contextlib.suppress(OSError):
+            socks[0].send(bytes(1000))
+        assert receiver.failed.wait(SOON)
+        assert (memory == 0xEE).all()
+        assert receiver.frames == []
+
+
+def test_the_end_of_a_stream_in_the_middle_of_a_message_is_told() -> None:
+    size = 2 * MIB
+    with streams() as (socks, receiver):
+        in_the_middle(socks[0], receiver, np.zeros(size, np.uint8), size)
+        socks[0].close()
+        assert receiver.failed.wait(SOON)
+        assert receiver.failures == [(False, "the connection was closed by the other side")]
+
+
+def test_a_reader_that_waits_for_the_rest_of_a_message_can_be_closed() -> None:
+    size = 2 * MIB
+    with streams() as (socks, receiver):
+        in_the_middle(socks[0], receiver, np.zeros(size, np.uint8), size)
+        receiver.close()
+        assert receiver.failures == []
+        assert not receiver.readers[0].is_running
+
+
+# ---- what a peer may not do
+
+
+def opening(number: int, length: int) -> bytes:
+    inner = prefix(length, segments=1)
+    return prefix(len(inner), call_id=number, kind=Kind.OPENING) + inner
+
+
+HOSTILE: Final = {
+    "a call": (prefix(0, kind=Kind.CALL), "a frame of kind 5 on a stream"),
+    "noise": (b"\xff" * 100, "a frame of kind 255"),
+    "an opening without end": (prefix(1 << 40, kind=Kind.OPENING), "an opening of"),
+    "an empty opening": (prefix(0, kind=Kind.OPENING), "too short"),
+    "a message over the limit": (opening(1, LIMIT + 1), "is over the limit"),
+    "a message that is opened twice": (opening(1, MIB) * 2, "opened twice"),
+    "too many messages": (b"".join(opening(n, MIB) for n in range(2 * MAX_OPEN + 1)), "messages are open"),
+    "a chunk at another place": (opening(1, MIB) + chunk_prefix(1, 7, 100), "no chunk of 100 bytes"),
+    "a chunk beyond the end": (opening(1, MIB) + chunk_prefix(1, 0, MIB + 1), "no chunk of"),
+    "a chunk far out": (opening(1, MIB) + chunk_prefix(1, 1 << 63, 100), "no chunk of"),
+    "a chunk that comes twice": (
+        opening(1, 2 * MIB) + chunk_prefix(1, 0, MIB) + bytes(MIB) + chunk_prefix(1, 0, MIB),
+        "has come twice",
+    ),
+    "a farewell with more in it": (LEAVING[:-1] + b"\1", "a frame of kind"),
+}
+
+
+@pytest.mark.parametrize(("said", "complaint"), HOSTILE.values(), ids=HOSTILE)
+def test_what_no_stream_may_bring_is_a_breach_of_the_protocol(said: bytes, complaint: str) -> None:
+    with streams() as (socks, receiver):
+        with contextlib.suppress(OSError):
+            socks[0].sendall(said)
+        assert receiver.failed.wait(SOON)
+        ((malformed, reason),) = receiver.failures
+        assert malformed
+        assert complaint in reason
+        assert receiver.frames == []
+
+
+def test_a_chunk_of_a_message_that_is_never_opened_is_a_breach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpc.wire.chunking._OPENING_SECONDS", 0.01)
+    with streams() as (socks, receiver):
+        socks[0].sendall(chunk_prefix(9, 0, 100))
+        assert receiver.failed.wait(SOON)
+        assert receiver.failures == [(True, "a chunk belongs to message 9, which is not open")]
+
+
+def test_a_message_that_comes_byte_by_byte_arrives() -> None:
+    data = numbers(300)
+    with streams() as (socks, receiver):
+        whole = message(1, data)
+        for byte in begun(1, data, whole.size) + b"".join(bytes(each) for each in whole.take(whole.size)):
+            socks[0].sendall(bytes([byte]))
+        (frame,) = receiver.wait_for(1)
+        assert bytes(frame.buffers[1]) == data.tobytes()
+
+
+# ---- threads
+
+
+def test_threads_end_when_there_is_nothing_to_do_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_ends, "IDLE_SECONDS", 0.01)
+    loop = Watching()
+    with streams(loop=loop) as (socks, receiver), queue(socks) as sender:
+        for number in range(3):
+            assert loop.watched.wait(SOON)
+            until(lambda: not sender.threads and not receiver.readers[0].is_running)
+            loop.watched.clear()
+            sender.add(message(number, numbers(MIB, number)))
+            loop.callback()
+            receiver.wait_for(number + 1)
+
+
+def test_no_more_threads_than_streams_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    with streams(2) as (socks, receiver), queue(socks) as sender:
+        for number in range(20):
+            sender.add(message(number, numbers(MIB)))
+            assert sender.threads <= 2
+        receiver.wait_for(20)
+
+
+def test_a_thread_that_writes_to_a_peer_which_reads_nothing_can_be_ended() -> None:
+    here, there = socket.socketpair()
+    with queue([here]) as sender:
+        sender.add(message(1, numbers(20 * MIB)))
+        until(lambda: sender.threads == 1)
+        sender.close()
+        until(lambda: not sender.threads)
+        assert sender.failures == []
+        assert not sender.add(message(2, numbers(MIB)))
+    there.close()
+
+
+def test_the_end_of_a_stream_is_told_by_the_thread_that_writes() -> None:
+    here, there = socket.socketpair()
+    with queue([here]) as sender:
+        there.close()
+        sender.add(message(1, numbers(20 * MIB)))
+        until(lambda: sender.failures)
+        assert len(sender.failures) == 1
+
+
+def test_callers_wait_while_too_much_is_to_be_sent() -> None:
+    pair = socket.socketpair()
+    with queue([pair[0]], queue_limit=10 * MIB) as sender:
+        assert not sender.is_full()
+        sender.add(message(1, numbers(20 * MIB)))
+        assert sender.is_full()
+        assert not sender.wait_for_room(0.0)
+        receiver = Receiver([pair[1]])
+        assert sender.wait_for_room(float("inf"))
+        receiver.close()
+
+
+def test_no_more_is_open_at_a_time_than_the_peer_accepts() -> None:
+    limit = 6 * MIB
+    with streams(3, limit=limit) as (socks, receiver):
+        receiver.arriving.streams = 0  # no leeway
+        with queue(socks[:1], max_bytes=limit) as sender:
+            for number in range(8):
+                sender.add(message(number, numbers(4 * MIB)))
+            receiver.wait_for(8)
+            assert receiver.failures == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_sender_that_leaves_says_so_behind_all_messages(count: int) -> None:
+    with streams(count) as (socks, receiver), queue(socks) as sender:
+        for number in range(3):
+            sender.add(message(number, numbers(9 * MIB)))
+        sender.leave()
+        assert not sender.add(message(9, numbers(MIB)))
+        for _ in range(count):
+            assert receiver.left.acquire(timeout=SOON)
+        assert len(receiver.frames) == 3
+        until(lambda: not sender.threads)
