@@ -49,8 +49,9 @@ def install(agent: Agent) -> None:
             facts = _identity() | {"incarnation": agent.incarnation}
             _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
-            tracing.follow_orders(lambda observer=_observer: observer.agents, _observer.orders.on)
-            _observer.start()
+            observer = _observer
+            tracing.follow_orders(lambda: observer.agents, observer.orders.on)
+            observer.start()
         else:
             if _observer.identity["phase"] == "starting":
                 _observer.identify(phase="joining", incarnation=agent.incarnation)
