@@ -69,8 +69,8 @@ CANNOT_HOLD_ON_DEVICES: Final[dict[str, str]] = {
         ),
         "the simulated accelerator has no sparse tensors",
     ),
-    "test_async_execution_nested_with_cuda_future": "a callback of then() reads an argument of its request on "
-    "streams of its own and drops it, and nothing records that: the simulated accelerator reuses and poisons "
+    "test_async_execution_nested_with_cuda_future": "a callback of then() reads an argument of its request "
+    "on streams of its own and drops it, and nothing records that: the simulated device reuses and poisons "
     "the memory at once",
     "test_cuda_future_can_extract_custom_class_with_cuda_tensor": "PyTorch's futures know torch.cuda.Event, "
     "and not the events of other accelerators, in an object that they look for tensors in",
