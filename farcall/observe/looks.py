@@ -6,6 +6,7 @@ since the last look is described in few words; one that has not, with its stack 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping
@@ -136,7 +137,7 @@ class Looker:
         for ident, frame in frames.items():
             seen = self._threads.get(ident) or _Seen((0, 0), now, None, now)
             thread = by_ident.get(ident)
-            native = None if thread is None else thread.native_id
+            native = None if thread is None else _native_id(thread)
             computes = busy and self._computes(seen, native, now)
             seen.looks += 1
             if again and seen.described is not None and not computes and seen.looks % _SAME_LOOKS:
@@ -186,6 +187,11 @@ class Looker:
             oldest = agent.calls.answers.entered()[:_MAX_ITEMS]
             found += [_request(request, agent.executor) for request in oldest]
         return found
+
+
+def _native_id(thread: threading.Thread) -> int | None:
+    """The kernel's number of a thread; in a forked child, Python 3.11 has the parent's of the main thread."""
+    return os.getpid() if thread is threading.main_thread() else thread.native_id
 
 
 def _runnable_seconds(thread: int) -> float | None:
