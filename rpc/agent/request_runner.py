@@ -159,7 +159,7 @@ class RequestRunner:
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
         """A frame of kind ``CALL``."""
-        if frame[2] or self._devices is not None or self._events.request_begun:
+        if frame[2] or self.devices is not None or self._events.request_begun:
             return self._accept(self.enter(peer, frame), self.run)
         # Most calls bring nothing beside their buffers: the same, without further calls.
         self.requests_begun = next(self._numbers)
