@@ -20,6 +20,7 @@ from dist_autograd.roots import checked
 from dist_autograd.torch_internals import INTERNALS, NO_AUTOGRAD
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.errors import AutogradError, RRefError, with_article
+from rpc.runtime import spans
 from rpc.runtime.blocking import check_may_block
 from rpc.runtime.current import extension
 from rref.installation import install as install_references
@@ -48,7 +49,8 @@ class Autograd:
         context = self.contexts.get(context_id)
         tensors = checked(list(roots))
         check_may_block()
-        self.backwards.run(context, tensors, bool(retain_graph))
+        with spans.span("distributed backward", roots=len(tensors)):
+            self.backwards.run(context, tensors, bool(retain_graph))
 
     def backward_of(self, rref: Any, context_id: int, retain_graph: bool) -> None:
         """See ``RRef.backward``."""

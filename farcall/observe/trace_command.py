@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from farcall.observe.tracing import merge_files, write_trace
 
 __all__ = ["trace_job"]
 
-_SECONDS_TO_LEAVE: Final = 10.0
+_SECONDS_TO_LEAVE: Final = 30.0
 """Maximum time to wait for workers to write their parts, in seconds."""
 
 
@@ -26,7 +27,8 @@ def trace_job(job: JobFolder, seconds: float, output: str) -> str:
     Raises:
         click.ClickException: nothing of the job runs, or no worker has left its part.
     """
-    alive = read_job(job).living
+    here = socket.gethostname()
+    alive = [worker for worker in read_job(job).living if worker.host == here]
     if not alive:
         raise click.ClickException(f"no worker of job {job.id} runs on this host")
     with tempfile.TemporaryDirectory(prefix="farcall-trace-") as folder:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from rpc.runtime.torch_internals import release_ipc_counter
+
 __all__ = ["CudaHandles"]
 
 
@@ -50,5 +52,4 @@ class CudaHandles:
     def release(self, handle: Any) -> None:
         """Count down for a process that does not open it."""
         counter, offset = handle[5], handle[6]
-        release: Any = torch.UntypedStorage._release_ipc_counter
-        release(counter, offset, device=torch.cuda.current_device())
+        release_ipc_counter(counter, offset, device=torch.cuda.current_device())

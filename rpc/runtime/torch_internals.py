@@ -52,6 +52,7 @@ __all__ = [
     "push_saved_tensors_hooks",
     "pytree",
     "qualified_name",
+    "release_ipc_counter",
     "saved_tensors_hooks_disabled",
     "set_forward_grad_enabled",
     "set_function_state",
@@ -69,7 +70,7 @@ def _false(*_: object) -> bool:
     return False
 
 
-def _none(*_: object) -> None: ...
+def _none(*_: object, **__: object) -> None: ...
 
 
 def _zero() -> int:
@@ -239,6 +240,12 @@ INTERNALS.expect(
     without="sparse tensors cannot be sent to other workers",
 )
 INTERNALS.expect("torch:Tensor._is_zerotensor", without="tensors cannot be sent to other workers")
+
+release_ipc_counter: Final[Callable[..., object]] = _find(
+    "torch:UntypedStorage._release_ipc_counter",
+    "memory of CUDA devices that was shared with a process that does not open it is kept",
+    instead=_none,
+)
 
 # ---- profiling
 

@@ -81,7 +81,7 @@ def test_a_programs_trace_has_the_spans_of_all_workers_and_arrows_between_them(
     count = Counter((event["pid"], event["name"]) for event in slices)
     assert count[1, "call forward"] == count[2, "forward"] == count[2, "optimizer step"] == STEPS
     assert count[1, "serialize forward"] == count[2, "deserialize forward"] == STEPS
-    assert count[1, "backward"] == STEPS
+    assert count[1, "distributed backward"] == STEPS
     assert count[2, "gradients"] == STEPS
     runs = [event for event in slices if event["name"] == "forward"]
     began = {event["id"]: event for event in events_of(path, "s")}
