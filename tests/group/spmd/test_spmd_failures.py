@@ -156,7 +156,11 @@ def begin_without_a_worker(worker: Worker) -> str:
 
 def die_when_the_mode_begins(worker: Worker) -> None:
     worker.join()
-    with mock.patch("spmd.engine.serving.make", lambda *_: worker.die()):
+
+    def die(*_: object) -> None:
+        worker.die()
+
+    with mock.patch("spmd.engine.serving.make", die):
         rpc.shutdown()
 
 
