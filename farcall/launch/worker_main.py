@@ -11,6 +11,10 @@ import os
 import sys
 import traceback
 
+import farcall_guard
+
+farcall_guard.prefer()  # before any import of packages that the program's folder may hide
+
 from farcall.launch.failures import record
 from farcall.launch.program import run_module, run_script
 from farcall.observe.installation import begin

@@ -76,7 +76,7 @@ WAYS: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: near.recv(1), "waits for a socket"),
     (lambda: select.select([near], [], []), "waits for a socket or pipe"),
     (in_subprocess, "waits for a subprocess"),
-    (lambda: os.read(near.fileno(), 1), "is in a call of read"),
+    (lambda: os.read(near.fileno(), 1), "waits for a file or pipe"),
 )
 
 
