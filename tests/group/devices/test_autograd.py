@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 
@@ -94,6 +95,85 @@ def test_gradients_are_those_of_one_process(run_workers: RunWorkers, mode: str) 
     found = run_workers(differentiate, 3, args=(mode,), time_limit=40)[0]
     assert [what for what, right in found.items() if not right] == []
     assert len(found) == 7
+
+
+def _product(factor: float, elsewhere: bool, leaf: Tensor) -> Tensor:
+    """Goes from the CPU to a device, and back, between two calls."""
+    multiply = torch.mul
+    factors = torch.full((4,), factor)
+    first = rpc.rpc_sync("worker1", multiply, args=(leaf, factors)) if elsewhere else leaf * factors
+    moved = first.to(FIRST)
+    for _ in range(20):
+        moved = moved * 1.5
+    back = moved.cpu()
+    return rpc.rpc_sync("worker2", multiply, args=(back, leaf)) if elsewhere else back * leaf
+
+
+class Refusing(torch.autograd.Function):
+    """Passes tensors on, and raises in a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("a node on a device refuses")
+
+
+@on_devices
+def differentiate_through_a_device(worker: Worker, times: int) -> list[str]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        wrong: list[str] = []
+        for turn in range(times):
+            for on_device in (False, True):
+                here, there = (torch.full((4,), 2.0, requires_grad=True) for _ in range(2))
+                losses = []
+                for elsewhere, leaf in ((False, here), (True, there)):
+                    with context() as number:
+                        product = _product(turn + 1.0, elsewhere, leaf)
+                        loss = (product.to(FIRST) if on_device else product).sum()
+                        losses.append(loss.detach().cpu())
+                        if elsewhere:
+                            backward(number, [loss])
+                            gradient = get_gradients(number)[leaf]
+                        else:
+                            (gradient,) = torch.autograd.grad(loss, leaf)
+                            expected = gradient
+                if not torch.equal(gradient, expected) or losses[0] != losses[1]:
+                    wrong.append(f"{turn}, {on_device}: {gradient}, expected {expected}")
+        return wrong
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.nightly)])
+def test_gradients_through_a_device_between_two_calls_of_the_cpu(
+    run_workers: RunWorkers, mode: str, times: int
+) -> None:
+    assert run_workers(differentiate_through_a_device, 3, args=(mode, times), time_limit=60)[0] == []
+
+
+@on_devices
+def fail_on_a_device(worker: Worker) -> list[str]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        leaf = torch.full((4,), 2.0, requires_grad=True)
+        with context() as number:
+            first = rpc.rpc_sync("worker1", torch.mul, args=(leaf, leaf))
+            moved: Tensor = Refusing.apply(first.to(FIRST))  # type: ignore[no-untyped-call]  # untyped in torch
+            loss = rpc.rpc_sync("worker2", torch.mul, args=(moved.cpu(), leaf)).sum()
+            try:
+                backward(number, [loss])
+            except RuntimeError as error:
+                return [str(error)]
+        return ["no error"]
+
+
+def test_a_node_that_fails_on_a_device_ends_the_backward(run_workers: RunWorkers, device_kind: str) -> None:
+    found = run_workers(fail_on_a_device, 3, args=("eager",), time_limit=60)[0]
+    assert "a node on a device refuses" in found[0]
 
 
 class Layer(nn.Module):
