@@ -92,7 +92,7 @@ def _rewritten(module: str) -> str:
         "torch.rand(2048, 2048)", "torch.rand(64, 64)"
     )
     source = source.replace("CUDA error", f"{KIND.upper()} error")
-    return re.sub(r"@skip_if_lt_x_gpu\(\w+\)", "", source)
+    return re.sub(r"@(skip_if_lt_x_gpu\(\w+\)|requires_nccl\(\))", "", source)
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,19 @@ def scaled_elsewhere(tensor: Tensor, factor: float, name: str) -> Tensor:
     return theirs * 3
 
 
+class LateInBackward(torch.autograd.Function):
+    """Passes tensors on; their gradients come late."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        sleep(gradients[0].device)
+        return gradients[0] * 1
+
+
 def on_two_devices(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     sleep(second.device)
     return first * 2, second * 3
@@ -75,6 +88,14 @@ def differentiate(worker: Worker) -> dict[str, bool]:
             gradients = get_gradients(number)
             found["two devices, first"] = is_all(gradients[leaf], 2.0)
             found["two devices, second"] = is_all(gradients[other], 3.0)
+        with context() as number:
+            _, two = rpc.rpc_sync("worker1", on_two_devices, args=(leaf * 1, other * 1))
+            with torch.Stream(device=SECOND):
+                delayed: Tensor = LateInBackward.apply(two)  # type: ignore[no-untyped-call]  # untyped in torch
+                total = delayed.sum()
+            torch.accelerator.synchronize(torch.device(SECOND).index)
+            backward(number, [total.to(FIRST)])
+            found["two devices, the second one late"] = is_all(get_gradients(number)[other], 3.0)
         with (
             context() as number
         ):  # graphs that meet: the callee's parts share its leaf, and this worker's its
@@ -94,7 +115,7 @@ def differentiate(worker: Worker) -> dict[str, bool]:
 def test_gradients_are_those_of_one_process(run_workers: RunWorkers, mode: str) -> None:
     found = run_workers(differentiate, 3, args=(mode,), time_limit=40)[0]
     assert [what for what, right in found.items() if not right] == []
-    assert len(found) == 7
+    assert len(found) == 8
 
 
 def _product(factor: float, elsewhere: bool, leaf: Tensor) -> Tensor:
@@ -232,3 +253,68 @@ def train(worker: Worker) -> list[Tensor]:
 def test_training_gives_the_parameters_of_one_process(run_workers: RunWorkers, mode: str) -> None:
     trained = run_workers(train, 3, args=(mode,), time_limit=40)[0]
     torch.testing.assert_close(trained, _trained_here())
+
+
+class LateSGD(optim.SGD):
+    """Its steps come late."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        sleep(FIRST)
+        super().step(closure)
+
+
+@on_devices
+def step_here(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        weight = nn.Parameter(torch.full((1000,), 3.0, device=FIRST))
+        optimizer = DistributedOptimizer(LateSGD, [rpc.RRef(weight)], lr=1.0)
+        found: list[bool] = []
+        for turn in range(3):
+            with torch.Stream(device=FIRST), context() as number:
+                backward(number, [(weight * 1).sum()])
+                optimizer.step(number)
+                found.append(is_all(weight, 2.0 - turn))
+        return found
+
+
+def test_training_here_sees_each_step(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(step_here, 2, args=(mode,), time_limit=40)[0] == [True] * 3
+
+
+_kept: list[nn.Parameter] = []
+"""A parameter that requests find by themselves."""
+
+
+def keep() -> rpc.RRef[Tensor]:
+    _kept.append(nn.Parameter(torch.full((1000,), 3.0, device=FIRST)))
+    return rpc.RRef(_kept[0])
+
+
+def multiplied_by_kept(tensor: Tensor) -> Tensor:
+    return _kept[0] * tensor
+
+
+def kept() -> Tensor:
+    return _kept[0].detach() * 1
+
+
+@on_devices
+def step_elsewhere(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        optimizer = DistributedOptimizer(LateSGD, [rpc.rpc_sync("worker1", keep)], lr=1.0)
+        ones = torch.ones(1000, device=FIRST)
+        found: list[bool] = []
+        for turn in range(3):
+            with context() as number:
+                backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
+                optimizer.step(number)
+                found.append(is_all(rpc.rpc_sync("worker1", kept), 2.0 - turn))
+        return found
+
+
+def test_requests_after_a_step_see_it(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(step_elsewhere, 2, args=(mode,), time_limit=40)[0] == [True] * 3

@@ -84,6 +84,31 @@ def test_memory_is_kept_until_it_is_used(run_workers: RunWorkers, mode: str) -> 
 
 
 @on_devices
+def free_before_the_copy(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        found = []
+        for _ in range(3):
+            sent = torch.full((SIZE,), 2.0, device=FIRST)
+            torch.accelerator.synchronize(0)
+            for _ in range(32):  # all streams of PyTorch's pool: also that on which the copy is made
+                with torch.Stream(device=FIRST):
+                    sleep(FIRST)
+            future = rpc.rpc_async("worker1", _sum, args=([sent, sent],))
+            del sent
+            again = [torch.full((SIZE,), 9.0, device=FIRST) for _ in range(4)]
+            torch.accelerator.current_stream().synchronize()
+            found.append(is_all(future.wait(), 4.0))
+            del again
+        return found
+
+
+def test_memory_is_kept_until_it_is_copied(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(free_before_the_copy, 2, args=(mode,), time_limit=60)[0] == [True] * 3
+
+
+@on_devices
 def call_the_dying(worker: Worker) -> list[str]:
     worker.join(**one_to_one(worker), rpc_timeout=20.0)
     if worker.rank:
