@@ -10,6 +10,7 @@ from torch import Tensor, nn, optim
 
 from dist_autograd import backward, context, get_gradients
 from dist_optim import DistributedOptimizer
+from dist_optim.local_optimizer import LocalOptimizer
 from farcall import rpc
 from rref.remote_module import RemoteModule
 from tests.support.device_groups import one_to_one
@@ -94,8 +95,8 @@ def differentiate(worker: Worker) -> dict[str, bool]:
                 delayed: Tensor = LateInBackward.apply(two)  # type: ignore[no-untyped-call]  # untyped in torch
                 total = delayed.sum()
             torch.accelerator.synchronize(torch.device(SECOND).index)
-            backward(number, [total.to(FIRST)])
-            found["two devices, the second one late"] = is_all(get_gradients(number)[other], 3.0)
+            backward(number, [total.to(FIRST) * 5])
+            found["two devices, the second one late"] = is_all(get_gradients(number)[other], 15.0)
         with (
             context() as number
         ):  # graphs that meet: the callee's parts share its leaf, and this worker's its
@@ -300,6 +301,13 @@ def kept() -> Tensor:
     return _kept[0].detach() * 1
 
 
+def step_and_look(optimizer: rpc.RRef[LocalOptimizer], number: int) -> Tensor:
+    """What other requests see of a step while the one that has made it goes on."""
+    optimizer.local_value().step(number)
+    seen: Tensor = rpc.rpc_sync(rpc.get_worker_info(), kept)
+    return seen
+
+
 @on_devices
 def step_elsewhere(worker: Worker) -> list[bool]:
     with worker.group(**one_to_one(worker)):
@@ -313,8 +321,12 @@ def step_elsewhere(worker: Worker) -> list[bool]:
                 backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
                 optimizer.step(number)
                 found.append(is_all(rpc.rpc_sync("worker1", kept), 2.0 - turn))
+        with context() as number:
+            backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
+            local = optimizer.local_optimizers["worker1"]
+            found.append(is_all(rpc.rpc_sync("worker1", step_and_look, args=(local, number)), -1.0))
         return found
 
 
 def test_requests_after_a_step_see_it(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(step_elsewhere, 2, args=(mode,), time_limit=40)[0] == [True] * 3
+    assert run_workers(step_elsewhere, 2, args=(mode,), time_limit=40)[0] == [True] * 4
