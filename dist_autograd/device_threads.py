@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
 
-__all__ = ["heralded", "let_others_run", "pass_of_this_thread", "wait_for_other_devices"]
+__all__ = ["devices_of", "heralded", "let_others_run", "pass_of_this_thread", "wait_for_other_devices"]
 
 _FIRST: Final = 1 << 62
 """A sequence number above that of any node that autograd makes."""
@@ -72,18 +72,30 @@ _passes: Final = _Passes()
 
 
 class _Herald(Function):
-    """Enters its pass, or does nothing."""
+    """Enters its pass."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, task: list[int] | None) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, task: list[int]) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.task = task
         return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
-        if ctx.task is not None:
-            _passes.enter(ctx.task, engine.running.known_as)
+        _passes.enter(ctx.task, engine.running.known_as)
+        return None, None
+
+
+class _Detour(Function):
+    """Does nothing, on the thread of a device."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, device: torch.device) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
         return None, None
 
 
@@ -97,17 +109,11 @@ def heralded(
         anchor: one of the inputs of the pass.
     """
     with _passes.expected() as task:
-        herald = _end(anchor, task)
-        assert herald.grad_fn is not None
+        with torch.enable_grad():
+            herald: Any = _Herald.apply(anchor, task)  # type: ignore[no-untyped-call]  # untyped in torch
         engine.set_sequence_number(herald.grad_fn, _FIRST)
         # First: a device's thread may hand the roots out, one by one, and this thread takes what is there.
         yield [herald, *roots], [torch.empty(0, device="cpu"), *gradients]
-
-
-def _end(anchor: Tensor, task: list[int] | None) -> Tensor:
-    with torch.enable_grad():
-        end: Tensor = _Herald.apply(anchor, task)  # type: ignore[no-untyped-call]  # untyped in torch
-    return end
 
 
 def pass_of_this_thread() -> Any:
@@ -116,18 +122,23 @@ def pass_of_this_thread() -> Any:
     return _passes.find() if here is None else here
 
 
-def let_others_run(anchor: Tensor) -> None:
-    """Inside a node on the calling thread of a pass: run the nodes that are ready on this thread.
+def devices_of(nodes: Iterable[Any]) -> set[torch.device]:
+    """The devices on whose threads some of these nodes run."""
+    return {each.device for node in nodes for each in node._input_metadata if each.device.type != "cpu"}
 
-    A backward inside another, on one thread, takes its nodes from the same queue: so this one, whose only
-    node comes after all others, runs them first.
+
+def let_others_run(anchor: Tensor, device: torch.device) -> None:
+    """Inside a node on the calling thread of a pass: wait for the node that the device's thread runs, if it
+    runs one, and run the nodes that become ready on this thread meanwhile.
+
+    A backward inside another, on one thread, takes its nodes from the same queue, but before those of the
+    other. So the only node of this one runs on the device's thread.
     """
-    end = _end(anchor, None)
-    assert end.grad_fn is not None
-    engine.hold_back(end.grad_fn)
+    with torch.enable_grad():
+        end: Tensor = _Detour.apply(anchor, device)  # type: ignore[no-untyped-call]  # untyped in torch
     engine.run(
         [end],
-        [torch.empty(0, device="cpu")],
+        [torch.empty(0, device=device)],
         [anchor],
         retain_graph=False,
         accumulate=False,

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 from dist_autograd import engine
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models, accumulating, hand_over
-from dist_autograd.device_threads import heralded, let_others_run
+from dist_autograd.device_threads import devices_of, heralded, let_others_run
 from dist_autograd.graph import ROOTS, Leaf, Mark, Reach
 from dist_autograd.leaves import gradients_of_leaves, owned
 from dist_autograd.progress import Event, Progress
@@ -40,6 +40,9 @@ __all__ = ["Links", "WorkerPass"]
 
 _DEVICE_POLL_SECONDS: Final = 0.0005
 """Interval at which a pass looks whether nodes on device threads have made others ready on its own thread."""
+_MAX_DEVICE_POLLS: Final = 4000
+"""Maximum number of polls, beyond the number of nodes. Each lets a device's thread run a node, unless a node
+has failed: then the engine runs no others, and raises what that one raised."""
 
 
 class Links(Protocol):
@@ -301,8 +304,7 @@ class WorkerPass:
             itself, anything.
         """
         newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
-        if torch.accelerator.current_accelerator() is not None:
-            self._finish_on_devices(newer)
+        self._finish_on_devices(newer)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self._wait_until(lambda: sent.number in self._arrived)
         self._take_gradients(sent)
@@ -313,9 +315,16 @@ class WorkerPass:
         """Wait until all of these have run. Threads of devices go on while a node of this thread waits, and
         what they run may make further nodes ready for this thread.
         """
-        while not self._run.issuperset(map(id, recvs)):
+        if self._run.issuperset(map(id, recvs)):
+            return
+        nodes = self._reach.nodes()
+        devices = devices_of(nodes)
+        for _ in range(len(nodes) + _MAX_DEVICE_POLLS if devices else 0):
             self.progress.check()
-            let_others_run(anchor())
+            for device in devices:
+                let_others_run(anchor(), device)
+            if self._run.issuperset(map(id, recvs)):
+                return
             time.sleep(_DEVICE_POLL_SECONDS)
 
     def _take_gradients(self, sent: Sent) -> None:

@@ -13,6 +13,9 @@ __all__ = ["ArrivedTensors", "Ready", "RequestDevices", "RequestStreams", "Share
 class RequestStreams(Protocol):
     """Streams of devices that a request runs on; see ``rpc.devices.streams``."""
 
+    def share(self) -> None:
+        """Have what uses the same objects from now on wait for the work so far."""
+
     def follow(self, coroutine: Coroutine[Any, Any, Any], /) -> Coroutine[Any, Any, Any]:
         """A coroutine whose every step is on these streams."""
 

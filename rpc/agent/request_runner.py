@@ -323,11 +323,15 @@ class RequestRunner:
         Raises:
             What the function raises right away; ``answer`` is not called then.
         """
-        if request.recording is None:
-            value = function(*args, **kwargs)
-        else:
-            with request.recording:
+        try:
+            if request.recording is None:
                 value = function(*args, **kwargs)
+            else:
+                with request.recording:
+                    value = function(*args, **kwargs)
+        finally:
+            if request.streams is not None:  # before the answer is out, and the next request comes
+                request.streams.share()
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
             return self._later(function, value, request, answer or self.replier(request, function))
         return value

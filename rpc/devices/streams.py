@@ -65,13 +65,17 @@ class Streams:
 
     def __exit__(self, *_: object) -> None:
         assert self._outer is not None
-        for shared in self.used:
-            shared.renew()
+        self.share()
         self.used.clear()
         device, streams, _thread_state.streams = self._outer
         self._device = _current_device()
         self._streams = [_current_stream(each) for each in self._devices]
         _make_current(streams, device)
+
+    def share(self) -> None:
+        """Have what uses the same objects of this worker from now on wait for the work so far."""
+        for shared in self.used:
+            shared.renew()
 
     def ready(self, tensors: Sequence[Tensor] | None = None) -> Ready | None:
         """What other streams must ``join`` before they use tensors, by default those that have arrived; None

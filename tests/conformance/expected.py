@@ -69,6 +69,8 @@ CANNOT_HOLD_ON_DEVICES: Final[dict[str, str]] = {
         ),
         "the simulated accelerator has no sparse tensors",
     ),
+    "test_ddp_dist_autograd_local_vs_remote_gpu": "averages gradients on devices in a group of gloo, which "
+    "knows CUDA and no other accelerator",
     "test_async_execution_nested_with_cuda_future": "a callback of then() reads an argument of its request "
     "on streams of its own and drops it, and nothing records that: the simulated device reuses and poisons "
     "the memory at once",

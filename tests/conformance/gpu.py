@@ -92,7 +92,7 @@ def _rewritten(module: str) -> str:
         "torch.rand(2048, 2048)", "torch.rand(64, 64)"
     )
     source = source.replace("CUDA error", f"{KIND.upper()} error")
-    return re.sub(r"@skip_if_lt_x_gpu\(\d\)", "", source)
+    return re.sub(r"@(skip_if_lt_x_gpu\(\w+\)|requires_nccl\(\))", "", source)
 
 
 @pytest.fixture(scope="session")
@@ -131,6 +131,11 @@ def run_rank(worker: Worker, suite: str, name: str, folder: Path | None) -> str:
         getattr(case, name)()
     except unittest.SkipTest as skip:
         return str(skip)
+    except SystemExit as ended:  # how PyTorch skips a test in a process of its own
+        reasons = {each.exit_code: each.message for each in common_distributed.TEST_SKIPS.values()}
+        if ended.code not in reasons:
+            raise
+        return str(reasons[ended.code])
     return ""
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 
 from dist_autograd import backward, context, get_gradients
 from dist_optim import DistributedOptimizer
+from dist_optim.local_optimizer import LocalOptimizer
 from farcall import rpc
 from rref.remote_module import RemoteModule
 from tests.support.device_groups import one_to_one
@@ -26,6 +28,19 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
 def scaled_elsewhere(tensor: Tensor, factor: float, name: str) -> Tensor:
     theirs: Tensor = rpc.rpc_sync(name, scaled, args=(tensor * 2, factor))
     return theirs * 3
+
+
+class LateInBackward(torch.autograd.Function):
+    """Passes tensors on; their gradients come late."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        sleep(gradients[0].device)
+        return gradients[0] * 1
 
 
 def on_two_devices(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,6 +89,14 @@ def differentiate(worker: Worker) -> dict[str, bool]:
             gradients = get_gradients(number)
             found["two devices, first"] = is_all(gradients[leaf], 2.0)
             found["two devices, second"] = is_all(gradients[other], 3.0)
+        with context() as number:
+            _, two = rpc.rpc_sync("worker1", on_two_devices, args=(leaf * 1, other * 1))
+            with torch.Stream(device=SECOND):
+                delayed: Tensor = LateInBackward.apply(two)  # type: ignore[no-untyped-call]  # untyped in torch
+                total = delayed.sum()
+            torch.accelerator.synchronize(torch.device(SECOND).index)
+            backward(number, [total.to(FIRST) * 5])
+            found["two devices, the second one late"] = is_all(get_gradients(number)[other], 15.0)
         with (
             context() as number
         ):  # graphs that meet: the callee's parts share its leaf, and this worker's its
@@ -93,7 +116,86 @@ def differentiate(worker: Worker) -> dict[str, bool]:
 def test_gradients_are_those_of_one_process(run_workers: RunWorkers, mode: str) -> None:
     found = run_workers(differentiate, 3, args=(mode,), time_limit=40)[0]
     assert [what for what, right in found.items() if not right] == []
-    assert len(found) == 7
+    assert len(found) == 8
+
+
+def _product(factor: float, elsewhere: bool, leaf: Tensor) -> Tensor:
+    """Goes from the CPU to a device, and back, between two calls."""
+    multiply = torch.mul
+    factors = torch.full((4,), factor)
+    first = rpc.rpc_sync("worker1", multiply, args=(leaf, factors)) if elsewhere else leaf * factors
+    moved = first.to(FIRST)
+    for _ in range(20):
+        moved = moved * 1.5
+    back = moved.cpu()
+    return rpc.rpc_sync("worker2", multiply, args=(back, leaf)) if elsewhere else back * leaf
+
+
+class Refusing(torch.autograd.Function):
+    """Passes tensors on, and raises in a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("a node on a device refuses")
+
+
+@on_devices
+def differentiate_through_a_device(worker: Worker, times: int) -> list[str]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        wrong: list[str] = []
+        for turn in range(times):
+            for on_device in (False, True):
+                here, there = (torch.full((4,), 2.0, requires_grad=True) for _ in range(2))
+                losses = []
+                for elsewhere, leaf in ((False, here), (True, there)):
+                    with context() as number:
+                        product = _product(turn + 1.0, elsewhere, leaf)
+                        loss = (product.to(FIRST) if on_device else product).sum()
+                        losses.append(loss.detach().cpu())
+                        if elsewhere:
+                            backward(number, [loss])
+                            gradient = get_gradients(number)[leaf]
+                        else:
+                            (gradient,) = torch.autograd.grad(loss, leaf)
+                            expected = gradient
+                if not torch.equal(gradient, expected) or losses[0] != losses[1]:
+                    wrong.append(f"{turn}, {on_device}: {gradient}, expected {expected}")
+        return wrong
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.nightly)])
+def test_gradients_through_a_device_between_two_calls_of_the_cpu(
+    run_workers: RunWorkers, mode: str, times: int
+) -> None:
+    assert run_workers(differentiate_through_a_device, 3, args=(mode, times), time_limit=60)[0] == []
+
+
+@on_devices
+def fail_on_a_device(worker: Worker) -> list[str]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        leaf = torch.full((4,), 2.0, requires_grad=True)
+        with context() as number:
+            first = rpc.rpc_sync("worker1", torch.mul, args=(leaf, leaf))
+            moved: Tensor = Refusing.apply(first.to(FIRST))  # type: ignore[no-untyped-call]  # untyped in torch
+            loss = rpc.rpc_sync("worker2", torch.mul, args=(moved.cpu(), leaf)).sum()
+            try:
+                backward(number, [loss])
+            except RuntimeError as error:
+                return [str(error)]
+        return ["no error"]
+
+
+def test_a_node_that_fails_on_a_device_ends_the_backward(run_workers: RunWorkers, device_kind: str) -> None:
+    found = run_workers(fail_on_a_device, 3, args=("eager",), time_limit=60)[0]
+    assert "a node on a device refuses" in found[0]
 
 
 class Layer(nn.Module):
@@ -152,3 +254,79 @@ def train(worker: Worker) -> list[Tensor]:
 def test_training_gives_the_parameters_of_one_process(run_workers: RunWorkers, mode: str) -> None:
     trained = run_workers(train, 3, args=(mode,), time_limit=40)[0]
     torch.testing.assert_close(trained, _trained_here())
+
+
+class LateSGD(optim.SGD):
+    """Its steps come late."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        sleep(FIRST)
+        super().step(closure)
+
+
+@on_devices
+def step_here(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        weight = nn.Parameter(torch.full((1000,), 3.0, device=FIRST))
+        optimizer = DistributedOptimizer(LateSGD, [rpc.RRef(weight)], lr=1.0)
+        found: list[bool] = []
+        for turn in range(3):
+            with torch.Stream(device=FIRST), context() as number:
+                backward(number, [(weight * 1).sum()])
+                optimizer.step(number)
+                found.append(is_all(weight, 2.0 - turn))
+        return found
+
+
+def test_training_here_sees_each_step(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(step_here, 2, args=(mode,), time_limit=40)[0] == [True] * 3
+
+
+_kept: list[nn.Parameter] = []
+"""A parameter that requests find by themselves."""
+
+
+def keep() -> rpc.RRef[Tensor]:
+    _kept.append(nn.Parameter(torch.full((1000,), 3.0, device=FIRST)))
+    return rpc.RRef(_kept[0])
+
+
+def multiplied_by_kept(tensor: Tensor) -> Tensor:
+    return _kept[0] * tensor
+
+
+def kept() -> Tensor:
+    return _kept[0].detach() * 1
+
+
+def step_and_look(optimizer: rpc.RRef[LocalOptimizer], number: int) -> Tensor:
+    """What other requests see of a step while the one that has made it goes on."""
+    optimizer.local_value().step(number)
+    seen: Tensor = rpc.rpc_sync(rpc.get_worker_info(), kept)
+    return seen
+
+
+@on_devices
+def step_elsewhere(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        optimizer = DistributedOptimizer(LateSGD, [rpc.rpc_sync("worker1", keep)], lr=1.0)
+        ones = torch.ones(1000, device=FIRST)
+        found: list[bool] = []
+        for turn in range(3):
+            with context() as number:
+                backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
+                optimizer.step(number)
+                found.append(is_all(rpc.rpc_sync("worker1", kept), 2.0 - turn))
+        with context() as number:
+            backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
+            local = optimizer.local_optimizers["worker1"]
+            found.append(is_all(rpc.rpc_sync("worker1", step_and_look, args=(local, number)), -1.0))
+        return found
+
+
+def test_requests_after_a_step_see_it(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(step_elsewhere, 2, args=(mode,), time_limit=40)[0] == [True] * 4

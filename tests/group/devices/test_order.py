@@ -29,6 +29,20 @@ class Counter:
     def get(self) -> Tensor:
         return self.tensor * 1
 
+    def add_and_look(self, value: float, this: rpc.RRef[Counter]) -> Look:
+        self.add(value)
+        return Look(this)
+
+
+class Look:
+    """Arrives as what another request sees of a counter, before the one that returns it is answered."""
+
+    def __init__(self, counter: rpc.RRef[Counter]) -> None:
+        self.counter = counter
+
+    def __reduce__(self) -> tuple[type, tuple[bool]]:
+        return bool, (is_all(self.counter.rpc_sync().get(), 9.0),)
+
 
 @on_devices
 def count_on_one_object(worker: Worker) -> list[bool]:
@@ -40,6 +54,7 @@ def count_on_one_object(worker: Worker) -> list[bool]:
         for step in range(1, 4):
             counter.rpc_sync().add(1.0)
             found.append(is_all(counter.rpc_sync().get(), float(step)))
+        found.append(bool(counter.rpc_sync().add_and_look(6.0, counter)))
         mine = rpc.RRef(Counter())
         mine.rpc_sync().add(5.0)
         found.append(is_all(mine.local_value().get(), 5.0))
@@ -47,7 +62,7 @@ def count_on_one_object(worker: Worker) -> list[bool]:
 
 
 def test_requests_on_one_object_follow_each_other(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(count_on_one_object, 2, args=(mode,), time_limit=60)[0] == [True] * 4
+    assert run_workers(count_on_one_object, 2, args=(mode,), time_limit=60)[0] == [True] * 5
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:
@@ -81,6 +96,31 @@ def free_early(worker: Worker) -> list[bool]:
 
 def test_memory_is_kept_until_it_is_used(run_workers: RunWorkers, mode: str) -> None:
     assert run_workers(free_early, 2, args=(mode,), time_limit=60)[0] == [True] * 6
+
+
+@on_devices
+def free_before_the_copy(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        found = []
+        for _ in range(3):
+            sent = torch.full((SIZE,), 2.0, device=FIRST)
+            torch.accelerator.synchronize(0)
+            for _ in range(32):  # all streams of PyTorch's pool: also that on which the copy is made
+                with torch.Stream(device=FIRST):
+                    sleep(FIRST)
+            future = rpc.rpc_async("worker1", _sum, args=([sent, sent],))
+            del sent
+            again = [torch.full((SIZE,), 9.0, device=FIRST) for _ in range(4)]
+            torch.accelerator.current_stream().synchronize()
+            found.append(is_all(future.wait(), 4.0))
+            del again
+        return found
+
+
+def test_memory_is_kept_until_it_is_copied(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(free_before_the_copy, 2, args=(mode,), time_limit=60)[0] == [True] * 3
 
 
 @on_devices

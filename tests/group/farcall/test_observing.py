@@ -71,7 +71,7 @@ def hanging_job(folder: Path) -> Any:
     """The job in the folder, as ``farcall ps`` has it, once both workers are in the hang."""
     while True:
         for job in json.loads(ask(folder, "ps", "--json")):
-            workers = [each for each in job["workers"] if each["oldest"] > 1]
+            workers = [each for each in job["workers"] if each["oldest"] > 4]
             folders = {os.readlink(f"/proc/{each['pid']}/cwd") for each in workers}
             if len(workers) == 2 and folders == {str(folder.resolve())}:
                 return job
