@@ -141,7 +141,10 @@ def test_spmd_mode_that_cannot_begin_tells_its_cause_once_on_each_worker(
         driver, bystander, culprit = ends(processes)
     assert driver[0] == 1
     assert driver[1][-1].startswith(
-        ("rpc.errors.WorkerLostError: worker 'worker2'", "spmd.engine.errors.SpmdError: worker 'worker2'")
+        (
+            "rpc.errors.WorkerLostError: SPMD mode could not begin: worker 'worker2'",
+            "spmd.engine.errors.SpmdError: worker 'worker2'",
+        )
     )
     assert len([line for line in bystander[1] if "is gone" in line]) <= 2, "worker2, and the driver after it"
     assert not [line for line in bystander[1] if "Traceback" in line or "called by" in line]

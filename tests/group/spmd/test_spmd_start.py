@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
@@ -15,7 +14,6 @@ import pytest
 
 import rpc
 import spmd
-from rpc.agent import departure
 from spmd.engine import start
 from spmd.engine.errors import SpmdError
 
@@ -85,22 +83,15 @@ def test_the_first_argument_is_no_flag() -> None:
     assert not spmd.is_spmd()
 
 
-@pytest.mark.parametrize(("asked", "shown"), [(logging.WARNING, logging.ERROR), (logging.INFO, logging.INFO)])
-def test_a_worker_logs_its_wait_if_more_of_the_log_is_asked_for(asked: int, shown: int) -> None:
-    loggers = (logging.getLogger("rpc"), departure.logger)
-    before = [each.level for each in loggers]
-    try:
-        loggers[0].setLevel(asked)
-        with (
-            mock.patch.object(rpc, "init_rpc"),
-            mock.patch.object(rpc, "shutdown"),
-            pytest.raises(SystemExit),
-        ):
-            start.serve("worker")
-        assert departure.logger.getEffectiveLevel() == shown
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+def test_a_worker_expects_to_wait_long_for_its_driver() -> None:
+    with (
+        mock.patch.object(rpc, "init_rpc"),
+        mock.patch.object(rpc, "shutdown"),
+        mock.patch.object(start, "current_agent") as agent,
+        pytest.raises(SystemExit),
+    ):
+        start.serve("worker")
+    agent().lifecycle.departure.expect_long.assert_called_once_with()
 
 
 @pytest.mark.nightly
