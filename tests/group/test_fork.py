@@ -279,7 +279,13 @@ def test_a_child_ends_as_any_process_does(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     root = Path(__file__).resolve().parent.parent.parent
     done = subprocess.run(
-        [sys.executable, "script.py", f"file://{tmp_path}/store"],
+        [
+            sys.executable,
+            "-W",
+            "ignore:This process:DeprecationWarning",
+            "script.py",
+            f"file://{tmp_path}/store",
+        ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
