@@ -48,7 +48,7 @@ def install(agent: Agent) -> None:
             facts = _identity() | {"incarnation": agent.incarnation}
             _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
-            tracing.follow_orders(lambda observer=_observer: observer.agents, _observer.orders.on)
+            tracing.follow_orders(_agents, _observer.orders.on)
             _observer.start()
         else:
             _observer.add(agent)
@@ -66,6 +66,12 @@ def install(agent: Agent) -> None:
     hooks.closed.append(lambda: found.beats.remove(identify))
     hooks.closed.append(lambda: _ended(found, agent))
     hooks.forked.append(_forked)
+
+
+def _agents() -> list[Agent]:
+    """The agents of this process that are observed."""
+    found = _observer
+    return [] if found is None else found.agents
 
 
 def _identity() -> dict[str, Any]:

@@ -76,8 +76,7 @@ class Recorder:
         """End recording; returns the records as bytes, for ``trace_merge``."""
         self._subscriptions.close()
         workers = [agent.info.name for agent in self._agents]
-        names = {each.ident: each.name for each in threading.enumerate()}
-        names |= self._threads
+        names = self._threads
         return bytes(
             msgpack.packb(
                 {

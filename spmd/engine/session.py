@@ -311,8 +311,8 @@ class Session:
         answers: list[Answer] = []
         for future in step.answers:
             try:
-                details = {"lines": step.described()} if spans.is_listened_to() else {}
-                with waits.waiting("an SPMD step", **details):
+                lines = step.described() if spans.is_listened_to() else ""
+                with waits.waiting("an SPMD step", lines=lines):
                     answers.append(future.wait())
             except RpcError as error:
                 self._broken = self._broken or _unanswered(step.described(), error)
