@@ -301,7 +301,7 @@ class WorkerPass:
             itself, anything.
         """
         newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
-        if any(node.on_device for node in self._reach.recvs):
+        if torch.accelerator.current_accelerator() is not None:
             self._finish_on_devices(newer)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self._wait_until(lambda: sent.number in self._arrived)

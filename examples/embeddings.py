@@ -43,7 +43,8 @@ def ratings(users: Tensor, items: Tensor) -> Tensor:
     """What users think of items, of shape (N,): what is to be learned."""
     random = torch.Generator().manual_seed(1)
     of_users, of_items = torch.randn(2, ROWS, 4, generator=random)
-    return (of_users[users] * of_items[items]).sum(1)
+    learned: Tensor = (of_users[users] * of_items[items]).sum(1)
+    return learned
 
 
 class Server:
@@ -64,7 +65,8 @@ class Server:
         self._tables = nn.ModuleList(nn.Embedding(ROWS, SIZE, sparse=True) for _ in range(2))
         for table in self._tables.parameters():
             nn.init.normal_(table, std=0.3)
-        self._optimizer = torch.optim.SparseAdam(self._tables.parameters(), lr=options.learning_rate)
+        parameters = self._tables.parameters()
+        self._optimizer: torch.optim.Optimizer = torch.optim.SparseAdam(parameters, lr=options.learning_rate)
         self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._optimizer, options.steps)
         if checkpoint.exists():  # (1)
             saved = torch.load(checkpoint)
@@ -106,7 +108,8 @@ class Server:
         with torch.no_grad():
             of_users, of_items = self._tables[0](users), self._tables[1](items)
             predicted = (of_users * of_items).sum(1)
-        return (predicted - ratings(users, items)).square().mean().sqrt().item()
+        error: float = (predicted - ratings(users, items)).square().mean().sqrt().item()
+        return error
 
     def _save(self) -> None:
         """(1) Whole or not at all: the process may die while it writes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import tempfile
 import time
@@ -147,6 +148,7 @@ def _tensor_parallel() -> None:
 def _spmd_step() -> None:
     plain, x = _layer(), torch.ones(2, 4)
     expected = plain(x).detach()
+    logging.getLogger("rpc.runtime.notices").setLevel(logging.ERROR)  # the command says what it tries
     spmd.use_spmd(workers=1)
     try:
         model = plain.to(spmd.device())

@@ -319,9 +319,8 @@ class RRef(Generic[T]):
                 shell = self._usable("_get_type", timeout)
                 ask = fetch(self._rref)
                 ask.header["type"] = True
-                call = shell.calls.request(
-                    self._owner, FETCH, ask, timeout, f"the type of {self._described()}"
-                )
+                what = f"the type of {self._described()}"
+                call = shell.calls.request(self._owner, FETCH, ask, timeout, what)
                 kind = shell.calls.future(call)
             self._type = kind
         if not blocking:

@@ -7,11 +7,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 
 from farcall.launch.failures import record
 from farcall.launch.program import run_module, run_script
+from farcall.observe.installation import begin
 
 __all__ = ["main"]
 
@@ -23,6 +25,7 @@ def main() -> int:
     while arguments and arguments[0] in ("--lend-names", "--xla", "-m"):
         flags.add(arguments.pop(0))
     target, *rest = arguments
+    begin(os.environ, os.path.basename(target))
     run = run_module if "-m" in flags else run_script
     return run(target, rest, lend_names="--lend-names" in flags, xla="--xla" in flags, on_error=_record)
 

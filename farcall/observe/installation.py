@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from rpc.agent.agent import Agent
 from rpc.runtime.events import PeerJoined, PeerLost
 from rpc.runtime.stacks import LIBRARIES
 
-__all__ = ["install", "observer"]
+__all__ = ["begin", "install", "observer"]
 
 _SWITCH: Final = "FARCALL_OBSERVE"
 
@@ -48,9 +49,12 @@ def install(agent: Agent) -> None:
             facts = _identity() | {"incarnation": agent.incarnation}
             _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
-            tracing.follow_orders(_agents, _observer.orders.on)
-            _observer.start()
+            observer = _observer
+            tracing.follow_orders(lambda: observer.agents, observer.orders.on)
+            observer.start()
         else:
+            if _observer.identity["phase"] == "starting":
+                _observer.identify(phase="joining", incarnation=agent.incarnation)
             _observer.add(agent)
         found = _observer
     agent.extensions["observe"] = found
@@ -68,10 +72,19 @@ def install(agent: Agent) -> None:
     hooks.forked.append(_forked)
 
 
-def _agents() -> list[Agent]:
-    """The agents of this process that are observed."""
-    found = _observer
-    return [] if found is None else found.agents
+def begin(environ: Mapping[str, str], program: str) -> None:
+    """Have this process observed before it has an agent, if a launcher has named its job: a group that waits
+    for a rank waits for what that does before it joins.
+
+    Args:
+        environ: the environment.
+        program: what runs, for people.
+    """
+    global _observer
+    if environ.get(JOB) and environ.get(_SWITCH) != "0":
+        with _lock:
+            _observer = Observer(_identity() | {"phase": "starting", "program": program}, environ[JOB])
+            _observer.start()
 
 
 def _identity() -> dict[str, Any]:

@@ -6,6 +6,7 @@ since the last look is described in few words; one that has not, with its stack 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,6 @@ from rpc.agent.request_runner import Request
 from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.executor import Executor
-from rpc.runtime.process_signs import thread_seconds
 from rpc.runtime.stacks import coroutine_frames, is_users, users_frame, waits_for, waits_in
 
 __all__ = ["Looker", "Observed"]
@@ -40,8 +40,11 @@ _MAX_TEXT: Final = 200
 _SAME_LOOKS: Final = 8
 """Number of looks after which a thread that has not moved is described anew."""
 
-_LEAST_SHARE: Final = 0.03
-"""A thread computes if it has used this share of a core since the last look: cores may be few."""
+_LEAST_SHARE: Final = 0.2
+"""A thread computes if it has run, or waited for a core, for this share of the time since the last look."""
+
+_LEAST_SECONDS: Final = 0.002
+"""A process in which a thread computes uses at least this much CPU time between two looks, in seconds."""
 
 
 class Observed(Protocol):
@@ -78,7 +81,6 @@ class Looker:
     _threads: dict[int, _Seen] = field(default_factory=dict)
     _first: dict[tuple[int, int], float] = field(default_factory=dict)
     _used: float = 0.0
-    _looked_at: float = 0.0
 
     def moved(self, now: float) -> bool:
         """Whether any thread is at another place of the program than at the last look; cheap."""
@@ -95,7 +97,7 @@ class Looker:
                 key = (id(users), users.f_lasti)
             seen = before.get(ident)
             if seen is None or seen.key != key:
-                seen = _Seen(key, now, None if seen is None else seen.seconds, now)
+                seen = _Seen(key, now, None, now) if seen is None else _Seen(key, now, seen.seconds, seen.at)
                 changed = True
             current[ident] = seen
         self._threads = current
@@ -110,8 +112,8 @@ class Looker:
         """
         agents = list(agents)
         used = process_time()
-        busy = used - self._used >= _LEAST_SHARE * (now - self._looked_at)
-        self._used, self._looked_at = used, now
+        busy = used - self._used >= _LEAST_SECONDS
+        self._used = used
         frames = _frames(self.ignored)
         calls, requests = self._calls(agents, now), self._requests(agents, now)
         return {
@@ -135,7 +137,7 @@ class Looker:
         for ident, frame in frames.items():
             seen = self._threads.get(ident) or _Seen((0, 0), now, None, now)
             thread = by_ident.get(ident)
-            native = None if thread is None else thread.native_id
+            native = None if thread is None else _native_id(thread)
             computes = busy and self._computes(seen, native, now)
             seen.looks += 1
             if again and seen.described is not None and not computes and seen.looks % _SAME_LOOKS:
@@ -159,7 +161,7 @@ class Looker:
 
     def _computes(self, seen: _Seen, native: int | None, now: float) -> bool:
         before, at = seen.seconds, seen.at
-        seen.seconds = None if native is None else thread_seconds(native)
+        seen.seconds = None if native is None else _runnable_seconds(native)
         seen.at = now
         if before is None or seen.seconds is None or now - at < 0.01:
             return False
@@ -185,6 +187,21 @@ class Looker:
             oldest = agent.calls.answers.entered()[:_MAX_ITEMS]
             found += [_request(request, agent.executor) for request in oldest]
         return found
+
+
+def _native_id(thread: threading.Thread) -> int | None:
+    """The kernel's number of a thread; in a forked child, Python 3.11 has the parent's of the main thread."""
+    return os.getpid() if thread is threading.main_thread() else thread.native_id
+
+
+def _runnable_seconds(thread: int) -> float | None:
+    """For how long a thread has run, or waited for a core; None where the kernel does not say."""
+    try:
+        with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
+            running, waiting, _ = file.read().split()
+        return (int(running) + int(waiting)) / 1e9
+    except (OSError, ValueError):
+        return None
 
 
 def _frames(ignored: Iterable[int]) -> dict[int, FrameType]:

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic, process_time, time
 from typing import Any, Final
 
 from farcall.observe.frozen_stacks import FrozenStacks
@@ -41,6 +41,9 @@ _MAX_SHARE: Final = 0.01
 
 _JOINING_SECONDS: Final = 0.1
 """The same until the worker has a name, so that it has one when anything happens."""
+
+_LEAST_COMPUTED: Final = 0.02
+"""A process that has used this share of a core since the last look is looked at closely."""
 
 _MAX_RECORDS: Final = 512
 """Maximum number of records that one look writes; the newest."""
@@ -83,6 +86,7 @@ class Observer:
         self._calls_before = self._requests_before = 0
         self._counted = (0, 0)
         self._looked_at = monotonic()
+        self._used = 0.0
         self._moved_at = self._called_at = monotonic()
         self._looker = Looker()
         self._seen: dict[tuple[str, int, int], dict[str, Any]] = {}
@@ -204,7 +208,10 @@ class Observer:
         busy = any(len(agent.calls.table) or len(agent.calls.answers) for agent in agents)
         waiting = [each for each in waits.current() if each.what != "shutdown"]
         busy = busy or bool(waiting)
-        moved = self._looker.moved(now)
+        used = process_time()
+        computes = used - self._used >= _LEAST_COMPUTED * (now - self._looked_at)
+        self._used = used
+        moved = self._looker.moved(now) or computes
         counted = (calls + self._calls_before, requests + self._requests_before)
         before, seconds = self._counted, max(1e-6, now - self._looked_at)
         rates = [max(0, new - old) / seconds for new, old in zip(counted, before, strict=True)]
@@ -225,8 +232,7 @@ class Observer:
             newest = [self._records.popleft() for _ in range(len(self._records))][-_MAX_RECORDS:]
             self._file.record(newest)
         self._number += 1
-        used = os.times()
-        self._file.beat(Beat(self._number, now, time(), *counted, used.user + used.system, *rates))
+        self._file.beat(Beat(self._number, now, time(), *counted, used, *rates))
         if self.identity["phase"] == "joining":
             return _JOINING_SECONDS
         interval = _LOOK_SECONDS if busy or moved else _IDLE_SECONDS

@@ -76,7 +76,8 @@ class Recorder:
         """End recording; returns the records as bytes, for ``trace_merge``."""
         self._subscriptions.close()
         workers = [agent.info.name for agent in self._agents]
-        names = self._threads
+        names = {each.ident: each.name for each in threading.enumerate() if each.ident is not None}
+        names |= self._threads
         return bytes(
             msgpack.packb(
                 {

@@ -265,6 +265,8 @@ class _Builder:
         if node.serves and node.kind != "call":
             node.text = f"runs {node.serves}, {node.text}".removesuffix(", ")
         node.text = node.text or "runs"
+        if worker.phase == "starting":
+            node.text = f"has not called init_rpc: {node.text}"
         return node
 
     def _of_call(self, node: Node, index: int, worker: WorkerState, which: tuple[int, int]) -> None:

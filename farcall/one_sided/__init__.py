@@ -11,5 +11,3 @@ between processes of one host, over TCP between hosts.
 """
 
 from __future__ import annotations
-
-import rpc  # noqa: F401  # whole, before parts of it: several threads may import this at the same time

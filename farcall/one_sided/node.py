@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+import rpc  # noqa: F401  # whole, before its parts: several threads may import them at once
 from rpc.agent.agent import Agent
 from rpc.agent.futures import Future
 from rpc.errors import RpcError

@@ -15,8 +15,25 @@ Needs Ray: ``pip install 'farcall[ray]'``.
 
 from __future__ import annotations
 
-import rpc  # noqa: F401  # whole, before parts of it: Ray's threads import this at the same time as the program's
-from farcall.ray.group import run_group
-from farcall.ray.tensor_transport import register_tensor_transport
+import importlib as _importlib
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
+if TYPE_CHECKING:
+    from farcall.ray.group import run_group as run_group
+    from farcall.ray.tensor_transport import register_tensor_transport as register_tensor_transport
 
 __all__ = ["register_tensor_transport", "run_group"]
+
+_MODULES = {"register_tensor_transport": "tensor_transport", "run_group": "group"}
+
+
+def __getattr__(name: str) -> _Any:
+    """Import a module when it is used.
+
+    A thread of Ray's may import one while the program imports this package. If this package imported them
+    itself, each thread would wait for the other, and Python would let one import fail.
+    """
+    if name not in _MODULES:
+        raise AttributeError(f"module 'farcall.ray' has no attribute {name!r}")
+    return getattr(_importlib.import_module(f"farcall.ray.{_MODULES[name]}"), name)

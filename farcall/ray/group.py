@@ -16,6 +16,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+import rpc  # noqa: F401  # whole, before its parts: several threads may import them at once
 from rpc.errors import RendezvousTimeoutError, WorkerLostError
 from rpc.lifecycle import outcomes
 from rpc.lifecycle.local_processes import worker_names

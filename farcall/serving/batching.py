@@ -14,11 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from farcall.serving.endpoint import Batching
-from rpc.runtime.torch_internals import pytree
+from spmd.workers.joined_calls import JoinableCall, join, split
 
 __all__ = ["Batcher"]
 
@@ -28,15 +25,13 @@ Run = Callable[[Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
 
 @dataclass(slots=True)
 class _Call:
-    tensors: list[Tensor]
-    rows: int
+    given: JoinableCall
     answer: asyncio.Future[Any]
     run: _Run | None = None
 
 
 @dataclass(slots=True)
 class _Batch:
-    structure: pytree.TreeSpec
     calls: list[_Call] = field(default_factory=list)
     rows: int = 0
     timer: asyncio.TimerHandle | None = None
@@ -76,13 +71,12 @@ class Batcher:
 
     async def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of one call; as from ``run``."""
-        leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
-        rows = _rows(leaves)
-        if rows is None or rows > self._batching.max_batch_size:
+        given = JoinableCall.of(args, kwargs)
+        if given is None or given.rows > self._batching.max_batch_size:
             self._observe(1)
             return await self._run(args, kwargs)
-        call = _Call(leaves, rows, asyncio.get_running_loop().create_future())
-        self._add(call, structure)
+        call = _Call(given, asyncio.get_running_loop().create_future())
+        self._add(call)
         try:
             return await call.answer
         except asyncio.CancelledError:
@@ -90,19 +84,19 @@ class Batcher:
                 call.run.cancel_unless_awaited()
             raise
 
-    def _add(self, call: _Call, structure: pytree.TreeSpec) -> None:
-        kind = (structure, tuple((tensor.dtype, tensor.shape[1:]) for tensor in call.tensors))
+    def _add(self, call: _Call) -> None:
+        kind, rows = call.given.kind, call.given.rows
         batch = self._open.get(kind)
-        if batch is not None and batch.rows + call.rows > self._batching.max_batch_size:
+        if batch is not None and batch.rows + rows > self._batching.max_batch_size:
             self._close(kind)
             batch = None
         if batch is None:
-            batch = self._open[kind] = _Batch(structure)
+            batch = self._open[kind] = _Batch()
             loop = asyncio.get_running_loop()
             close = partial(self._close_if_open, kind, batch)
             batch.timer = loop.call_later(self._batching.max_delay, self._when_free, close)
         batch.calls.append(call)
-        batch.rows += call.rows
+        batch.rows += rows
         if batch.rows == self._batching.max_batch_size:
             self._close(kind)
 
@@ -114,10 +108,10 @@ class Batcher:
         batch = self._open.pop(kind)
         assert batch.timer is not None
         batch.timer.cancel()
-        self._begin(batch.calls, batch.structure)
+        self._begin(batch.calls)
 
-    def _begin(self, calls: list[_Call], structure: pytree.TreeSpec) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._answer(calls, structure))
+    def _begin(self, calls: list[_Call]) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._answer(calls))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         run = _Run(calls, task)
@@ -125,19 +119,20 @@ class Batcher:
             call.run = run
         return task
 
-    async def _answer(self, calls: list[_Call], structure: pytree.TreeSpec) -> None:
+    async def _answer(self, calls: list[_Call]) -> None:
         calls = [call for call in calls if not call.answer.done()]
         if not calls:
             return
         self._observe(len(calls))
         try:
-            results = _split(await self._run(*_joined(calls, structure)), [call.rows for call in calls])
+            args, kwargs = join([call.given for call in calls])
+            results = split(await self._run(args, kwargs), [call.given.rows for call in calls])
         except Exception as error:
             if len(calls) == 1:
                 _settle(calls[0], error=error)
             else:
                 for call in calls:
-                    await asyncio.wait([self._begin([call], structure)])
+                    await asyncio.wait([self._begin([call])])
             return
         for call, result in zip(calls, results, strict=True):
             _settle(call, result)
@@ -150,32 +145,3 @@ def _settle(call: _Call, result: Any = None, error: Exception | None = None) -> 
         call.answer.set_exception(error)
     else:
         call.answer.set_result(result)
-
-
-def _rows(leaves: list[Any]) -> int | None:
-    """How many rows all tensors have; None if they do not agree, or if not all are tensors."""
-    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-        return None
-    found = {leaf.shape[0] for leaf in leaves}
-    return found.pop() if len(found) == 1 else None
-
-
-def _joined(calls: list[_Call], structure: pytree.TreeSpec) -> tuple[list[Any], dict[str, Any]]:
-    joined = [torch.cat(parts) for parts in zip(*(call.tensors for call in calls), strict=True)]
-    args, kwargs = pytree.tree_unflatten(joined, structure)
-    return args, kwargs
-
-
-def _split(result: Any, rows: list[int]) -> list[Any]:
-    """The parts of a joined result.
-
-    Raises:
-        TypeError: it is not made of tensors with as many rows.
-    """
-    leaves, structure = pytree.tree_flatten(result)
-    if _rows(leaves) != sum(rows):
-        raise TypeError(
-            f"a batched function must return tensors with as many rows as it is given, {sum(rows)} here"
-        )
-    parts = [leaf.split(rows) for leaf in leaves]
-    return [pytree.tree_unflatten(list(part), structure) for part in zip(*parts, strict=True)]

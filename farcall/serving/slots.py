@@ -92,7 +92,13 @@ class Slots:
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._in_threads += 1
         executor.submit(self._run, executor, answer, abandoned, call, *args)
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            had_ended = answer.done() and not answer.cancelled()  # just then; else ``_ended`` sees to it
+            if had_ended and abandoned is not None and not self._closed:
+                executor.submit(abandoned)
+            raise
 
     def _run(
         self,

@@ -264,12 +264,12 @@ class Caller:
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
         """A frame of kind ``REPLY`` or ``FAILURE``."""
-        header = frame[2]
-        arrivals = self._adopt(header, peer) if header else None
+        arrivals = self._adopt(frame[2], peer) if frame[2] else None
         call = self.table.answered(frame[1], peer)
         if call is None:
             return None
-        call.arrivals = arrivals
+        if arrivals is not None:
+            call.arrivals = arrivals
         if call.settle(frame) and call.future is not None:
             return call.future.complete, COMPLETION
         return None

@@ -349,7 +349,6 @@ class _Continuation:
         if source._arrived is None:
             return with_default_modes(run, self._callback, source)
         with source._arrived.streams() as streams:
-            source._arrived.join()
             value = with_default_modes(run, self._callback, source)
             self.future._arrived = streams.ready_with(value)
         return value
@@ -371,7 +370,6 @@ def _called_back(
             with_default_modes(context.run, callback, future)
         else:
             with source._arrived.streams():
-                source._arrived.join()
                 with_default_modes(context.run, callback, source)
     except KeyboardInterrupt as error:
         _thread_state.interruption = error

@@ -159,7 +159,12 @@ class RequestRunner:
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
         """A frame of kind ``CALL``."""
-        return self._accept(self.enter(peer, frame), self.run)
+        if frame[2] or self.devices is not None or self._events.request_begun:
+            return self._accept(self.enter(peer, frame), self.run)
+        # Most calls bring nothing beside their buffers: the same, without further calls.
+        self.requests_begun = next(self._numbers)
+        request = self._cancellable[peer, frame[1]] = Request(peer, frame)
+        return self.run, request
 
     def enter(self, peer: Peer, frame: Frame) -> Request:
         """A request that its caller may cancel until it is answered."""

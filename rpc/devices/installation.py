@@ -128,7 +128,7 @@ class Devices:
 
     def ready(self, value: Any) -> Shared:
         """What streams must join before they use an object that was made on the current ones."""
-        return Shared(value, self.local)
+        return Shared(value, self.local, self.updates)
 
     def around(self, run: Callable[[Request], None]) -> Callable[[Request], None]:
         """Run requests on streams of their own."""

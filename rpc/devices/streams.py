@@ -169,12 +169,18 @@ class Shared:
     """An object of this worker that requests use on their streams, in turn or at the same time. Each
     waits for the work that others have enqueued on it: its making, and what they did to it, in place for one
     thing. From any thread.
+
+    Args:
+        value: the object.
+        devices: those that requests use.
+        updates: further work that may change it.
     """
 
-    __slots__ = ("_devices", "_lock", "_ready", "_tensors")
+    __slots__ = ("_devices", "_lock", "_ready", "_tensors", "_updates")
 
-    def __init__(self, value: Any, devices: Sequence[torch.device]) -> None:
+    def __init__(self, value: Any, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self._devices = devices
+        self._updates = updates
         self._lock = threading.Lock()
         self._tensors = [weakref.ref(tensor) for tensor in tensors_in(value)]
         self._ready = Ready((), devices)
@@ -186,8 +192,7 @@ class Shared:
         Args:
             tensors: further ones whose memory the current streams use.
         """
-        with self._lock:
-            self._ready.join()
+        self.wait()
         for tensor in (*tensors, *(reference() for reference in self._tensors)):
             if tensor is not None and not tensor.is_cpu:
                 use_on_current_stream(tensor)
@@ -197,6 +202,8 @@ class Shared:
 
     def wait(self) -> None:
         """As ``join``, and what the current streams do then is not part of the work."""
+        if self._updates is not None:
+            self._updates.wait()
         with self._lock:
             self._ready.join()
 

@@ -136,8 +136,15 @@ def _devices_from_wire(fields: Sequence[Any]) -> tuple[Any, ...]:
                 (str(callee), tuple((str(source), str(target)) for source, target in pairs))
                 for callee, pairs in maps
             )
-            for source, target in (pair for _, pairs in device_maps for pair in pairs):
-                torch.device(source), torch.device(target)
+            for name in (name for _, pairs in device_maps for pair in pairs for name in pair):
+                _check_device(name)
             return device_maps, devices and (devices[0], devices[1], tuple(map(str, devices[2])))
         case _:
             raise TypeError(f"not a description of devices: {str(fields)[:80]}")
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None

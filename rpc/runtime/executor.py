@@ -244,14 +244,15 @@ class Executor:
         this_thread.runs_callees = True
         backlog = self._backlog
         checked = True
+        source: TaskSource | None = None
         while True:
-            source = None
             try:
                 function, argument = backlog.popleft()
             except IndexError:
                 source = worker.source
                 task = self._task_at_source(worker)
                 if task is None:
+                    source = None
                     if not self._wait(worker):
                         return
                     continue
@@ -278,8 +279,10 @@ class Executor:
                 reset_modes()
             del function, argument  # an idle thread keeps nothing alive
             worker.finished += 1
-            if source is not None and worker.source is None:
-                worker.source = source  # where its last task came from, the next may follow
+            if source is not None:
+                if worker.source is None:
+                    worker.source = source  # where its last task came from, the next may follow
+                source = None
             if not backlog and self._on_idle is not None:
                 self._tell_if_idle(self._on_idle)
 

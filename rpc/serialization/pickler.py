@@ -251,13 +251,19 @@ def dump(
     try:
         _pickle(pickler, record, prepare)
         buffers[0] = stream.getvalue()
+        place = len(buffers)
+        if tracked:
+            if pickler.carried is None:
+                pickler.carried = {}
+            stream = io.BytesIO()
+            apart = pickler_to(stream)
+            apart.carried = pickler.carried
+            _pickle(apart, tuple([tensor.detach() for tensor in tracked]))
+            buffers[place] = stream.getvalue()
         if pickler.carried:
             header = {kind: descriptors for kind, (_, descriptors) in pickler.carried.items()}
         if tracked:
-            place = header[TRACKED] = len(buffers)
-            stream = io.BytesIO()
-            _pickle(pickler_to(stream), tuple([tensor.detach() for tensor in tracked]))
-            buffers[place] = stream.getvalue()
+            header[TRACKED] = place
         if staging is not None and not staging.begin():
             staging = None
     except BaseException:

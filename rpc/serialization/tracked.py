@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rpc.errors import SerializationError
-from rpc.serialization.carriers import arrived
+from rpc.serialization.carriers import arrived, receiving
 from rpc.serialization.memory import settle
 from rpc.serialization.payload import TRACKED, Arrivals, Connect
 
@@ -95,7 +95,11 @@ def rebuilt(
     place = header[TRACKED]
     if type(place) is not int or not 0 < place < len(buffers):
         raise SerializationError(f"the message has its tensors in buffer {str(place)[:20]}, which cannot be")
-    tensors = read(buffers[place], buffers=map(settle, buffers[place + 1 :]))
+    outer, receiving.arrivals = receiving.arrivals, arrivals
+    try:
+        tensors = read(buffers[place], buffers=map(settle, buffers[place + 1 :]))
+    finally:
+        receiving.arrivals = outer
     if type(tensors) is not tuple or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise SerializationError("what the message has in place of its tensors are none")
     found = connect(list(tensors)) if connect else [tensor.requires_grad_() for tensor in tensors]

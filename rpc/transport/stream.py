@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import socket
 import ssl
 from collections.abc import Sequence
 from typing import Final
@@ -44,6 +45,8 @@ class StreamConnection:
 
     Args:
         over_network: it may lead over a network, where several connections may get more of it than one does.
+        kept_by_kernel: maximum number of received bytes that the kernel keeps once both sides know each
+            other; 0 leaves it to the kernel, as bulk streams do.
     """
 
     owner: ConnectionOwner
@@ -56,7 +59,9 @@ class StreamConnection:
         captured_bytes: int = CAPTURE_ALL,
         *,
         over_network: bool = False,
+        kept_by_kernel: int = 0,
     ) -> None:
+        self._kept_by_kernel = kept_by_kernel
         self._loop = loop = context.loop
         self._stream = stream
         self._decoder = decoder = Decoder(_HANDSHAKE_FRAME_BYTES, _HANDSHAKE_RECEIVE_BYTES)
@@ -105,6 +110,9 @@ class StreamConnection:
         self.send_sign(PREAMBLE)
 
     def set_frame_limits(self, received: int, sent: int) -> None:
+        if self._kept_by_kernel and isinstance(self._stream, DescriptorStream):
+            with contextlib.suppress(OSError):  # it has just broken
+                self._stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._kept_by_kernel)
         self._decoder.max_frame_bytes = received
         self._decoder.grow()
         if self._scratch is not None:

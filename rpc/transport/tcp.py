@@ -121,16 +121,22 @@ class TcpTransport:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if _NOT_SENT is not None:
             sock.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, _UNSENT_BYTES)
-        if _host(sock.getsockname) == _host(sock.getpeername):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)
-        else:
+        within_host = _host(sock.getsockname) == _host(sock.getpeername)
+        if not within_host:
             _give_up_on_silence(sock)
         stream: DescriptorStream
         if isinstance(sock, ssl.SSLSocket):
             stream = TlsStream(self._loop, sock)
         else:
             stream = SocketStream(self._loop, sock)
-        return StreamConnection(self._context, stream, description, CAPTURED_BYTES, over_network=True)
+        return StreamConnection(
+            self._context,
+            stream,
+            description,
+            CAPTURED_BYTES,
+            over_network=True,
+            kept_by_kernel=_RECEIVED_BYTES if within_host else 0,
+        )
 
 
 def _give_up_on_silence(sock: socket.socket) -> None:

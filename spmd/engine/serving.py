@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import rpc
-from rpc.agent.futures import Future
 from rpc.functions import async_execution
-from rpc.runtime.current import current_agent
 from rref import RRef
-from spmd.collectives.errors import StoreGivenUpError
-from spmd.collectives.store import WorkerStore, fail_if_lost
 from spmd.engine.errors import SpmdError
 from spmd.engine.layouts import coordinates
 from spmd.engine.messages import Step
 from spmd.engine.program import MeshKey
 from spmd.engine.worker import WorkerEngine
 from spmd.torch_internals import world
+from spmd.workers.forming import Forming
+from spmd.workers.step_queue import StepQueue
 
 __all__ = ["ServedWorker", "make"]
-
-_EXTENSION: Final = "spmd.engine"
 
 
 def make(driver: str, workers: Sequence[str], rank: int, name: str) -> RRef[ServedWorker]:
@@ -52,33 +46,15 @@ class ServedWorker:
             )
         self._driver, self._workers, self._rank, self._name = driver, workers, rank, name
         self._meshes: dict[MeshKey, _Mesh] = {}
-        self._forming: WorkerStore | None = None
+        self._forming: Forming | None = None
         self._group(0)
         self._engine = WorkerEngine(rank, self._mesh)
-        self._waiting: dict[int, tuple[Step, Any]] = {}
-        self._next = 0
-        self._closed = False
-        self._changed = threading.Condition()
-        agent: Any = current_agent()
-        agent.lifecycle.hooks.close.append(self._stop)
-        self._watch = rpc.on_worker_lost(self._lost)
-        self._thread = threading.Thread(target=self._work, name="farcall-spmd-worker", daemon=True)
-        self._thread.start()
+        self._steps = StepQueue(self._engine.run, driver, self.abort, _ended, self._engine.values.clear)
 
     def _group(self, generation: int) -> None:
         """Make the workers the default process group."""
-        agent: Any = current_agent()
-        store = WorkerStore(self._workers[0], f"{self._name}/{generation}/")
-        agent.extensions[_EXTENSION] = store  # C++ does not keep it; the previous group has ended
-        self._forming = store
-        with fail_if_lost(store, [self._driver, *self._workers]):
-            try:
-                dist.init_process_group(
-                    "farcall", store=store, rank=self._rank, world_size=len(self._workers)
-                )
-            except StoreGivenUpError as error:
-                # How PyTorch came to the store explains nothing to the driver.
-                raise StoreGivenUpError(str(error)) from None
+        self._forming = Forming(self._workers, f"{self._name}/{generation}")
+        self._forming.form(self._rank, self._driver)
         self._forming = None
 
     def _mesh(self, key: MeshKey) -> _Mesh:
@@ -94,33 +70,7 @@ class ServedWorker:
     @async_execution
     def do(self, step: Step) -> Any:
         """Do a step when those before it are done."""
-        future: Any = Future()
-        with self._changed:
-            if self._closed:
-                future.set_exception(SpmdError("the worker has left SPMD mode"))
-                return future
-            self._waiting[step.sequence] = (step, future)
-            self._changed.notify()
-        return future
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._next in self._waiting or self._closed)
-                if self._closed:
-                    break
-                step, future = self._waiting.pop(self._next)
-                self._next += 1
-            try:
-                answer = self._engine.run(step)
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(answer)
-            del step, future
-        for _, future in self._waiting.values():
-            future.set_exception(SpmdError("the worker has left SPMD mode"))
-        self._engine.values.clear()
+        return self._steps.put(step)
 
     def abort(self, reason: str) -> None:
         """End the collectives under way, and the forming of a group, here and on the others."""
@@ -137,24 +87,15 @@ class ServedWorker:
         self._engine.relink()
         self._group(generation)
 
-    def _lost(self, worker: rpc.WorkerInfo, reason: str) -> None:
-        """If the driver is gone, others may never get the step in which this worker waits for them."""
-        if worker.name == self._driver:
-            self._stop()
-            self.abort(reason)
-
-    def _stop(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
     def close(self) -> None:
         """Leave the mode: values are freed, and the process group ends."""
-        self._watch.close()
-        self._stop()
-        self._thread.join()
+        self._steps.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _ended() -> SpmdError:
+    return SpmdError("the worker has left SPMD mode")
 
 
 class _Mesh:

@@ -6,7 +6,6 @@ program goes on; what failed there is raised when the program waits for them.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -19,8 +18,7 @@ from torch import Tensor
 
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, WorkerLostError
-from rpc.runtime import spans, waits
-from spmd.collectives.errors import CollectiveError
+from rpc.runtime import spans
 from spmd.engine.aliases import Value
 from spmd.engine.bounded_cache import BoundedCache
 from spmd.engine.errors import OperationError, SpmdError
@@ -33,8 +31,9 @@ from spmd.engine.poison import poisoned
 from spmd.engine.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
 from spmd.engine.recorder import ENTRIES_PER_PROGRAM, Entry, Recorder, Recording, lost, nowhere
 from spmd.engine.repetition import Repetition
+from spmd.workers.worker_set import Port, WorkerSet, cause_of
 
-__all__ = ["PROGRAMS", "Port", "Session"]
+__all__ = ["PROGRAMS", "EnginePort", "Session"]
 
 PROGRAMS: Final = 256
 """Maximum number of programs that the driver and each worker keep, by default."""
@@ -43,21 +42,11 @@ _AHEAD: Final = 16
 """Steps that workers may be behind the driver."""
 
 _GRACE: Final = 2.0
-"""Seconds that the others have to come to an end when one worker has failed."""
+"""Seconds in which the others end a step, once one worker has failed in it."""
 
 
-class Port(Protocol):
-    """A worker, as the driver sees it."""
-
-    name: str
-
-    def send(self, step: Step) -> Any:
-        """Have it do a step; a future of its ``Answer``."""
-        ...
-
-    def abort(self, reason: str) -> None:
-        """End the collective that it may wait in. Returns at once."""
-        ...
+class EnginePort(Port, Protocol):
+    """A worker of SPMD mode, as the driver sees it."""
 
     def regroup(self, generation: int) -> Any:
         """Have it make its process groups anew, together with the others; a future."""
@@ -134,14 +123,14 @@ class Session:
         programs: Maximum number of programs that are kept, here and on each worker.
     """
 
-    def __init__(self, ports: Sequence[Port], programs: int = PROGRAMS) -> None:
+    def __init__(self, ports: Sequence[EnginePort], programs: int = PROGRAMS) -> None:
         self.recorder = Recorder(self._run, LogicalTensor, programs * ENTRIES_PER_PROGRAM)
         self._ports = tuple(ports)
+        self._set = WorkerSet(self._ports, "an SPMD step", _GRACE, _has_ended)
         self._programs: BoundedCache[Any, _Known] = BoundedCache(programs, self._drop)
         self._dropped: list[int] = []
         self._program_count = 0
         self._ids = 0
-        self._sequence = 0
         self._freed: deque[int] = deque()
         self._remotes: dict[int, weakref.ref[_Remote]] = {}
         self._under_way: deque[_UnderWay] = deque()
@@ -250,12 +239,12 @@ class Session:
             del self._remotes[number]
             if number not in gone:
                 freed.append(number)
-        known, under_way.number = under_way.known, self._sequence
+        known, under_way.number = under_way.known, self._set.number
         forget, self._dropped = tuple(self._dropped), []
         packed = None if known is None else known.repetition.pack(base, under_way.inputs, scalars)
-        for worker, port in enumerate(self._ports):
-            step = Step(
-                self._sequence,
+        steps = [
+            Step(
+                under_way.number,
                 base,
                 tuple([part[worker] for part in parts]),
                 None if known is None else known.number,
@@ -265,14 +254,9 @@ class Session:
                 wanted if worker in workers else (),
                 forget,
             )
-            try:
-                under_way.answers.append(port.send(step))
-            except Exception as error:  # some workers have the step, and others never will
-                self._broken = self._broken or _unanswered(under_way.described(), error)
-                if self._broken is error:
-                    raise
-                raise self._broken from None
-        self._sequence += 1
+            for worker in range(len(self._ports))
+        ]
+        under_way.answers = self._set.send(steps)
         self._under_way.append(under_way)
         while len(self._under_way) > _AHEAD:
             self._settle(self._under_way.popleft())
@@ -307,17 +291,11 @@ class Session:
 
     def _settle(self, step: _UnderWay) -> list[Answer]:
         """Wait for a step, and note what has failed."""
-        patience = _Patience(self._give_up, step.answers)
-        answers: list[Answer] = []
-        for future in step.answers:
-            try:
-                lines = step.described() if spans.is_listened_to() else ""
-                with waits.waiting("an SPMD step", lines=lines):
-                    answers.append(future.wait())
-            except RpcError as error:
-                self._broken = self._broken or _unanswered(step.described(), error)
-                answers.append(Answer())
-        patience.end()
+        details = {"lines": step.described()} if spans.is_listened_to() else {}
+        answers, failed = self._set.wait(step.answers, **details)
+        for worker, error in failed.items():
+            self._broken = self._broken or _unanswered(step.described(), error)
+            answers[worker] = Answer()
         lost = {place: self._lost[each] for place, each in enumerate(step.inputs) if each in self._lost}
         if lost or any(each.failures for each in answers):
             self._lose(step, lost, answers)
@@ -333,7 +311,7 @@ class Session:
         reasons: list[OperationError | None]
         if ends:
             if self._ending is None:
-                failure = next((each for each in ends if not _is_of_others(each.cause)), ends[0])
+                failure = ends[cause_of({place: each.cause for place, each in enumerate(ends)})]
                 self._ending = _explained(step, failure.index, failure.cause)
             self._error = self._error or self._ending
             reasons = [self._ending] * len(step.made)
@@ -357,11 +335,6 @@ class Session:
                 if reference is not None and (remote := reference()) is not None:
                     remote.error = reason
 
-    def _give_up(self) -> None:
-        """Some workers have failed, and the others may wait for them in a collective."""
-        for port in self._ports:
-            port.abort("another worker has failed")
-
     def _regroup(self) -> None:
         """A program has ended early on some worker, and with it the collectives of all: make new groups."""
         self._generation += 1
@@ -369,7 +342,7 @@ class Session:
             wait_futures([port.regroup(self._generation) for port in self._ports])
         except RpcError as error:  # some workers have new groups, and others have not
             self._broken = _unanswered("the request for new process groups after a failed operation", error)
-            self._give_up()  # the others may wait for the one that has failed
+            self._set.abort("another worker has failed")  # the others may wait for the one that has failed
             if self._broken is error:
                 raise
             raise self._broken from None
@@ -428,41 +401,9 @@ class Session:
             return {worker: answers[worker].values[0] for worker in workers}
 
 
-class _Patience:
-    """Gives workers that have not come to an end some seconds, once one has failed."""
-
-    def __init__(self, give_up: Callable[[], None], answers: Sequence[Any]) -> None:
-        self._give_up = give_up
-        self._timer: threading.Timer | None = None
-        self._lock = threading.Lock()
-        self._ended = False
-        for each in answers:
-            each.add_done_callback(self._look)
-
-    def _look(self, answer: Any) -> None:
-        try:
-            failed = any(each.ends for each in answer.value().failures)
-        except Exception:
-            failed = True
-        if not failed:
-            return
-        with self._lock:
-            if self._timer is None and not self._ended:
-                self._timer = threading.Timer(_GRACE, self._give_up)
-                self._timer.daemon = True
-                self._timer.start()
-
-    def end(self) -> None:
-        """All have come to an end."""
-        with self._lock:
-            self._ended = True
-            if self._timer is not None:
-                self._timer.cancel()
-
-
-def _is_of_others(cause: Exception) -> bool:
-    """Whether an error only says that another worker has failed."""
-    return isinstance(cause, CollectiveError)
+def _has_ended(answer: Answer) -> bool:
+    """Whether a worker has ended a program early, so that others may wait for it."""
+    return any(each.ends for each in answer.failures)
 
 
 def _unanswered(asked: str, error: Exception) -> Exception:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn
@@ -21,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import rpc
-from rpc.agent.futures import Future, as_completed, wait_futures
-from rpc.errors import GivenUpError, RpcError, RpcTimeoutError, WorkerLostError
+from rpc.agent.futures import wait_futures
+from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
 from rpc.runtime.notices import Notices, tell_of_start
@@ -32,10 +33,10 @@ from spmd.engine.current import DEVICE, set_engine
 from spmd.engine.device import set_up
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
 from spmd.engine.logical_tensor import LogicalTensor, in_message
-from spmd.engine.messages import Step
 from spmd.engine.report import Report, report_of
 from spmd.engine.serving import make
 from spmd.engine.session import PROGRAMS, Session
+from spmd.workers.worker_set import RemotePort, wait_together
 
 __all__ = [
     "device",
@@ -64,18 +65,8 @@ _PATIENCE: Final = 10.0
 """Seconds that a worker has to end."""
 
 
-class _RemotePort:
+class _Port(RemotePort):
     """A worker behind calls."""
-
-    def __init__(self, name: str, worker: Any) -> None:
-        self.name = name
-        self.worker = worker
-
-    def send(self, step: Step) -> Any:
-        return self.worker.rpc_async(timeout=0).do(step)
-
-    def abort(self, reason: str) -> None:
-        self.worker.rpc_async(timeout=0).abort(reason)
 
     def regroup(self, generation: int) -> Any:
         return self.worker.rpc_async(timeout=0).regroup(generation)
@@ -107,15 +98,11 @@ class _Mode:
             for rank, each in enumerate(names)
         ]
         try:
-            made = wait_futures(calls)
-        except BaseException as error:  # the others may wait for the one that has failed
-            store = WorkerStore(names[0], f"{name}/")
-            store.set_timeout(timedelta(seconds=_PATIENCE))
-            store.give_up(f"SPMD mode could not begin: {type(error).__name__}: {error}")
-            if isinstance(error, GivenUpError):
-                error = _cause_in(calls) or error
-            raise _begun_without(error) from None
-        self.ports = [_RemotePort(name, worker) for name, worker in zip(names, made, strict=True)]
+            made = wait_together(calls, partial(_give_up, names[0], name))
+        except WorkerLostError as error:
+            said = f"SPMD mode could not begin: worker '{error.worker}' is gone: {error.reason}"
+            raise WorkerLostError(said, error.worker, error.reason) from None
+        self.ports = [_Port(name, worker) for name, worker in zip(names, made, strict=True)]
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
         self.session = Session(self.ports, programs)
@@ -133,25 +120,11 @@ class _Mode:
         _end(self.processes)
 
 
-def _begun_without(error: BaseException) -> BaseException:
-    """If a worker is gone, an error that says what for; any other error as it is."""
-    if not isinstance(error, WorkerLostError):
-        return error
-    said = f"SPMD mode could not begin: worker '{error.worker}' is gone: {error.reason}"
-    return WorkerLostError(said, error.worker, error.reason)
-
-
-def _cause_in(calls: Sequence[Future[Any]]) -> BaseException | None:
-    """The error of a call that has not just been given up because of another one."""
-    with suppress(RpcTimeoutError):
-        for call in as_completed(calls, _PATIENCE):
-            try:
-                call.value()
-            except GivenUpError:
-                pass
-            except BaseException as error:
-                return error
-    return None
+def _give_up(worker: str, name: str, reason: str) -> None:
+    """Have workers end that wait for others to begin."""
+    store = WorkerStore(worker, f"{name}/")
+    store.set_timeout(timedelta(seconds=_PATIENCE))
+    store.give_up(f"SPMD mode could not begin: {reason}")
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -261,10 +234,11 @@ def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subproc
 def _await_start(workers: dict[str, tuple[subprocess.Popen[bytes], BinaryIO]]) -> None:
     """Wait until all are about to join; the log says for whom, if it takes long."""
     with ExitStack() as until_end:
-        signs = {until_end.enter_context(sign): name for name, (_, sign) in workers.items()}
+        signs: dict[Any, str] = {until_end.enter_context(sign): name for name, (_, sign) in workers.items()}
         notices = Notices()
         while signs:
-            for sign in wait(list(signs), max(0.0, notices.next - time.monotonic())):
+            ready: list[Any] = wait(list(signs), max(0.0, notices.next - time.monotonic()))
+            for sign in ready:
                 name = signs.pop(sign)
                 if not sign.read(1):
                     process, _ = workers[name]

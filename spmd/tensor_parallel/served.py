@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -23,8 +24,9 @@ from rpc.runtime.torch_internals import pytree
 from rref import RRef
 from spmd.tensor_parallel.coordinator import Coordinator, coordinate
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError, ShardLostError
-from spmd.tensor_parallel.resharding import chunk
-from spmd.tensor_parallel.shard import Call, Initialize, Membership, ModelShard, Parallelize, Part, make
+from spmd.tensor_parallel.shard import Call, Initialize, Membership, ModelShard, Parallelize, make
+from spmd.tensor_parallel.state_parts import Part, cut_state, whole_of
+from spmd.workers.worker_set import wait_together
 
 __all__ = ["ShardedModule", "build"]
 
@@ -131,7 +133,7 @@ class ShardedModule:
     def state_dict(self) -> dict[str, Tensor]:
         """The state, put together here from the shards' parts; nowhere else is it whole."""
         parts: list[dict[str, Part]] = self._of_all("parts")
-        return {name: _whole([each[name] for each in parts]) for name in parts[0]}
+        return {name: whole_of([each[name] for each in parts]) for name in parts[0]}
 
     def load_state_dict(self, state: Mapping[str, Tensor] | str | Path) -> None:
         """Take over a state.
@@ -148,14 +150,7 @@ class ShardedModule:
             self._run("load", str(Path(state).absolute()))
             return
         parts: list[dict[str, Part]] = self._of_all("parts")
-        if state.keys() != parts[0].keys():
-            odd = ", ".join(sorted(state.keys() ^ parts[0].keys()))
-            raise ParallelError(f"the state and the model differ in: {odd}")
-        cut = [
-            {name: _part_of(state[name], part, rank, len(parts), name) for name, part in each.items()}
-            for rank, each in enumerate(parts)
-        ]
-        self._of_all("take", *cut)
+        self._of_all("take", *cut_state(state, parts))
 
     def save(self, directory: str | Path) -> None:
         """Write the state into a distributed checkpoint, each shard its part.
@@ -276,22 +271,18 @@ def build(
         us = Membership(f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout)
         how = (parallelize, initialize, secrets.randbits(62))
         joining = [shard.rpc_async(timeout=0).join(us, rank, *how) for rank, shard in enumerate(shards)]
-        try:
-            wait_futures(joining)
-        except Exception:
-            _undo(shards, joining)
-            raise
+        wait_together(joining, partial(_undo, shards, joining))
         coordinator = rpc_sync(workers[0], coordinate, args=(shards, workers, max_batch_size))
         return ShardedModule(workers, shards, coordinator)
 
 
-def _undo(shards: Sequence[RRef[ModelShard]], joining: Sequence[Future[Any]]) -> None:
+def _undo(shards: Sequence[RRef[ModelShard]], joining: Sequence[Future[Any]], reason: str) -> None:
     """Free what is left of a model that could not be built. Why it could not is known; other errors are not
     told.
     """
     for shard in shards:
         with suppress(RpcError):
-            shard.rpc_async(timeout=0).abort("the model could not be built")
+            shard.rpc_async(timeout=0).abort(f"the model could not be built: {reason}")
     for shard, future in zip(shards, joining, strict=True):
         with suppress(Exception):
             future.wait()
@@ -322,18 +313,3 @@ def _world(workers: Sequence[str], ranks: Sequence[int | None]) -> tuple[int, ..
             + ", ".join(f"'{worker}': rank {rank}" for worker, rank in zip(workers, ranks, strict=True))
         )
     return known
-
-
-def _whole(parts: Sequence[Part]) -> Tensor:
-    dim = parts[0].dim
-    tensors = [part.local for part in parts if part.local is not None]
-    return tensors[0] if dim is None else torch.cat(tensors, dim)
-
-
-def _part_of(whole: Tensor, part: Part, rank: int, count: int, name: str) -> Tensor:
-    if tuple(whole.shape) != part.shape:
-        raise ParallelError(f"expected {name} of shape {[*part.shape]}, got {[*whole.shape]}")
-    if part.dim is None:
-        return whole
-    length, offset = chunk(part.shape[part.dim], count, rank)
-    return whole.narrow(part.dim, offset, length).contiguous()

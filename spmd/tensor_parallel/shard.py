@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint
@@ -25,24 +25,28 @@ from dist_autograd.graph import Leaf
 from dist_autograd.installation import autograd
 from dist_autograd.leaves import owned
 from dist_optim.local_optimizer import LocalOptimizer, mark_as_copy
+from rpc.agent.futures import Future
 from rpc.errors import AutogradError
+from rpc.functions import async_execution
 from rpc.runtime.current import current_agent
 from rpc.runtime.torch_internals import pytree
 from rref import RRef
 from spmd.collectives.group import Group
 from spmd.collectives.node import Node
 from spmd.collectives.process_group import FarcallProcessGroup
-from spmd.collectives.store import WorkerStore, fail_if_lost
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
+from spmd.tensor_parallel.filling import materialize, reset
 from spmd.tensor_parallel.random_numbers import draw_parts
+from spmd.tensor_parallel.state_parts import Part, part_of
 from spmd.torch_internals import DropoutNd, default_store, register_group
+from spmd.workers.forming import Forming
+from spmd.workers.step_queue import StepQueue
 
-__all__ = ["Call", "Membership", "ModelShard", "Outcome", "Part", "make"]
+__all__ = ["Call", "Membership", "ModelShard", "Outcome", "Task", "make"]
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 Initialize = Callable[[nn.Module], object]
 
-_EXTENSION: Final = "spmd.served"
 dcp: Any = torch.distributed.checkpoint
 
 
@@ -61,6 +65,21 @@ class Membership:
     workers: tuple[str, ...]
     world: tuple[int, ...] | None
     timeout: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a shard is to do.
+
+    Attributes:
+        sequence: from 0; tasks are done in this order.
+        name: of a method of ``ModelShard``.
+        args: for it.
+    """
+
+    sequence: int
+    name: str
+    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -94,21 +113,6 @@ class Outcome:
     value: Any
     differentiable: tuple[bool, ...]
     number: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a shard has of one entry of the state.
-
-    Attributes:
-        local: its part; None: the whole, which rank 0 gives.
-        dim: along which the parts make the whole; None if each has the whole.
-        shape: of the whole.
-    """
-
-    local: Tensor | None
-    dim: int | None
-    shape: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -149,7 +153,8 @@ class ModelShard:
         self.rank = -1
         self._worker = ""
         self._aborted = ""
-        self._store: WorkerStore | None = None
+        self._forming: Forming | None = None
+        self._steps: StepQueue | None = None
         self._group: Group | None = None
         self._process_group: Any = None
         self._mesh: Any = None
@@ -177,13 +182,14 @@ class ModelShard:
         except BaseException:
             self.close()
             raise
+        self._steps = StepQueue(self._do, us.workers[0], self.abort, _ended)
 
     def _fill(self, parallelize: Parallelize, initialize: Initialize | None, seed: int) -> None:
         self.module = parallelize(self.module, self._mesh)
-        _materialize(self.module)
+        materialize(self.module)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), draw_parts():
             torch.manual_seed(seed)
-            (_reset if initialize is None else initialize)(self.module)
+            (reset if initialize is None else initialize)(self.module)
         for parameter in self.module.parameters():
             twin = self._locals[parameter] = _local_twin(parameter)
             if self.rank and not _is_sharded(parameter):
@@ -194,14 +200,10 @@ class ModelShard:
         world = us.world or tuple(range(len(us.workers)))
         timeout = timedelta(seconds=us.timeout)
         if us.world is None:
-            store = self._store = WorkerStore(us.workers[0], f"{us.name}/")
-            agent.extensions.setdefault(_EXTENSION, []).append(store)  # C++ does not keep it
-            if self._aborted:  # before there was a store
+            self._forming = Forming(us.workers, us.name)
+            if self._aborted:  # before there was a group to give up
                 raise ParallelError(self._aborted)
-            with fail_if_lost(store, us.workers):
-                dist.init_process_group(
-                    "farcall", store=store, rank=self.rank, world_size=len(world), timeout=timeout
-                )
+            self._forming.form(rank=self.rank, timeout=timeout)
         node = Node.of(agent, [agent.group.peers.find(each) for each in us.workers], us.name, owned=False)
         self._group = Group(node, range(len(world)), self.rank, us.name, us.timeout)
         self._process_group = FarcallProcessGroup(self._group)
@@ -218,7 +220,9 @@ class ModelShard:
         self._mesh = DeviceMesh.from_group(self._process_group, "cpu")
 
     def close(self) -> None:
-        """Leave the group and free the module."""
+        """Leave the group and free the module. Idempotent."""
+        if self._steps is not None:
+            self._steps.stop()
         if self._process_group is not None:
             dist.destroy_process_group(self._process_group)
         self._group = self._process_group = self._mesh = None
@@ -226,6 +230,15 @@ class ModelShard:
         self._locals.clear()
 
     # ---- running it
+
+    @async_execution
+    def do(self, task: Task) -> Future[Any]:
+        """Do a task when those before it are done."""
+        assert self._steps is not None, "not before join"
+        return self._steps.put(task)
+
+    def _do(self, task: Task) -> Any:
+        return getattr(self, task.name)(*task.args)
 
     def forward(self, call: Call) -> Outcome | None:
         """Run the module; rank 0 returns what it gives."""
@@ -314,14 +327,7 @@ class ModelShard:
 
     def parts(self) -> dict[str, Part]:
         """What this shard has of the state, by name."""
-        return {name: self._part(value) for name, value in self.module.state_dict().items()}
-
-    def _part(self, value: Tensor) -> Part:
-        dim, local = None, value
-        if isinstance(value, DTensor):
-            (placement,) = value.placements
-            dim, local = placement.dim if isinstance(placement, Shard) else None, value.to_local()
-        return Part(None if dim is None and self.rank else local.detach(), dim, tuple(value.shape))
+        return {name: part_of(value, self.rank) for name, value in self.module.state_dict().items()}
 
     def take(self, parts: Mapping[str, Tensor]) -> None:
         """Take over this shard's part of a state."""
@@ -347,13 +353,17 @@ class ModelShard:
         self._aborted = reason
         if self._group is not None:
             self._group.abort(reason)
-        elif self._store is not None:
-            self._store.give_up(reason)
+        elif self._forming is not None:
+            self._forming.give_up(reason)
 
     @property
     def failed(self) -> bool:
         """Whether the group has failed."""
         return self._group is None or self._group.members.failed
+
+
+def _ended() -> ParallelError:
+    return ParallelError("the model is closed")
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -381,52 +391,3 @@ def _local_gradient(gradient: Tensor | None, parameter: Any) -> Tensor | None:
         laid_out = gradient.redistribute(placements=parameter.placements)
     local: Tensor = laid_out.to_local()
     return local
-
-
-def _materialize(module: nn.Module) -> None:
-    """Give parameters and buffers on the meta device memory for this rank's part. Ties are kept."""
-    made: dict[int, Any] = {}
-
-    def real(tensor: Any) -> Any:
-        if tensor is None or not tensor.is_meta:
-            return tensor
-        if id(tensor) not in made:
-            empty = _empty(tensor)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return made[id(tensor)]
-
-    for each in module.modules():
-        each._parameters = {name: real(value) for name, value in each._parameters.items()}
-        each._buffers = {name: real(value) for name, value in each._buffers.items()}
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device="cpu")
-    local = torch.empty_like(tensor._local_tensor, device="cpu")
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
-def _reset(module: nn.Module) -> None:
-    """Fill parameters and buffers as the modules that have them do.
-
-    Raises:
-        ParallelError: a module has some, and nothing that fills them.
-    """
-    unfilled = []
-    for name, each in module.named_modules():
-        own: Any = getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None)
-        if own is not None:
-            own()
-        elif any(tensor is not None for tensor in (*each._parameters.values(), *each._buffers.values())):
-            unfilled.append(f"'{name}' ({type(each).__name__})" if name else type(each).__name__)
-    if unfilled:
-        raise ParallelError(
-            f"modules have parameters or buffers, but no reset_parameters that fills them: "
-            f"{', '.join(unfilled)}. The model is built without memory, so what its constructors compute is "
-            "lost: pass initialize"
-        )

@@ -53,7 +53,6 @@ WAITS: Final = (
         "current.wait_event(event)",
     ),
     Wait("Future.wait joins", "rpc/agent/futures.py", "self._arrived.join()"),
-    Wait("then() joins", "rpc/agent/futures.py", "source._arrived.join()"),
     Wait("a reference's value joins", "rref/value.py", "self._made.join()"),
     Wait(
         "a reference's value waits for what other requests did to it",

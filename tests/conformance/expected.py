@@ -60,5 +60,19 @@ CANNOT_HOLD: Final[dict[str, str]] = {
 FEWEST_ON_DEVICES: Final = 90
 """Minimum number of PyTorch's 100 tests of RPC with GPUs that are not listed below."""
 
-CANNOT_HOLD_ON_DEVICES: Final[dict[str, str]] = {}
+CANNOT_HOLD_ON_DEVICES: Final[dict[str, str]] = {
+    **dict.fromkeys(
+        (
+            "test_cuda_future_can_extract_cuda_sparse_tensor",
+            "test_cuda_future_can_extract_list_with_cuda_sparse_tensor",
+            "test_cuda_future_can_extract_custom_class_with_cuda_sparse_tensor",
+        ),
+        "the simulated accelerator has no sparse tensors",
+    ),
+    "test_async_execution_nested_with_cuda_future": "a callback of then() reads an argument of its request "
+    "on streams of its own and drops it, and nothing records that: the simulated device reuses and poisons "
+    "the memory at once",
+    "test_cuda_future_can_extract_custom_class_with_cuda_tensor": "PyTorch's futures know torch.cuda.Event, "
+    "and not the events of other accelerators, in an object that they look for tensors in",
+}
 """Which of PyTorch's tests with GPUs cannot hold on the simulated accelerator, and why."""

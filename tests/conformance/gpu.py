@@ -82,6 +82,7 @@ def _rewritten(module: str) -> str:
     source = _source(module)
     source = source.replace("torch.cuda.", f"torch.{KIND}.").replace(".cuda(", f".{KIND}(")
     source = re.sub(r"(?<=[\"'{])cuda(?=[\"':}])", KIND, source)
+    source = source.replace("cuda:", f"{KIND}:")
     source = re.sub(r"(\w+)\.is_cuda", rf"(\1.device.type == '{KIND}')", source)
     # The simulated device sleeps microseconds, not cycles.
     source = source.replace("get_cycles_per_ms()", "20")
@@ -134,7 +135,7 @@ def run_rank(worker: Worker, suite: str, name: str, folder: Path | None) -> str:
 
 
 def _marks(name: str, needed: int) -> list[pytest.MarkDecorator]:
-    if name in CANNOT_HOLD_ON_DEVICES:
+    if name in CANNOT_HOLD_ON_DEVICES and KIND != "cuda":
         return [pytest.mark.xfail(reason=CANNOT_HOLD_ON_DEVICES[name], run=False)]
     if needed > COUNT:
         return [pytest.mark.skip(reason=f"needs {needed} devices")]

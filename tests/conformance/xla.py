@@ -43,9 +43,10 @@ _KERNELS: Final = "flash_attention"
 
 _DECODER: Final = ("--hidden-size=64", "--intermediate-size=128")
 
-_CASE: Final = re.compile(r"^(test\w+) \(([\w.]+)\)")
+_NO_CASE: Final = "(no case was run)"
+_CASE: Final = re.compile(r"^(test\w+) (?:\(.*\) )?\((__main__[\w.]*)\)")
 _STATUS: Final = re.compile(r"(?:^|\.\.\. )(ok|FAIL|ERROR|skipped .*|expected failure)$")
-_HEADING: Final = re.compile(r"^(FAIL|ERROR): (\w+) \(([\w.]+)\)")
+_HEADING: Final = re.compile(r"^(?:FAIL|ERROR): (\w+) (?:\(.*\) )?\((__main__[\w.]*)\)")
 
 
 @dataclass
@@ -75,19 +76,25 @@ def outcomes_in(text: str) -> Outcome:
     current = ""
     for line in text.splitlines():
         if heading := _HEADING.match(line):
-            found.failed.add(heading[2] if heading[2] == "setUpClass" else heading[3])
+            found.failed.add(_name(heading))
             current = ""
         elif case := _CASE.match(line):
-            current = case[2]
+            current = _name(case)
         if current and (status := _STATUS.search(line)):
             kind = found.passed if status[1] in ("ok", "expected failure") else found.failed
             (found.skipped if status[1].startswith("skipped") else kind).add(current)
             current = ""
     found.passed -= found.failed
     if not found.passed | found.failed | found.skipped:
-        found.failed.add("(no case was run)")
+        found.failed.add(_NO_CASE)
         found.said = "\n".join(text.splitlines()[-3:])
     return found
+
+
+def _name(case: re.Match[str]) -> str:
+    """A case's class and method, as unittest takes them. absl writes arguments between the two."""
+    method, where = case[1], case[2].removeprefix("__main__").removeprefix(".")
+    return where if where.endswith(f".{method}") else f"{where}.{method}"
 
 
 def run(
@@ -142,7 +149,8 @@ def _run_tests(file: Path, options: argparse.Namespace) -> tuple[Outcome, str]:
     trains = file.stem.startswith("test_train")
     before = [str(_SMALL), str(options.checkout.resolve())] if trains else []
     for workers in _WORKERS:
-        found.add(outcomes_in(run(file, ["-v"], workers, options.seconds, before)[1]))
+        again = sorted(found.failed) if found.passed | found.skipped and not _is_whole(found.failed) else []
+        found.add(outcomes_in(run(file, ["-v", *again], workers, options.seconds, before)[1]))
         if not found.failed:
             break
     counts = f"{len(found.passed)} pass, {len(found.failed)} fail, {len(found.skipped)} skipped"
@@ -151,6 +159,11 @@ def _run_tests(file: Path, options: argparse.Namespace) -> tuple[Outcome, str]:
         {f"{file.stem}.{case}" for case in kind} for kind in (found.passed, found.failed, found.skipped)
     )
     return Outcome(passed, failed, skipped), "\n    ".join(lines)
+
+
+def _is_whole(failed: set[str]) -> bool:
+    """Whether not only single cases have failed, but what comes before all of a class or file."""
+    return any(each.endswith(".setUpClass") or each == _NO_CASE for each in failed)
 
 
 def _run_program(file: Path, flags: Sequence[str], options: argparse.Namespace) -> tuple[Outcome, str]:

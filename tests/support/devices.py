@@ -22,8 +22,9 @@ R = TypeVar("R")
 KIND: Final = os.environ.get("FARCALL_TEST_DEVICE", "sim")
 """The type of the devices that are tested."""
 
-MODES: Final = ("eager", "random", "lazy") if KIND == "sim" else ("eager",)
-"""How the simulated accelerator runs its streams."""
+_NIGHTLY: Final = [pytest.param(each, marks=pytest.mark.nightly) for each in ("eager", "random")]
+MODES: Final = ("lazy", *_NIGHTLY) if KIND == "sim" else ("eager",)
+"""How the simulated accelerator runs its streams: the mode that shows the most is tested by default."""
 
 COUNT: Final = int(os.environ.get("FARCALL_TEST_DEVICES", "4" if KIND == "sim" else "1"))
 """How many devices there are."""

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import dist_autograd
 import dist_optim
 import rpc
-import rref
+import spmd
 from tests.support.workers import Worker
 
 __all__ = ["HANGS", "Hang", "culprit_line"]
@@ -113,21 +113,6 @@ def from_worker0(worker: Worker, function: Callable[..., Any], *args: Any) -> No
         rpc.rpc_sync("worker1", function, args=args, timeout=0)
 
 
-def hold(lock: Any) -> threading.Thread:
-    """A thread that has a lock, and keeps it."""
-    held = threading.Event()
-
-    def keep() -> None:
-        with lock:
-            held.set()
-            time.sleep(LONG)
-
-    thread = threading.Thread(target=keep, daemon=True)
-    thread.start()
-    held.wait()
-    return thread
-
-
 # ---- cycles
 
 
@@ -196,11 +181,6 @@ def cycle_through_three_workers(worker: Worker) -> None:
 
 
 # ---- a callee that waits
-
-
-def keep_lock_then(wait: Callable[[], object], lock: Any) -> None:
-    hold(lock)
-    wait()
 
 
 def enter_lock() -> None:
@@ -538,12 +518,6 @@ def take_in_shutdown() -> None:
     QUEUE.get()  # culprit: shutdown_waits_for_a_callee
 
 
-def join_process_group(worker: Worker) -> None:
-    import spmd
-
-    spmd.init_process_group() if hasattr(spmd, "init_process_group") else dist.init_process_group("farcall")
-
-
 @hang("sleeps", size=3, quick=True)
 def collective_lacks_a_rank(worker: Worker) -> None:
     dist.init_process_group(
@@ -710,4 +684,30 @@ def chain_of_calls(worker: Worker) -> None:
 
 # ---- SPMD programs
 
-_ = rref
+
+@hang("stopped", worker="worker1", size=3, dead_kinds=("dead",))
+def driver_waits_for_a_stopped_worker(worker: Worker) -> None:
+    if worker.rank == 1:
+        time.sleep(LONG)  # culprit: driver_waits_for_a_stopped_worker
+    if worker.rank == 0:
+        spmd.use_spmd()
+        values = torch.ones(8).to(spmd.device())
+        spmd.sync()
+        rpc.rpc_async("worker1", stop_myself, timeout=0)
+        time.sleep(2.0)
+        print((values * 2).sum().item())
+
+
+def multiply_long() -> None:
+    while True:
+        torch.ones(600, 600) @ torch.ones(600, 600)  # culprit: rank_of_a_collective_computes
+
+
+@hang("computes", size=2)
+def rank_of_a_collective_computes(worker: Worker) -> None:
+    dist.init_process_group(
+        "farcall", init_method=f"{worker.init_method}-c10d", rank=worker.rank, world_size=worker.world_size
+    )
+    if worker.rank == 1:
+        multiply_long()
+    dist.all_reduce(torch.ones(4))

@@ -55,6 +55,7 @@ ROOMS = (
 ROOMS_OF: dict[str, tuple[set[str], ...]] = {
     "spmd": (
         {"collectives", "torch_internals"},
+        {"workers"},
         {"tensor_parallel"},
         {"engine", "backend"},
         {"sharding"},

@@ -26,7 +26,7 @@ from tests.fuzz.autograd.program import Numbers
 _TILES = (
     *((26, 34), (26, 35), (26, 36)),  # 64 KB less 1,888 bytes, less 16, and 1,856 more: in shared memory
     *((52, 70), (53, 69), (53, 69), (53, 69), (54, 71)),  # 256 KB less 64 bytes, and more: in chunks
-    *((120, 121), (121, 121), (121, 121)),  # 1 MB less 3,136 bytes, and 5,576 more: over stripes
+    *((94, 96), (95, 96), (95, 96)),  # 640 KB less 5,632 bytes, and 1,280 more: over bulk streams
     (242, 241),  # 4 MB
 )
 """How often a matrix is repeated in a large value, down and across, by variant: about where messages begin to

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dist_autograd import backward, context, get_gradients
 from farcall import rpc
 from rpc.devices.ipc import SMALLEST_BYTES, Import
 from tests.support.device_groups import one_to_one
@@ -71,7 +72,11 @@ def exchange(worker: Worker) -> list[Any]:
         same = [
             torch.equal(a.cpu(), b.cpu()) for a, b in zip(back, [views[0], views[1].T, views], strict=True)
         ]
-        return [sync, asynchronous, is_all(again, 9.0), *same, opened() - before >= 5]
+        leaf = torch.full((LARGE,), 2.0, device=FIRST, requires_grad=True)
+        with context() as number:
+            backward(number, [rpc.rpc_sync("worker1", double, args=(leaf * leaf,)).sum()])
+            same.append(is_all(get_gradients(number)[leaf], 8.0))
+        return [sync, asynchronous, is_all(again, 9.0), *same, opened() - before >= 6]
 
 
 def _same(value: Any) -> Any:
@@ -80,7 +85,7 @@ def _same(value: Any) -> Any:
 
 def test_memory_of_the_other_worker_is_read_in_order(run_workers: RunWorkers, mode: str) -> None:
     found = run_workers(exchange, 2, args=(mode,), time_limit=60)[0]
-    assert found == [True] * 7
+    assert found == [True] * 8
 
 
 @on_devices

@@ -137,6 +137,37 @@ def test_summary_of_a_failure_names_its_line_and_what_the_others_waited_for(tmp_
     )
 
 
+LATE = """\
+import os, time
+import rpc
+
+def load_data():
+    time.sleep(3600)
+
+rank = int(os.environ["RANK"])
+print("begins")
+if rank == 1:
+    load_data()
+rpc.init_rpc(f"worker{rank}")
+"""
+
+
+@pytest.mark.nightly
+def test_rank_that_has_not_joined_is_named_with_its_line(launchers: Launchers, tmp_path: Path) -> None:
+    launcher = launchers(LATE, "-n 2")
+    launcher.wait_for("begins", 2)
+    found = None
+    while found is None or found["kind"] != "sleeps":
+        for job in json.loads(ask(tmp_path, "ps", "--json")):
+            folders = {os.readlink(f"/proc/{each['pid']}/cwd") for each in job["workers"]}
+            if folders == {str(tmp_path.resolve())}:
+                findings = json.loads(ask(tmp_path, "why", "--job", job["job"], "--json"))["findings"]
+                found = findings[0] if findings and findings[0]["waiting"] else found
+    assert "rank 1 MainThread has not called init_rpc: sleeps, at program.py:5 in load_data" in found["text"]
+    launcher.send(signal.SIGTERM)
+    launcher.end()
+
+
 def test_without_a_job_it_is_said_that_there_is_none(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "farcall", "why"],

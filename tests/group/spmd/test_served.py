@@ -27,7 +27,8 @@ from spmd.tensor_parallel import (
 )
 from spmd.tensor_parallel.coordinator import Coordinator
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
-from spmd.tensor_parallel.shard import Call, Outcome
+from spmd.tensor_parallel.shard import Call, Outcome, Task
+from spmd.workers.step_queue import StepQueue
 from tests.support.served import (
     MLP_PLAN,
     PLAN,
@@ -241,6 +242,13 @@ class Recording:
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.began, self.go_on = threading.Event(), threading.Event()
+        self.steps = StepQueue(self._do, "worker0", self.abort, RuntimeError)
+
+    def do(self, task: Task) -> Any:
+        return self.steps.put(task)
+
+    def _do(self, task: Task) -> Any:
+        return getattr(self, task.name)(*task.args)
 
     def abort(self, reason: str) -> None:
         raise AssertionError(reason)

@@ -155,8 +155,11 @@ def begin_without_a_worker(worker: Worker) -> str:
 
 
 def die_when_the_mode_begins(worker: Worker) -> None:
+    def die(*_: object) -> None:
+        worker.die()
+
     worker.join()
-    with mock.patch("spmd.engine.serving.make", worker.die):
+    with mock.patch("spmd.engine.serving.make", die):
         rpc.shutdown()
 
 

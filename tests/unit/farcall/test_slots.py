@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -76,3 +77,18 @@ async def test_a_call_for_which_no_thread_can_be_started_gives_its_place_back(
 @pytest.mark.parametrize("large", [torch.zeros(1 << 20), np.zeros(1 << 20), b"\0" * (1 << 20)])
 def test_what_is_large_is_known_to_be(large: object) -> None:
     assert size_of({"result": [large]}) >= 1 << 20
+
+
+async def test_what_is_cancelled_in_the_moment_in_which_it_ends_counts_as_abandoned() -> None:
+    slots, abandoned = Slots(1), threading.Event()
+    with ThreadPoolExecutor(1) as own:
+        task = asyncio.ensure_future(slots.in_thread(int, abandoned=abandoned.set, executor=own))
+        await asyncio.sleep(0)  # the step has begun
+        own.submit(int).result()  # the step has ended, and the loop is about to be told
+        await asyncio.sleep(0)  # the loop has been told, and the task not yet
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert abandoned.is_set()
+    assert slots.in_threads == 0
+    slots.close()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rpc.device_maps import DeviceMap, check_device_maps, to_device_map
+from rpc.device_maps import DeviceMap, check_device_maps, check_targets, to_device_list, to_device_map
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", index) for index in range(4)]
@@ -68,3 +68,26 @@ def test_callee_of_a_dynamic_group_may_join_later() -> None:
 def test_bad_maps_are_named(maps: dict[str, DeviceMap], devices: list[torch.device], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         check(maps, devices)
+
+
+def test_devices_of_other_accelerators_can_be_used() -> None:
+    assert to_device_list(["xpu:1"]) == [torch.device("xpu:1")]
+
+
+def test_targets_that_the_callee_has_pass() -> None:
+    check_targets("worker0", "worker1", {CUDA[0]: CUDA[1], CPU: CPU}, "cuda", 2, ())
+    check_targets("worker0", "worker1", {CUDA[0]: CUDA[1]}, "cuda", 2, ("cuda:1",))
+
+
+@pytest.mark.parametrize(
+    ("target", "devices", "text"),
+    [
+        (CUDA[2], (), "Node worker0 has target devices with invalid indices in its device map for worker1"),
+        (CUDA[0], ("cuda:1",), "Node worker0 has unexpected target devices in its device map for worker1"),
+    ],
+)
+def test_targets_that_the_callee_does_not_have_are_refused(
+    target: torch.device, devices: tuple[str, ...], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        check_targets("worker0", "worker1", {CUDA[0]: target}, "cuda", 2, devices)

@@ -55,6 +55,7 @@ def worker(
     wall: float = 1000.0,
     looked: float = NOW,
     phase: str = "running",
+    groups: list[dict[str, Any]] | None = None,
     **snapshot: Any,
 ) -> WorkerState:
     facts = {
@@ -65,6 +66,7 @@ def worker(
         "pid": 50 + rank,
     }
     found = {"worker": facts, "threads": list(threads), "moved": NOW - 20, "called": NOW - 20} | snapshot
+    found["spmd.node"] = groups or []
     beat = Beat(1, looked, wall, 0, 0, 0.0)
     return WorkerState(beat, found, process or Process(alive=True), NOW, frozen or {})
 
@@ -228,9 +230,9 @@ def test_collective_that_a_rank_has_not_joined() -> None:
     behind = {"name": "g", "number": 4, "operation": "all_reduce"}
     operation = in_operation("all_reduce", 5, group="g", number=5, operation="all_reduce", ranks=names)
     report = found(
-        worker(0, operation, **{"spmd.node": [begun]}),
-        worker(1, thread(MAIN, line=8, doing="sleeps"), **{"spmd.node": [behind]}),
-        worker(2, operation, **{"spmd.node": [begun]}),
+        worker(0, operation, groups=[begun]),
+        worker(1, thread(MAIN, line=8, doing="sleeps"), groups=[behind]),
+        worker(2, operation, groups=[begun]),
     )
     assert report.findings[0].culprit.worker == "worker1"
     assert "waits in all_reduce for worker1" in report.nodes[0].text
@@ -241,8 +243,8 @@ def test_collective_that_a_rank_has_joined_with_another_operation() -> None:
     mine = in_operation("all_reduce", 5, group="g", number=5, operation="all_reduce", ranks=names)
     theirs = in_operation("broadcast", 6, group="g", number=5, operation="broadcast", ranks=names)
     report = found(
-        worker(0, mine, **{"spmd.node": [{"name": "g", "number": 5, "operation": "all_reduce"}]}),
-        worker(1, theirs, **{"spmd.node": [{"name": "g", "number": 5, "operation": "broadcast"}]}),
+        worker(0, mine, groups=[{"name": "g", "number": 5, "operation": "all_reduce"}]),
+        worker(1, theirs, groups=[{"name": "g", "number": 5, "operation": "broadcast"}]),
     )
     assert report.findings[0].kind == "cycle"
     assert "worker1 called broadcast" in "\n".join(in_words(report))
