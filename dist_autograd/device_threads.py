@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
+from dist_autograd.torch_internals import inputs_of
 
 __all__ = ["devices_of", "heralded", "let_others_run", "pass_of_this_thread", "wait_for_other_devices"]
 
@@ -124,7 +125,7 @@ def pass_of_this_thread() -> Any:
 
 def devices_of(nodes: Iterable[Any]) -> set[torch.device]:
     """The devices on whose threads some of these nodes run."""
-    return {each.device for node in nodes for each in node._input_metadata if each.device.type != "cpu"}
+    return {each.device for node in nodes for each in inputs_of(node) if each.device.type != "cpu"}
 
 
 def let_others_run(anchor: Tensor, device: torch.device) -> None:

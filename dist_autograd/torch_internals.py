@@ -6,7 +6,7 @@ Without any of them, no context can be made. Calls work, without gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 from torch.autograd import Function
@@ -20,6 +20,7 @@ __all__ = [
     "class_of_nodes",
     "current_task",
     "current_task_keeps_graph",
+    "inputs_of",
     "run_backward",
     "uses_of_storage",
 ]
@@ -58,6 +59,7 @@ INTERNALS.expect(
 INTERNALS.expect(
     "torch._C:_functions.CloneBackward0._sequence_nr",
     "torch._C:_functions.CloneBackward0._set_sequence_nr",
+    "torch._C:_functions.CloneBackward0._input_metadata",
     without=NO_AUTOGRAD,
 )
 
@@ -70,3 +72,9 @@ def class_of_nodes(function: type[Function]) -> type:
 
 class _NoNode:
     """Stands for the class of nodes where PyTorch does not tell it."""
+
+
+def inputs_of(node: Any) -> Sequence[Any]:
+    """What a node knows of its inputs: their devices, dtypes and shapes."""
+    found: Sequence[Any] = node._input_metadata
+    return found

@@ -374,7 +374,7 @@ def hold_interpreter() -> None:
     ctypes.PyDLL(None).sleep(int(LONG))  # culprit: interpreter_held_by_a_sleep_in_c
 
 
-@hang("frozen", quick=True)
+@hang("frozen")
 def interpreter_held_by_a_sleep_in_c(worker: Worker) -> None:
     from_worker0(worker, hold_interpreter)
 
