@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
 import secrets
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.support.commands import Command
 
 __all__ = ["ROOT", "Nodes", "Run", "document_programs", "nodes"]
 
@@ -23,60 +23,11 @@ COUNT = 4
 SECONDS = 120.0
 
 
-class Run:
+class Run(Command):
     """A command that runs on a node, and what it has printed so far."""
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-        self.lines: list[str] = []
-        self._new: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=dict(environment),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as stream:
-            for line in stream:
-                self._new.put(line.rstrip("\n"))
-        self._new.put(None)
-
-    @property
-    def said(self) -> str:
-        """All that it has printed so far."""
-        return "\n".join(self.lines)
-
-    def wait_for(self, text: str) -> str:
-        """Wait until it prints a line that has a text; returns that line."""
-        for line in self.lines:
-            if text in line:
-                return line
-        while (new := self._next()) is not None:
-            if text in new:
-                return new
-        pytest.fail(f"it has ended without saying {text!r}:\n{self.said}")
-
-    def _next(self) -> str | None:
-        try:
-            line = self._new.get(timeout=SECONDS)
-        except queue.Empty:
-            pytest.fail(f"it says nothing more:\n{self.said}")
-        if line is not None:
-            self.lines.append(line)
-        return line
-
-    def end(self) -> int:
-        """Wait for its end; returns its exit status."""
-        while self._next() is not None:
-            pass
-        return self.process.wait(SECONDS)
+        super().__init__(command, folder, environment, SECONDS, own_session=True)
 
 
 class Nodes:

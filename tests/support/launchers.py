@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support import leftovers
+from tests.support.commands import Command
 
 __all__ = ["Launcher", "Launchers", "launchers"]
 
@@ -21,64 +19,16 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 _SECONDS = 80.0
 
 
-class Launcher:
+class Launcher(Command):
     """One launcher, and what it has printed so far."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
-        self.lines: list[str] = []
-        self._new: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(_ROOT), "TMPDIR": str(folder)} | environment,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as stream:
-            for line in stream:
-                self._new.put(line.rstrip("\n"))
-        self._new.put(None)
-
-    @property
-    def said(self) -> str:
-        """All that it has printed so far."""
-        return "\n".join(self.lines)
-
-    def wait_for(self, text: str, times: int = 1) -> str:
-        """Waits until it prints a line that has a text; returns that line, the last of so many."""
-        for line in self.lines:
-            times -= text in line
-            if times == 0:
-                return line
-        while (new := self._next()) is not None:
-            times -= text in new
-            if times == 0:
-                return new
-        pytest.fail(f"it has ended without saying {text!r}:\n{self.said}")
-
-    def _next(self) -> str | None:
-        try:
-            line = self._new.get(timeout=_SECONDS)
-        except queue.Empty:
-            pytest.fail(f"it says nothing more:\n{self.said}")
-        if line is not None:
-            self.lines.append(line)
-        return line
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        own = {"PYTHONPATH": str(_ROOT), "TMPDIR": str(folder)}
+        super().__init__(command, folder, {**os.environ, **own, **environment}, _SECONDS)
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to it, and to nothing else."""
+        """Send a signal to it, and to nothing else."""
         self.process.send_signal(number)
-
-    def end(self) -> int:
-        """Waits for its end; returns its exit status, as ``subprocess`` has it."""
-        while self._next() is not None:
-            pass
-        return self.process.wait(_SECONDS)
 
 
 class Launchers:
