@@ -18,7 +18,7 @@ import functools
 import itertools
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any, Final
 
@@ -97,13 +97,24 @@ class PickleCodec:
         else:
             record = PythonUDF(func, args, kwargs)
         prepare = None if replacement is None else lambda call: (None, None, *replacement.serialize(call), ())
+        return self._dump_record(record, (func, args, kwargs), to, tracked, prepare)
+
+    def _dump_record(
+        self,
+        record: Any,
+        call: Call,
+        to: Destination,
+        tracked: Tracked,
+        prepare: Callable[[Any], Any] | None = None,
+    ) -> Payload:
+        """Serialize the record of a call as any object is."""
         placement = of_calls(to)
         try:
             return dump(record, to, self._reducers, prepare=prepare, tracked=tracked, placement=placement)
         except Exception as error:
             reason = error
         # Out here, so that no error is the other's context.
-        raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to, placement))
+        raise cannot_call(reason, *call, to, lambda part: self._try(part, to, placement))
 
     def _call_of(self, record: Any, connect: Connect | None) -> Call:
         module, name, args, kwargs, tensors = record
@@ -245,16 +256,10 @@ class DevicePickleCodec(PickleCodec):
         self, func: Function, args: Args, kwargs: Kwargs, to: Destination, *, tracked: Tracked = None
     ) -> Payload:
         """Serialize a call."""
-        placement = of_calls(to)
-        if not placement.takes_cpu or self._settings.pickler is not None:
+        if not of_calls(to).takes_cpu or self._settings.pickler is not None:
             return super().dump_call(func, args, kwargs, to, tracked=tracked)
         module, name = name_of(func, to) or (None, func)
-        try:
-            record = (module, name, args, kwargs, ())
-            return dump(record, to, self._reducers, tracked=tracked, placement=placement)
-        except Exception as error:
-            reason = error
-        raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to, placement))
+        return self._dump_record((module, name, args, kwargs, ()), (func, args, kwargs), to, tracked)
 
     def dumps(
         self,
@@ -277,7 +282,7 @@ class DevicePickleCodec(PickleCodec):
         raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
 
     def dump_quickly(self, value: Any) -> Payload | None:
-        """As for any other worker, but for tensors."""
+        """As for any other worker, except that tensors are not small values."""
         return None if isinstance(value, Tensor) else super().dump_quickly(value)
 
     def dump_tensors(
