@@ -1,6 +1,6 @@
 """The workers of a job on other hosts: what they have written there comes through workers of the job.
 
-Who looks at a job gives the order ``gather`` to one worker of this host. That asks one worker of each other
+A command gives the order ``gather`` to one worker of this host. That worker asks one worker of each other
 host, over their authenticated connection; the answer has the state of all workers there, as read from the
 files of that host, also of those that are dead or whose interpreter hangs. It is left in the job's folder
 here. Nothing listens for any of this.

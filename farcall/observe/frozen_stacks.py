@@ -3,7 +3,7 @@
 The signal comes from a timer of the kernel that the observing thread keeps resetting: if that thread cannot
 run for a while, the stacks are in the file before anybody asks, and stay there after ``kill -9``. The timer
 signals the observing thread alone: a signal to the process could go to any thread, and end a system call
-there that the program waits in. Only where there is no such timer, who asks signals the process.
+there that the program waits in. Only where there is no such timer, the reading command signals the process.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class FrozenStacks:
         self.signal = next((each for each in _SIGNALS if signal.getsignal(each) is signal.SIG_DFL), 0)
         if self.signal:
             faulthandler.register(self.signal, file=self._file, all_threads=True, chain=False)
-            with contextlib.suppress(OSError, AttributeError):  # then only who asks gets stacks
+            with contextlib.suppress(OSError, AttributeError):  # stacks are then written on request only
                 self._timer = _Timer(self.signal)
 
     @property

@@ -49,9 +49,9 @@ def install(agent: Agent) -> None:
             facts = _identity() | {"incarnation": agent.incarnation}
             _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
-            observer = _observer
-            tracing.follow_orders(lambda: observer.agents, observer.orders.on)
-            observer.start()
+            made = _observer
+            tracing.follow_orders(lambda: made.agents, made.orders.on)
+            made.start()
         else:
             if _observer.identity["phase"] == "starting":
                 _observer.identify(phase="joining", incarnation=agent.incarnation)

@@ -1,4 +1,4 @@
-"""Locks that threads wait for, and who holds them, as far as their frames and code show.
+"""Locks that threads wait for, and their holders, as far as frames and code show them.
 
 A lock of ``threading`` does not know its owner. But the code of a waiting frame says by which name it reaches
 the lock, and the code of another frame in which ``with`` blocks that is just now. Names are followed through
@@ -52,7 +52,7 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock: a thread, and the frame that has taken it if that is known."""
+    """The holder of a lock: a thread, and the frame that has taken the lock if that is known."""
 
     thread: int
     frame: FrameType | None
@@ -61,7 +61,7 @@ class Holder:
 
 
 def _raw(lock: Any) -> Any:
-    """The lock of C that a lock is, or stands on."""
+    """The lock of C that a lock is, or is built on."""
     if isinstance(lock, threading.Condition):
         lock = lock.__dict__.get("_lock", lock)
     return lock
@@ -145,7 +145,7 @@ def _attribute(value: Any, name: str) -> Any:
     return _MISSING
 
 
-# ---- who waits for what
+# ---- waiting threads
 
 
 def awaited_object(frame: FrameType) -> Awaited | None:
@@ -189,7 +189,7 @@ def _of_method(frame: FrameType, instructions: tuple[dis.Instruction, ...], at: 
     return None
 
 
-# ---- who holds
+# ---- holders
 
 
 @functools.lru_cache(maxsize=2048)

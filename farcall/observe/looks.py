@@ -341,7 +341,7 @@ def _stack(innermost: FrameType) -> list[list[Any]]:
 
 
 def _lock(ident: int, users: FrameType, frames: Mapping[int, FrameType]) -> dict[str, Any]:
-    """What a blocked thread waits for by name, and who holds it if it is a lock."""
+    """The name of what a blocked thread waits for, and the holder if that is a lock."""
     awaited = awaited_object(users)
     if awaited is None:
         return {}

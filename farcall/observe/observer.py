@@ -35,15 +35,19 @@ _LOOK_SECONDS: Final = 0.5
 """Seconds between two looks while anything is in flight, or moves."""
 
 _IDLE_SECONDS: Final = 1.0
+"""Seconds between two looks while nothing moves."""
+
 _MAX_LOOK_SECONDS: Final = 1.5
+"""Maximum number of seconds between two looks, however long a look takes."""
+
 _MAX_SHARE: Final = 0.01
-"""Where threads are many, looks are rarer, so that they take no more of the time than this."""
+"""Maximum share of the time that looks take; where threads are many, looks are rarer."""
 
 _JOINING_SECONDS: Final = 0.1
-"""The same until the worker has a name, so that it has one when anything happens."""
+"""Seconds between two looks until the worker has a name, which the file needs before anything happens."""
 
 _LEAST_COMPUTED: Final = 0.02
-"""A process that has used this share of a core since the last look is looked at closely."""
+"""Minimum share of a core, used since the last look, from which a process counts as computing."""
 
 _MAX_RECORDS: Final = 512
 """Maximum number of records that one look writes; the newest."""

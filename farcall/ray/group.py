@@ -128,7 +128,7 @@ def _wait_for_resources(group: Any, workers: int, bundle: Mapping[str, float], t
         if waited >= timeout:
             raise RendezvousTimeoutError(
                 f"Ray has not placed {what}, for {timeout:g} s. Ask for fewer workers or smaller bundles, or "
-                "add nodes; `ray status` shows who has what."
+                "add nodes; `ray status` shows what each node has."
             )
         logger.warning("Ray has not placed %s, for %.0f s", what, waited)
 

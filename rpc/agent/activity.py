@@ -14,7 +14,7 @@ Count = Callable[[], int]
 
 
 class Activity:
-    """How much is under way on an agent, and who is told when that may have become nothing. From any thread.
+    """How much is under way on an agent; notifies its listener when that may be nothing. From any thread.
 
     Nothing can be on its way between two workers that is not under way at its sender: a call is until it is
     answered, a control message until it is acknowledged.

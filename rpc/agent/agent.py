@@ -240,7 +240,7 @@ class Agent:
             forget=lambda: clear_current_agent(self),
         )
 
-        # Who takes in what.
+        # The handlers of all kinds of messages.
         on_the_loop: tuple[tuple[int, KindHandler], ...] = (
             (Kind.CONTROL, control.received),
             (Kind.GOODBYE, connections.goodbye_received),

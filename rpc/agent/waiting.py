@@ -77,7 +77,8 @@ class _Inquiry:
     Attributes:
         waiter: the name of the waiting thread, and its line; None if no thread was found.
         seen: the calls of the chain: the incarnation of the caller, and the id.
-        peer, signs, timer: who is being asked now, what was seen of its process, and when to give up.
+        peer, signs, timer: the worker that is being asked now, what was seen of its process, and when to
+            give up.
     """
 
     call: PendingCall

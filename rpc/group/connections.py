@@ -150,7 +150,7 @@ class Connections:
     # ---- set up
 
     def serve(self, events: ConnectionEvents) -> None:
-        """From now on, ``events`` is told of frames and of workers that are gone. Before ``listen``."""
+        """Notify ``events`` of frames and of workers that are gone from now on. Before ``listen``."""
         self._events = events
 
     def equip(self, outfit: Outfit | None) -> None:

@@ -286,7 +286,7 @@ WHAT_TO_CHECK: Final = (
 
 
 def describe_ranks(present: Iterable[int], world_size: int) -> str:
-    """Who arrived, and who is missing."""
+    """The workers that have arrived, and those that are missing."""
 
     def listed(ranks: Sequence[int]) -> str:
         shown = ", ".join(map(str, ranks[:20]))

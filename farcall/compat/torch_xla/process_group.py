@@ -37,7 +37,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     if is_spmd():
         raise MixedModesError(
             "SPMD mode cannot be mixed with other distributed libraries: leave out init_process_group('xla') "
-            "and what stands on it. For torch.distributed.checkpoint a group of 'gloo' will do"
+            "and all that needs it. For torch.distributed.checkpoint, a group of 'gloo' is enough"
         )
     if size != 1:
         raise SpmdError(
