@@ -7,6 +7,7 @@
     farcall doctor                                 # is this machine fit for farcall; can two communicate
     farcall serve digits.py:make_model             # a model for clients in any language
     farcall why                                    # what a job that hangs waits for
+    farcall page                                   # a job in a browser
     farcall env                                    # what a bug report needs
 """
 
@@ -24,6 +25,7 @@ from click.shell_completion import get_completion_class
 import farcall
 import farcall_guard
 from farcall.observe.commands import COMMANDS
+from farcall.page.command import page
 
 __all__ = ["main"]
 
@@ -78,7 +80,7 @@ def cli() -> None:
     """Distributed RPC and remote objects for PyTorch."""
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, page):
     cli.add_command(_command)
 
 _XLA_HELP = "Libraries find torch_xla too, as if the program imported it."

@@ -67,6 +67,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"client"},
         {"serving", "transport", "compat"},
         {"observe"},
+        {"page"},
         {"launch", "environment", "one_sided", "ray"},
         {"doctor"},
         {"meeting", "trials"},
@@ -90,6 +91,7 @@ WITH_EXTRAS = {
     ROOT / "farcall" / "serving": ("grpc", "serve"),
     ROOT / "farcall" / "transport": ("grpc",),
     ROOT / "farcall" / "grpc_server.py": ("grpc",),
+    ROOT / "farcall" / "page": ("page",),
     ROOT / "farcall" / "ray": ("ray",),
 }
 """What needs extras, and which."""
