@@ -139,6 +139,7 @@ class Server:
             access_log=None,
             handle_signals=False,
             keepalive_timeout=30.0,
+            lingering_time=0.5,
             max_line_size=2048,
             max_field_size=2048,
             shutdown_timeout=1.0,

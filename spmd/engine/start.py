@@ -61,6 +61,9 @@ _DRIVER: Final = "driver"
 _WORKER: Final = "import farcall_guard; farcall_guard.prefer(); from spmd.engine.process import main; main()"
 """Program of a worker process. It finds farcall's packages wherever the driver's ``sys.path`` leads."""
 
+_EXTENSION: Final = "spmd.session"
+"""Under which observers find the session among the agent's extensions."""
+
 _PATIENCE: Final = 10.0
 """Seconds that a worker has to end."""
 
@@ -106,9 +109,12 @@ class _Mode:
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
         self.session = Session(self.ports, programs)
+        self._extensions: dict[str, Any] = current_agent().extensions
+        self._extensions[_EXTENSION] = self.session
 
     def end(self) -> None:
         """Let the workers go."""
+        self._extensions.pop(_EXTENSION, None)
         self.session.end()
         for port in self.ports:
             with suppress(RpcError):  # it is gone, and its values with it

@@ -47,7 +47,7 @@ export function draw(place, chart, data) {
   } else known.plot.setData(data);
 }
 
-function make(place, { series, show, steps }, data) {
+function make(place, { series, show, steps, least = 1 }, data) {
   const muted = cssColour("--muted");
   const grid = { stroke: cssColour("--line"), width: 1 };
   const axis = { stroke: muted, grid, ticks: { show: false }, font: "11px system-ui, sans-serif" };
@@ -57,8 +57,8 @@ function make(place, { series, show, steps }, data) {
       height: place.clientHeight || 112,
       legend: { show: false },
       cursor: { y: false, points: { size: 6 } },
-      padding: [8, 8, 0, 0],
-      scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
+      padding: [8, 22, 0, 0],
+      scales: { y: { range: (_, low, high) => [0, Math.max(least, high * 1.15)] } },
       axes: [
         { ...axis, size: 24, space: 70, grid: { show: false }, values: (_, at) => at.map((each) => new Date(each * 1000).toLocaleTimeString("en-GB")) },
         { ...axis, size: 62, space: 28, incrs: steps, values: (_, at) => at.map((each) => (each === 0 ? "0" : show(each))) },

@@ -20,7 +20,9 @@ export function drawTopology(view, open) {
     place.append(svg);
   }
   const height = workers.length <= 1 ? 120 : workers.length === 2 ? 200 : Math.min(SIZE, 2 * (radius + body) + 70);
-  svg.setAttribute("viewBox", `0 ${MIDDLE - height / 2} ${SIZE} ${height}`);
+  const width = Math.min(SIZE, 2 * (radius + body) + 210);
+  svg.setAttribute("viewBox", `${MIDDLE - width / 2} ${MIDDLE - height / 2} ${width} ${height}`);
+  svg.style.setProperty("--label", `${12 * Math.max(1, width / (place.clientWidth || width))}px`);
   svg.style.maxHeight = `${Math.min(480, height * 1.25)}px`;
   const [arcs, edges, heads, nodes] = svg.children;
   const at = workers.map((_, n) => position(n, workers.length, workers.length === 1 ? 0 : radius));

@@ -4,6 +4,7 @@ import { byId, bytes, el, look, rate, seconds, setText, stateWord } from "./dom.
 import { ask } from "./page.js";
 
 let shown = "";
+let seen = null;
 
 export async function openWorker(name) {
   shown = name;
@@ -15,6 +16,7 @@ export async function openWorker(name) {
 }
 
 export function refreshWorker(view) {
+  seen = view;
   if (!byId("worker").open) return;
   const worker = view.workers.find((each) => each.name === shown);
   const facts = byId("worker-facts");
@@ -42,6 +44,7 @@ async function load() {
   try {
     const found = await (await ask("worker", { name })).json();
     if (name === shown) byId("worker-body").replaceChildren(...body(found));
+    refreshWorker(seen);
   } catch (error) {
     byId("worker-body").replaceChildren(el("p", { class: "empty" }, `This worker cannot be shown: ${error.message}`));
   }
