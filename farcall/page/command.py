@@ -61,7 +61,7 @@ async def _run(server: object, port: int, job: str, launched_by: int) -> None:
         _end_with(launched_by, loop, stop)
 
     def ready(address: str) -> None:
-        click.echo(f"job {job}: {address}")
+        click.echo(f"farcall: page of job {job}: {address}")
         if not launched_by and sys.stdout.isatty():
             click.echo("Ctrl-C ends the page; the job goes on")
 
