@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,10 @@ import pytest
 
 import rpc
 from farcall.observe.jobs import JobFolder, jobs, jobs_folder
+from farcall.observe.layout import Beat
 from farcall.observe.processes import signs_of
 from farcall.observe.reader import read_worker
+from farcall.observe.state_file import StateFile
 from tests.support.browser import chromium, served_page
 from tests.support.hangs import HANGS, culprit_line
 from tests.support.workers import RunWorkers, Worker, Workers
@@ -227,16 +232,42 @@ def test_nothing_is_wider_than_the_window(
         assert seen.tab.evaluate(unnamed) == []
 
 
-def call_around(worker: Worker) -> None:
-    worker.join(rendezvous_timeout=200.0)
-    worker.report("joined")
-    while True:
-        rpc.rpc_sync(f"worker{(worker.rank + 1) % worker.world_size}", time.sleep, args=(1.0,), timeout=0)
+def leave_states(folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """The state files of workers that are these processes, each with a call in flight to the next."""
+    count, now, wall = len(processes), time.monotonic(), time.time()
+    for rank, process in enumerate(processes):
+        signs = signs_of(process.pid)
+        assert signs is not None
+        to = (rank + 1) % count
+        call = {"id": 1, "to": f"worker{to}", "incarnation": to + 1, "what": "work", "began": now - rank / 9}
+        place = ["main", "prog.py", 7]
+        thread = {"id": 1, "name": "MainThread", "since": now, "at": place, "stack": 20 * [place]}
+        thread |= {"call": [to + 1, 1], "doing": "is in rpc_sync"}
+        peers = [{"name": f"worker{n}", "state": "ESTABLISHED", "near": True} for n in range(count)]
+        worker = {"name": f"worker{rank}", "rank": rank, "pid": process.pid, "host": socket.gethostname()}
+        worker |= {"start": signs.start, "incarnation": rank + 1, "phase": "running", "timer": True}
+        state = StateFile(folder / f"here.{process.pid}.1.state")
+        state.beat(Beat(1, now, wall, 0, 0, 0.0))
+        snapshot = {"worker": worker, "monotonic": now, "wall": wall, "moved": now, "called": now}
+        state.snapshot(snapshot | {"threads": [thread], "calls": [call], "requests": [], "peers": peers})
+        state.close()
 
 
-def test_page_of_128_workers_leaves_the_job_its_cores(start: Start, tmp_path: Path, browser: Any) -> None:
-    workers = start(call_around, 128)
-    with served_page(tmp_path, job_of(workers).id) as address, looked_at(browser, address) as seen:
+def test_page_of_128_workers_takes_a_small_part_of_a_core(tmp_path: Path, browser: Any) -> None:
+    job = jobs_folder(os.environ) / "many"
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(128)]
+    try:
+        leave_states(job, processes)
+        look_at_128(tmp_path, browser, processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        shutil.rmtree(job)
+
+
+def look_at_128(folder: Path, browser: Any, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    with served_page(folder, "many") as address, looked_at(browser, address) as seen:
         seen.tab.wait_for_selector(".node >> nth=127")
         server = next(
             int(each.name)
@@ -253,7 +284,7 @@ def test_page_of_128_workers_leaves_the_job_its_cores(start: Start, tmp_path: Pa
         assert share < 0.2
         if shots := os.environ.get("FARCALL_TEST_SHOTS"):
             seen.tab.screenshot(path=f"{shots}/many.png", full_page=True)
-        workers[77].kill()
+        processes[77].kill()
         killed = time.monotonic()
         seen.tab.wait_for_selector("[aria-label^='worker77: dead'][data-tone=bad]")
         print(f"red after {time.monotonic() - killed:.1f} s")
