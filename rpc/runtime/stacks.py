@@ -153,8 +153,9 @@ def _of_call(frame: FrameType) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _called_name(code: CodeType, at: int) -> str | None:
-    """The last part of the name that is called by the instruction at an offset. A function is disassembled from
-    its start, which takes milliseconds for one of thousands of instructions.
+    """The last part of the name that is called by the instruction at an offset.
+
+    A function is disassembled from its start, which takes milliseconds for one of thousands of instructions.
     """
     before: list[dis.Instruction] = []
     for instruction in dis.get_instructions(code):
