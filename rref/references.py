@@ -346,6 +346,10 @@ class References:
         """How much the protocol remembers, by kind (see ``Protocol.counts``), and how many ``objects``."""
         return {**self.steps.ask(self._protocol.counts), "objects": len(self._values)}
 
+    def observed(self) -> dict[str, int]:
+        """What observers are to know: how many objects this worker owns. From any thread, without waiting."""
+        return {"objects": len(self._values)}
+
     def debug_info(self) -> dict[str, int]:
         """How many objects of this worker are shared, their forks elsewhere, and what waits for an answer."""
         counts = self.counts()

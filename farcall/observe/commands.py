@@ -1,4 +1,4 @@
-"""The commands that look at jobs: ``why``, ``trace``, ``ps``, ``top``, ``stacks`` and ``logs``."""
+"""The commands that look at jobs: ``why``, ``ps``, ``top``, ``stacks``, ``logs``, ``trace``, ``metrics``."""
 
 from __future__ import annotations
 
@@ -186,4 +186,30 @@ def logs(job: str | None, lines: int, workers: tuple[str, ...]) -> int:
     return 0
 
 
-COMMANDS: Final = (why, ps, top, stacks, logs, trace)
+@click.command(short_help="Serve the metrics of a job's workers to Prometheus.")
+@_job_option
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port on the loopback interface.  [one that is free]",
+)
+def metrics(job: str | None, port: int) -> int:
+    """Serve the metrics of all workers of a job at one address of this host, for Prometheus; Ctrl-C ends it.
+
+    Readers need the token in the file that is named: `authorization: {credentials_file: FILE}` in a scrape
+    configuration of Prometheus. Needs farcall[metrics].
+    """
+    try:
+        from farcall.observe.metrics_endpoint import serve_metrics
+    except ModuleNotFoundError as error:
+        text = f"{error.name} is not installed: pip install 'farcall[metrics]'"
+        raise click.ClickException(text) from error
+    try:
+        serve_metrics(_find(job), port, click.echo)
+    except OSError as error:
+        raise click.ClickException(error.strerror or str(error)) from error
+    return 0
+
+
+COMMANDS: Final = (why, ps, top, stacks, logs, trace, metrics)

@@ -104,9 +104,12 @@ def _stack(value: object) -> tuple[int, Stack] | None:
     return None
 
 
-def gather(folder: Path, job: JobState) -> bool:
+def gather(folder: Path, job: JobState, *, count: bool = False) -> bool:
     """Have the state of the workers of other hosts put into the folder, if there are any and one is here that
     can ask. Returns when it is there, or has not come in time: whether there is any.
+
+    Args:
+        count: have the workers there count what they do, for metrics.
     """
     asker, hosts = None, set[str]()
     for worker in job:
@@ -119,7 +122,7 @@ def gather(folder: Path, job: JobState) -> bool:
     if asker is None:
         return any(folder.glob(f"*{GATHERED}"))
     given = time.time()
-    give_order(folder, ORDER, by=asker.pid)
+    give_order(folder, ORDER, by=asker.pid, count=count)
     until = time.monotonic() + _WAIT_SECONDS
     while hosts and time.monotonic() < until:
         time.sleep(0.02)

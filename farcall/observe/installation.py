@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 from farcall.observe import tracing
+from farcall.observe.counters import COUNT, EXTENSION, SWITCH, Counters
 from farcall.observe.far_hosts import FarHosts, ignore
 from farcall.observe.jobs import JOB, job_id
 from farcall.observe.observer import Observer, program_name
@@ -59,6 +60,10 @@ def install(agent: Agent) -> None:
             _observer.add(agent)
         found = _observer
     agent.extensions["observe"] = found
+    counters = agent.extensions[EXTENSION] = Counters(agent)
+    found.orders.on(COUNT, lambda _: counters.begin())
+    if os.environ.get(SWITCH) == "1":
+        counters.begin()
     FarHosts(found, agent)
     agent.events.listen(PeerLost, lambda lost: found.record("lost", who=lost.name, why=lost.reason))
     agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))

@@ -131,7 +131,7 @@ class TcpTransport:
             stream = TlsStream(self._loop, sock)
         else:
             stream = SocketStream(self._loop, sock)
-        return StreamConnection(
+        connection = StreamConnection(
             self._context,
             stream,
             description,
@@ -139,6 +139,8 @@ class TcpTransport:
             over_network=True,
             kept_by_kernel=_RECEIVED_BYTES if within_host else 0,
         )
+        connection.scheme = self.scheme
+        return connection
 
 
 def _give_up_on_silence(sock: socket.socket) -> None:

@@ -184,6 +184,10 @@ class FlightRecorder:
         self._records.append(record)
         return record
 
+    def since(self, number: int) -> list[Record]:
+        """The recorded operations from a number on, as far as they are still kept."""
+        return [record for record in self._records.copy() if record.number >= number]
+
     def dump(self, prefix: str, rank: int) -> str:
         """Write what is recorded to a file, and return its name.
 

@@ -63,7 +63,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
     ),
     "farcall": (
         {"v1", "kserve", "forking"},
-        {"values", "grpc_server"},
+        {"values", "grpc_server", "scraping"},
         {"client"},
         {"serving", "transport", "compat"},
         {"observe"},
@@ -87,7 +87,10 @@ HEAVY_AT_IMPORT = ("sklearn", "scipy", "grpc", "torch._dynamo", "torch._inductor
 """What importing the packages must not bring along, beyond what ``import torch`` does."""
 
 WITH_EXTRAS = {
-    ROOT / "farcall" / "serving": ("grpc", "serve"),
+    ROOT / "farcall" / "serving": ("grpc", "metrics", "serve"),
+    ROOT / "farcall" / "scraping.py": ("metrics",),
+    ROOT / "farcall" / "observe" / "metric_families.py": ("metrics",),
+    ROOT / "farcall" / "observe" / "metrics_endpoint.py": ("metrics",),
     ROOT / "farcall" / "transport": ("grpc",),
     ROOT / "farcall" / "grpc_server.py": ("grpc",),
     ROOT / "farcall" / "ray": ("ray",),

@@ -57,10 +57,10 @@ def ask_why(job: str) -> tuple[Any, float, float]:
 def test_why_of_64_workers_takes_2_seconds(run_workers: RunWorkers) -> None:
     workers = run_workers.start(wait_in_a_barrier, WORKERS, time_limit=300.0)
     workers.wait_for("meets")
+    job = job_of(workers)
+    assert job is not None
     found = None
     while found is None or found["waiting"] < WORKERS - 1:
-        job = job_of(workers)
-        assert job is not None
         found, used, seconds = ask_why(job.id)
     print(f"while it hangs: {used:.2f} s of CPU time, {seconds:.2f} s")
     assert found["nodes"][0]["worker"] == "worker1"
