@@ -44,9 +44,6 @@ _MAX_LOOK_SECONDS: Final = 1.5
 _MAX_SHARE: Final = 0.01
 """Maximum share of the time that looks take; where threads are many, looks are rarer."""
 
-_JOINING_SECONDS: Final = 0.1
-"""Seconds between two looks until the worker has a name, which the file needs before anything happens."""
-
 _LEAST_COMPUTED: Final = 0.02
 """Minimum share of a core, used since the last look, from which a process counts as computing."""
 
@@ -282,8 +279,6 @@ class Observer:
             self._file.record(newest)
         self._number += 1
         self._file.beat(Beat(self._number, now, time(), *counted, used, *rates))
-        if self.identity["phase"] == "joining":
-            return _JOINING_SECONDS
         interval = _LOOK_SECONDS if busy or moved else _IDLE_SECONDS
         return min(max(interval, (monotonic() - now) / _MAX_SHARE), _MAX_LOOK_SECONDS)
 

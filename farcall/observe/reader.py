@@ -47,7 +47,7 @@ _MAX_DEPTH: Final = 12
 _SAMPLE_SECONDS: Final = 0.15
 """Time over which processes are watched to see whether they compute, in seconds."""
 
-_MAX_SPIED: Final = 4
+_MAX_SPIED: Final = 2
 """Maximum number of processes that ``py-spy`` looks at for one reading."""
 
 _SPY_SECONDS: Final = 5.0

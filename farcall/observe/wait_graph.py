@@ -585,6 +585,8 @@ def _link_in_words(peer: Mapping[str, Any]) -> str:
     name = peer.get("name")
     if state == "LOST":
         return f"{name} is lost: {peer.get('lost', '')}"
+    if state in ("HANDSHAKING", "CROSSED"):
+        return f"the connection to {name} is being made again, and {name} has not answered the handshake yet"
     tries = whole(peer.get("failures"))
     return f"the connection to {name} is down; {tries} attempts to make it again have failed so far"
 

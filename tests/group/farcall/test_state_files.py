@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
+
+import pytest
 
 import rpc
 from farcall.observe.installation import observer
@@ -56,3 +59,39 @@ def test_call_in_flight_is_in_the_file_with_the_place_of_its_function(run_worker
     to, (function, file, line) = workers.results()[0]
     assert to == "worker1"
     assert (function, file, line) == ("worker_waits", __file__, worker_waits.__code__.co_firstlineno)
+
+
+def call_while_nothing_can_be_written(worker: Worker) -> list[bool]:
+    with worker.group():
+        found = observer()
+        assert found is not None
+        looked = [found.look_now()]
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))  # as a full disk: writes fail
+        looked.append(found.look_now(0.2))
+        rpc.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        found.identify(program="written again")
+        while not found.look_now():
+            pass
+        assert state_of_this_worker().fact("program") == "written again"
+        return looked
+
+
+def test_worker_whose_file_cannot_be_written_works_on_and_writes_when_it_can(run_workers: RunWorkers) -> None:
+    assert run_workers(call_while_nothing_can_be_written, 2) == [[True, False]] * 2
+
+
+def call_without_a_folder(worker: Worker) -> bool:
+    file = worker.folder / f"file{worker.rank}"
+    file.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FARCALL_JOBS_DIR", str(file))
+        with worker.group():
+            rpc.barrier()
+            found = observer()
+            return found is not None and found.path is None
+
+
+def test_worker_that_can_make_no_file_works_on(run_workers: RunWorkers) -> None:
+    assert run_workers(call_without_a_folder, 2) == [True, True]

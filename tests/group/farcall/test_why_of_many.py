@@ -25,12 +25,11 @@ MAX_SECONDS = 2.0
 
 
 def wait_in_a_barrier(worker: Worker) -> None:
-    with worker.group():
-        for peer in range(worker.world_size):  # each is connected with each
-            rpc.rpc_sync(f"worker{peer}", len, args=("abc",))
+    with worker.group(rendezvous_timeout=200.0, lost_after=200.0):
+        rpc.rpc_sync(f"worker{(worker.rank + 1) % worker.world_size}", len, args=("abc",))
         found = observer()
         assert found is not None
-        found.look_now()
+        found.look_now(60.0)
         worker.report("meets")
         if worker.rank == 1:
             worker.wait_for("nothing")

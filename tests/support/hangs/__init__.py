@@ -10,6 +10,7 @@ from tests.support.hangs import (  # each adds its hangs to ``HANGS``
     cycles,
     group_operations,
     interpreters,
+    links,
     processes,
     queues,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "cycles",
     "group_operations",
     "interpreters",
+    "links",
     "processes",
     "queues",
 ]
