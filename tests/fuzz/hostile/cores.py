@@ -15,9 +15,9 @@ from unittest import mock
 
 import torch
 
+from farcall.grpc.values import Malformed, from_value, to_value
 from farcall.serving.tensors import TorchTensors
 from farcall.v1 import value_pb2 as pb
-from farcall.values import Malformed, from_value, to_value
 from rpc.bulk.shared_memory import packing
 from rpc.errors import ProtocolError, RpcError, SerializationError
 from rpc.group.admission import judge

@@ -350,7 +350,7 @@ class Simulation:
                     if held == rref and worker.protocol.state(ref) is not State.FAILED:
                         return f"worker {worker.me} has {ref}, {worker.protocol.state(ref).name}"
         for call in self.calls:
-            if any(fork[1] == rref for fork in call.forks) and not call.late:
+            if any(fork[1] == rref for fork in call.forks):
                 return f"a message from {call.src} to {call.dst} has it"
         return ""
 
