@@ -1,6 +1,6 @@
 """The owner's half of the reference protocol: the life of each object, and which forks it has.
 
-The rules (R1 to R7) are explained at the head of ``machine``.
+The rules (R1 to R6) are explained at the head of ``machine``.
 
 An object at its owner
 ======================
@@ -37,7 +37,6 @@ fork is gone; a local reference of the owner is a fork, too.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from enum import IntEnum
 from typing import Final
 
@@ -231,13 +230,6 @@ class Owner:
     def take_back(self, rref: RRefId, fork: ForkId) -> None:
         """The fork was never sent."""
         self._drop(rref, fork)
-
-    def link_lost(self, peer: Peer, kept: Container[ForkId]) -> None:
-        """Ask which forks ``peer`` has: some may have been lost on their way."""
-        for rref, each in self._objects.items():
-            for fork, user in each.forks.items():
-                if user == peer and fork not in kept:
-                    self._peers.send(peer, ["withdraw", self._peers.me, rref, fork])
 
     # Ends
 
