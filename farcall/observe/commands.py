@@ -140,7 +140,7 @@ def top(job: str | None) -> int:
 @click.command(short_help="Show the stacks of the threads of workers.")
 @_job_option
 @click.option("--all", "everything", is_flag=True, help="Idle threads, too.")
-@click.option("--native", is_flag=True, help="Frames of C and C++ too, by py-spy, where that is installed.")
+@click.option("--native", is_flag=True, help="With frames of C and C++: needs farcall[stacks].")
 @click.argument("workers", nargs=-1)
 def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, ...]) -> int:
     """Show the stacks of the threads of WORKERS, by name or rank; of all by default.
@@ -148,7 +148,7 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
     Those of a worker that is dead are from the last look at it. Those of one whose interpreter does not run
     are written by its process without it.
     """
-    from farcall.observe.stacks import chosen, native_stacks, stack_lines
+    from farcall.observe.stacks import chosen, native_stack_lines, stack_lines
 
     found = _read(_find(job))
     try:
@@ -157,7 +157,7 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
         raise click.ClickException(str(error)) from error
     for worker in picked:
         try:
-            lines = native_stacks(worker) if native else stack_lines(worker, everything=everything)
+            lines = native_stack_lines(worker) if native else stack_lines(worker, everything=everything)
             for line in lines:
                 click.echo(line)
         except OSError as error:

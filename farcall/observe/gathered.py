@@ -38,7 +38,14 @@ def pack_states(job: JobState) -> bytes:
             "process": asdict(each.process),
             "now": each.now,
             "frozen": [
-                [ident, [list(frame) for frame in stack.frames]] for ident, stack in each.frozen.items()
+                [
+                    ident,
+                    [list(frame) for frame in stack.frames],
+                    stack.name,
+                    stack.holds_interpreter,
+                    list(stack.native),
+                ]
+                for ident, stack in each.frozen.items()
             ],
         }
         for each in job
@@ -89,10 +96,11 @@ def _worker(found: Mapping[str, Any], age: float, file: str) -> WorkerState:
 
 def _stack(value: object) -> tuple[int, Stack] | None:
     match value:
-        case [int(ident), list(frames)]:
+        case [int(ident), list(frames), str(name), bool(holds), list(native)]:
             places = [(f[0], f[1], f[2]) for f in frames if isinstance(f, list) and len(f) == 3]
             known = [each for each in places if list(map(type, each)) == [str, str, int]]
-            return ident, Stack(ident, tuple(known))
+            functions = tuple(each for each in native if isinstance(each, str))
+            return ident, Stack(ident, tuple(known), name, holds, functions)
     return None
 
 
