@@ -74,6 +74,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"client"},
         {"serving", "compat"},
         {"observe"},
+        {"page"},
         {"launch", "environment", "one_sided", "ray"},
         {"doctor"},
         {"meeting", "trials"},
@@ -98,6 +99,7 @@ HEAVY_AT_IMPORT = ("sklearn", "scipy", "grpc", "torch._dynamo", "torch._inductor
 WITH_EXTRAS = {
     ROOT / "farcall" / "serving": ("grpc", "serve"),
     ROOT / "farcall" / "grpc": ("grpc",),
+    ROOT / "farcall" / "page": ("page",),
     ROOT / "farcall" / "ray": ("ray",),
 }
 """What needs extras, and which."""

@@ -63,6 +63,9 @@ _WORKER: Final = (
 )
 """Program of a worker process. It finds farcall's packages wherever the driver's ``sys.path`` leads."""
 
+_EXTENSION: Final = "spmd.session"
+"""Under which observers find the session among the agent's extensions."""
+
 _PATIENCE: Final = 10.0
 """Seconds that a worker has to end."""
 
@@ -108,9 +111,12 @@ class _Mode:
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
         self.session = Session(self.ports, programs)
+        self._extensions: dict[str, Any] = current_agent().extensions
+        self._extensions[_EXTENSION] = self.session
 
     def end(self) -> None:
         """Let the workers go."""
+        self._extensions.pop(_EXTENSION, None)
         self.session.end()
         for port in self.ports:
             with suppress(RpcError):  # it is gone, and its values with it
