@@ -339,6 +339,7 @@ class StreamReader:
     def _run(self) -> None:
         goes_on = True
         try:
+            self._socket.begin_receiving()
             while goes_on and self._socket.wait_readable(IDLE_SECONDS):
                 goes_on = self._read()
         except Exception as error:
