@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.spmd_cases import Sizes, on_device
-from spmd.engine import start
-from spmd.engine.current import DEVICE, set_engine
-from spmd.engine.device import set_up
-from spmd.engine.messages import Answer, Step
-from spmd.engine.session import Session
+from spmd.engine.driver import start
+from spmd.engine.driver.current import DEVICE, set_engine
+from spmd.engine.driver.device import set_up
+from spmd.engine.driver.session import Session
+from spmd.engine.program.step_messages import Answer, Step
 
 __all__ = ["main"]
 

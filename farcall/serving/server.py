@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 
 import grpc
 
-from farcall.grpc_server import OPTIONS, Probes, bind, server_credentials
+from farcall.grpc.server import OPTIONS, Probes, bind, server_credentials
 from farcall.scraping import Admits, published
 from farcall.serving import inference, service
 from farcall.serving.admission import Limits

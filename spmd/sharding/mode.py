@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from spmd.engine import start
+from spmd.engine.driver import start
+from spmd.engine.driver.logical_tensor import LogicalTensor
+from spmd.engine.driver.session import PROGRAMS
 from spmd.engine.errors import SpmdError
-from spmd.engine.logical_tensor import LogicalTensor
-from spmd.engine.session import PROGRAMS
 from spmd.sharding.auto import choose
 from spmd.sharding.sharded_tensor import install
 

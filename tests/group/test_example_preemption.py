@@ -24,7 +24,14 @@ LAUNCH = [sys.executable, "-m", "farcall", "launch", "-n", "3"]
     [
         (LAUNCH, "parameter_server.py --steps 2000", "updates, loss", signal.SIGTERM, "", "updates"),
         (LAUNCH, "pipeline.py --passes 8", "passes: 1 of 8", signal.SIGTERM, "", "speed-up"),
-        ([sys.executable], "elastic.py", "steps: ", signal.SIGUSR1, "", "accuracy"),
+        (
+            [sys.executable],
+            "elastic.py --steps 1000 --kill-every 300",
+            "steps: ",
+            signal.SIGUSR1,
+            "",
+            "accuracy",
+        ),
         (LAUNCH, "fsdp.py --workers 2 --steps 14", "[0] 1 ", signal.SIGTERM, "[0] 1 ", "[0] 13 "),
     ],
     ids=["parameter server", "pipeline", "elastic", "fsdp"],

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from spmd.engine.current import set_engine
-from spmd.engine.device import set_up
-from spmd.engine.messages import Step
-from spmd.engine.session import PROGRAMS, Session
-from spmd.engine.worker import WorkerEngine
+from spmd.engine.driver.current import set_engine
+from spmd.engine.driver.device import set_up
+from spmd.engine.driver.session import PROGRAMS, Session
+from spmd.engine.program.step_messages import Step
+from spmd.engine.worker.worker_engine import WorkerEngine
 
 __all__ = ["InlinePort", "inline_session"]
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from spmd.engine.layouts import chunks, coordinates
-from spmd.engine.program import Meta
-from spmd.engine.redistribution import all_gather
-from spmd.engine.rules.local import Local, Site, local_rule
+from spmd.engine.program.layouts import chunks, coordinates
+from spmd.engine.program.program import Meta
+from spmd.engine.program.redistribution import all_gather
+from spmd.engine.rules.local_rules import Local, Site, local_rule
 from spmd.engine.rules.lookup import check_rows
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.rules.placement_rules import Call, Row, placement_rule
 
 __all__: list[str] = []
 

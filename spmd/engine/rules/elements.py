@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from spmd.engine.program import Meta
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.program import Meta
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import Call, Row, placement_rule
 from spmd.engine.rules.reductions import accumulated_in
 
 __all__: list[str] = []

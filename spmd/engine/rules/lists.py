@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from spmd.engine.layouts import is_shard
-from spmd.engine.program import REPLICATED, Layout, Meta
-from spmd.engine.redistribution import all_reduce
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call
+from spmd.engine.program.layouts import is_shard
+from spmd.engine.program.program import REPLICATED, Layout, Meta
+from spmd.engine.program.redistribution import all_reduce
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import Call
 from spmd.engine.rules.reductions import reduce_norms
 from spmd.torch_internals import foreach_norm
 

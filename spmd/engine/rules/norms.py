@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd.engine.redistribution import all_gather, all_reduce
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, pattern, placement_rule
+from spmd.engine.program.redistribution import all_gather, all_reduce
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import Call, Row, pattern, placement_rule
 from spmd.engine.rules.reductions import accumulated_in
 
 __all__: list[str] = []

@@ -6,8 +6,8 @@ from typing import Final
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from spmd.engine.program import Meta
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.program import Meta
+from spmd.engine.rules.placement_rules import Call, Row, placement_rule
 
 __all__: list[str] = []
 

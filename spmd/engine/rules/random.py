@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
-from spmd.engine.redistribution import take_shard
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.redistribution import take_shard
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import Call, Row, placement_rule
 from spmd.torch_internals import is_dense
 
 __all__ = ["is_random", "with_generator"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from spmd.engine.redistribution import all_reduce
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.redistribution import all_reduce
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import Call, Row, placement_rule
 
 __all__: list[str] = []
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor.placement_types import Partial, Shard
 
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import Call, Row, placement_rule
 from spmd.engine.rules.uneven_views import rebalanced
 
 __all__ = ["is_view"]

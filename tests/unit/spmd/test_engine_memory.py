@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd.engine.current import DEVICE
-from spmd.engine.messages import Step
+from spmd.engine.driver.current import DEVICE
+from spmd.engine.program.step_messages import Step
 from tests.support.living import living
 from tests.support.spmd_session import inline_session
 
