@@ -63,9 +63,11 @@ class Arguments:
             if not tensor.is_cpu:
                 on_accelerator = True
             if (not tensor.is_cpu and not _is_on_accelerator(tensor)) or tensor.layout is not layout:
+                mine = accelerator()
+                places = "the CPU" if mine is None else f"the CPU or '{mine.type}'"
                 raise ValueError(
                     f"{_text(what)} at rank {self.rank}: process group '{self.group}' takes dense tensors on "
-                    f"the CPU or an accelerator, got {describe(tensor)}, {tensor.layout}, on {tensor.device}"
+                    f"{places}, got {describe(tensor)}, {tensor.layout}, on {tensor.device}"
                 )
             if layout is torch.strided and not tensor.is_contiguous() and not _can_be_copied(tensor.dtype):
                 raise TypeError(
