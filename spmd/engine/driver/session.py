@@ -138,6 +138,7 @@ class Session:
         counts: of what workers were sent and asked for: ``programs``, those of them that were ``new``, and
             of those ``new_auto`` with a planner; ``uploads`` and their ``uploaded_bytes``, ``fetches``.
         planner: is shown each recording before it goes; what it gives is done once it has gone.
+        on_accelerators: whether workers compute on accelerators.
 
     Args:
         ports: the workers.
@@ -146,6 +147,7 @@ class Session:
 
     def __init__(self, ports: Sequence[EnginePort], programs: int = PROGRAMS) -> None:
         self.recorder = Recorder(self._run, LogicalTensor, programs * ENTRIES_PER_PROGRAM)
+        self.on_accelerators = False
         self._ports = tuple(ports)
         self._set = WorkerSet(self._ports, "an SPMD step", _GRACE, _has_ended)
         self._programs: BoundedCache[Any, _Known] = BoundedCache(programs, self._drop)
