@@ -1,5 +1,5 @@
-"""What the interpreter allows between hosts: ``python -m benchmarks.plain_sockets`` measures a broadcast of 64
-MB to one other rank beside two plain processes that move as much over blocking sockets.
+"""What the interpreter allows between hosts: ``python -m benchmarks.plain_sockets`` measures a broadcast of
+64 MB to one other rank beside two plain processes that move as much over blocking sockets.
 
 The plain ones have a thread for each connection, which calls ``sendall`` from the tensor's memory, or
 ``recv_into`` with ``MSG_WAITALL`` into it, and nothing else: no protocol and no errors. They take turns with
