@@ -53,6 +53,8 @@ BRIEFLY: Final = 2.0
 """Seconds that any worker may be stopped for: less than ``lost_after``."""
 QUIET_SECONDS: Final = 90.0
 """How long what is under way may take to end when there is no more load."""
+NOTICED_SECONDS: Final = 30.0
+"""Maximum time until a worker has noticed a death; a loaded machine takes longer than usual."""
 LARGE_SECONDS: Final = 0.2
 """Between two large calls of a worker."""
 WARM_UP: Final = 40.0
@@ -446,7 +448,11 @@ class Driver:
         self.replace(name)
 
     def replace(self, name: str) -> None:
+        how, _ = self.dead_since[name]
+        noticed, end = len(self.noticed[how]), time.monotonic() + NOTICED_SECONDS
         self.pause(self.chance.uniform(0.5, 2.0))
+        while len(self.noticed[how]) == noticed and time.monotonic() < end:  # its name is not free before
+            self.pause(0.1)
         del self.dead_since[name]
         old = self.workers[name]
         new = self.group.add(
