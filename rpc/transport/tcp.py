@@ -78,7 +78,7 @@ class TcpTransport:
         refusals = LimitedLog(logger)
 
         def on_failure(description: str, error: OSError) -> None:
-            # A probe of the port, or a worker that was refused on its first connection, just closes the others.
+            # A probe of the port, or a worker refused on its first connection, just closes the others.
             level = logging.INFO if isinstance(error, ssl.SSLEOFError) else logging.WARNING
             refusals.log(level, "refused %s: no TLS with it: %s", description, why_no_tls(error))
 

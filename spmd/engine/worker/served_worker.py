@@ -14,7 +14,7 @@ from rref import RRef
 from spmd.engine.errors import SpmdError
 from spmd.engine.program.layouts import coordinates
 from spmd.engine.program.program import MeshKey
-from spmd.engine.program.step_messages import Step
+from spmd.engine.program.step_messages import EngineStep
 from spmd.engine.worker.worker_engine import WorkerEngine
 from spmd.torch_internals import world
 from spmd.workers.forming import Forming
@@ -68,7 +68,7 @@ class ServedWorker:
         torch.set_rng_state(state)
 
     @async_execution
-    def do(self, step: Step) -> Any:
+    def do(self, step: EngineStep) -> Any:
         """Do a step when those before it are done."""
         return self._steps.put(step)
 

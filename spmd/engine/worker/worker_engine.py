@@ -11,7 +11,7 @@ from torch import Tensor
 from rpc.runtime import spans
 from spmd.engine.program.program import MeshKey, Program
 from spmd.engine.program.repetition import Repetition
-from spmd.engine.program.step_messages import Answer, Failure, Step
+from spmd.engine.program.step_messages import Answer, EngineStep, Failure
 from spmd.engine.worker.interpreter import LinkedProgram
 from spmd.engine.worker.steps import InstructionError
 
@@ -45,7 +45,7 @@ class WorkerEngine:
         self._programs: dict[int, _Known] = {}
         self._ended: Failure | None = None
 
-    def run(self, step: Step) -> Answer:
+    def run(self, step: EngineStep) -> Answer:
         """Do one step. What is no longer needed goes first, so that it does not lie beside what is made."""
         for number in step.freed:
             self.values.pop(number, None)
@@ -67,7 +67,7 @@ class WorkerEngine:
         for known in self._programs.values():
             known.linked = None
 
-    def _run_program(self, step: Step, known: _Known) -> tuple[Failure, ...]:
+    def _run_program(self, step: EngineStep, known: _Known) -> tuple[Failure, ...]:
         """Run a program. Its inputs that are no outputs are gone afterwards, whether it has failed or not.
 
         When one has ended early, this worker takes part in nothing until there are new groups: the others may
