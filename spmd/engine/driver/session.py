@@ -31,7 +31,7 @@ from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.program.metas import Spec
 from spmd.engine.program.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
 from spmd.engine.program.repetition import Repetition
-from spmd.engine.program.step_messages import Answer, Step
+from spmd.engine.program.step_messages import Answer, EngineStep
 from spmd.workers.worker_set import Port, WorkerSet, cause_of
 
 __all__ = ["PROGRAMS", "EnginePort", "Session"]
@@ -280,7 +280,7 @@ class Session:
         forget, self._dropped = tuple(self._dropped), []
         packed = None if known is None else known.repetition.pack(base, under_way.inputs, scalars)
         steps = [
-            Step(
+            EngineStep(
                 under_way.number,
                 base,
                 tuple([part[worker] for part in parts]),

@@ -32,7 +32,7 @@ from spmd.collectives.store import WorkerStore
 from spmd.engine.driver.current import DEVICE, set_engine
 from spmd.engine.driver.device import set_up
 from spmd.engine.driver.logical_tensor import LogicalTensor, in_message
-from spmd.engine.driver.report import Report, report_of
+from spmd.engine.driver.report import LayoutReport, report_of
 from spmd.engine.driver.session import PROGRAMS, Session
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
 from spmd.engine.worker.served_worker import make
@@ -333,7 +333,7 @@ def device() -> torch.device:
     return DEVICE
 
 
-def report() -> Report:
+def report() -> LayoutReport:
     """What was replicated or laid out otherwise because an operation needed it so, since the mode began.
 
     Sums that workers held in parts, and moves that the program asked for, do not count.

@@ -36,7 +36,15 @@ from spmd.engine.program.program import (
     Ref,
 )
 from spmd.engine.program.redistribution import Groups, move
-from spmd.engine.rules.catalog import LOCAL_RULES, Call, Local, Site, is_random, tensors_of, with_generator
+from spmd.engine.rules.catalog import (
+    LOCAL_RULES,
+    Local,
+    OperatorCall,
+    Site,
+    is_random,
+    tensors_of,
+    with_generator,
+)
 from spmd.engine.rules.empty import zeros_instead
 from spmd.engine.worker.accelerated import CommonGenerator
 from spmd.engine.worker.passes import copied_outputs, may_alias, optimize, overlaps, overwriting
@@ -225,7 +233,7 @@ class LinkedProgram:
             return self._metas[ref.index]
 
         metas, named = pytree.tree_map_only(Ref, meta_of, (instruction.args, kwargs))
-        call = Call(op, metas, named, tensors_of(metas, named))
+        call = OperatorCall(op, metas, named, tensors_of(metas, named))
         if (
             self._device is not None
             and not call.tensors

@@ -15,7 +15,7 @@ from spmd.collectives.vendors import vendors
 from spmd.engine.errors import SpmdError
 from spmd.engine.program.layouts import coordinates
 from spmd.engine.program.program import MeshKey
-from spmd.engine.program.step_messages import Step
+from spmd.engine.program.step_messages import EngineStep
 from spmd.engine.worker.accelerated import device_of_worker
 from spmd.engine.worker.worker_engine import WorkerEngine
 from spmd.torch_internals import world
@@ -83,7 +83,7 @@ class ServedWorker:
         self._engine.seed(state)
 
     @async_execution
-    def do(self, step: Step) -> Any:
+    def do(self, step: EngineStep) -> Any:
         """Do a step when those before it are done."""
         return self._steps.put(step)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rpc.runtime import spans
 from spmd.engine.program.program import MeshKey, Program
 from spmd.engine.program.repetition import Repetition
-from spmd.engine.program.step_messages import Answer, Failure, Step
+from spmd.engine.program.step_messages import Answer, EngineStep, Failure
 from spmd.engine.worker.accelerated import CommonGenerator
 from spmd.engine.worker.interpreter import LinkedProgram
 from spmd.engine.worker.steps import InstructionError
@@ -59,14 +59,14 @@ class WorkerEngine:
         else:
             self._generator.set_state(state)
 
-    def run(self, step: Step) -> Answer:
+    def run(self, step: EngineStep) -> Answer:
         """Do one step. What is no longer needed goes first, so that it does not lie beside what is made."""
         if self._device is None:
             return self._run(step)
         with torch.accelerator.device_index(self._device.index):
             return self._run(step)
 
-    def _run(self, step: Step) -> Answer:
+    def _run(self, step: EngineStep) -> Answer:
         for number in step.freed:
             self.values.pop(number, None)
         for number in step.forget:
@@ -95,7 +95,7 @@ class WorkerEngine:
         source = self._generator.source
         return LinkedProgram(definition, self.rank, self._meshes, source, self._device, self._generator)
 
-    def _run_program(self, step: Step, known: _Known) -> tuple[Failure, ...]:
+    def _run_program(self, step: EngineStep, known: _Known) -> tuple[Failure, ...]:
         """Run a program. Its inputs that are no outputs are gone afterwards, whether it has failed or not.
 
         When one has ended early, this worker takes part in nothing until there are new groups: the others may
