@@ -40,7 +40,7 @@ from rpc.group.handshake import legible
 from rpc.options import AgentOptions
 from rpc.rendezvous.address import is_loopback
 from rpc.rendezvous.init_method import ServedTCPStore, open_store
-from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, Waiting
+from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, StoreWait
 from rpc.rendezvous.token import WAYS, Credential, find_credential
 from rpc.runtime.notices import Notices
 
@@ -89,7 +89,7 @@ class Link:
         self._environ = dict(os.environ)
         self._report = Report(State.WAITING)
         self._wake = threading.Event()
-        self._waiting = Waiting(job.timeout)
+        self._waiting = StoreWait(job.timeout)
         self._exchanged_at: float | None = None
         self._quiet = Quiet()
         self._refused = b""

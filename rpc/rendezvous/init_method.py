@@ -37,7 +37,7 @@ from rpc.rendezvous.store import (
     Backoff,
     Opener,
     SharedStore,
-    Waiting,
+    StoreWait,
     first_line,
     run_with_deadline,
     start,
@@ -239,7 +239,7 @@ def _never_freed(store: FileStore) -> FileStore:
     return store
 
 
-def _open_by_pytorch(init_method: str, rank: int | None, world_size: int | None, waiting: Waiting) -> Store:
+def _open_by_pytorch(init_method: str, rank: int | None, world_size: int | None, waiting: StoreWait) -> Store:
     place = (-1 if number is None else number for number in (rank, world_size))
     try:
         store, *_ = next(rendezvous(init_method, *place, timeout=timedelta(seconds=waiting.remaining)))
@@ -315,7 +315,7 @@ class _TcpStore:
         """Whether this worker is to serve it if nobody else does."""
         return is_here(self.host) if self.serve is None else self.serve
 
-    def open(self, waiting: Waiting) -> Store:
+    def open(self, waiting: StoreWait) -> Store:
         """Serve the store, if we are to and nobody has the port; else connect to whoever has it.
 
         That may be the server of a rank 0 that is just leaving; or another rank 0's, and then the log of
@@ -373,7 +373,7 @@ class _TcpStore:
             f"({reason}). Choose another port, the same at all workers; `ss -ltnp` shows who has this one."
         )
 
-    def _as_server(self, waiting: Waiting) -> Store | None:
+    def _as_server(self, waiting: StoreWait) -> Store | None:
         """Serve it; None if somebody else has the port."""
         listener = self._listen() if self.use_libuv else None
         try:
@@ -403,7 +403,7 @@ class _TcpStore:
                 f"rank 0 cannot listen on {_joined(self.host, self.port)}: {error}"
             ) from error
 
-    def _knock(self, waiting: Waiting) -> float:
+    def _knock(self, waiting: StoreWait) -> float:
         """Connect in Python and hang up, since a store of C++ prints warnings while nobody listens.
 
         Returns:
@@ -446,7 +446,7 @@ class _TcpStore:
         address = str(found.pop())
         return None if found or is_loopback(address) else address
 
-    def _as_client(self, waiting: Waiting, patience: float) -> Store:
+    def _as_client(self, waiting: StoreWait, patience: float) -> Store:
         """Connect to it. Whatever has the port may never answer, which no timeout of the store's ends.
 
         Args:
