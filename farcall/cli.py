@@ -192,6 +192,9 @@ def launch(
     srun --ntasks-per-node=1 farcall launch -n 4 train.py             # under Slurm
     farcall launch -n 4 --dynamic --restart 100 train.py              # restarts workers that fail
     """  # noqa: D301
+    # C++ prints a stack for each failed attempt to reach a store; the launcher says itself what it waits for.
+    # PyTorch reads this when it is loaded, which the next import does.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from farcall.launch.job import under_slurm
 
     given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job}
@@ -216,8 +219,6 @@ def launch(
         raise click.UsageError(f"--node-rank is from 0 to {found.nodes - 1} here, not {found.node_rank}")
     if not module and not os.path.exists(target):
         raise click.UsageError(f"there is no file {os.path.abspath(target)}")
-    # C++ prints a stack for each failed attempt to reach a store; the launcher says itself what it waits for.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from farcall.launch.launcher import launch as launch_job  # which takes a second
 
     return launch_job(found, target, arguments, module=module, lend_names=lend_names, xla=xla)

@@ -26,7 +26,7 @@ from rpc.runtime.interrupts import protected
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
-from rref.ports import Calls, Workers
+from rref.ports import ReferenceCalls, Workers
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Action, Fence, ForkId, Free, Ref, RRefId, Send, parse_descriptor
 from rref.requests import CREATE, name_creation, turns_of_object
@@ -62,7 +62,7 @@ class References:
     def __init__(
         self,
         incarnation: int,
-        calls: Calls,
+        calls: ReferenceCalls,
         under_way: CallsUnderWay,
         workers: Workers,
         control: ControlMessages,

@@ -79,7 +79,7 @@ def trace(job: str | None, seconds: float, output: str) -> int:
     """
     from farcall.observe.trace_command import trace_job
 
-    click.echo(trace_job(_find(job), seconds, output))
+    click.echo("\n".join(trace_job(_find(job), seconds, output)))
     return 0
 
 

@@ -20,7 +20,7 @@ from rpc.bulk.shared_memory import fd_channel, memory
 from rpc.bulk.shared_memory.fd_channel import FdListener
 from rpc.bulk.shared_memory.incoming import IncomingSegments
 from rpc.bulk.shared_memory.memory import LEDGER_BYTES, SLOTS, Ledger, Mapping
-from rpc.bulk.shared_memory.negotiation import RECEIVER, SENDER, Event, Negotiation, State
+from rpc.bulk.shared_memory.negotiation import RECEIVER, SENDER, Event, Negotiation, OfferState
 from rpc.bulk.shared_memory.outgoing import OutgoingSegments
 from rpc.bulk.shared_memory.packing import Message, pack, unpack
 from rpc.bulk.shared_memory.pool import Limits, Pool, Segment
@@ -129,7 +129,7 @@ class SharedMemory:
         link = self._links.get(peer.incarnation)
         outgoing = None if link is None else link.outgoing
         if outgoing is None:
-            if link is None or link.sending.state is State.NEW:
+            if link is None or link.sending.state is OfferState.NEW:
                 self._soon(self._begin, peer)
             return False
         loan = outgoing.lend(buffers[1:])
@@ -213,7 +213,7 @@ class SharedMemory:
         if peer.lost is not None:
             return
         link = self._link(peer)
-        if link.sending.state is not State.NEW:
+        if link.sending.state is not OfferState.NEW:
             return
         suits = self._bound and not peer.is_self and peer.near and not self._closed
         link.sending.on(Event.NEED if suits else Event.FAILED)

@@ -24,7 +24,7 @@ from spmd.engine.program.program import REPLICATED, Layout, MeshKey, Meta
 from spmd.engine.rules.catalog import (
     LOCAL_RULES,
     PLACEMENT_RULES,
-    Call,
+    OperatorCall,
     Row,
     choose,
     decomposition,
@@ -87,7 +87,7 @@ def propagate(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Propagate
     if all(meta.layout.mesh is None for meta in tensors):
         count = _count_results(op, args, kwargs)
         return Propagated((REPLICATED,) * len(tensors), (REPLICATED,) * count)
-    call = Call(op, tuple(args), kwargs, tensors)
+    call = OperatorCall(op, tuple(args), kwargs, tensors)
     why: str | None = None
     try:
         if is_list_operator(op):
@@ -114,7 +114,7 @@ def _text(layout: Layout) -> str:
 # ---- meshes
 
 
-def _on_one_mesh(call: Call) -> tuple[tuple[Layout, ...], tuple[Layout, ...], str | None]:
+def _on_one_mesh(call: OperatorCall) -> tuple[tuple[Layout, ...], tuple[Layout, ...], str | None]:
     """Of several meshes, the one with the most bytes is kept; what lies on others becomes whole."""
     weights: dict[MeshKey, int] = {}
     for meta in call.tensors:
@@ -127,7 +127,7 @@ def _on_one_mesh(call: Call) -> tuple[tuple[Layout, ...], tuple[Layout, ...], st
 
     if len(weights) > 1:
         args, kwargs = pytree.tree_map_only(Meta, on_mesh, (call.args, call.kwargs))
-        call = Call(call.op, args, kwargs, tensors_of(args, kwargs))
+        call = OperatorCall(call.op, args, kwargs, tensors_of(args, kwargs))
     why = "its tensors are on several meshes" if len(weights) > 1 else None
     rule = PLACEMENT_RULES.get(functional_name(call.op))
     if rule is None and is_random(call.op):
@@ -159,7 +159,9 @@ def functional_name(op: Any) -> str:
 # ---- rules of our own
 
 
-def _by_rows(call: Call, rows: Sequence[Row], key: MeshKey) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+def _by_rows(
+    call: OperatorCall, rows: Sequence[Row], key: MeshKey
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     count = _count_results(call.op, call.args, call.kwargs)
     whole = Row((Replicate(),) * len(call.tensors), (Replicate(),) * count)
     if not rows:
@@ -203,7 +205,7 @@ _ALL_IF_EMPTY: Final = (
 """Reductions over all dimensions if none is named, which DTensor's rules take for over none."""
 
 
-def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+def _ask_dtensor(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     if is_view(call.op) and 0 in call.tensors[0].shape:
         return (call.tensors[0].layout,), (REPLICATED,)
     of_nothing = [each.shape == _NOTHING for each in call.tensors]
@@ -265,10 +267,12 @@ def _ask_dtensor(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[La
     return needed, placed
 
 
-def _ask_of_others(call: Call, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+def _ask_of_others(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """``cat`` takes tensors of shape ``[0]`` beside those of other dimensions, and gives nothing of them."""
     kept = [each for each in call.tensors if each.shape != _NOTHING]
-    needed, placed = _ask_dtensor(Call(call.op, (kept, *call.args[1:]), call.kwargs, tuple(kept)), key)
+    needed, placed = _ask_dtensor(
+        OperatorCall(call.op, (kept, *call.args[1:]), call.kwargs, tuple(kept)), key
+    )
     of_kept = iter(needed)
     return tuple(REPLICATED if each.shape == _NOTHING else next(of_kept) for each in call.tensors), placed
 
@@ -277,7 +281,7 @@ _DIMENSIONS: Final = ("dim", "dims", "dim0", "dim1", "dim2", "dimension")
 _ADD_ONE: Final = ("aten::unsqueeze", "aten::stack", "aten::diag_embed")
 
 
-def _from_the_first(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _from_the_first(call: OperatorCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Its arguments, with dimensions counted from the first: many of DTensor's rules take others for none."""
     rank = max(len(meta.shape) for meta in call.tensors) + (call.op._schema.name in _ADD_ONE)
     arguments = call.op._schema.arguments
@@ -296,7 +300,7 @@ def _from_the_first(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _with_whole_sums(
-    call: Call, key: MeshKey, inputs: tuple[Layout, ...], results: tuple[Layout, ...]
+    call: OperatorCall, key: MeshKey, inputs: tuple[Layout, ...], results: tuple[Layout, ...]
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """DTensor's answer, but with sums made whole that it would make in pieces, if nothing else is moved then.
 
@@ -313,7 +317,7 @@ def _with_whole_sums(
 
     metas = iter([whole(meta, wanted) for meta, wanted in zip(call.tensors, inputs, strict=True)])
     args, kwargs = pytree.tree_map_only(Meta, lambda _: next(metas), (call.args, call.kwargs))
-    other = Call(call.op, args, kwargs, tensors_of(args, kwargs))
+    other = OperatorCall(call.op, args, kwargs, tensors_of(args, kwargs))
     if other.tensors != call.tensors:
         with contextlib.suppress(_NoRuleError):
             needed, placed = _ask_dtensor(other, key)
@@ -323,7 +327,7 @@ def _with_whole_sums(
 
 
 def _ask_for_less(
-    call: Call, key: MeshKey, error: _NoRuleError
+    call: OperatorCall, key: MeshKey, error: _NoRuleError
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """As ``_ask_dtensor``, with tensors that are whole along one dimension of the mesh."""
     for axis in reversed(range(len(key.shape) if len(key.shape) > 1 else 0)):
@@ -338,7 +342,7 @@ def _ask_for_less(
 
         args, kwargs = pytree.tree_map_only(Meta, unshard, (call.args, call.kwargs))
         with contextlib.suppress(_NoRuleError):
-            return _ask_dtensor(Call(call.op, args, kwargs, tensors_of(args, kwargs)), key)
+            return _ask_dtensor(OperatorCall(call.op, args, kwargs, tensors_of(args, kwargs)), key)
     raise error
 
 
@@ -351,7 +355,7 @@ def _refuse_empty_parts(specs: Sequence[DTensorSpec], key: MeshKey) -> None:
 
 
 def _refuse_other_shapes(
-    call: Call, needed: Sequence[Layout], placed: Sequence[Layout], key: MeshKey
+    call: OperatorCall, needed: Sequence[Layout], placed: Sequence[Layout], key: MeshKey
 ) -> None:
     """Of parts, the operator must make parts: some rules are not for all shapes that their operator takes."""
     if call.op.name() in LOCAL_RULES or not placed:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from spmd.engine.driver.recorder import Recorder
 from spmd.engine.driver.source_positions import described
 
-__all__ = ["Report", "ReportLine", "costliest", "report_of"]
+__all__ = ["LayoutReport", "ReportLine", "costliest", "report_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ReportLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LayoutReport:
     """What ``spmd.report()`` gives: its lines, the costliest first. Printed, it is a table."""
 
     lines: tuple[ReportLine, ...]
@@ -44,11 +44,11 @@ class Report:
         )
 
 
-def report_of(recorder: Recorder) -> Report:
+def report_of(recorder: Recorder) -> LayoutReport:
     """The report of what has been recorded so far."""
     with recorder.lock:
         lines = costliest(recorder, None)
-    return Report(tuple(sorted(lines, key=lambda line: (-line.bytes, line.where))))
+    return LayoutReport(tuple(sorted(lines, key=lambda line: (-line.bytes, line.where))))
 
 
 def costliest(recorder: Recorder, limit: int | None) -> list[ReportLine]:

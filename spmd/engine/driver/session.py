@@ -31,7 +31,7 @@ from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.program.metas import Spec
 from spmd.engine.program.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
 from spmd.engine.program.repetition import Repetition
-from spmd.engine.program.step_messages import Answer, Step
+from spmd.engine.program.step_messages import Answer, EngineStep
 from spmd.workers.worker_set import Port, WorkerSet, cause_of
 
 __all__ = ["PROGRAMS", "EnginePort", "Session"]
@@ -138,6 +138,7 @@ class Session:
         counts: of what workers were sent and asked for: ``programs``, those of them that were ``new``, and
             of those ``new_auto`` with a planner; ``uploads`` and their ``uploaded_bytes``, ``fetches``.
         planner: is shown each recording before it goes; what it gives is done once it has gone.
+        on_accelerators: whether workers compute on accelerators.
 
     Args:
         ports: the workers.
@@ -146,6 +147,7 @@ class Session:
 
     def __init__(self, ports: Sequence[EnginePort], programs: int = PROGRAMS) -> None:
         self.recorder = Recorder(self._run, LogicalTensor, programs * ENTRIES_PER_PROGRAM)
+        self.on_accelerators = False
         self._ports = tuple(ports)
         self._set = WorkerSet(self._ports, "an SPMD step", _GRACE, _has_ended)
         self._programs: BoundedCache[Any, _Known] = BoundedCache(programs, self._drop)
@@ -278,7 +280,7 @@ class Session:
         forget, self._dropped = tuple(self._dropped), []
         packed = None if known is None else known.repetition.pack(base, under_way.inputs, scalars)
         steps = [
-            Step(
+            EngineStep(
                 under_way.number,
                 base,
                 tuple([part[worker] for part in parts]),

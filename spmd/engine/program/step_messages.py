@@ -9,11 +9,11 @@ from torch import Tensor
 
 from spmd.engine.program.program import Program
 
-__all__ = ["Answer", "Failure", "Step"]
+__all__ = ["Answer", "EngineStep", "Failure"]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EngineStep:
     """What a worker is to do. Values have ids: from ``base`` first uploads, then what the program makes.
 
     Attributes:
@@ -39,7 +39,7 @@ class Step:
     forget: tuple[int, ...] = ()
 
     def __reduce__(self) -> Any:
-        return Step, (
+        return EngineStep, (
             self.sequence,
             self.base,
             self.uploads,

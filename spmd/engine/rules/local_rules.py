@@ -11,7 +11,7 @@ import torch
 from spmd.engine.program.layouts import chunks, coordinates, is_shard, local_shape
 from spmd.engine.program.program import Layout, MeshKey, Meta, Ref
 from spmd.engine.program.redistribution import Groups
-from spmd.engine.rules.placement_rules import Call
+from spmd.engine.rules.placement_rules import OperatorCall
 
 __all__ = ["LOCAL_RULES", "Local", "Site", "local_rule"]
 
@@ -49,7 +49,7 @@ class Site:
         generator: the one that all workers have in common.
     """
 
-    call: Call
+    call: OperatorCall
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[Meta | None, ...]

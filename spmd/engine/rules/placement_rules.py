@@ -14,11 +14,11 @@ from spmd.engine.program.layouts import is_shard
 from spmd.engine.program.program import Meta
 from spmd.torch_internals import StridedShard
 
-__all__ = ["PLACEMENT_RULES", "Call", "Row", "choose", "placement_rule", "tensors_of"]
+__all__ = ["PLACEMENT_RULES", "OperatorCall", "Row", "choose", "placement_rule", "tensors_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """An operator and its arguments, with a ``Meta`` for each tensor.
 
     Attributes:
@@ -54,7 +54,7 @@ class Row:
     results: tuple[Placement, ...]
 
 
-PlacementRule = Callable[[Call], "list[Row] | None"]
+PlacementRule = Callable[[OperatorCall], "list[Row] | None"]
 PLACEMENT_RULES: Final[dict[str, PlacementRule]] = {}
 """By the name of the functional operator. A rule gives rows, without that of whole tensors; or None where
 DTensor is to be asked."""
@@ -77,7 +77,7 @@ def tensors_of(args: Any, kwargs: Any) -> tuple[Meta, ...]:
     return tuple(each for each in leaves if isinstance(each, Meta))
 
 
-def pattern(call: Call, text: str) -> list[Row]:
+def pattern(call: OperatorCall, text: str) -> list[Row]:
     """Rows in short, such as ``0rr->0|r00->1``: a letter for each tensor of the schema, in order.
 
     A digit is a sharded dimension, ``r`` is replicated, ``p`` a sum. Letters of tensors that are not given
@@ -108,7 +108,7 @@ _KEEPS_BATCH: Final = 8.0
 _BATCH_COMES_SECOND: Final = ("aten::addmm", "aten::baddbmm", "aten::embedding")
 
 
-def choose(call: Call, rows: Sequence[Row], axis: int, size: int, bytes_of: Sequence[int]) -> Row:
+def choose(call: OperatorCall, rows: Sequence[Row], axis: int, size: int, bytes_of: Sequence[int]) -> Row:
     """The row that moves the fewest bytes; the first of them, if there are several.
 
     Args:
@@ -146,7 +146,7 @@ _IN_ORDER: Final = ("aten::embedding", "aten::nll_loss_forward", "aten::nll_loss
 """Rules that need to know which rows a worker has."""
 
 
-def strided(call: Call, rows: Sequence[Row], axis: int) -> list[Row]:
+def strided(call: OperatorCall, rows: Sequence[Row], axis: int) -> list[Row]:
     """The same rows for dimensions that are sharded in pieces, as some views leave them."""
     factors = {
         each.split_factor for meta in call.tensors if isinstance(each := _now(meta, axis), StridedShard)
@@ -215,7 +215,7 @@ _SHORT: Final = {
 
 
 @placement_rule(*_SHORT)
-def _short(call: Call) -> list[Row] | None:
+def _short(call: OperatorCall) -> list[Row] | None:
     name = call.op.name().removeprefix("aten::")
     if name == "convolution_backward":
         if len(call["input"].shape) != len(call["weight"].shape):
@@ -230,7 +230,7 @@ def _short(call: Call) -> list[Row] | None:
 
 
 @placement_rule("convolution")
-def _convolution(call: Call) -> list[Row]:
+def _convolution(call: OperatorCall) -> list[Row]:
     if len(call["input"].shape) != len(call["weight"].shape):
         return []
     plain = call["groups"] == 1 and not call["transposed"]

@@ -23,7 +23,7 @@ from rpc.errors import ProtocolError, RpcError, SerializationError
 from rpc.group.admission import judge
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.handshake import Handshake, Hello, Refusal, Role, Stream, Welcomed
-from rpc.group.handshake import Message as Said
+from rpc.group.handshake import HandshakeMessage as Said
 from rpc.group.membership import Membership
 from rpc.group.workers import Member, WorkerInfo
 from rpc.serialization.codecs import NEUTRAL

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+import dist_autograd.backward_messages
 import dist_autograd.contexts
-import dist_autograd.messages
 import rref.requests
 from rpc.testing.faults import KINDS, Faults, FaultyConnection, InjectedFaultError
 from rpc.testing.memory_transport import MemoryConnection, MemoryNetwork
@@ -131,7 +131,10 @@ def test_an_unknown_kind_is_an_error_and_names_are_those_of_the_kinds() -> None:
     with pytest.raises(ValueError, match="no kind of message 'cal': there are "):
         Faults().fail("cal")
     names = {"create": rref.requests.CREATE, "fetch": rref.requests.FETCH, "invoke": rref.requests.INVOKE}
-    names |= {name: getattr(dist_autograd.messages, name.upper()) for name in ("mark", "gradients", "abort")}
-    names |= {name: getattr(dist_autograd.messages, name.upper()) for name in ("part", "whole_part")}
+    names |= {
+        name: getattr(dist_autograd.backward_messages, name.upper())
+        for name in ("mark", "gradients", "abort")
+    }
+    names |= {name: getattr(dist_autograd.backward_messages, name.upper()) for name in ("part", "whole_part")}
     names["over"] = dist_autograd.contexts.OVER
     assert names.items() <= KINDS.items()

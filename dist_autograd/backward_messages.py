@@ -25,11 +25,11 @@ from torch import Tensor
 
 from dist_autograd.contexts import Context
 from dist_autograd.graph import Mark
-from dist_autograd.ports import Calls
+from dist_autograd.ports import BackwardCalls
 from dist_autograd.recording import Origin
 from dist_autograd.remote_part import RemotePart
 from rpc.agent.calls import PendingCall
-from rpc.agent.ports import CallsUnderWay, Send
+from rpc.agent.ports import CallsUnderWay, SendMessage
 from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
@@ -37,7 +37,17 @@ from rpc.serialization.failures import text_of
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 
-__all__ = ["ABORT", "GRADIENTS", "MARK", "PART", "WHOLE_PART", "Key", "Messages", "PartRequest", "failure_of"]
+__all__ = [
+    "ABORT",
+    "GRADIENTS",
+    "MARK",
+    "PART",
+    "WHOLE_PART",
+    "Key",
+    "PartRequest",
+    "SentMessages",
+    "failure_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +102,15 @@ def read_abort(frame: Frame) -> tuple[int, str]:
             raise ProtocolError(f"an abort that cannot be: {str(other)[:80]}")
 
 
-class Messages:
+class SentMessages:
     """Sends them. From any thread."""
 
     def __init__(
-        self, calls: Calls, under_way: CallsUnderWay, send: Send, load_exception: Callable[..., BaseException]
+        self,
+        calls: BackwardCalls,
+        under_way: CallsUnderWay,
+        send: SendMessage,
+        load_exception: Callable[..., BaseException],
     ) -> None:
         self._calls = calls
         self._under_way = under_way

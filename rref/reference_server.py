@@ -38,12 +38,12 @@ from rref.requests import (
 from rref.turns import Turns
 from rref.value import Fetch, Value
 
-__all__ = ["Server"]
+__all__ = ["ReferenceServer"]
 
 _GIVEN_UP: Final = "its creator gave it up"
 
 
-class Server:
+class ReferenceServer:
     """Serves the objects of one agent to those who refer to them.
 
     Args:
