@@ -174,7 +174,7 @@ class Agent:
             mailbox,
             connections,
             dispatcher.frames_received,
-            dispatcher.take_bulk,
+            dispatcher.take_inline,
             options.tcp_stripes,
             options.max_message_bytes,
             options.send_queue_bytes,
