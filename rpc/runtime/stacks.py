@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 HOME: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-OURS: Final = tuple(os.path.join(HOME, package, "") for package in PACKAGES)
+OURS: Final = tuple(os.path.join(HOME, package, "") for package in (*PACKAGES, "farcall"))
 """Folders of this distribution's code."""
 
 _STANDARD: Final = tuple(
@@ -153,8 +153,9 @@ def _of_call(frame: FrameType) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _called_name(code: CodeType, at: int) -> str | None:
-    """The last part of the name that is called by the instruction at an offset. A function is disassembled from
-    its start, which takes milliseconds for one of thousands of instructions.
+    """The last part of the name that is called by the instruction at an offset.
+
+    A function is disassembled from its start, which takes milliseconds for one of thousands of instructions.
     """
     before: list[dis.Instruction] = []
     for instruction in dis.get_instructions(code):
