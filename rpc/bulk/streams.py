@@ -114,8 +114,8 @@ class BulkStreams:
 
     Args:
         receive: takes in messages, on the loop's thread.
-        receive_inline: takes messages in on any thread, and removes them from the front of the list, up to one
-            that needs the loop.
+        receive_inline: takes messages in on any thread, and removes them from the list, up to one that needs
+            the loop.
         count: maximum number of streams for each direction, to each peer; 0: none are opened or accepted.
     """
 
