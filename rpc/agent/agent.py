@@ -174,7 +174,7 @@ class Agent:
             mailbox,
             connections,
             dispatcher.frames_received,
-            dispatcher.take_inline,
+            dispatcher.take_bulk,
             options.tcp_stripes,
             options.max_message_bytes,
             options.send_queue_bytes,

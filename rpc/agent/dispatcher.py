@@ -238,7 +238,8 @@ class Dispatcher:
             for frame in frames:
                 opener = self._openers.get(frame[0])
                 frame = frame if opener is None else opener(peer, frame)  # noqa: PLW2901
-                self._note_arrival(peer, frame)
+                if type(frame) is LargeFrame and frame.kind != Kind.BULK:  # whose credit says that it is here
+                    peer.large_came(frame.number)
                 self._take_in(peer, frame, tasks)
         except Exception as error:
             self._refuse(peer, error)
@@ -264,7 +265,6 @@ class Dispatcher:
                 if kind not in self._any_thread or (header and not self._brings_nothing(header)):
                     frames.insert(0, frame)
                     break
-                self._note_arrival(peer, frame)
                 self._take_in(peer, frame, tasks)
         except Exception as error:
             frames.clear()
@@ -276,11 +276,15 @@ class Dispatcher:
             self._activity.ended()
         return mine
 
-    @staticmethod
-    def _note_arrival(peer: Peer, frame: Frame) -> None:
-        """Tell the sender of a large message that it has arrived; for a bulk message its credit does so."""
-        if type(frame) is LargeFrame and frame.kind != Kind.BULK:
-            peer.large_came(frame.number)
+    def take_bulk(self, peer: Peer, frame: LargeFrame) -> None:
+        """On any thread: take in a bulk message that came on a stream of its own."""
+        tasks: list[Task] = []
+        try:
+            self._take_in(peer, frame, tasks)
+        except Exception as error:
+            self._refuse(peer, error)
+        if tasks:
+            self._run_soon(tasks)
 
     def _take_in(self, peer: Peer, frame: Frame, tasks: list[Task]) -> None:
         """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""

@@ -16,7 +16,7 @@ them. The accepting side makes its offer unasked when it is the first to send so
 The end of a stream is that of the connection: what had not arrived is lost, and sent again or reported, as if
 it had been sent over the connection itself. A message counts as arrived when it is taken in, within
 ``_Streams.gate``; when ``peer_broke`` has been through that, nothing more is taken in of what the streams
-bring. The thread that has read a message takes it in, unless that needs the loop.
+bring.
 
 *Leaving.* The last frame of a stream says that its sender leaves. When a worker has it on all streams, it
 says so on the connection (*left*): a goodbye could overtake the streams otherwise.
@@ -114,8 +114,7 @@ class BulkStreams:
 
     Args:
         receive: takes in messages, on the loop's thread.
-        receive_inline: takes messages in on any thread, and removes them from the list, up to one that needs
-            the loop.
+        receive_bulk: takes in a message of the kind ``BULK``, on any thread.
         count: maximum number of streams for each direction, to each peer; 0: none are opened or accepted.
     """
 
@@ -125,7 +124,7 @@ class BulkStreams:
         mailbox: Mailbox,
         connections: Connections,
         receive: Callable[[Peer, list[Frame]], object],
-        receive_inline: Callable[[Peer, list[Frame]], object],
+        receive_bulk: Callable[[Peer, LargeFrame], object],
         count: int,
         max_message_bytes: int,
         send_queue_bytes: int,
@@ -133,7 +132,7 @@ class BulkStreams:
         self._loop = loop
         self._mailbox = mailbox
         self._connections = connections
-        self._receive, self._receive_inline = receive, receive_inline
+        self._receive, self._receive_bulk = receive, receive_bulk
         self._count = count
         self._max_message_bytes = max_message_bytes
         self._send_queue_bytes = send_queue_bytes
@@ -334,18 +333,17 @@ class BulkStreams:
             open_message(arriving, number, opening, self._max_message_bytes)
 
     def _came(self, peer: Peer, streams: _Streams, frame: LargeFrame) -> None:
-        frames: list[Frame] = [frame]
+        if frame.kind != Kind.BULK:  # the loop may still have to take in what came before its opening
+            self._mailbox.call(self._take_in, peer, streams, frame)
+            return
         with streams.gate:
-            if streams.is_closed:
-                return
-            self._receive_inline(peer, frames)
-        if frames:
-            self._mailbox.call(self._take_in, peer, streams, frames)
+            if not streams.is_closed:
+                self._receive_bulk(peer, frame)
 
-    def _take_in(self, peer: Peer, streams: _Streams, frames: list[Frame]) -> None:
+    def _take_in(self, peer: Peer, streams: _Streams, frame: LargeFrame) -> None:
         """On the loop's thread."""
         if not streams.is_closed and peer.lost is None:
-            self._receive(peer, frames)
+            self._receive(peer, [frame])
 
     def _failed(self, peer: Peer, streams: _Streams, malformed: bool, reason: str) -> None:
         self._mailbox.call(self._has_failed, peer, streams, malformed, reason)
