@@ -71,6 +71,8 @@ class Argument:
 
     receiver, sender = 1, 0
 
+    future: Any
+
     def __init__(self) -> None:
         self.future = rpc.rpc_async("worker1", total, args=(torch.ones(COUNT),), timeout=0)
 
@@ -78,7 +80,7 @@ class Argument:
         return bool(self.future.wait() == COUNT)
 
     def cancel(self) -> bool:
-        return self.future.cancel()
+        return bool(self.future.cancel())
 
 
 class Answer(Argument):
