@@ -28,6 +28,7 @@ from rpc.agent.ports import Kinds
 from rpc.agent.request_runner import Request
 from rpc.errors import AutogradError, NotInitializedError
 from rpc.group.peer import Peer
+from rpc.runtime import spans
 from rpc.runtime.executor import Executor
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
@@ -179,7 +180,8 @@ class Backwards:
     def _run_and_answer(self, running: Participant, call_id: int, marks: list[Any]) -> None:
         kind = Kind.REPLY
         try:
-            payload = running.run(marks)
+            with spans.span("part of a distributed backward", source=running.peer.name, call=call_id):
+                payload = running.run(marks)
         except BaseException as error:
             kind = Kind.FAILURE
             serializer, name, peer = self._serializer, self._workers.own.name, running.peer

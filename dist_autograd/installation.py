@@ -69,6 +69,10 @@ class Autograd:
         )
         call.result()
 
+    def observed(self) -> dict[str, int]:
+        """What observers are to know. From any thread, without waiting."""
+        return {"contexts": len(self.contexts), "backwards": len(self.backwards)}
+
     def debug_info(self) -> dict[str, int]:
         """Counts, for ``rpc.get_debug_info``."""
         return {

@@ -224,6 +224,7 @@ class GrpcTransport:
         self, stream: GrpcStream, description: str, metadata: Iterable[tuple[str, Any]]
     ) -> StreamConnection:
         connection = StreamConnection(self._context, stream, description, CAPTURED_BYTES)
+        connection.scheme = self.scheme
         connection.process = _process(dict(metadata).get(_PROCESS))
         return connection
 

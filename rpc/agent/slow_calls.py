@@ -251,7 +251,9 @@ def chain_in_words(me: str, hops: Sequence[Hop], *, closed: bool) -> str:
     if closed:
         path.append(hops[-1].awaited)
         return f"{text}; this is a cycle of calls: {' → '.join(path)}"
-    end = path[-1]
-    if any(each != end for each in path[path.index(end) :]):
+    end, last = path[-1], hops[-1].answer
+    # A call that its callee does not know has just ended, most likely: nothing waits there.
+    is_known = not (isinstance(last, Answer) and last.state == "unknown")
+    if is_known and any(each != end for each in path[path.index(end) :]):
         text += f"; the calls lead back to {end}: {' → '.join(path)}"
     return text

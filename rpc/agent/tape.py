@@ -45,9 +45,9 @@ class Observation:
         inner: the recording that the request has besides, if any.
     """
 
-    inner: Recording | None
+    inner: Recording | Observation | None
 
-    def __init__(self, inner: Recording | None) -> None:
+    def __init__(self, inner: Recording | Observation | None) -> None:
         self.inner = inner
 
     @property
@@ -64,7 +64,7 @@ class Observation:
 
     def following(self, coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
         """The rest of an ``async def`` request, to be awaited inside this."""
-        return coroutine
+        return self.inner.following(coroutine) if isinstance(self.inner, Observation) else coroutine
 
     def tell(self, header: dict[str, Any]) -> None:
         """Add what was observed to the header of the answer, which is no failure."""
@@ -101,17 +101,19 @@ class Tracing:
     def __init__(self) -> None:
         self.tape: Tape | None = None
         self.watcher: Callable[[Recording | Observation | None], Observation] | None = None
-        self._observer: tuple[str, Callable[[Any, Recording | None], Observation]] | None = None
+        self._observers: dict[str, Callable[[Any, Recording | Observation | None], Observation]] = {}
 
     def follow(self, tape: Tape) -> None:
         """Have a tape note what tensors calls carry."""
         self.tape = tape
 
-    def observe(self, key: str, observe: Callable[[Any, Recording | None], Observation]) -> None:
+    def observe(
+        self, key: str, observe: Callable[[Any, Recording | Observation | None], Observation]
+    ) -> None:
         """Have ``observe`` make the observation of each request whose header has a key, given what is said
-        under it, and the recording that the request has.
+        under it, and what is inside: the recording of the request, or the observation of an earlier key.
         """
-        self._observer = key, observe
+        self._observers[key] = observe
 
     def watch(self, watcher: Callable[[Recording | Observation | None], Observation] | None) -> None:
         """Have ``watcher`` make the observation of every request from now on; None ends that."""
@@ -121,14 +123,16 @@ class Tracing:
         self, header: dict[str, Any], source: Peer, *, answer: bool = False
     ) -> Recording | Observation | None:
         """What a request with this header, or an answer, is noted in."""
-        tape, observer = self.tape, self._observer
-        recording: Recording | None = None
+        tape = self.tape
+        recording: Recording | Observation | None = None
         if tape is not None and tape.key in header:
             follow = tape.answered if answer else tape.received
             recording = follow(header[tape.key], source)
-        if observer is None or answer or observer[0] not in header:
-            return recording
-        return observer[1](header[observer[0]], recording)
+        if not answer:
+            for key, observe in self._observers.items():
+                if key in header:
+                    recording = observe(header[key], recording)
+        return recording
 
 
 def note(

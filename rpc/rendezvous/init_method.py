@@ -263,6 +263,20 @@ _STRANGERS_REMEDY: Final = (
 )
 
 
+_NO_WAY: Final = (
+    errno.ECONNREFUSED,
+    errno.ENETUNREACH,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.EHOSTDOWN,
+)
+
+
+def _nobody_is_there(error: Exception) -> bool:
+    """Whether no program has the port, or none can be reached: the host may be starting, or its network."""
+    return isinstance(error, OSError) and error.errno in _NO_WAY
+
+
 @dataclass(frozen=True)
 class _TcpStore:
     """A TCP store, opened as its server or as a client."""
@@ -323,16 +337,18 @@ class _TcpStore:
                 reason, remedy = self._unknown(error), _NAME_REMEDY
             except RendezvousError:
                 raise
-            except ConnectionRefusedError as error:
-                port_is_free, patience, wrong = True, _ANSWER_SECONDS, 0
-                reason, remedy = first_line(error), _REMEDY
             except (OSError, RuntimeError) as error:
-                port_is_free, patience = False, 4 * patience
-                reason, remedy = first_line(error), _STRANGERS_REMEDY
-                if "timed out" not in reason and (not isinstance(error, TimeoutError) or self._hangs_up()):
-                    wrong += 1
-                if wrong == _WRONG_ANSWERS:
-                    raise RendezvousError(self._taken(reason)) from error
+                reason = first_line(error)
+                if _nobody_is_there(error):
+                    port_is_free, patience, wrong, remedy = True, _ANSWER_SECONDS, 0, _REMEDY
+                else:
+                    port_is_free, patience, remedy = False, 4 * patience, _STRANGERS_REMEDY
+                    if "timed out" not in reason and (
+                        not isinstance(error, TimeoutError) or self._hangs_up()
+                    ):
+                        wrong += 1
+                    if wrong == _WRONG_ANSWERS:
+                        raise RendezvousError(self._taken(reason)) from error
             if notices.due():
                 logger.warning(
                     "nobody has answered at %s for %s: %s. %s",
@@ -342,7 +358,7 @@ class _TcpStore:
                     remedy,
                 )
             if not backoff.pause():
-                lasted = f"has not been reachable for {waiting.timeout:g} s"
+                lasted = f"has not been reachable for {round(waiting.timeout, 1):g} s"
                 raise RendezvousTimeoutError(f"{self.description} {lasted}: {reason}. {remedy}")
 
     def _unknown(self, error: OSError | UnicodeError) -> str:
@@ -413,10 +429,10 @@ class _TcpStore:
             with socket.create_connection((self.host, self.port), _PROBE_SECONDS) as connection:
                 connection.settimeout(_ANSWER_SECONDS)
                 connection.recv(1)
-        except (TimeoutError, ConnectionRefusedError):
+        except TimeoutError:
             return False
-        except OSError:
-            return True
+        except OSError as error:
+            return not _nobody_is_there(error)
         return True
 
     def _own_address(self) -> str | None:

@@ -89,7 +89,7 @@ from rref.protocol.messages import (
     parse,
     parse_descriptor,
 )
-from rref.protocol.owner import Owner
+from rref.protocol.owner import ObjectState, Owner
 from rref.protocol.peers import Peers
 from rref.protocol.revoked import Revoked
 from rref.protocol.user import Users
@@ -332,6 +332,10 @@ class Protocol:
     def leaks(self) -> dict[RRefId, tuple[int, int]]:
         """Objects owned here: how many forks other workers have, and how many references this one has."""
         return self._owner.leaks()
+
+    def holders(self, limit: int) -> list[tuple[RRefId, ObjectState, dict[Peer, int]]]:
+        """Objects owned here and their holders. From any thread; see ``Owner.holders``."""
+        return self._owner.holders(limit)
 
     def counts(self) -> dict[str, int]:
         """How much is remembered, by kind, for debugging; all zero when no reference is left.

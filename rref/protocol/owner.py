@@ -323,6 +323,21 @@ class Owner:
                 found[rref] = (len(each.forks) - native, native)
         return found
 
+    def holders(self, limit: int) -> list[tuple[RRefId, ObjectState, dict[Peer, int]]]:
+        """Objects, their states, and how many forks each worker has, this one included. From any thread.
+
+        Args:
+            limit: maximum number of objects; the newest.
+        """
+        found: list[tuple[RRefId, ObjectState, dict[Peer, int]]] = []
+        for each in list(self._objects.values())[-limit:]:
+            if each.state in _HERE:
+                forks: dict[Peer, int] = {}
+                for user in list(each.forks.values()):
+                    forks[user] = forks.get(user, 0) + 1
+                found.append((each.rref, each.state, forks))
+        return found
+
     def counts(self) -> dict[str, int]:
         """How much is remembered."""
         states = [each.state for each in self._objects.values()]

@@ -70,10 +70,11 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
     ),
     "farcall": (
         {"v1", "kserve"},
-        {"grpc"},
+        {"grpc", "scraping"},
         {"client"},
         {"serving", "compat"},
         {"observe"},
+        {"page"},
         {"launch", "environment", "one_sided", "ray"},
         {"doctor"},
         {"meeting", "trials"},
@@ -96,8 +97,12 @@ HEAVY_AT_IMPORT = ("sklearn", "scipy", "grpc", "torch._dynamo", "torch._inductor
 """What importing the packages must not bring along, beyond what ``import torch`` does."""
 
 WITH_EXTRAS = {
-    ROOT / "farcall" / "serving": ("grpc", "serve"),
+    ROOT / "farcall" / "serving": ("grpc", "metrics", "serve"),
+    ROOT / "farcall" / "scraping.py": ("metrics",),
+    ROOT / "farcall" / "observe" / "metric_families.py": ("metrics",),
+    ROOT / "farcall" / "observe" / "metrics_endpoint.py": ("metrics",),
     ROOT / "farcall" / "grpc": ("grpc",),
+    ROOT / "farcall" / "page": ("page",),
     ROOT / "farcall" / "ray": ("ray",),
 }
 """What needs extras, and which."""

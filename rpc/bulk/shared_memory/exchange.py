@@ -113,6 +113,7 @@ class SharedMemory:
         self._trimming: asyncio.TimerHandle | None = None
         self._said = False
         self._closed = False
+        self.sent_bytes = self.received_bytes = 0
 
     # ---- messages
 
@@ -147,6 +148,8 @@ class SharedMemory:
         except BaseException:
             outgoing.withdraw(loan)
             raise
+        with self._lock:
+            self.sent_bytes += size
         return True
 
     def unwrap(self, peer: Peer, frame: Frame) -> Frame:
@@ -161,6 +164,8 @@ class SharedMemory:
         if kind == Kind.IN_SEGMENT:
             raise ProtocolError("a message in a segment in a segment")
         buffers = incoming.open(number, use, lengths, self._max_message_bytes)
+        with self._lock:
+            self.received_bytes += sum(lengths)
         return Frame(kind, frame.call_id, header, [pickle, *buffers], frame.codec)
 
     # ---- negotiation

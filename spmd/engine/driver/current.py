@@ -23,9 +23,14 @@ DEVICE: Final = torch.device("privateuseone", 0)
 
 
 class Engine(Protocol):
-    """What tensors are on: a recorder, and workers behind it."""
+    """What tensors are on: a recorder, and workers behind it.
+
+    Attributes:
+        on_accelerators: whether workers compute on accelerators.
+    """
 
     recorder: Recorder
+    on_accelerators: bool
 
     @property
     def workers(self) -> int:

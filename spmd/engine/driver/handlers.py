@@ -348,14 +348,18 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The CPU's fused operator where the CPU would choose it; else PyTorch's products and softmax."""
+    """The CPU's fused operator where CPUs compute and would choose it; else products and softmax."""
     if _TAKES_ONE_SAMPLE and query.dim() == key.dim() == value.dim() == 3:
         q, k, v = (each.unsqueeze(0) for each in (query, key, value))
         while attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask.unsqueeze(0)
         of_one = _attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return of_one.squeeze(0)
-    fused = dropout_p == 0.0 and _attends(query, key, value, enable_gqa=enable_gqa)
+    fused = (
+        dropout_p == 0.0
+        and not engine().on_accelerators
+        and _attends(query, key, value, enable_gqa=enable_gqa)
+    )
     if _TAKES_ONE_MASK and attn_mask is not None and is_causal:
         fused = False  # which raises
     if fused and attn_mask is not None:

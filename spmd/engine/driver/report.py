@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from spmd.engine.driver.recorder import Recorder
 from spmd.engine.driver.source_positions import described
 
-__all__ = ["LayoutReport", "ReportLine", "report_of"]
+__all__ = ["LayoutReport", "ReportLine", "costliest", "report_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,14 @@ class LayoutReport:
 def report_of(recorder: Recorder) -> LayoutReport:
     """The report of what has been recorded so far."""
     with recorder.lock:
-        counted = recorder.notes.contents()
-    lines = [
-        ReportLine(operator, described((code, offset)), note, count, moved)
-        for (operator, note, code, offset), (count, moved) in counted.items()
-    ]
+        lines = costliest(recorder, None)
     return LayoutReport(tuple(sorted(lines, key=lambda line: (-line.bytes, line.where))))
+
+
+def costliest(recorder: Recorder, limit: int | None) -> list[ReportLine]:
+    """The lines with the most bytes, at most ``limit`` of them. Waits for no lock."""
+    counted = sorted(recorder.notes.contents().items(), key=lambda item: -item[1][1])
+    return [
+        ReportLine(operator, described((code, offset)), note, count, moved)
+        for (operator, note, code, offset), (count, moved) in counted[:limit]
+    ]

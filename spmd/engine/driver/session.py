@@ -10,7 +10,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from spmd.engine.driver.bounded_cache import BoundedCache
 from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.poison import poisoned
 from spmd.engine.driver.recorder import ENTRIES_PER_PROGRAM, Entry, Recorder, Recording, lost, nowhere
+from spmd.engine.driver.report import costliest
 from spmd.engine.driver.source_positions import Place, described
 from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.program.metas import Spec
@@ -37,6 +38,12 @@ __all__ = ["PROGRAMS", "EnginePort", "Session"]
 
 PROGRAMS: Final = 256
 """Maximum number of programs that the driver and each worker keep, by default."""
+
+_MAX_OBSERVED: Final = 5000
+"""Maximum number of values whose layouts observers are told; the newest."""
+
+_MAX_LISTED: Final = 50
+"""Maximum number of layouts, and of lines of the report, that observers are told; the largest."""
 
 _AHEAD: Final = 16
 """Steps that workers may be behind the driver."""
@@ -56,11 +63,12 @@ class EnginePort(Port, Protocol):
 class _Remote:
     """Keeps a value on the workers, as long as it lives."""
 
-    __slots__ = ("__weakref__", "error", "freed", "id")
+    __slots__ = ("__weakref__", "error", "freed", "id", "spec")
 
-    def __init__(self, number: int, freed: deque[int]) -> None:
+    def __init__(self, number: int, freed: deque[int], spec: Spec) -> None:
         self.id = number
         self.freed = freed
+        self.spec = spec
         self.error: SpmdError | None = None
 
     def __del__(self) -> None:
@@ -110,6 +118,19 @@ class _UnderWay:
         return f"step {self.number}, {len(self.places)} operations {where}"
 
 
+def _described(spec: Spec, count: int) -> dict[str, Any]:
+    """Values of one spec, for observers."""
+    mesh = spec.layout.mesh
+    return {
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "shape": list(spec.shape),
+        "mesh": [] if mesh is None else list(mesh.shape),
+        "placements": [str(each) for each in spec.layout.placements],
+        "count": count,
+        "bytes": spec.nbytes * count,
+    }
+
+
 class Session:
     """A recorder and the workers behind it.
 
@@ -117,6 +138,7 @@ class Session:
         counts: of what workers were sent and asked for: ``programs``, those of them that were ``new``, and
             of those ``new_auto`` with a planner; ``uploads`` and their ``uploaded_bytes``, ``fetches``.
         planner: is shown each recording before it goes; what it gives is done once it has gone.
+        on_accelerators: whether workers compute on accelerators.
 
     Args:
         ports: the workers.
@@ -125,6 +147,7 @@ class Session:
 
     def __init__(self, ports: Sequence[EnginePort], programs: int = PROGRAMS) -> None:
         self.recorder = Recorder(self._run, LogicalTensor, programs * ENTRIES_PER_PROGRAM)
+        self.on_accelerators = False
         self._ports = tuple(ports)
         self._set = WorkerSet(self._ports, "an SPMD step", _GRACE, _has_ended)
         self._programs: BoundedCache[Any, _Known] = BoundedCache(programs, self._drop)
@@ -146,6 +169,20 @@ class Session:
     def workers(self) -> int:
         """How many there are."""
         return len(self._ports)
+
+    def observed(self) -> dict[str, Any]:
+        """What observers are to know: counts, the layouts of values on the workers, and what was laid out
+        otherwise. It waits for no lock.
+        """
+        remotes = [each() for each in list(self._remotes.values())[-_MAX_OBSERVED:]]
+        layouts = Counter(each.spec for each in remotes if each is not None)
+        largest = sorted(layouts.items(), key=lambda item: -item[0].nbytes * item[1])[:_MAX_LISTED]
+        return {
+            "workers": self.workers,
+            "counts": dict(self.counts),
+            "layouts": [_described(spec, count) for spec, count in largest],
+            "moved": [asdict(each) for each in costliest(self.recorder, _MAX_LISTED)],
+        }
 
     # ---- what is recorded
 
@@ -210,7 +247,7 @@ class Session:
     def _has_gone(self, value: Value, number: int) -> None:
         """A value is, or will be, with the workers under this id."""
         value.data = None
-        value.remote = _Remote(number, self._freed)
+        value.remote = _Remote(number, self._freed, value.spec)
         self._remotes[number] = weakref.ref(value.remote)
 
     def _send(

@@ -1,4 +1,4 @@
-"""Where the user's program is: the innermost frame outside of PyTorch and of this package."""
+"""Where the user's program is: the innermost frame outside of PyTorch and of this distribution."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from dist_autograd.torch_internals import current_task
+from rpc.runtime.stacks import OURS
 from spmd.engine.driver.bounded_cache import BoundedCache
 
 __all__ = ["Place", "described", "place"]
@@ -18,11 +19,7 @@ __all__ = ["Place", "described", "place"]
 Place = tuple[CodeType | None, int]
 """A code object, and where in it; so nothing is looked up until somebody asks."""
 
-_OURS: Final = (
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
-    "<frozen",
-)
+_OURS: Final = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, *OURS, "<frozen")
 _is_users: Final[BoundedCache[CodeType, bool]] = BoundedCache(1 << 14)
 _backward: list[Any] = [None, (None, 0)]
 

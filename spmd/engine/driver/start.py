@@ -63,6 +63,9 @@ _WORKER: Final = (
 )
 """Program of a worker process. It finds farcall's packages wherever the driver's ``sys.path`` leads."""
 
+_EXTENSION: Final = "spmd.session"
+"""Under which observers find the session among the agent's extensions."""
+
 _PATIENCE: Final = 10.0
 """Seconds that a worker has to end."""
 
@@ -89,6 +92,7 @@ class _Mode:
         owns_agent: bool,
         processes: Sequence[subprocess.Popen[bytes]] = (),
         programs: int = PROGRAMS,
+        device: str | None = None,
     ) -> None:
         self.processes = processes
         self.owns_agent = owns_agent
@@ -96,7 +100,7 @@ class _Mode:
         current_agent().serializer.register_reducer(LogicalTensor, in_message)
         own = rpc.get_worker_info().name
         calls = [
-            rpc.rpc_async(each, make, args=(own, list(names), rank, name), timeout=0)
+            rpc.rpc_async(each, make, args=(own, list(names), rank, name, device), timeout=0)
             for rank, each in enumerate(names)
         ]
         try:
@@ -108,9 +112,13 @@ class _Mode:
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
         self.session = Session(self.ports, programs)
+        self._extensions: dict[str, Any] = current_agent().extensions
+        self._extensions[_EXTENSION] = self.session
+        self.session.on_accelerators = device is not None
 
     def end(self) -> None:
         """Let the workers go."""
+        self._extensions.pop(_EXTENSION, None)
         self.session.end()
         for port in self.ports:
             with suppress(RpcError):  # it is gone, and its values with it
@@ -141,7 +149,11 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 _mode: _Mode | None = None
 
 
-def use_spmd(workers: int | Sequence[str] | None = None, programs: int = PROGRAMS) -> Session:
+def use_spmd(
+    workers: int | Sequence[str] | None = None,
+    programs: int = PROGRAMS,
+    device: str | torch.device | None = None,
+) -> Session:
     """Begin SPMD mode: see :func:`spmd.sharding.mode.use_spmd`. The session that it has."""
     global _mode
     if _mode is not None:
@@ -151,13 +163,14 @@ def use_spmd(workers: int | Sequence[str] | None = None, programs: int = PROGRAM
         )
     if dist.is_initialized() and dist.get_backend() == "farcall":
         raise SpmdError(f"this process is in a process group of farcall's already. {_ALONE}")
+    of_workers = None if device is None or str(device) == "cpu" else str(device)
     set_up()
     if is_initialized():
-        _mode = _Mode(_members(workers), owns_agent=False, programs=programs)
+        _mode = _Mode(_members(workers), owns_agent=False, programs=programs, device=of_workers)
     elif "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
-        _mode = _under_torchrun(workers, programs)
+        _mode = _under_torchrun(workers, programs, of_workers)
     else:
-        _mode = _on_this_machine(workers, programs)
+        _mode = _on_this_machine(workers, programs, of_workers)
     set_engine(_mode.session)
     backend.refuse(_ALONE)
     atexit.register(shutdown)
@@ -180,7 +193,7 @@ def _members(workers: int | Sequence[str] | None) -> list[str]:
     return list(workers)
 
 
-def _on_this_machine(workers: int | Sequence[str] | None, programs: int) -> _Mode:
+def _on_this_machine(workers: int | Sequence[str] | None, programs: int, device: str | None) -> _Mode:
     if workers is None:
         said = os.environ.get("FARCALL_SPMD_WORKERS") or str(len(os.sched_getaffinity(0)))
         if not said.isdecimal() or not int(said):
@@ -208,7 +221,7 @@ def _on_this_machine(workers: int | Sequence[str] | None, programs: int) -> _Mod
         _await_start(dict(zip(names, zip(processes, signs, strict=True), strict=True)))
         options = AgentOptions(init_method=init_method)
         rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
-        return _Mode(names, True, processes, programs)
+        return _Mode(names, True, processes, programs, device)
     except BaseException:
         for process in processes:
             process.kill()
@@ -252,7 +265,7 @@ def _await_start(workers: dict[str, tuple[subprocess.Popen[bytes], BinaryIO]]) -
                 tell_of_start(list(signs.values()), notices.waited)
 
 
-def _under_torchrun(workers: int | Sequence[str] | None, programs: int) -> _Mode:
+def _under_torchrun(workers: int | Sequence[str] | None, programs: int, device: str | None) -> _Mode:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size < 2 or workers not in (None, size - 1):
         raise SpmdError(
@@ -262,7 +275,8 @@ def _under_torchrun(workers: int | Sequence[str] | None, programs: int) -> _Mode
     if rank:
         serve(f"spmd{rank - 1}", rank)
     rpc.init_rpc(_DRIVER)
-    return _Mode([f"spmd{each}" for each in range(size - 1)], owns_agent=True, programs=programs)
+    names = [f"spmd{each}" for each in range(size - 1)]
+    return _Mode(names, owns_agent=True, programs=programs, device=device)
 
 
 def shutdown() -> None:

@@ -5,6 +5,8 @@ So they are those that one process would draw. The price is time and memory for 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -114,11 +116,35 @@ def _dropout(site: Site) -> Local:
             return local.clone(), torch.ones_like(local, dtype=torch.bool)
         if p == 1:
             return torch.zeros_like(local), torch.zeros_like(local, dtype=torch.bool)
+        if not local.is_cpu:  # whose own operator draws otherwise
+            with _as_default(generator):
+                factors, kept = aten.native_dropout(torch.ones(meta.shape, dtype=meta.dtype), p, True)
+            return (
+                local * take_shard(factors, meta.layout, site.rank),
+                take_shard(kept, meta.layout, site.rank),
+            )
         whole = _whole(site, torch.bool).bernoulli_(1 - p, generator=generator)
         mask = take_shard(whole, meta.layout, site.rank)
         return (local * mask).mul_(1 / (1 - p)), mask
 
     return Local(dropout, site.args, site.kwargs)
+
+
+@contextmanager
+def _as_default(generator: torch.Generator) -> Iterator[None]:
+    """Inside, what draws from the default generator of this one's device draws from this one."""
+    if generator.device.type == "cpu":
+        default: Any = torch
+        where: tuple[torch.device, ...] = ()
+    else:
+        default, where = torch.get_device_module(generator.device), (generator.device,)
+    before = default.get_rng_state(*where)
+    default.set_rng_state(generator.get_state(), *where)
+    try:
+        yield
+        generator.set_state(default.get_rng_state(*where))
+    finally:
+        default.set_rng_state(before, *where)
 
 
 def with_generator(site: Site) -> Local:
@@ -133,10 +159,7 @@ def with_generator(site: Site) -> Local:
         return Local(getattr(packet, overload), site.args, site.kwargs | {"generator": generator})
 
     def draw(*args: Any, **kwargs: Any) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.set_state(generator.get_state())
-            results = op(*args, **kwargs)
-            generator.set_state(torch.default_generator.get_state())
-        return results
+        with _as_default(generator):
+            return op(*args, **kwargs)
 
     return Local(draw, site.args, site.kwargs)

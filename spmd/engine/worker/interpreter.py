@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
@@ -45,6 +46,7 @@ from spmd.engine.rules.catalog import (
     with_generator,
 )
 from spmd.engine.rules.empty import zeros_instead
+from spmd.engine.worker.accelerated import CommonGenerator
 from spmd.engine.worker.passes import copied_outputs, may_alias, optimize, overlaps, overwriting
 from spmd.engine.worker.steps import Assembled, InstructionError, Step
 from spmd.torch_internals import AutoDispatchBelowAutograd
@@ -61,6 +63,8 @@ class LinkedProgram:
         meshes: gives the process groups for a mesh. Called while linking, by all workers in the same order.
         generator: the source of random numbers, which all workers have seeded alike and use for nothing else;
             default PyTorch's own.
+        device: on which it runs; default the CPU.
+        states: seeds ``generator``, and has its states; default itself.
 
     Example::
 
@@ -74,9 +78,13 @@ class LinkedProgram:
         rank: int,
         meshes: Callable[[MeshKey], Groups],
         generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+        states: CommonGenerator | None = None,
     ) -> None:
         self._program, self._rank, self._meshes = program, rank, meshes
+        self._device = device
         self._generator = torch.default_generator if generator is None else generator
+        self._states: Any = self._generator if states is None else states
         self._metas: list[Meta | None] = list(program.inputs)
         self._steps = [self._link(index, each) for index, each in enumerate(program.instructions)]
         self._steps += copied_outputs(program, self._steps)
@@ -108,7 +116,7 @@ class LinkedProgram:
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._program.default_dtype)
         try:
-            with torch.no_grad(), AutoDispatchBelowAutograd():
+            with torch.no_grad(), AutoDispatchBelowAutograd(), self._on_device():
                 outputs = assembled.function(inputs, scalars)
         except Exception as error:
             stopped = assembled.stopped_at(error)
@@ -120,7 +128,7 @@ class LinkedProgram:
             if failures is None or not step.alone:
                 raise failure from error
             failures.append(failure)
-            with torch.no_grad(), AutoDispatchBelowAutograd():
+            with torch.no_grad(), AutoDispatchBelowAutograd(), self._on_device():
                 outputs = assembled.finish(place, values, scalars, self._zeros, failures)
         finally:
             torch.set_default_dtype(default_dtype)
@@ -129,6 +137,10 @@ class LinkedProgram:
             self._assembled = Assembled(self._program, optimize(self._program, self._steps, self._metas))
             self._steps = []
         return outputs
+
+    def _on_device(self) -> Any:
+        """Inside, functions that make tensors make them on the device."""
+        return nullcontext() if self._device is None else self._device
 
     def _check(self, value: int, local: Tensor) -> None:
         """In the first run, that each part is what its layout says."""
@@ -158,8 +170,8 @@ class LinkedProgram:
         )
         specials: dict[str, Callable[..., Any]] = {
             SEED: self._seed,
-            GET_RNG_STATE: self._generator.get_state,
-            SET_RNG_STATE: self._generator.set_state,
+            GET_RNG_STATE: self._states.get_state,
+            SET_RNG_STATE: self._states.set_state,
         }
         special = specials.get(instruction.operator)
         if special is not None:
@@ -174,7 +186,7 @@ class LinkedProgram:
         return step
 
     def _seed(self, seed: int) -> None:
-        self._generator.manual_seed(int(seed))
+        self._states.manual_seed(int(seed))
 
     def _relabel(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
         (meta,) = instruction.results
@@ -222,6 +234,12 @@ class LinkedProgram:
 
         metas, named = pytree.tree_map_only(Ref, meta_of, (instruction.args, kwargs))
         call = OperatorCall(op, metas, named, tensors_of(metas, named))
+        if (
+            self._device is not None
+            and not call.tensors
+            and any(each.name == "device" for each in op._schema.arguments)
+        ):
+            kwargs["device"] = self._device
         asked: list[MeshKey] = []
 
         def meshes(key: MeshKey) -> Groups:

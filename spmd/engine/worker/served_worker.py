@@ -11,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rpc.functions import async_execution
 from rref import RRef
+from spmd.collectives.vendors import vendors
 from spmd.engine.errors import SpmdError
 from spmd.engine.program.layouts import coordinates
 from spmd.engine.program.program import MeshKey
 from spmd.engine.program.step_messages import EngineStep
+from spmd.engine.worker.accelerated import device_of_worker
 from spmd.engine.worker.worker_engine import WorkerEngine
 from spmd.torch_internals import world
 from spmd.workers.forming import Forming
@@ -23,7 +25,9 @@ from spmd.workers.step_queue import StepQueue
 __all__ = ["ServedWorker", "make"]
 
 
-def make(driver: str, workers: Sequence[str], rank: int, name: str) -> RRef[ServedWorker]:
+def make(
+    driver: str, workers: Sequence[str], rank: int, name: str, device: str | None = None
+) -> RRef[ServedWorker]:
     """Begin to be a worker. Called remotely, on all workers at the same time.
 
     Args:
@@ -31,30 +35,41 @@ def make(driver: str, workers: Sequence[str], rank: int, name: str) -> RRef[Serv
         workers: the names of all, by number.
         rank: this one's number.
         name: of the session.
+        device: on which to compute; default the CPU.
     """
-    return RRef(ServedWorker(driver, workers, rank, name))
+    return RRef(ServedWorker(driver, workers, rank, name, device))
 
 
 class ServedWorker:
     """A worker's engine behind calls, which may arrive out of order."""
 
-    def __init__(self, driver: str, workers: Sequence[str], rank: int, name: str) -> None:
+    def __init__(
+        self,
+        driver: str,
+        workers: Sequence[str],
+        rank: int,
+        name: str,
+        device: str | None = None,
+    ) -> None:
         if dist.is_initialized():
             raise SpmdError(
                 f"worker '{workers[rank]}' has a default process group already, and SPMD mode makes its "
                 "workers one: call torch.distributed.destroy_process_group() there first"
             )
         self._driver, self._workers, self._rank, self._name = driver, workers, rank, name
+        self._device = None if device is None else device_of_worker(device, rank, workers[rank])
         self._meshes: dict[MeshKey, _Mesh] = {}
         self._forming: Forming | None = None
         self._group(0)
-        self._engine = WorkerEngine(rank, self._mesh)
+        self._engine = WorkerEngine(rank, self._mesh, self._device)
         self._steps = StepQueue(self._engine.run, driver, self.abort, _ended, self._engine.values.clear)
 
     def _group(self, generation: int) -> None:
         """Make the workers the default process group."""
         self._forming = Forming(self._workers, f"{self._name}/{generation}")
-        self._forming.form(self._rank, self._driver)
+        # Backends of vendors want a device for each rank.
+        alone = self._device is not None and len(self._workers) <= torch.accelerator.device_count()
+        self._forming.form(self._rank, self._driver, vendors=vendors() if alone else None)
         self._forming = None
 
     def _mesh(self, key: MeshKey) -> _Mesh:
@@ -65,7 +80,7 @@ class ServedWorker:
 
     def seed(self, state: torch.Tensor) -> None:
         """Put the generator that all workers have in common into a state."""
-        torch.set_rng_state(state)
+        self._engine.seed(state)
 
     @async_execution
     def do(self, step: EngineStep) -> Any:
@@ -102,7 +117,7 @@ class _Mesh:
     """The process groups of a mesh: a worker's place in a group is that on the axis."""
 
     def __init__(self, key: MeshKey, rank: int) -> None:
-        mesh = DeviceMesh("cpu", torch.tensor(key.devices).reshape(key.shape))
+        mesh = DeviceMesh("cpu", torch.tensor(key.devices, device="cpu").reshape(key.shape))
         at = coordinates(key, rank)
         self._groups: list[Any] = []
         for axis in range(len(key.shape)):

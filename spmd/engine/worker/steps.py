@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -13,7 +14,8 @@ from spmd.engine.program.program import Program, Ref, Scalar
 
 __all__ = ["Assembled", "InstructionError", "Step", "last_uses"]
 
-_FILE: Final = "<linked program>"
+_FILE: Final = os.path.join(os.path.dirname(__file__), "<linked program>")
+"""Name of the file of generated code, in this folder: its frames are known to be this distribution's."""
 
 
 class InstructionError(RuntimeError):

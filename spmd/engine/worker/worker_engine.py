@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from rpc.runtime import spans
 from spmd.engine.program.program import MeshKey, Program
 from spmd.engine.program.repetition import Repetition
 from spmd.engine.program.step_messages import Answer, EngineStep, Failure
+from spmd.engine.worker.accelerated import CommonGenerator
 from spmd.engine.worker.interpreter import LinkedProgram
 from spmd.engine.worker.steps import InstructionError
 
@@ -36,29 +38,49 @@ class WorkerEngine:
     Args:
         rank: the worker's number.
         meshes: makes the process groups of a mesh; all workers ask for them in the same order.
+        device: on which it computes; default the CPU.
     """
 
-    def __init__(self, rank: int, meshes: Callable[[MeshKey], Any]) -> None:
+    def __init__(
+        self, rank: int, meshes: Callable[[MeshKey], Any], device: torch.device | None = None
+    ) -> None:
         self.rank = rank
+        self._device = device
+        self._generator = None if device is None else CommonGenerator(device)
         self.values: dict[int, Tensor] = {}
         self._meshes = meshes
         self._programs: dict[int, _Known] = {}
         self._ended: Failure | None = None
 
+    def seed(self, state: Tensor) -> None:
+        """Put the generator that all workers have in common into a state of a CPU's generator."""
+        if self._generator is None:
+            torch.set_rng_state(state)
+        else:
+            self._generator.set_state(state)
+
     def run(self, step: EngineStep) -> Answer:
         """Do one step. What is no longer needed goes first, so that it does not lie beside what is made."""
+        if self._device is None:
+            return self._run(step)
+        with torch.accelerator.device_index(self._device.index):
+            return self._run(step)
+
+    def _run(self, step: EngineStep) -> Answer:
         for number in step.freed:
             self.values.pop(number, None)
         for number in step.forget:
             del self._programs[number]
         for offset, part in enumerate(step.uploads):
-            self.values[step.base + offset] = part
+            self.values[step.base + offset] = part if self._device is None else part.to(self._device)
         if step.definition is not None and step.program is not None:
             self._programs[step.program] = _Known(step.definition)
         failures = () if step.program is None else self._run_program(step, self._programs[step.program])
         values = tuple([self.values[number] for number in step.wanted])
         if any(each is _LOST for each in values):
             values = ()
+        if self._device is not None:
+            values = tuple([each.cpu() for each in values])
         return Answer(values, failures)
 
     def relink(self) -> None:
@@ -66,6 +88,12 @@ class WorkerEngine:
         self._ended = None
         for known in self._programs.values():
             known.linked = None
+
+    def _link(self, definition: Program) -> LinkedProgram:
+        if self._generator is None:
+            return LinkedProgram(definition, self.rank, self._meshes)
+        source = self._generator.source
+        return LinkedProgram(definition, self.rank, self._meshes, source, self._device, self._generator)
 
     def _run_program(self, step: EngineStep, known: _Known) -> tuple[Failure, ...]:
         """Run a program. Its inputs that are no outputs are gone afterwards, whether it has failed or not.
@@ -87,7 +115,7 @@ class WorkerEngine:
         if self._ended is None:
             try:
                 if known.linked is None:
-                    known.linked = LinkedProgram(definition, self.rank, self._meshes)
+                    known.linked = self._link(definition)
                 with spans.span("SPMD program", program=step.program):
                     outputs = known.linked.run(inputs, scalars, failed)[len(kept) :]
             except InstructionError as error:

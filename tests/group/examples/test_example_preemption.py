@@ -13,9 +13,12 @@ import pytest
 from tests.support import leftovers
 from tests.support.launchers import Launcher
 
-pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+START_SECONDS = 250.0
+"""Maximum time without a line: the processes of an example start one after the other."""
+
 LAUNCH = [sys.executable, "-m", "farcall", "launch", "-n", "3"]
 
 
@@ -50,13 +53,13 @@ def test_a_preempted_example_saves_and_resumes(
     run = [*command, str(EXAMPLES / name), *options, *state]
     environment = {"FARCALL_LOG": "error", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with leftovers.nothing_left(), contextlib.ExitStack() as ending:
-        first = Launcher(run, tmp_path, environment)
+        first = Launcher(run, tmp_path, environment, START_SECONDS)
         ending.callback(first.process.kill)
         first.wait_for(shown)
         first.send(number)
         assert first.end() == os.EX_TEMPFAIL, first.said
         assert "The job is preempted." in first.said
-        second = Launcher(run, tmp_path, environment)
+        second = Launcher(run, tmp_path, environment, START_SECONDS)
         ending.callback(second.process.kill)
         assert second.end() == 0, second.said
         assert after in second.said

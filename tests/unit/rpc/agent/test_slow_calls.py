@@ -146,9 +146,10 @@ def test_answer_in_words(answer: Answer | str, words: str) -> None:
     assert hop_in_words(Hop("w", answer, "v")) == words
 
 
-def test_way_back_is_named() -> None:
-    there, back, elsewhere = Hop("b", ANSWER, "a"), Hop("a", Answer("unknown")), Hop("c", Answer("unknown"))
+def test_way_back_is_named_while_there_is_one() -> None:
+    there, back, elsewhere = Hop("b", ANSWER, "a"), Hop("a", Answer("running")), Hop("c", Answer("running"))
+    moved_on = Hop("a", Answer("unknown"))
     assert chain_in_words("a", [there, back], closed=False).endswith("; the calls lead back to a: a → b → a")
     assert chain_in_words("a", [there], closed=True).endswith("; this is a cycle of calls: a → b → a")
-    for hops in ([there, elsewhere], [back], [elsewhere]):
+    for hops in ([there, elsewhere], [back], [elsewhere], [there, moved_on]):
         assert "→" not in chain_in_words("a", hops, closed=False)

@@ -1,4 +1,4 @@
-"""Serves the metrics of a server to Prometheus: HTTP/1.1 on the server's loop, one request per connection.
+"""Serves metrics to Prometheus: HTTP/1.1 on the running loop, one request per connection.
 
 Whoever reaches the port can occupy neither a thread nor much memory: a request has a few KB, a connection
 lasts a few seconds, and of many connections the oldest are closed.
