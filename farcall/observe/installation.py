@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
-from farcall.observe import tracing
+from farcall.observe import telemetry, tracing
 from farcall.observe.far_hosts import FarHosts, ignore
 from farcall.observe.jobs import JOB, job_id
 from farcall.observe.observer import Observer, program_name
@@ -41,6 +41,7 @@ def install(agent: Agent) -> None:
     """Have this process observed for as long as the agent lives."""
     global _observer
     tracing.install(agent)
+    telemetry.install(agent)
     if os.environ.get(_SWITCH) == "0":
         ignore(agent)
         return
