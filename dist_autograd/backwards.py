@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from dist_autograd import messages
+from dist_autograd import backward_messages as messages
+from dist_autograd.backward_messages import Key, PartRequest, SentMessages
 from dist_autograd.contexts import Context, Contexts
 from dist_autograd.ddp import Models
-from dist_autograd.messages import Key, Messages, PartRequest
 from dist_autograd.participant import Participant
 from dist_autograd.ports import Answers, Workers
 from dist_autograd.progress import Action, Error, Event
@@ -63,7 +63,7 @@ class Backwards:
         activity: Activity,
         serializer: Serializer,
         executor: Executor,
-        messages_out: Messages,
+        messages_out: SentMessages,
         contexts: Contexts,
         models: Models,
     ) -> None:

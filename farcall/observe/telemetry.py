@@ -146,7 +146,8 @@ class _Request(Observation):
         try:
             super().__exit__(*error)
         finally:
-            self._spans.end_run(*self._running.pop(), error[1] if len(error) > 1 else None)
+            raised = next((each for each in error if isinstance(each, BaseException)), None)
+            self._spans.end_run(*self._running.pop(), raised)
 
 
 def _checked(value: Any) -> tuple[str, dict[str, str]]:

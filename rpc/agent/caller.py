@@ -18,7 +18,7 @@ from torch import Tensor, is_grad_enabled
 from rpc.agent.activity import Activity
 from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.ports import CANCEL, Send
+from rpc.agent.ports import CANCEL, SendMessage
 from rpc.agent.tape import Tracing, note
 from rpc.errors import MessageLostError, WorkerLostError
 from rpc.group.membership import WorkerReference
@@ -72,7 +72,7 @@ class Caller:
         activity: Activity,
         *,
         find: Callable[[WorkerReference], Peer],
-        send: Send,
+        send: SendMessage,
         post: Callable[[Peer, str, object], object],
         run_soon: Callable[[Sequence[Task]], object],
     ) -> None:

@@ -33,9 +33,9 @@ from rpc.rendezvous.arrivals import (
     DEFAULT_PACE,
     WHAT_TO_CHECK,
     Arrival,
+    ArrivalKind,
     Conflict,
     Group,
-    Kind,
     Pace,
     Verdict,
     describe_ranks,
@@ -44,7 +44,7 @@ from rpc.rendezvous.arrivals import (
     mixed,
 )
 from rpc.rendezvous.log import Log
-from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, Waiting
+from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, StoreWait
 from rpc.runtime import waits
 from rpc.runtime.notices import Notices
 
@@ -79,7 +79,7 @@ def join_static(
         RendezvousError: rank 0 was interrupted, or the store failed.
     """
 
-    def join(waiting: Waiting) -> Group:
+    def join(waiting: StoreWait) -> Group:
         joining = _Joining(store.under(f"farcall/{job}"), Arrival.of(me, world_size), waiting, tell, pace)
         verdict = joining.run()
         verdict.raise_if_refused()
@@ -99,7 +99,7 @@ class _Joining:
     """One worker's way to its verdict. Lives on the helper thread."""
 
     def __init__(
-        self, store: SharedStore, arrival: Arrival, waiting: Waiting, tell: Probe, pace: Pace
+        self, store: SharedStore, arrival: Arrival, waiting: StoreWait, tell: Probe, pace: Pace
     ) -> None:
         self._store = store
         self._arrival = arrival
@@ -128,7 +128,9 @@ class _Joining:
         try:
             verdict = self._give(self._find() or self._out_of_time())
         except Abandoned:
-            self._give(Verdict(Kind.INTERRUPTED, f"{self._arrival}, who coordinates, was interrupted."))
+            self._give(
+                Verdict(ArrivalKind.INTERRUPTED, f"{self._arrival}, who coordinates, was interrupted.")
+            )
             raise
         self._store.set(f"arrival/{self._index}/read", b"1")
         self._await_readers({each.index: each.member for each in self._others})
@@ -142,7 +144,7 @@ class _Joining:
 
     def _look_until_given(self, notices: Notices) -> Verdict | None:
         doubt_since: float | None = None
-        while (given := self.log.verdict(self._index)) is None or given.kind is Kind.GONE:
+        while (given := self.log.verdict(self._index)) is None or given.kind is ArrivalKind.GONE:
             if given is not None:  # this process was so slow to write its arrival that it was given up
                 self._index = self.log.append(self._arrival)
             match self._look():
@@ -151,7 +153,7 @@ class _Joining:
                 case _Doubt(reason, patience):
                     doubt_since = doubt_since or time.monotonic()
                     if time.monotonic() - doubt_since >= patience:
-                        return Verdict(Kind.MISMATCH, reason)
+                        return Verdict(ArrivalKind.MISMATCH, reason)
                 case None:
                     doubt_since = None
             if notices.due() and (strangers := self._tell_of_waiting(notices)) is not None:
@@ -167,7 +169,7 @@ class _Joining:
         missing = set(range(world_size)) - {each.member.id for each in present}
         if theirs := self._store.pytorch_ranks(missing):
             return Verdict(
-                Kind.MISMATCH,
+                ArrivalKind.MISMATCH,
                 f"{self._arrival} cannot form a group with rank {theirs[0]} at {self._store.description}: "
                 f"torch.distributed.rpc runs there, and the two do not speak to each other. Run that program "
                 f"with `farcall run`, or have it import farcall's rpc.",
@@ -224,7 +226,7 @@ class _Joining:
             return False
         if self._tell(other.member) is not False:
             return True
-        self.log.decide(other.index, Verdict(Kind.GONE))
+        self.log.decide(other.index, Verdict(ArrivalKind.GONE))
         return False
 
     def _judge(self, arrivals: Sequence[Arrival]) -> Verdict | _Doubt | None:
@@ -232,7 +234,7 @@ class _Joining:
         for each in self._foreign():
             if self._tell(each.member) is not False:
                 return _Doubt(foreign(each), self._pace.gather)
-            self.log.decide(each.index, Verdict(Kind.GONE))
+            self.log.decide(each.index, Verdict(ArrivalKind.GONE))
         match examine(arrivals, self._arrival.world_size):
             case tuple() as group:
                 if self._drop_dead(each for each in group if each.index < self._index):
@@ -241,7 +243,7 @@ class _Joining:
                 if reason is not None:  # another group meets here, or the last one is just ending
                     return _Doubt(reason, self._pace.settle)
                 members = tuple(arrival.member for arrival in group)
-                return Verdict(Kind.COMPLETE, self.log.form(self._me.incarnation, members))
+                return Verdict(ArrivalKind.COMPLETE, self.log.form(self._me.incarnation, members))
             case Conflict(reason, involved) if not self._drop_dead(involved):
                 all_here = len(arrivals) >= self._arrival.world_size
                 return _Doubt(reason, self._pace.settle if all_here else self._pace.gather)
@@ -253,7 +255,7 @@ class _Joining:
         dead = dead_among((each.member for each in others), self._tell)
         for each in self._arrivals():
             if each.member.incarnation in dead:
-                self.log.decide(each.index, Verdict(Kind.GONE))
+                self.log.decide(each.index, Verdict(ArrivalKind.GONE))
         return bool(dead)
 
     def _who_has_our_place(self) -> str | None:
@@ -286,7 +288,7 @@ class _Joining:
             if entry.foreign is not None:
                 continue  # ``_judge`` deals with it
             if entry.arrival is None:
-                self.log.decide(entry.index, Verdict(Kind.GONE))  # it is to arrive after us
+                self.log.decide(entry.index, Verdict(ArrivalKind.GONE))  # it is to arrive after us
                 continue
             arrival, member = entry.arrival, entry.arrival.member
             if entry.index < index and not arrival.world_size and self._tell(member) is not False:
@@ -297,7 +299,7 @@ class _Joining:
         world_size = self._arrival.world_size
         present = [each.member.id for each in self._arrivals()]
         return Verdict(
-            Kind.TIMEOUT,
+            ArrivalKind.TIMEOUT,
             f"{self._arrival} waited {self._waiting.timeout:g} s at {self._store.description} for a group of "
             f"{world_size}. {describe_ranks(present, world_size)} {WHAT_TO_CHECK}",
         )
@@ -305,7 +307,7 @@ class _Joining:
     def _give(self, verdict: Verdict) -> Verdict:
         """The coordinator gives its verdict to all who have arrived. Returns ours: an earlier one counts."""
         given = self.log.decide(self._index, verdict) if self._coordinates else self.log.verdict(self._index)
-        if given is not None and given.kind is not Kind.GONE:
+        if given is not None and given.kind is not ArrivalKind.GONE:
             verdict = given
         if self._coordinates:
             arrivals = [*self._arrivals(), *self._foreign()]
@@ -317,7 +319,7 @@ class _Joining:
 
     def _await_readers(self, unread: dict[int, Member]) -> None:
         """Stay until all who live have read their verdict: this process may serve the store. Not for ever."""
-        waiting = Waiting(min(self._pace.farewell, self._waiting.remaining + 1))
+        waiting = StoreWait(min(self._pace.farewell, self._waiting.remaining + 1))
         backoff = Backoff(waiting, 0.01)
         probed_at = time.monotonic()
         while unread and not self._store.has(*(f"arrival/{index}/read" for index in unread)):

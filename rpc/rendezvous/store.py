@@ -46,7 +46,7 @@ class StoreLost(Exception):
     """The store did not answer: its server is gone, or its file."""
 
 
-class Waiting:
+class StoreWait:
     """A deadline, in seconds from now, and pauses that end with it or when nobody waits any longer."""
 
     def __init__(self, timeout: float) -> None:
@@ -74,12 +74,12 @@ class Waiting:
 class Backoff:
     """Pauses that grow by half each time, from one millisecond to a longest, in seconds."""
 
-    waiting: Waiting
+    waiting: StoreWait
     longest: float = 0.25
     _next: float = 0.001
 
     def pause(self) -> bool:
-        """Sleep a little longer than the last time; as ``Waiting.pause``."""
+        """Sleep a little longer than the last time; as ``StoreWait.pause``."""
         seconds, self._next = self._next, min(self._next * 1.5, self.longest)
         return self.waiting.pause(seconds)
 
@@ -89,12 +89,12 @@ class Backoff:
 
 
 def run_with_deadline(
-    work: Callable[[Waiting], T], timeout: float, waiting_for: str, *, grace: float = _GRACE_SECONDS
+    work: Callable[[StoreWait], T], timeout: float, waiting_for: str, *, grace: float = _GRACE_SECONDS
 ) -> T:
     """Run ``work`` on a helper thread and return its result, or raise its error, or leave it behind.
 
     Args:
-        work: gets the ``Waiting`` to pause with, and is expected to end when that says so.
+        work: gets the ``StoreWait`` to pause with, and is expected to end when that says so.
         timeout: seconds that it may take.
         waiting_for: names what does not answer, should ``work`` itself be stuck at the deadline.
         grace: seconds beyond that for it to raise its own, better informed, error.
@@ -102,7 +102,7 @@ def run_with_deadline(
     Raises:
         RendezvousTimeoutError: ``work`` is stuck.
     """
-    waiting, patience = Waiting(timeout), Waiting(timeout + grace)
+    waiting, patience = StoreWait(timeout), StoreWait(timeout + grace)
     try:
         outcome = start(work, waiting)
         # In slices: a signal that comes just before the thread begins to wait does not wake it.
@@ -122,7 +122,7 @@ def run_with_deadline(
         del outcome  # else error -> traceback -> this frame -> outcome -> error, until collected
 
 
-def start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.Future[T]:
+def start(work: Callable[[StoreWait], T], waiting: StoreWait) -> concurrent.futures.Future[T]:
     """Run ``work`` on a thread of its own, which may be left behind."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -136,7 +136,7 @@ def start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.
     return outcome
 
 
-Opener = Callable[[Waiting], Store]
+Opener = Callable[[StoreWait], Store]
 
 
 @dataclass
@@ -167,7 +167,7 @@ class SharedStore:
         """The same store, for those who have a token."""
         return replace(self, seal=Seal(token))
 
-    def run(self, work: Callable[[Waiting], T], timeout: float) -> T:
+    def run(self, work: Callable[[StoreWait], T], timeout: float) -> T:
         """Run ``work`` as ``run_with_deadline`` does, and once more whenever the store was lost on the way.
 
         Raises:
@@ -176,7 +176,7 @@ class SharedStore:
         """
         return run_with_deadline(lambda waiting: self.outlast(waiting, work), timeout, self.description)
 
-    def outlast(self, waiting: Waiting, work: Callable[[Waiting], T]) -> T:
+    def outlast(self, waiting: StoreWait, work: Callable[[StoreWait], T]) -> T:
         """As ``run``, on this thread."""
         backoff = Backoff(waiting)
         while True:
@@ -197,7 +197,7 @@ class SharedStore:
                         f"{waiting.timeout:g} s were over. The last time it said: {lost}"
                     ) from lost
 
-    def reopen(self, waiting: Waiting) -> None:
+    def reopen(self, waiting: StoreWait) -> None:
         """Open it again, after it was lost. Only where it is known how."""
         assert self.opener is not None
         self.forget_line()

@@ -19,7 +19,8 @@ the old one come in any order. Hence these rules; each worker keeps its own part
 R1  The owner counts a fork that it sends itself before the message leaves.
 R2  A user that sends a fork holds its own fork, the *parent*, until the receiver says that the *child*
     needs it no longer ("accepted"), however small the delete and large the message, and whatever becomes
-    of the call that the message was. Only a message that surely was never sent gives it back at once.
+    of the call that the message was. Only a message that surely was not sent, or was lost with a connection
+    (a large one), gives it back at once.
 R3  The receiver has the owner count the child ("confirm"), and says "accepted" to the parent when it is
     counted, or refused. If it has a counted fork of the same object, the child joins that one at once. The
     owner itself accepts at once; a message to oneself needs no words.
@@ -34,8 +35,6 @@ R5  What a creation brings may be known before the creation arrives: the owner p
 R6  A lost worker is lost for ever, and to everyone. Its forks, and the children that were on their way to
     it or pending there, are dropped by a *fence* only: see ``fence``. References to objects that it
     owned fail; creations that it had on the way are given up.
-R7  A connection lost between two living workers may have taken messages with it. The senders ask for the
-    forks back ("withdraw"): who does not have one by then, will never take it.
 
 Why it is safe. Take any fork that a living worker holds, or will yet read, and go from it to its parent,
 and so on. A child that is not counted has its parent held (R2, R3); a parent that is held is counted, or
@@ -49,9 +48,9 @@ parent is free to go; each fence ends, as those it waits for answer or die and j
 What happens to a user's fork stands at the head of ``user``, what happens to an object at its owner at the
 head of ``owner``, both as the tables that run.
 
-The messages must be delivered exactly once between any two that live, in any order (sessions and
-``rpc.group.delivery`` do this). Calls, creations and answers go their own way, and may be late, or lost with
-their connection.
+The messages must be delivered exactly once between any two that live, in any order: sessions do this, also
+where connections break. Calls, creations and answers go their own way, and may be late; large ones may be
+lost with their connection, and their senders learn of it.
 
 How a shell uses it
 ===================
@@ -65,8 +64,8 @@ out. After each input, or a few, take the actions and do them: ``Send``, ``Confi
   it dead, or on ``Fence``. Workers that leave in order are lost as well.
 * ``remote()`` is ``create``, then exactly one of ``created`` (any answer, late ones too) and
   ``creation_failed``. At the owner, ``arrived`` when the call is read: it is run if true, then ``finished``.
-* A reference is sent: ``fork``; ``take_back`` if the message was never written. If the connection breaks and
-  the peer lives: ``link_lost``, on both sides; descriptors in messages that wait for a new one are ``kept``.
+* A reference is sent: ``fork``; ``take_back`` if the message was never written, or was lost with its
+  connection.
 * A message is read: ``adopt`` each descriptor, whether or not the pickle will be read. User code waits while
   ``state`` is ``PENDING``. A fetch that may be earlier than the creation waits by what ``expect`` gives.
 * While ``waits_for_sweep``: ``sweep`` every minute or so; what two of them see is given up.
@@ -76,7 +75,6 @@ out. After each input, or a few, take the actions and do them: ``Send``, ``Confi
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Final
 
 from rpc.errors import ProtocolError, RRefError
@@ -91,7 +89,7 @@ from rref.protocol.messages import (
     parse,
     parse_descriptor,
 )
-from rref.protocol.owner import Owner
+from rref.protocol.owner import ObjectState, Owner
 from rref.protocol.peers import Peers
 from rref.protocol.revoked import Revoked
 from rref.protocol.user import Users
@@ -163,8 +161,6 @@ class Protocol:
                 owner.on_unknown(peer, rref)
             case "abandon", (rref, reason):
                 owner.on_abandon(peer, rref, reason)
-            case "withdraw", (of, rref, fork):
-                self._withdraw(peer, of, rref, fork)
             case "bereaved" | "fence", (self.me, *_):
                 raise ProtocolError("a peer says that this worker is dead")
             case "bereaved", (dead,):
@@ -193,12 +189,6 @@ class Protocol:
             self._users.lost(peer, reason)
             self._owner.lost(peer, reason)
             self._revoked.lost(peer)
-
-    def link_lost(self, peer: Peer, kept: Container[ForkId] = ()) -> None:
-        """The connection to ``peer``, which lives, broke: calls on it may be lost, but not forks ``kept``."""
-        if peer not in self._peers.dead:
-            self._users.link_lost(peer, kept)
-            self._owner.link_lost(peer, kept)
 
     # Beginnings
 
@@ -343,6 +333,10 @@ class Protocol:
         """Objects owned here: how many forks other workers have, and how many references this one has."""
         return self._owner.leaks()
 
+    def holders(self, limit: int) -> list[tuple[RRefId, ObjectState, dict[Peer, int]]]:
+        """Objects owned here and their holders. From any thread; see ``Owner.holders``."""
+        return self._owner.holders(limit)
+
     def counts(self) -> dict[str, int]:
         """How much is remembered, by kind, for debugging; all zero when no reference is left.
 
@@ -358,13 +352,6 @@ class Protocol:
         if not self._users.on_refused(peer, fork, reason) and fork[0] == peer:
             self._peers.note_hearsay(peer)
             self._revoked.add(fork, reason)  # it has overtaken the message that brings the fork
-
-    def _withdraw(self, peer: Peer, owner: Peer, rref: RRefId, fork: ForkId) -> None:
-        if not self._users.knows(fork) and fork not in self._owner:
-            if fork[0] == peer:  # else it has come, and is released
-                self._peers.note_hearsay(peer)
-                self._revoked.add(fork, "its sender lost the connection and took the message back")
-            self._peers.send(peer, ["delete", rref, fork] if peer == owner else ["accepted", fork])
 
     def _is_dead(self, peer: Peer) -> bool:
         """Whether ``peer`` is dead; if not, a word of it shows that it lives."""

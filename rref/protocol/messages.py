@@ -143,9 +143,8 @@ MESSAGES: Final[dict[str, tuple[Callable[[Any], Any], ...]]] = {
     # owner to the creator of an object that it only knows by hearsay, and back
     "wanted": (_id,),  # rref: is its creation on the way?
     "unknown": (_id,),  # rref: it is not
-    # the receiver of a fork to its sender, and back
+    # the receiver of a fork to its sender
     "accepted": (_id,),  # fork: it needs its parent no longer
-    "withdraw": (_peer, _id, _id),  # owner, rref, fork: if you don't have it yet, never take it
     # about the dead
     "bereaved": (_peer,),  # any to owner: a child of your object's fork was at that peer
     "fence": (_peer, _text),  # owner to all: discard what is unread of it, settle what was read
