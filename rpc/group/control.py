@@ -1,7 +1,7 @@
-"""Small messages that must arrive: between agents and what stands on them, never seen by users.
+"""Control messages: small messages between agents and the packages above them, delivered reliably.
 
-The shell round ``delivery``: it puts the messages for each peer into frames, several at once where they
-come together, and delays acknowledgements, so that most ride on messages that go the other way.
+The shell around ``delivery``: it puts the messages for each peer into frames, several at once if possible,
+and delays acknowledgements, so that most are sent with messages in the other direction.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ TopicHandler = Callable[[Peer, Any], None]
 BatchHandler = Callable[[Peer, list[Any]], None]
 
 ACK_SECONDS: Final = 0.025
-"""How long an acknowledgement waits at most for a message to ride on."""
+"""Maximum time in seconds that an acknowledgement waits for a message to be sent with."""
 
 
 class Control:
     """Delivers each message exactly once while its receiver lives; order is not kept.
 
     ``post`` may be called from any thread, everything else on the loop's thread. ``lose`` is called with a
-    peer to which a message cannot be sent, and why; ``posted`` counts the messages that were ever sent, but
-    for those on ``uncounted`` topics, which only ask how things are and begin nothing.
+    peer to which a message cannot be sent, and the reason; ``posted`` counts the messages that were ever
+    sent, except those on ``uncounted`` topics, which only query state and start nothing.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Control:
         self._deliveries: dict[Peer, Delivery] = {}
         self._to_flush: dict[Peer, None] = {}
         self._acknowledging = False
-        """A timer is set for the acknowledgements that are owed."""
+        """Whether a timer is set for the acknowledgements that are due."""
 
     def on(self, topic: str, handler: TopicHandler) -> None:
-        """Have the messages of a topic passed to ``handler``, on the loop's thread."""
+        """Register ``handler`` for the messages of a topic; it is called on the loop's thread."""
 
         def one_by_one(peer: Peer, bodies: list[Any]) -> None:
             for body in bodies:
@@ -60,13 +60,13 @@ class Control:
         self.on_batch(topic, one_by_one)
 
     def on_batch(self, topic: str, handler: BatchHandler) -> None:
-        """As ``on``, with a list of messages that arrived together."""
+        """Like ``on``, with a list of messages that arrived together."""
         if topic in self._topics:
             raise ValueError(f"topic '{topic}' is taken")
         self._topics[topic] = handler
 
     def post(self, peer: Peer, topic: str, body: Any) -> None:
-        """Send ``body``, anything msgpack can encode, to a peer. To one that is gone it is dropped."""
+        """Send ``body``, anything that msgpack can encode, to a peer. If the peer is gone, it is dropped."""
         self._mailbox.soon(self._post, (peer, topic, body))
 
     def _post(self, message: tuple[Peer, str, Any]) -> None:
@@ -79,7 +79,7 @@ class Control:
             self._flush_soon(peer)
 
     def received(self, peer: Peer, frame: Frame) -> None:
-        """Take in a frame of kind ``CONTROL``."""
+        """Handle a frame of kind ``CONTROL``."""
         delivery = self._delivery(peer)
         by_topic: dict[str, list[Any]] = {}
         for message in delivery.received(frame.header.get("batch")):
@@ -88,7 +88,7 @@ class Control:
         for topic, bodies in by_topic.items():
             handler = self._topics.get(topic)
             if handler is None:
-                raise ProtocolError(f"a control message on topic '{topic}', which nobody here follows")
+                raise ProtocolError(f"a control message on topic '{topic}', which has no handler here")
             handler(peer, bodies)
         if delivery.is_due:
             self._flush_soon(peer)
@@ -97,16 +97,16 @@ class Control:
             self._loop.call_later(ACK_SECONDS, self._acknowledge)
 
     def forget(self, peer: Peer) -> None:
-        """The peer is gone: what is on its way to it will not arrive."""
+        """Drop the messages to a peer that is gone."""
         self._deliveries.pop(peer, None)
         self._to_flush.pop(peer, None)
 
     def unacknowledged(self) -> int:
-        """How many messages their receivers have not yet acknowledged."""
+        """Number of messages that their receivers have not acknowledged yet."""
         return sum(delivery.unacknowledged for delivery in self._deliveries.copy().values())
 
     def peers(self) -> list[Peer]:
-        """All workers that have messages to acknowledge. On the loop's thread."""
+        """Return the workers that have messages to acknowledge. On the loop's thread."""
         return [peer for peer, delivery in self._deliveries.items() if delivery.unacknowledged]
 
     def _delivery(self, peer: Peer) -> Delivery:
@@ -142,7 +142,7 @@ class Control:
         except WorkerLostError:
             pass  # ``forget`` follows
         except Exception as error:
-            # Repeating it would not help, and those who rely on it must know.
+            # Repeating it would not help, and code that relies on it must learn of the failure.
             logger.exception("a control message to worker '%s' cannot be sent", peer.name)
             self._lose(peer, f"a control message to it cannot be sent: {error}")
 

@@ -1,17 +1,16 @@
-"""Control messages between two workers: numbered, so that each is handed over once, and acknowledged.
+"""Control messages between two workers: numbered, so that each is delivered once, and acknowledged.
 
-One ``Delivery`` stands at each end of a pair of incarnations, for as long as both live. Sessions
-(``rpc.transport.session``) see to it that no message is lost, also where a connection is made again. Batches
-may overtake each other, as large ones go in chunks, and tests inject duplicates (``rpc.testing.faults``).
-Still every message handed to ``send`` at one end comes out of ``received`` at the other exactly once, in any
-order; and each end knows how many the other has taken in, which a graceful shutdown waits for.
+There is one ``Delivery`` at each end of a pair of incarnations, for as long as both live. Sessions
+(``rpc.transport.session``) ensure that no message is lost, even when a connection is made again. Batches may
+overtake each other, as large ones are sent in chunks, and tests inject duplicates (``rpc.testing.faults``).
+Still, every message passed to ``send`` at one end is returned by ``received`` at the other exactly once, in
+any order; and each end knows how many the other has received, which a graceful shutdown waits for.
 
 Messages are numbered from 1 in each direction. A batch is ``[acked, start, messages]``: all numbers up to
-``acked`` have arrived here; ``messages`` have the numbers ``start``, ``start + 1``, and so on. So every
-batch carries an acknowledgement, and none travels alone where messages flow both ways. Else the receiver
-delays it (see ``Control``), but no longer than ``ACK_EVERY`` messages. At most ``WINDOW`` numbers are on
-their way, so a receiver remembers at most that many to tell what came twice; what exceeds it waits at the
-sender.
+``acked`` have arrived here; ``messages`` have the numbers ``start``, ``start + 1``, and so on. So every batch
+carries an acknowledgement, and no separate one is sent if messages flow both ways. Otherwise the receiver
+delays it (see ``Control``), but for at most ``ACK_EVERY`` messages. At most ``WINDOW`` numbers are in flight,
+so a receiver remembers at most that many to detect duplicates; further messages wait at the sender.
 
 A dead peer is forgotten by dropping its ``Delivery``; incarnations never come back, so nothing is kept.
 """
@@ -45,7 +44,7 @@ class Delivery:
         here.send(["delete", [7, 1]])
         batch = here.outgoing()
         assert there.received(batch) == [["delete", [7, 1]]]
-        assert there.received(batch) == []  # came twice
+        assert there.received(batch) == []  # a duplicate
         assert here.received(there.outgoing(acknowledge=True)) == []
         assert here.unacknowledged == 0
     """
@@ -54,22 +53,24 @@ class Delivery:
 
     def __init__(self) -> None:
         self._queue: deque[Any] = deque()
-        """What is not acknowledged, from number ``_first`` on; of these, ``_sent`` are on their way."""
+        """Messages that are not acknowledged, from number ``_first`` on; the first ``_sent`` are in
+        flight.
+        """
         self._first = 1
         self._sent = 0
         self._arrived = 0
-        """All numbers up to this have arrived, and those in ``_beyond``."""
+        """All numbers up to this one have arrived, and those in ``_beyond``."""
         self._beyond: set[int] = set()
         self._unanswered = 0
 
     @property
     def unacknowledged(self) -> int:
-        """How many messages the peer has not yet acknowledged, those not yet sent included."""
+        """Number of messages that the peer has not acknowledged yet, including those not yet sent."""
         return len(self._queue)
 
     @property
     def owes(self) -> bool:
-        """Whether something has arrived that is not acknowledged."""
+        """Whether a received message is not acknowledged yet."""
         return self._unanswered > 0
 
     @property
@@ -78,12 +79,12 @@ class Delivery:
         return self._unanswered >= ACK_EVERY or self._sent < min(len(self._queue), WINDOW)
 
     def send(self, message: Any) -> None:
-        """Queue one message; the next ``outgoing`` takes it along."""
+        """Queue one message for the next ``outgoing``."""
         self._queue.append(message)
 
     def outgoing(self, *, acknowledge: bool = False) -> Batch | None:
-        """The next batch to write to the peer, if there is one; with ``acknowledge`` also if all that it can
-        do is to acknowledge, and that need not be at once.
+        """Return the next batch to send to the peer, or None. With ``acknowledge``, a batch is returned even
+        if it only acknowledges and is not due yet.
         """
         if not self.is_due and not (acknowledge and self._unanswered):
             return None
@@ -94,9 +95,9 @@ class Delivery:
         return batch
 
     def received(self, batch: object) -> list[Any]:
-        """Take in a batch from the peer, as ``outgoing`` made it; returns its messages that are new.
-        ``ProtocolError`` if it is malformed, or acknowledges or numbers what it cannot; nothing of it has
-        been taken in then.
+        """Handle a batch from the peer, as ``outgoing`` made it; returns its messages that are new. Raises
+        ``ProtocolError`` if it is malformed, or has impossible numbers or acknowledgements; then nothing of
+        it has been accepted.
         """
         match batch:
             case [int(acked), int(start), list(messages)] if (
