@@ -55,7 +55,7 @@ class Side:
 
     def can_run(self, workload: Workload) -> bool:
         """Whether it has what a workload needs."""
-        if workload.stripes or workload.encrypted:
+        if workload.stripes or workload.encrypted or workload.own:
             return self.module == "rpc"
         if self.calls is None or workload.name in self.calls:
             return True

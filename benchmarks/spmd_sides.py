@@ -23,11 +23,11 @@ import rpc
 import spmd
 from benchmarks import spmd_counting as counting
 from benchmarks.spmd_cases import Sizes, Step, by_hand, on_device
-from spmd.engine import logical_tensor
-from spmd.engine.current import engine
-from spmd.engine.logical_tensor import dispatch_with
-from spmd.engine.recorder import Recording
-from spmd.engine.start import worker_names
+from spmd.engine.driver import logical_tensor
+from spmd.engine.driver.current import engine
+from spmd.engine.driver.logical_tensor import dispatch_with
+from spmd.engine.driver.recorder import Recording
+from spmd.engine.driver.start import worker_names
 
 __all__ = ["BACKENDS", "ByHand", "OnDevice", "Side"]
 

@@ -59,6 +59,7 @@ class Workload:
         stripes: over how many connections large messages go; 0 where that is not what is measured. Only
             farcall can be told.
         encrypted: with TLS, which the network alone does not have. Only farcall can be told.
+        own: only farcall has what it measures.
         part: what it is about: ``calls``, ``tensors`` or ``training``. Not every peer has all.
     """
 
@@ -71,6 +72,7 @@ class Workload:
     network: bool = False
     stripes: int = 0
     encrypted: bool = False
+    own: bool = False
     part: str = "calls"
 
     @property

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from dist_autograd import messages
+from dist_autograd import backward_messages as messages
+from dist_autograd.backward_messages import Key, PartRequest, SentMessages
 from dist_autograd.contexts import Context, Contexts
 from dist_autograd.ddp import Models
-from dist_autograd.messages import Key, Messages, PartRequest
 from dist_autograd.participant import Participant
 from dist_autograd.ports import Answers, Workers
 from dist_autograd.progress import Action, Error, Event
@@ -28,6 +28,7 @@ from rpc.agent.ports import Kinds
 from rpc.agent.request_runner import Request
 from rpc.errors import AutogradError, NotInitializedError
 from rpc.group.peer import Peer
+from rpc.runtime import spans
 from rpc.runtime.executor import Executor
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
@@ -62,7 +63,7 @@ class Backwards:
         activity: Activity,
         serializer: Serializer,
         executor: Executor,
-        messages_out: Messages,
+        messages_out: SentMessages,
         contexts: Contexts,
         models: Models,
     ) -> None:
@@ -179,7 +180,8 @@ class Backwards:
     def _run_and_answer(self, running: Participant, call_id: int, marks: list[Any]) -> None:
         kind = Kind.REPLY
         try:
-            payload = running.run(marks)
+            with spans.span("part of a distributed backward", source=running.peer.name, call=call_id):
+                payload = running.run(marks)
         except BaseException as error:
             kind = Kind.FAILURE
             serializer, name, peer = self._serializer, self._workers.own.name, running.peer

@@ -28,7 +28,7 @@ from dist_autograd.ports import Answers, Workers
 from dist_autograd.recording import Sent
 from rpc.agent.device_ports import RequestDevices, SharedWork
 from rpc.agent.hooks import Hooks
-from rpc.agent.ports import ControlMessages, Kinds, Send
+from rpc.agent.ports import ControlMessages, Kinds, SendMessage
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Executor
@@ -173,7 +173,7 @@ class Contexts:
         workers: Workers,
         kinds: Kinds,
         control: ControlMessages,
-        send: Send,
+        send: SendMessage,
         hooks: Hooks,
         mailbox: Mailbox,
         executor: Executor,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dist_autograd import engine
+from dist_autograd.backward_messages import SentMessages
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
-from dist_autograd.messages import Messages
-from dist_autograd.ports import Calls
+from dist_autograd.ports import BackwardCalls
 from dist_autograd.propagation import Propagation
 from dist_autograd.recording import anchor
 from dist_autograd.roots import checked
@@ -38,7 +38,9 @@ class Autograd:
         calls: makes calls.
     """
 
-    def __init__(self, models: Models, contexts: Contexts, backwards: Backwards, calls: Calls) -> None:
+    def __init__(
+        self, models: Models, contexts: Contexts, backwards: Backwards, calls: BackwardCalls
+    ) -> None:
         self.models = models
         self.contexts = contexts
         self.backwards = backwards
@@ -66,6 +68,10 @@ class Autograd:
             rref.owner(), backward_here, (rref, context_id, retain_graph), {}, UNSET_TIMEOUT
         )
         call.result()
+
+    def observed(self) -> dict[str, int]:
+        """What observers are to know. From any thread, without waiting."""
+        return {"contexts": len(self.contexts), "backwards": len(self.backwards)}
 
     def debug_info(self) -> dict[str, int]:
         """Counts, for ``rpc.get_debug_info``."""
@@ -120,7 +126,7 @@ def install(agent: Agent) -> None:
         agent.lifecycle.activity,
         serializer,
         agent.executor,
-        Messages(caller, agent.calls.table, sender.send, serializer.load_exception),
+        SentMessages(caller, agent.calls.table, sender.send, serializer.load_exception),
         contexts,
         models,
     )

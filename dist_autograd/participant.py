@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dist_autograd.messages import Key, Messages
+from dist_autograd.backward_messages import Key, SentMessages
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
 from dist_autograd.worker_pass import WorkerPass
@@ -30,7 +30,7 @@ class Participant:
         whole: whether all its gradients arrive with its start, so that it waits for no worker.
     """
 
-    def __init__(self, key: Key, own: WorkerPass, root: Peer, messages: Messages, *, whole: bool) -> None:
+    def __init__(self, key: Key, own: WorkerPass, root: Peer, messages: SentMessages, *, whole: bool) -> None:
         self.key = key
         self.own = own
         self.peer = root

@@ -13,10 +13,10 @@ from rpc.group.peer import Peer
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 
-__all__ = ["Answers", "Calls", "Workers"]
+__all__ = ["Answers", "BackwardCalls", "Workers"]
 
 
-class Calls(Protocol):
+class BackwardCalls(Protocol):
     """Makes calls; see ``rpc.agent.caller.Caller``."""
 
     def call(

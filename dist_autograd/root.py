@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dist_autograd import engine
+from dist_autograd.backward_messages import Key, SentMessages, failure_of, given_up
 from dist_autograd.graph import Mark
-from dist_autograd.messages import Key, Messages, failure_of, given_up
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
 from dist_autograd.remote_part import RemotePart
@@ -47,7 +47,7 @@ class Root:
     """
 
     def __init__(
-        self, key: Key, own: WorkerPass, me: Peer, messages: Messages, find: Callable[[int], Peer | None]
+        self, key: Key, own: WorkerPass, me: Peer, messages: SentMessages, find: Callable[[int], Peer | None]
     ) -> None:
         self.key = key
         self.own = own

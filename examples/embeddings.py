@@ -35,8 +35,6 @@ from example_run import Miss, ending
 from rpc.errors import UnknownWorkerError, WorkerLostError
 
 ROWS, SIZE, BATCH = 300, 8, 128
-PATIENCE = 60.0
-"""Seconds that a trainer waits for a server that is started again."""
 
 
 def ratings(users: Tensor, items: Tensor) -> Tensor:
@@ -163,23 +161,28 @@ def train(name: str, checkpoint: Path, options: argparse.Namespace, changes: que
             loss = ((rows[0] * rows[1]).sum(1) - ratings(*places)).square().mean()
             rpc.rpc_sync("server", ask, args=("update", places, list(torch.autograd.grad(loss, rows))))
         except (WorkerLostError, UnknownWorkerError):
-            await_server(changes)  # (2) then with another batch; the server may have used this one, or not
+            await_server(
+                changes, options.patience
+            )  # (2) then with another batch; the server may have used this one, or not
     rpc.shutdown()
 
 
-def await_server(changes: queue.SimpleQueue[str]) -> None:
+def await_server(changes: queue.SimpleQueue[str], seconds: float) -> None:
     """Wait until there is a server.
 
     Raises:
         Miss: it has not come.
     """
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + seconds
     while all(worker.name != "server" for worker in rpc.get_worker_infos()):
         try:
             changes.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             rpc.shutdown(graceful=False)
-            raise Miss(f"There is no server, and none has come for {PATIENCE:g} s.") from None
+            raise Miss(
+                f"There is no server, and none has come for {seconds:g} s. Start all again; training goes on "
+                "from the last checkpoint."
+            ) from None
 
 
 def main() -> None:
@@ -188,6 +191,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoint; all see it")
     parser.add_argument("--steps", type=positive, default=1500, help="in all (%(default)s)")
     parser.add_argument("--every", type=positive, default=100, help="steps between checkpoints (%(default)s)")
+    parser.add_argument(
+        "--patience", type=rate, default=60.0, help="seconds that trainers wait for a server (%(default)s)"
+    )
     parser.add_argument("--learning-rate", type=rate, default=0.03, help="at first (%(default)s)")
     options = parser.parse_args()
     if "RANK" not in os.environ:

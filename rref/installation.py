@@ -6,9 +6,9 @@ from rpc.agent.agent import Agent
 from rref.carrier import RRefCarrier
 from rref.delayed_answers import DelayedAnswers
 from rref.reference import EXTENSION, RRef
+from rref.reference_server import ReferenceServer
 from rref.references import References
 from rref.remote_module.module import RemoteModule, reduce_remote_module
-from rref.serving import Server
 from rref.torch_internals import INTERNALS
 
 __all__ = ["install"]
@@ -40,7 +40,7 @@ def install(agent: Agent) -> References:
     )
     agent.extensions[EXTENSION] = references
     agent.serializer.register_carrier(RRef, RRefCarrier(references))
-    Server(
+    ReferenceServer(
         references,
         agent.calls.answers,
         agent.messages,

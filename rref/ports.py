@@ -16,10 +16,10 @@ from rpc.group.workers import Member
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 
-__all__ = ["Answers", "Calls", "View", "Workers"]
+__all__ = ["Answers", "ReferenceCalls", "View", "Workers"]
 
 
-class Calls(Protocol):
+class ReferenceCalls(Protocol):
     """Makes calls; see ``rpc.agent.caller.Caller``."""
 
     def dump_call(

@@ -26,7 +26,7 @@ from rpc.runtime.interrupts import protected
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
-from rref.ports import Calls, Workers
+from rref.ports import ReferenceCalls, Workers
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Action, Fence, ForkId, Free, Ref, RRefId, Send, parse_descriptor
 from rref.requests import CREATE, name_creation, turns_of_object
@@ -37,6 +37,9 @@ from rref.value import Value
 __all__ = ["References"]
 
 TOPIC: Final = "rref"
+
+_MAX_OBSERVED: Final = 200
+"""Maximum number of objects that observers are told; the newest."""
 
 _SWEEP_SECONDS: Final = 60.0
 
@@ -59,7 +62,7 @@ class References:
     def __init__(
         self,
         incarnation: int,
-        calls: Calls,
+        calls: ReferenceCalls,
         under_way: CallsUnderWay,
         workers: Workers,
         control: ControlMessages,
@@ -369,6 +372,24 @@ class References:
                 isinstance(call, Creation) and call.outcome is None for call in self._under_way.waiting()
             ),
         }
+
+    def observed(self) -> dict[str, Any]:
+        """What observers are to know: objects of this worker, and the workers that hold references to them.
+
+        It takes no step of the protocol: a thread that is stopped in one does not stop the observing thread.
+        """
+        owned = []
+        for rref, state, forks in self._protocol.holders(_MAX_OBSERVED):
+            value = self._values.get(rref)
+            described = {
+                "creator": rref[0],
+                "number": rref[1],
+                "state": state.name,
+                "type": "" if value is None else value.type_name,
+                "holders": [list(each) for each in forks.items()],
+            }
+            owned.append(described)
+        return {"objects": len(self._values), "owned": owned}
 
     def check_leaks(self) -> None:
         """Raise ``RRefError`` if other workers still refer to objects of this one."""

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+import torch
+
 from rpc.agent.device_ports import Ready
 from rpc.errors import RemoteError, RpcTimeoutError
 from rpc.group.peer import Peer
@@ -80,6 +82,16 @@ class Value:
     def content(self) -> Any:
         """The object, whose tensors on devices may still be being computed; see ``get``."""
         return self._content
+
+    @property
+    def type_name(self) -> str:
+        """The object's type, of a tensor with dtype and shape; "" until it is made."""
+        content = self._content
+        if content is None:
+            return ""
+        if type(content) is torch.Tensor:
+            return f"{str(content.dtype).removeprefix('torch.')}{list(content.shape)}"
+        return type(content).__qualname__
 
     def set(self, content: Any, made: Ready | None = None) -> list[Fetch]:
         """Set the object. Returns the parked fetches, for the caller to answer.

@@ -13,7 +13,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from farcall.values import ITEM_SIZES, Elements
+from farcall.grpc.values import ITEM_SIZES, Elements
 
 __all__ = ["BCOMPLEX32", "COMPLEX32", "FLOAT4_PAIR", "NumpyTensors"]
 

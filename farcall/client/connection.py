@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 
 from farcall.client.arrays import NumpyTensors
 from farcall.client.errors import ServedError, error_of, error_of_status
+from farcall.grpc.values import from_value, to_value
 from farcall.v1 import service_pb2 as pb
-from farcall.values import from_value, to_value
 
 __all__ = ["AsyncClient", "Client", "Tls", "connect", "connect_async"]
 

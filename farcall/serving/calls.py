@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError, Message
 
+from farcall.grpc.values import Malformed
 from farcall.serving.callers import Callers
 from farcall.serving.errors import details_of, status_of, text_of
 from farcall.serving.host import Host
 from farcall.serving.memory import check_memory
 from farcall.serving.metrics import NOT_SERVED
-from farcall.values import Malformed
 
 __all__ = ["Caller", "Calls", "beside_the_loop", "parse", "size_of"]
 

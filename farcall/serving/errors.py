@@ -16,7 +16,7 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from farcall.values import Malformed
+from farcall.grpc.values import Malformed
 from rpc.errors import RpcTimeoutError, WorkerLostError
 
 __all__ = [

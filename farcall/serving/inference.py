@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 import farcall
+from farcall.grpc.values import Malformed, byte_count, shape_of
 from farcall.kserve import inference_pb2 as pb
 from farcall.serving.calls import Caller, Calls, beside_the_loop, parse, size_of
 from farcall.serving.endpoint import Endpoint, TensorSpec
 from farcall.serving.errors import Unknown
 from farcall.serving.host import Host
 from farcall.serving.tensors import TorchTensors
-from farcall.values import Malformed, byte_count, shape_of
 
 __all__ = ["handlers"]
 

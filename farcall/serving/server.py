@@ -15,14 +15,14 @@ from typing import Any, Final, Self
 
 import grpc
 
-from farcall.grpc_server import OPTIONS, Probes, bind, server_credentials
+from farcall.grpc.server import OPTIONS, Probes, bind, server_credentials
+from farcall.scraping import Admits, published
 from farcall.serving import inference, service
 from farcall.serving.admission import Limits
 from farcall.serving.callers import BearerTokens, Callers
 from farcall.serving.calls import Calls
 from farcall.serving.endpoint import Endpoint
 from farcall.serving.host import Host
-from farcall.serving.scraping import Admits, published
 from rpc import TlsOptions
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import new_loop

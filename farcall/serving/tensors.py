@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from farcall.client.arrays import NumpyTensors
-from farcall.values import ITEM_SIZES, Elements
+from farcall.grpc.values import ITEM_SIZES, Elements
 
 __all__ = ["DTYPES", "TorchTensors"]
 

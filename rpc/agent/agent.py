@@ -299,6 +299,8 @@ class Agent:
         self.group.form(me, static=static)
         self.lifecycle.departure.form(me, members if static else None)
         self._ground.process.apply()
+        for handler in self.lifecycle.hooks.formed:
+            handler(group)
 
         def form() -> None:
             self.group.join(members, group)

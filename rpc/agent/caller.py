@@ -18,13 +18,13 @@ from torch import Tensor, is_grad_enabled
 from rpc.agent.activity import Activity
 from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.ports import CANCEL, Send
+from rpc.agent.ports import CANCEL, SendMessage
 from rpc.agent.tape import Tracing, note
 from rpc.errors import MessageLostError, WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import this_thread
-from rpc.runtime.events import CallSerialized, Events
+from rpc.runtime.events import Events, Tell
 from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.runtime.tasks import COMPLETION, Task
 from rpc.serialization.payload import Connect, Payload
@@ -72,7 +72,7 @@ class Caller:
         activity: Activity,
         *,
         find: Callable[[WorkerReference], Peer],
-        send: Send,
+        send: SendMessage,
         post: Callable[[Peer, str, object], object],
         run_soon: Callable[[Sequence[Task]], object],
     ) -> None:
@@ -214,18 +214,22 @@ class Caller:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
     ) -> Payload:
         """Return the message of a call, and the tape's recording of it."""
-        if self._events.call_serialized:
-            return self._dump_told(function, args, kwargs, peer)
+        tell = self._events.call_serialized
+        if tell is not None:
+            return self._dump_told(function, args, kwargs, peer, tell)
         return self._dump_call(function, args, kwargs, peer)
 
     def _dump_told(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        peer: Peer,
+        tell: Tell,
     ) -> Payload:
         began = monotonic()
         payload = self._dump_call(function, args, kwargs, peer)
-        size = sum(map(len, payload.buffers))
-        told = CallSerialized(peer.name, function, monotonic() - began, size)
-        self._events.tell(self._events.call_serialized, told)
+        tell(peer.name, function, monotonic() - began, sum(map(len, payload.buffers)))
         return payload
 
     def _dump_call(

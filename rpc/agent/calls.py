@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeVar, overload
 from rpc.errors import BlockingCallError, NotInitializedError, ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, this_thread
-from rpc.runtime.events import CallBegun, CallEnded, Events
+from rpc.runtime.events import Events
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.transport.inline_read import Awaited
 from rpc.wire.frames import Frame
@@ -37,6 +37,8 @@ def name_of(what: object) -> str:
     Args:
         what: a function, or a description.
     """
+    if type(what) is FunctionType:
+        return what.__qualname__
     if isinstance(what, str):
         return what
     if type(what) is BuiltinFunctionType and what.__module__ not in (None, "builtins"):
@@ -265,10 +267,12 @@ class CallTable:
         call_id = next(self._ids)
         call = kind(self._owner, call_id, peer, what, timeout)
         events = self._events
-        if events.call_begun or events.call_ended:
+        tell = events.call_begun
+        if tell is not None or events.call_ended is not None:
             call.began = monotonic()
             call.when_ended = self.ended
-            events.tell(events.call_begun, CallBegun(call_id, peer.name, call.asked, what, how, header))
+            if tell is not None:
+                tell(call_id, peer.name, name_of(what), what, how, header)
         self._pending[call_id] = call
         self.opened = call_id
         return call
@@ -289,12 +293,12 @@ class CallTable:
         """Report the end of a call to listeners, once, if its beginning was reported."""
         if call.when_ended is not None:
             call.when_ended = None
+            tell = self._events.call_ended
+            if tell is None:
+                return
             error = outcome if isinstance(outcome, BaseException) else None
             header = outcome.header if isinstance(outcome, Frame) else None
-            ended = CallEnded(
-                call.call_id, call.peer.name, call.asked, monotonic() - call.began, error, header
-            )
-            self._events.tell(self._events.call_ended, ended)
+            tell(call.call_id, call.peer.name, call.asked, monotonic() - call.began, error, header)
 
     def find(self, call_id: int) -> PendingCall | None:
         """Return a call under way; None if it has ended."""

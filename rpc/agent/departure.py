@@ -19,7 +19,16 @@ from rpc.agent.hooks import Hooks
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.connections import Connections
 from rpc.group.peer import Peer, PeerTable
-from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination, Waits
+from rpc.group.termination import (
+    ActivityReport,
+    CutOff,
+    Failed,
+    Leave,
+    Quiescent,
+    SendToWorker,
+    Termination,
+    Waits,
+)
 from rpc.group.workers import Member
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, wait_for_event
@@ -247,15 +256,15 @@ class Departure:
             for peer in self._peers.present():
                 self._peers.watch_over(peer)
 
-    def _report(self) -> Report:
+    def _report(self) -> ActivityReport:
         begun = self._activity.begun()  # first: what begins later is then counted by one of them
-        return Report(self._activity.under_way(), begun)
+        return ActivityReport(self._activity.under_way(), begun)
 
     def _act(self, actions: Sequence[Any]) -> None:
         find = self._peers.by_incarnation
         for action in actions:
             match action:
-                case Send(incarnation, message):
+                case SendToWorker(incarnation, message):
                     peer = find(incarnation)
                     if peer is not None:
                         _send(peer, message)

@@ -19,7 +19,7 @@ from rpc.agent.activity import Activity
 from rpc.errors import ProtocolError, RpcError, SerializationError
 from rpc.group.connections import SMALL_FRAME_BYTES
 from rpc.group.peer import Peer
-from rpc.runtime.events import Events, MessageReceived, MessageSent
+from rpc.runtime.events import Events
 from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import EXCEPTION, Payload, Staging
@@ -98,8 +98,9 @@ class Sender:
         header, buffers = payload.header, payload.buffers
         count = len(buffers)
         events = self._events
-        if events.message_sent:
-            events.tell(events.message_sent, MessageSent(peer.name, kind, sum(map(len, buffers))))
+        tell = events.message_sent
+        if tell is not None:
+            tell(peer.name, kind, sum(map(len, buffers)), call_id)
         try:
             if not count or (count == 1 and len(buffers[0]) <= SMALL_BYTES and len(header) <= _FEW):
                 frame = encode_small(kind, call_id, header, buffers, payload.codec)
@@ -289,9 +290,9 @@ class Dispatcher:
         """Handle one frame; further work is added to ``tasks``. Raises if the frame is malformed."""
         kind = frame[0]
         events = self._events
-        if events.message_received:
-            size = sum(map(len, frame.buffers))
-            events.tell(events.message_received, MessageReceived(peer.name, kind, size))
+        tell = events.message_received
+        if tell is not None:
+            tell(peer.name, kind, sum(map(len, frame.buffers)))
         handler = self._handlers.get(kind)
         if handler is None:
             raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")

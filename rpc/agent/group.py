@@ -18,7 +18,7 @@ from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.options import AgentOptions
 from rpc.runtime.blocking import INFINITE
-from rpc.runtime.events import Events, PeerLost
+from rpc.runtime.events import Events
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.serializer import Serializer
 
@@ -139,5 +139,6 @@ class Reception:
         for handler in list(self._hooks.gone):  # one may be removed in the meantime
             handler(peer, reason)
         self._departure.worker_gone(peer)
-        if self._events.peer_lost:
-            self._events.tell(self._events.peer_lost, PeerLost(peer.name, peer.member.id, reason))
+        tell = self._events.peer_lost
+        if tell is not None:
+            tell(peer.name, peer.member.id, reason)

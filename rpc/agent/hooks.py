@@ -14,6 +14,7 @@ __all__ = ["Hooks"]
 class Hooks:
     """Handlers for stages of an agent's life, each kind called in the order of registration.
 
+    ``formed`` is called on the joining thread with the key of the group, before any other worker can be met.
     ``joined``, ``broke`` and ``gone`` are called on the loop's thread: when another worker has become known,
     when the connection to it broke and is made again, and when it is gone for good, with the reason.
     ``close`` is called on the closing thread, when this worker leaves, ``closed`` when it has left: no worker
@@ -25,6 +26,7 @@ class Hooks:
     others still hold something here.
     """
 
+    formed: list[Callable[[str], object]] = field(default_factory=list)
     joined: list[Callable[[Peer], object]] = field(default_factory=list)
     broke: list[Callable[[Peer], object]] = field(default_factory=list)
     gone: list[Callable[[Peer, str], object]] = field(default_factory=list)

@@ -14,7 +14,7 @@ from rpc.agent.dispatcher import KindHandler
 from rpc.group.peer import Peer
 from rpc.serialization.payload import Payload
 
-__all__ = ["CANCEL", "CallsUnderWay", "ControlMessages", "Kinds", "Send"]
+__all__ = ["CANCEL", "CallsUnderWay", "ControlMessages", "Kinds", "SendMessage"]
 
 C = TypeVar("C", bound=PendingCall)
 
@@ -22,7 +22,7 @@ CANCEL: Final = "cancel"
 """Topic of control messages with the id of a call that its caller cancels."""
 
 
-class Send(Protocol):
+class SendMessage(Protocol):
     """``Sender.send``."""
 
     def __call__(

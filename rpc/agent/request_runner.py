@@ -38,7 +38,7 @@ from rpc.errors import (
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.current import is_initialized
-from rpc.runtime.events import Events, RequestBegun, RequestEnded, RunBegun, RunEnded
+from rpc.runtime.events import Events
 from rpc.runtime.executor import Executor
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
@@ -61,9 +61,10 @@ class Request:
     ``recording`` is its recording, once it is loaded; ``task`` runs its coroutine, if it has one.
     ``cancelled``: whether its caller has cancelled it. ``began``: when it arrived, on the monotonic clock.
     ``streams``: the device streams that it runs on; None if messages use no devices.
+    ``taken``: when a thread began to load it, if there is a listener for runs.
     """
 
-    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "streams", "task")
+    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "streams", "taken", "task")
 
     def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
         self.peer = peer
@@ -72,6 +73,7 @@ class Request:
         self.recording: Recording | Observation | None = None
         self.cancelled = False
         self.began = monotonic()
+        self.taken = 0.0
         self.task: asyncio.Task[None] | None = None
         self.streams: RequestStreams | None = None
 
@@ -161,7 +163,7 @@ class RequestRunner:
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
         """Handle a frame of kind ``CALL``."""
-        if frame[2] or self.devices is not None or self._events.request_begun:
+        if frame[2] or self.devices is not None or self._events.request_begun is not None:
             return self._accept(self.enter(peer, frame), self.run)
         # Most calls have nothing beside their buffers: the same as ``accept``, without further calls.
         self.requests_begun = next(self._numbers)
@@ -198,13 +200,12 @@ class RequestRunner:
         return self._accept(request, functools.partial(self._run_accepted, run))
 
     def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
-        events = self._events
         if self.devices is not None:
             run = self.devices.around(run)
         self.requests_begun = next(self._numbers)
-        if events.request_begun:
-            begun = RequestBegun(request.peer.name, request.frame.call_id)
-            events.tell(events.request_begun, begun)
+        tell = self._events.request_begun
+        if tell is not None:
+            tell(request.peer.name, request.frame.call_id)
         task = (run, request)
         if request.arrivals is None:
             return task
@@ -224,19 +225,11 @@ class RequestRunner:
     def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
         """Run a request and answer it; ``load`` reads it, if it is not a plain call."""
         function: Callable[..., Any] | None = None
-        events = self._events
         try:
             if request.cancelled:
                 raise asyncio.CancelledError
-            if events.run_begun:
-                function, args, kwargs = self._load_told(request, load or self.load)
-            else:
-                function, args, kwargs = (load or self.load)(request)
-            try:
-                value = self.start(function, args, kwargs, request)
-            finally:
-                if events.run_ended:
-                    events.tell(events.run_ended, RunEnded(request.peer.name, request.frame.call_id))
+            function, args, kwargs = (load or self.load)(request)
+            value = self.start(function, args, kwargs, request)
         except BaseException as error:
             self.fail(request.peer, request.frame.call_id, error, function)
             return
@@ -280,6 +273,8 @@ class RequestRunner:
 
     def load(self, request: Request) -> Call:
         """Return the function and arguments of a request; raises the error of unpickling."""
+        if self._events.run_begun is not None:
+            request.taken = monotonic()
         peer = request.peer
         _, _, header, buffers, codec = request.frame
         connect = None
@@ -293,20 +288,6 @@ class RequestRunner:
         # Only the arguments hold it from here on: other references to the request keep nothing of it.
         arrivals, request.arrivals = request.arrivals, None
         return load(header, buffers, arrivals, peer, connect=connect)
-
-    def _load_told(self, request: Request, load: Callable[[Request], Call]) -> Call:
-        """Load a request, and report to listeners that it runs now."""
-        taken = monotonic()
-        call = load(request)
-        begun = RunBegun(
-            request.peer.name,
-            request.frame.call_id,
-            call[0],
-            taken - request.began,
-            monotonic() - taken,
-        )
-        self._events.tell(self._events.run_begun, begun)
-        return call
 
     def start(
         self,
@@ -325,6 +306,11 @@ class RequestRunner:
         Raises:
             The error that the function raises immediately; ``answer`` is not called then.
         """
+        tell = self._events.run_begun
+        if tell is not None:
+            now = monotonic()
+            taken = request.taken or now
+            tell(request.peer.name, request.frame.call_id, function, taken - request.began, now - taken)
         try:
             if request.recording is None:
                 value = function(*args, **kwargs)
@@ -332,7 +318,10 @@ class RequestRunner:
                 with request.recording:
                     value = function(*args, **kwargs)
         finally:
-            if request.streams is not None:  # before the answer is sent, and the next request arrives
+            tell = self._events.run_ended
+            if tell is not None:
+                tell(request.peer.name, request.frame.call_id)
+            if request.streams is not None:  # before the answer is out, and the next request comes
                 request.streams.share()
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
             return self._later(function, value, request, answer or self.replier(request, function))
@@ -502,12 +491,11 @@ class RequestRunner:
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
         """Answer a request with an existing message."""
         self._cancellable.pop((peer, call_id), None)
-        events = self._events
         try:
             self._send(peer, kind, call_id, payload)
-            if events.request_ended:
-                ended = RequestEnded(peer.name, call_id, failed=kind == Kind.FAILURE)
-                events.tell(events.request_ended, ended)
+            tell = self._events.request_ended
+            if tell is not None:
+                tell(peer.name, call_id, kind == Kind.FAILURE)
         except WorkerLostError as error:
             # No worker is left to be answered, which is not a failure of this one.
             logger.debug("dropped an answer: %s", error)

@@ -15,7 +15,7 @@ from rpc.group.handshake import legible
 __all__ = [
     "MAX_HOPS",
     "Answer",
-    "Awaited",
+    "AwaitedCall",
     "Due",
     "Hop",
     "Schedule",
@@ -127,7 +127,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class AwaitedCall:
     """The call that a callee itself waits for: the incarnation of its callee, its id, and what was asked."""
 
     incarnation: int
@@ -155,7 +155,7 @@ class Answer:
     place: str = ""
     doing: str = ""
     ahead: int = 0
-    awaits: Awaited | None = None
+    awaits: AwaitedCall | None = None
 
 
 def shortened(text: str) -> str:
@@ -190,14 +190,14 @@ def read_answer(message: object) -> Answer:
     raise ProtocolError("a malformed answer to the question what a call waits for")
 
 
-def _read_awaited(message: object) -> Awaited | None:
+def _read_awaited(message: object) -> AwaitedCall | None:
     match message:
         case None:
             return None
         case [int(incarnation), int(call_id), str(asked)] if (
             0 <= incarnation < 1 << 63 and 0 <= call_id < 1 << 63 and len(asked) <= _MAX_TEXT
         ):
-            return Awaited(incarnation, call_id, legible(asked))
+            return AwaitedCall(incarnation, call_id, legible(asked))
     raise ProtocolError("a malformed answer to the question what a call waits for")
 
 
@@ -253,7 +253,9 @@ def chain_in_words(me: str, hops: Sequence[Hop], *, closed: bool) -> str:
     if closed:
         path.append(hops[-1].awaited)
         return f"{text}; this is a cycle of calls: {' → '.join(path)}"
-    end = path[-1]
-    if any(each != end for each in path[path.index(end) :]):
+    end, last = path[-1], hops[-1].answer
+    # A call that its callee does not know has just ended, most likely: nothing waits there.
+    is_known = not (isinstance(last, Answer) and last.state == "unknown")
+    if is_known and any(each != end for each in path[path.index(end) :]):
         text += f"; the calls lead back to {end}: {' → '.join(path)}"
     return text

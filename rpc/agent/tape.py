@@ -47,9 +47,9 @@ class Observation:
         inner: the request's recording, if any.
     """
 
-    inner: Recording | None
+    inner: Recording | Observation | None
 
-    def __init__(self, inner: Recording | None) -> None:
+    def __init__(self, inner: Recording | Observation | None) -> None:
         self.inner = inner
 
     @property
@@ -66,7 +66,7 @@ class Observation:
 
     def following(self, coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
         """Return the rest of an ``async def`` request, to be awaited inside this."""
-        return coroutine
+        return self.inner.following(coroutine) if isinstance(self.inner, Observation) else coroutine
 
     def tell(self, header: dict[str, Any]) -> None:
         """Add the observations to the header of the answer, which is not a failure."""
@@ -105,17 +105,19 @@ class Tracing:
     def __init__(self) -> None:
         self.tape: Tape | None = None
         self.watcher: Callable[[Recording | Observation | None], Observation] | None = None
-        self._observer: tuple[str, Callable[[Any, Recording | None], Observation]] | None = None
+        self._observers: dict[str, Callable[[Any, Recording | Observation | None], Observation]] = {}
 
     def follow(self, tape: Tape) -> None:
         """Have a tape record the tensors of calls."""
         self.tape = tape
 
-    def observe(self, key: str, observe: Callable[[Any, Recording | None], Observation]) -> None:
+    def observe(
+        self, key: str, observe: Callable[[Any, Recording | Observation | None], Observation]
+    ) -> None:
         """Have ``observe`` make the observation of each request whose header has a key, given the value under
-        it, and the request's recording.
+        it, and what is inside: the request's recording, or the observation of an earlier key.
         """
-        self._observer = key, observe
+        self._observers[key] = observe
 
     def watch(self, watcher: Callable[[Recording | Observation | None], Observation] | None) -> None:
         """Have ``watcher`` make the observation of every request from now on; None to stop."""
@@ -125,14 +127,16 @@ class Tracing:
         self, header: dict[str, Any], source: Peer, *, answer: bool = False
     ) -> Recording | Observation | None:
         """Return the recording for a request, or an answer, with this header."""
-        tape, observer = self.tape, self._observer
-        recording: Recording | None = None
+        tape = self.tape
+        recording: Recording | Observation | None = None
         if tape is not None and tape.key in header:
             follow = tape.answered if answer else tape.received
             recording = follow(header[tape.key], source)
-        if observer is None or answer or observer[0] not in header:
-            return recording
-        return observer[1](header[observer[0]], recording)
+        if not answer:
+            for key, observe in self._observers.items():
+                if key in header:
+                    recording = observe(header[key], recording)
+        return recording
 
 
 def note(

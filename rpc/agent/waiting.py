@@ -23,7 +23,7 @@ from rpc.agent.request_runner import Request, RequestRunner
 from rpc.agent.slow_calls import (
     MAX_HOPS,
     Answer,
-    Awaited,
+    AwaitedCall,
     Due,
     Hop,
     Schedule,
@@ -365,5 +365,5 @@ def _awaiting(frames: list[FrameType]) -> Answer:
     return Answer("awaiting", "", users.f_code.co_qualname, place_of(users), doing, 0, awaits)
 
 
-def _awaited(call: PendingCall | None) -> Awaited | None:
-    return None if call is None else Awaited(call.peer.incarnation, call.call_id, call.asked)
+def _awaited(call: PendingCall | None) -> AwaitedCall | None:
+    return None if call is None else AwaitedCall(call.peer.incarnation, call.call_id, call.asked)

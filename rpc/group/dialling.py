@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from rpc.group.link import GiveUp, State
+from rpc.group.link import GiveUp, LinkState
 from rpc.group.peer import Peer
 from rpc.transport.base import Connection, Transport, Unreachable
 from rpc.transport.tls import why_no_tls
@@ -96,7 +96,7 @@ class Dialler:
 
     def greet_again(self, peer: Peer) -> None:
         """Greet a silent worker again: it may be busy, or its end of the connection may be lost unnoticed."""
-        if peer.link.state is State.HANDSHAKING and not self._owner.closed:
+        if peer.link.state is LinkState.HANDSHAKING and not self._owner.closed:
             self._dial_soon(peer)
 
     def _dial_soon(self, peer: Peer) -> None:
@@ -190,7 +190,7 @@ class Dialler:
         self._loop.call_later(self._owner.connect_seconds, self._crossed_expired, peer, began)
 
     def _crossed_expired(self, peer: Peer, connections: int) -> None:
-        if peer.link.state is State.CROSSED and peer.session.connections == connections:
+        if peer.link.state is LinkState.CROSSED and peer.session.connections == connections:
             self.failed(peer, f"it did not connect within {self._owner.connect_seconds:g} s, as announced")
 
 

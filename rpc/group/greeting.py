@@ -13,11 +13,11 @@ from rpc.errors import ProtocolError
 from rpc.group.handshake import (
     Authenticator,
     Handshake,
+    HandshakeMessage,
+    HandshakeState,
     Hello,
-    Message,
     Refusal,
     Role,
-    State,
     Stream,
     Welcomed,
 )
@@ -96,7 +96,7 @@ class Greeting(SilentOwner):
     @property
     def is_refused(self) -> bool:
         """Whether one side has been refused, with a reason."""
-        return self._handshake.state is State.REFUSED
+        return self._handshake.state is HandshakeState.REFUSED
 
     def greet(self, hello: Hello | Stream) -> None:
         """Start the handshake, as the dialler."""
@@ -116,7 +116,7 @@ class Greeting(SilentOwner):
         self._cancel_timer()
         self._desk.ended(self, None)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: HandshakeMessage) -> None:
         buffers, _ = encode(message.kind, 0, message.header, ())
         self.connection.send_sign(b"".join(buffers))
 
@@ -138,7 +138,7 @@ class Greeting(SilentOwner):
 
     def _receive(self, frame: Frame) -> None:
         said = self._handshake.receive(frame.kind, frame.header)
-        if isinstance(said, Message):
+        if isinstance(said, HandshakeMessage):
             self._send(said)
         else:
             self._desk.heard(self, said)

@@ -34,11 +34,11 @@ __all__ = [
     "TRANSITIONS",
     "Authenticator",
     "Handshake",
+    "HandshakeMessage",
+    "HandshakeState",
     "Hello",
-    "Message",
     "Refusal",
     "Role",
-    "State",
     "Stream",
     "Welcomed",
     "legible",
@@ -55,7 +55,7 @@ class Role(Enum):
     ACCEPTOR = "acceptor"
 
 
-class State(Enum):
+class HandshakeState(Enum):
     """The last message of the handshake."""
 
     BEGUN = "nothing was said"
@@ -66,17 +66,17 @@ class State(Enum):
     REFUSED = "the acceptor closes the connection"
 
 
-TRANSITIONS: Final[Mapping[State, Mapping[int, State]]] = {
-    State.BEGUN: {Kind.HELLO: State.GREETED, Kind.STREAM: State.GREETED},
-    State.GREETED: {
-        Kind.CHALLENGE: State.CHALLENGED,
-        Kind.WELCOME: State.WELCOMED,
-        Kind.REFUSED: State.REFUSED,
+TRANSITIONS: Final[Mapping[HandshakeState, Mapping[int, HandshakeState]]] = {
+    HandshakeState.BEGUN: {Kind.HELLO: HandshakeState.GREETED, Kind.STREAM: HandshakeState.GREETED},
+    HandshakeState.GREETED: {
+        Kind.CHALLENGE: HandshakeState.CHALLENGED,
+        Kind.WELCOME: HandshakeState.WELCOMED,
+        Kind.REFUSED: HandshakeState.REFUSED,
     },
-    State.CHALLENGED: {Kind.PROOF: State.PROVEN},
-    State.PROVEN: {Kind.WELCOME: State.WELCOMED, Kind.REFUSED: State.REFUSED},
-    State.WELCOMED: {},
-    State.REFUSED: {},
+    HandshakeState.CHALLENGED: {Kind.PROOF: HandshakeState.PROVEN},
+    HandshakeState.PROVEN: {Kind.WELCOME: HandshakeState.WELCOMED, Kind.REFUSED: HandshakeState.REFUSED},
+    HandshakeState.WELCOMED: {},
+    HandshakeState.REFUSED: {},
 }
 """The next state by the kind of a message, whoever sends it."""
 
@@ -157,7 +157,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class HandshakeMessage:
     """A message to be sent."""
 
     kind: int
@@ -201,16 +201,16 @@ class Handshake:
 
     def __init__(self, role: Role, authenticator: Authenticator | None = None) -> None:
         self.role = role
-        self.state = State.BEGUN
+        self.state = HandshakeState.BEGUN
         self._authenticator = authenticator
         self._said = hashlib.sha256()
         self._hello: Hello | Stream | None = None
 
-    def greet(self, hello: Hello | Stream) -> Message:
+    def greet(self, hello: Hello | Stream) -> HandshakeMessage:
         """At the dialler: return the first message."""
         return self._say(Kind.HELLO if isinstance(hello, Hello) else Kind.STREAM, hello.header())
 
-    def welcome(self, session: tuple[int, int] = (1, 0)) -> Message:
+    def welcome(self, session: tuple[int, int] = (1, 0)) -> HandshakeMessage:
         """At the acceptor: accept the other side, whose hello ``receive`` has returned; ``session`` is as in
         ``Welcomed``.
         """
@@ -219,11 +219,13 @@ class Handshake:
             said |= self._authenticator.prove(self.role, self._said.digest())
         return self._say(Kind.WELCOME, said)
 
-    def refuse(self, refusal: Refusal) -> Message:
+    def refuse(self, refusal: Refusal) -> HandshakeMessage:
         """At the acceptor: refuse the other side."""
         return self._say(Kind.REFUSED, refusal.header())
 
-    def receive(self, kind: int, header: dict[str, Any]) -> Message | Hello | Stream | Welcomed | Refusal:
+    def receive(
+        self, kind: int, header: dict[str, Any]
+    ) -> HandshakeMessage | Hello | Stream | Welcomed | Refusal:
         """Handle a message; returns what to do. A refusal at the acceptor is to be sent. Raises
         ``ProtocolError`` if the message is malformed or not expected now: the connection is to be closed.
         """
@@ -247,16 +249,17 @@ class Handshake:
                 return self._hello if authenticator.verify(Role.DIALLER, said, header) else NOT_PROVEN
             case Kind.WELCOME:
                 if authenticator is not None and (
-                    before is not State.PROVEN or not authenticator.verify(Role.ACCEPTOR, said, header)
+                    before is not HandshakeState.PROVEN
+                    or not authenticator.verify(Role.ACCEPTOR, said, header)
                 ):
                     raise ProtocolError("it has not proven that it belongs to this job")
                 return Welcomed(_session(header, (1, 0)))
         return parse_refusal(header)
 
-    def _say(self, kind: int, header: dict[str, Any]) -> Message:
+    def _say(self, kind: int, header: dict[str, Any]) -> HandshakeMessage:
         self._step(kind, received=False)
         self._note(kind, header)
-        return Message(kind, header)
+        return HandshakeMessage(kind, header)
 
     def _step(self, kind: int, *, received: bool) -> None:
         possible = TRANSITIONS[self.state]

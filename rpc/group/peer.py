@@ -15,7 +15,7 @@ from rpc.group.membership import Membership, WorkerReference
 from rpc.group.workers import Member
 from rpc.runtime import file_limit
 from rpc.runtime.blocking import wait_while
-from rpc.runtime.events import Events, PeerJoined
+from rpc.runtime.events import Events
 from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import PeerDevices
 from rpc.serialization.serializer import OwnCodec
@@ -397,8 +397,9 @@ class PeerTable:
             self._by_name.clear()
             for handler in self._joined:
                 handler(peer)
-            if self._events.peer_joined:
-                self._events.tell(self._events.peer_joined, PeerJoined(member.name, member.id))
+            tell = self._events.peer_joined
+            if tell is not None:
+                tell(member.name, member.id)
         return peer
 
     def gone(self, member: Member, reason: str) -> Peer:

@@ -35,14 +35,24 @@ from typing import Any, Final
 from rpc.errors import ProtocolError
 from rpc.group.workers import Member
 
-__all__ = ["Action", "CutOff", "Failed", "Leave", "Quiescent", "Report", "Send", "Termination", "Waits"]
+__all__ = [
+    "Action",
+    "ActivityReport",
+    "CutOff",
+    "Failed",
+    "Leave",
+    "Quiescent",
+    "SendToWorker",
+    "Termination",
+    "Waits",
+]
 
 _ANSWER_SECONDS: Final = 1.0
 """Time in seconds that the leader may take to answer what a timed-out round waits for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ActivityReport:
     """A worker's state at one moment; ``begun`` is read before ``active``.
 
     ``active`` is the number of operations under way: calls, requests, tasks, callbacks, control messages that
@@ -54,7 +64,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToWorker:
     """Send a message (a list that msgpack can encode) to a worker; pass it to ``receive`` there."""
 
     incarnation: int
@@ -96,9 +106,9 @@ class Waits:
     reason: str
 
 
-Action = Send | CutOff | Quiescent | Leave | Failed | Waits
+Action = SendToWorker | CutOff | Quiescent | Leave | Failed | Waits
 
-Wave = dict[int, tuple[frozenset[int], Report]]
+Wave = dict[int, tuple[frozenset[int], ActivityReport]]
 """For each worker, by incarnation: the workers that it has lost, and its report."""
 
 
@@ -163,7 +173,7 @@ class Termination:
 
     # ---- events
 
-    def enter(self, now: float, report: Report, timeout: float = 0.0) -> list[Action]:
+    def enter(self, now: float, report: ActivityReport, timeout: float = 0.0) -> list[Action]:
         """Enter shutdown, or its next round; it fails after ``timeout`` seconds (0: never)."""
         if self._over or self._has_entered:
             return []
@@ -172,7 +182,7 @@ class Termination:
         self._tell_leader("entered")
         return self._go_on(report)
 
-    def inquire(self, report: Report) -> list[Action]:
+    def inquire(self, report: ActivityReport) -> list[Action]:
         """Find out what the round waits for: returns ``Waits``, now or when the leader has answered."""
         if not self._over and self._has_entered:
             if self._leads:
@@ -182,13 +192,13 @@ class Termination:
                 self._send(self.leader, "ask")
         return self._go_on(report)
 
-    def became_idle(self, report: Report) -> list[Action]:
+    def became_idle(self, report: ActivityReport) -> list[Action]:
         """Record that nothing is under way here any more. May be called whenever that may be so."""
         if not self._over:
             self._tell_if_clean(report)
         return self._go_on(report)
 
-    def lost(self, incarnation: int, now: float, report: Report) -> list[Action]:
+    def lost(self, incarnation: int, now: float, report: ActivityReport) -> list[Action]:
         """Record that a worker is gone, for any reason, and none of its messages will be received
         any more.
         """
@@ -215,7 +225,7 @@ class Termination:
             self._tell_leader("changed")
         return self._go_on(report)
 
-    def receive(self, sender: int, message: Any, now: float, report: Report) -> list[Action]:
+    def receive(self, sender: int, message: Any, now: float, report: ActivityReport) -> list[Action]:
         """Handle a message of another worker's termination; ``ProtocolError`` if it is malformed."""
         match message:
             case [int(number), str(kind), *details]:
@@ -237,7 +247,7 @@ class Termination:
                 raise ProtocolError(f"a malformed shutdown message: {kind} {str(details)[:100]}") from error
         return self._go_on(report)
 
-    def tick(self, now: float, report: Report) -> list[Action]:
+    def tick(self, now: float, report: ActivityReport) -> list[Action]:
         """Handle the time that ``next_tick`` returned. Being early or late does no harm."""
         if self._over:
             return []
@@ -262,7 +272,7 @@ class Termination:
     def _lost(self) -> frozenset[int]:
         return frozenset(self._members.keys() - self._alive)
 
-    def _take(self, sender: int, kind: str, details: list[Any], report: Report) -> None:
+    def _take(self, sender: int, kind: str, details: list[Any], report: ActivityReport) -> None:
         match kind, details:
             case "entered", []:
                 self._entered.add(sender)
@@ -274,7 +284,7 @@ class Termination:
                 self._send(sender, "report", wave, sorted(self._lost), report.active, report.begun)
             case "report", [int(wave), list(lost), int(active), int(begun)]:
                 if self._reports is not None and wave == self._wave:
-                    self._reports[sender] = frozenset(lost), Report(active, begun)
+                    self._reports[sender] = frozenset(lost), ActivityReport(active, begun)
             case "quiescent", []:
                 if self._has_entered:
                     self._finish_round()
@@ -290,13 +300,13 @@ class Termination:
             case _:
                 raise ProtocolError(f"not a shutdown message: {kind} {str(details)[:100]}")
 
-    def _owe_if_unclean(self, leader: int, dead: frozenset[int], report: Report) -> None:
+    def _owe_if_unclean(self, leader: int, dead: frozenset[int], report: ActivityReport) -> None:
         connected_to_dead = dead & self._alive - {self._me}
         self._actions.extend(CutOff(each) for each in sorted(connected_to_dead))
         if connected_to_dead or report.active:
             self._owes = leader, dead
 
-    def _tell_if_clean(self, report: Report) -> None:
+    def _tell_if_clean(self, report: ActivityReport) -> None:
         """Notify the worker that probed this one when it was not clean, once it is clean."""
         if self._owes is not None and not report.active and not self._owes[1] & self._alive - {self._me}:
             self._owes = None
@@ -327,7 +337,7 @@ class Termination:
     def _missing(self) -> set[int]:
         return self._alive - self._entered
 
-    def _go_on(self, report: Report) -> list[Action]:
+    def _go_on(self, report: ActivityReport) -> list[Action]:
         """Do what a leader can do now, and return all actions."""
         while not self._over and self._leads and not self._missing:
             if self._reports is None:
@@ -341,7 +351,7 @@ class Termination:
         actions, self._actions = self._actions, []
         return actions
 
-    def _start_wave(self, report: Report) -> None:
+    def _start_wave(self, report: ActivityReport) -> None:
         self._news = False
         self._wave += 1
         lost = self._lost
@@ -397,7 +407,7 @@ class Termination:
 
     def _send(self, to: int, kind: str, *details: Any, round_number: int | None = None) -> None:
         number = self._round if round_number is None else round_number
-        self._actions.append(Send(to, [number, kind, *details]))
+        self._actions.append(SendToWorker(to, [number, kind, *details]))
 
     def _fail(self, why: str) -> None:
         self._over = True

@@ -35,7 +35,7 @@ from rpc.runtime.torch_internals import (
     parse_legacy_records,
 )
 
-__all__ = ["KEY", "Gathered", "ProfiledRequest", "Settings", "Span", "gathering"]
+__all__ = ["KEY", "REMOTE", "Gathered", "ProfiledRequest", "Settings", "Span", "gathering"]
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,10 @@ class Gathered:
         merged = [event for event in events if id(event) not in unfinished] + added
         merged.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
         return merged
+
+    def remote_events(self, span: Span, began: float) -> list[dict[str, Any]]:
+        """What the callee of a call has told, by the names of fields; with times since ``began``."""
+        return [dict(zip(_FIELDS, each, strict=True)) for each in self._remote(span, began)]
 
     def _remote(self, span: Span, began: float) -> list[Event]:
         """Return the events of a call that the callee has sent."""

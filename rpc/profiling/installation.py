@@ -2,9 +2,9 @@
 
 While this process has an agent, six functions of PyTorch's profilers are wrapped: those that begin and end a
 profile, and those that make events from recordings. The wrappers decide which profile collects calls on a
-thread, and merge these into the events. The agent's events are listened to only while a profile is open, or a
-profiled request runs, so that calls cost nothing otherwise. Calls that a callee's ``then`` callback makes
-after its function has returned may be missing.
+thread, and merge these into the events and exported Chrome traces. The agent's events are listened to only
+while a profile is open, or a profiled request runs, so that calls cost nothing otherwise. Calls that a
+callee's ``then`` callback makes after its function has returned may be missing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rpc.agent.agent import Agent
 from rpc.agent.tape import Observation, Recording, Tracing
 from rpc.group.peer import PeerTable
 from rpc.profiling.calls import KEY, Gathered, ProfiledRequest, Settings, Span, gathering
+from rpc.profiling.chrome_trace import exporting
 from rpc.runtime.current import current_agent
 from rpc.runtime.events import CallBegun, CallEnded, Events
 from rpc.runtime.torch_internals import find_builtin, qualified_name
@@ -220,8 +221,12 @@ def _start(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
     def start(profile: Any) -> None:
         theirs(profile)
         if _current:
-            profile._farcall = _current[-1], _current[-1].begin(settings_of(profile))
+            gathered = _current[-1].begin(settings_of(profile))
+            profile._farcall = _current[-1], gathered
             profile._farcall_open = True
+            if isinstance(profile, profiler.profile):  # the legacy one's file has the calls
+                export = type(profile).export_chrome_trace.__get__(profile)
+                vars(profile)["export_chrome_trace"] = exporting(export, gathered)
 
     return start
 

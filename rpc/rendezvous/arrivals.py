@@ -99,7 +99,7 @@ class Arrival:
         return replace(arrival, member=member, process=legible(arrival.process))
 
 
-class Kind(enum.StrEnum):
+class ArrivalKind(enum.StrEnum):
     """The outcome of an arrival; the detail of its verdict is given here in brackets."""
 
     COMPLETE = "complete"  # its static group is complete (the group's key)
@@ -112,21 +112,21 @@ class Kind(enum.StrEnum):
     FOREIGN = "foreign"  # the verdict was given with another token (a text that says so); never written
 
 
-_PRESENT: Final = frozenset({Kind.ANNOUNCED, Kind.MEMBER})
+_PRESENT: Final = frozenset({ArrivalKind.ANNOUNCED, ArrivalKind.MEMBER})
 
-_ERRORS: dict[Kind, type[RendezvousError]] = {
-    Kind.MISMATCH: GroupMismatchError,
-    Kind.TIMEOUT: RendezvousTimeoutError,
-    Kind.INTERRUPTED: RendezvousError,
-    Kind.FOREIGN: GroupMismatchError,
+_ERRORS: dict[ArrivalKind, type[RendezvousError]] = {
+    ArrivalKind.MISMATCH: GroupMismatchError,
+    ArrivalKind.TIMEOUT: RendezvousTimeoutError,
+    ArrivalKind.INTERRUPTED: RendezvousError,
+    ArrivalKind.FOREIGN: GroupMismatchError,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of an arrival, with its detail; see ``Kind``."""
+    """The outcome of an arrival, with its detail; see ``ArrivalKind``."""
 
-    kind: Kind
+    kind: ArrivalKind
     detail: str = ""
 
     def raise_if_refused(self) -> None:
@@ -161,7 +161,7 @@ class Verdict:
     def unpack(cls, packed: bytes) -> Verdict:
         """Decode a record."""
         kind, detail = msgpack.unpackb(packed)
-        return cls(Kind(kind), str(detail))
+        return cls(ArrivalKind(kind), str(detail))
 
     @classmethod
     def claimed(cls, packed: bytes) -> Verdict:
@@ -172,11 +172,11 @@ class Verdict:
             said = cls.unpack(packed)
         except (TypeError, ValueError, msgpack.UnpackException):
             return FOREIGN
-        return said if said.kind is Kind.GONE else FOREIGN
+        return said if said.kind is ArrivalKind.GONE else FOREIGN
 
 
 FOREIGN = Verdict(
-    Kind.FOREIGN,
+    ArrivalKind.FOREIGN,
     f"another worker in this group's store has another token than this one. Workers of one user on one host "
     f"find the same by themselves; others do not. {WAYS}",
 )
@@ -207,12 +207,12 @@ class Entry:
     @property
     def is_established(self) -> bool:
         """Whether it is a member of a dynamic group."""
-        return self.verdict is not None and self.verdict.kind is Kind.MEMBER
+        return self.verdict is not None and self.verdict.kind is ArrivalKind.MEMBER
 
     @property
     def settled(self) -> bool:
         """Whether it is irrelevant to all later arrivals, for ever."""
-        return self.verdict is not None and self.verdict.kind not in (*_PRESENT, Kind.FOREIGN)
+        return self.verdict is not None and self.verdict.kind not in (*_PRESENT, ArrivalKind.FOREIGN)
 
     def member(self) -> Member | None:
         """The worker of a dynamic group, with its id."""

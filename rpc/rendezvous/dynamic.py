@@ -26,9 +26,9 @@ from rpc.rendezvous.address import Probe, probe
 from rpc.rendezvous.arrivals import (
     DEFAULT_PACE,
     Arrival,
+    ArrivalKind,
     Entry,
     Group,
-    Kind,
     Pace,
     Verdict,
     foreign,
@@ -36,9 +36,9 @@ from rpc.rendezvous.arrivals import (
 )
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.parting import Part
-from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, Waiting
+from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, StoreWait
 
-_GONE = Verdict(Kind.GONE)
+_GONE = Verdict(ArrivalKind.GONE)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def join_dynamic(
         RendezvousTimeoutError: the store, or a worker that is joining, did not answer in time.
     """
 
-    def join(waiting: Waiting) -> DynamicGroup:
+    def join(waiting: StoreWait) -> DynamicGroup:
         joining = Joining(store.under(f"farcall/{job}"), Arrival.of(me, 0), waiting, tell, pace)
         while (group := joining.attempt(job)) is None:
             pass
@@ -83,7 +83,7 @@ class Joining:
 
     store: SharedStore
     arrival: Arrival
-    waiting: Waiting
+    waiting: StoreWait
     tell: Probe
     pace: Pace
 
@@ -99,7 +99,7 @@ class Joining:
         me, members = self.arrival.member, [member for member, _ in entries]
         taken = {member.id for member in members}
         own_id = me.id if me.id >= 0 else min(set(range(len(taken) + 1)) - taken)
-        kind = Kind.ANNOUNCED if members else Kind.MEMBER
+        kind = ArrivalKind.ANNOUNCED if members else ArrivalKind.MEMBER
         own = Verdict(kind, str(own_id))
         given = log.decide(place, own)
         if given.is_present and given != own:  # another worker's arrival there was deleted
@@ -114,7 +114,9 @@ class Joining:
         established = frozenset(member.incarnation for member, is_member in entries if is_member)
         return DynamicGroup(me, group, f"{job}/dynamic", False, self.store, place, established)
 
-    def come_back(self, log: Log, roster: Iterable[Member], kind: Kind = Kind.MEMBER) -> list[Member]:
+    def come_back(
+        self, log: Log, roster: Iterable[Member], kind: ArrivalKind = ArrivalKind.MEMBER
+    ) -> list[Member]:
         """Add members of the group to a log in which they are missing, after the store was lost; this worker
         is one of them. Returns all members in it; of any two members that do this, the later one finds the
         other.

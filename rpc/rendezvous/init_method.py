@@ -37,7 +37,7 @@ from rpc.rendezvous.store import (
     Backoff,
     Opener,
     SharedStore,
-    Waiting,
+    StoreWait,
     first_line,
     run_with_deadline,
     start,
@@ -242,7 +242,7 @@ def _never_freed(store: FileStore) -> FileStore:
     return store
 
 
-def _open_by_pytorch(init_method: str, rank: int | None, world_size: int | None, waiting: Waiting) -> Store:
+def _open_by_pytorch(init_method: str, rank: int | None, world_size: int | None, waiting: StoreWait) -> Store:
     place = (-1 if number is None else number for number in (rank, world_size))
     try:
         store, *_ = next(rendezvous(init_method, *place, timeout=timedelta(seconds=waiting.remaining)))
@@ -264,6 +264,20 @@ _STRANGERS_REMEDY: Final = (
     "Check that it is a c10d store (rank 0 of this job, or torchrun's), not another program that has its "
     "port, and that its process is not stopped."
 )
+
+
+_NO_WAY: Final = (
+    errno.ECONNREFUSED,
+    errno.ENETUNREACH,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.EHOSTDOWN,
+)
+
+
+def _nobody_is_there(error: Exception) -> bool:
+    """Whether no program has the port, or none can be reached: the host may be starting, or its network."""
+    return isinstance(error, OSError) and error.errno in _NO_WAY
 
 
 @dataclass(frozen=True)
@@ -304,7 +318,7 @@ class _TcpStore:
         """Whether this worker serves the store if no other process does."""
         return is_here(self.host) if self.serve is None else self.serve
 
-    def open(self, waiting: Waiting) -> Store:
+    def open(self, waiting: StoreWait) -> Store:
         """Serve the store, if this worker may and the port is free; otherwise connect to the process that has
         the port.
 
@@ -327,16 +341,18 @@ class _TcpStore:
                 reason, remedy = self._unknown(error), _NAME_REMEDY
             except RendezvousError:
                 raise
-            except ConnectionRefusedError as error:
-                port_is_free, patience, wrong = True, _ANSWER_SECONDS, 0
-                reason, remedy = first_line(error), _REMEDY
             except (OSError, RuntimeError) as error:
-                port_is_free, patience = False, 4 * patience
-                reason, remedy = first_line(error), _STRANGERS_REMEDY
-                if "timed out" not in reason and (not isinstance(error, TimeoutError) or self._hangs_up()):
-                    wrong += 1
-                if wrong == _WRONG_ANSWERS:
-                    raise RendezvousError(self._taken(reason)) from error
+                reason = first_line(error)
+                if _nobody_is_there(error):
+                    port_is_free, patience, wrong, remedy = True, _ANSWER_SECONDS, 0, _REMEDY
+                else:
+                    port_is_free, patience, remedy = False, 4 * patience, _STRANGERS_REMEDY
+                    if "timed out" not in reason and (
+                        not isinstance(error, TimeoutError) or self._hangs_up()
+                    ):
+                        wrong += 1
+                    if wrong == _WRONG_ANSWERS:
+                        raise RendezvousError(self._taken(reason)) from error
             if notices.due():
                 logger.warning(
                     "no process has answered at %s for %s: %s. %s",
@@ -346,7 +362,7 @@ class _TcpStore:
                     remedy,
                 )
             if not backoff.pause():
-                lasted = f"has not been reachable for {waiting.timeout:g} s"
+                lasted = f"has not been reachable for {round(waiting.timeout, 1):g} s"
                 raise RendezvousTimeoutError(f"{self.description} {lasted}: {reason}. {remedy}")
 
     def _unknown(self, error: OSError | UnicodeError) -> str:
@@ -361,7 +377,7 @@ class _TcpStore:
             f"({reason}). Choose another port, the same at all workers; `ss -ltnp` shows who has this one."
         )
 
-    def _as_server(self, waiting: Waiting) -> Store | None:
+    def _as_server(self, waiting: StoreWait) -> Store | None:
         """Serve the store; returns None if another process has the port."""
         listener = self._listen() if self.use_libuv else None
         try:
@@ -391,7 +407,7 @@ class _TcpStore:
                 f"rank 0 cannot listen on {_joined(self.host, self.port)}: {error}"
             ) from error
 
-    def _knock(self, waiting: Waiting) -> float:
+    def _knock(self, waiting: StoreWait) -> float:
         """Connect in Python and close the connection, since PyTorch's store prints warnings while no server
         listens.
 
@@ -418,10 +434,10 @@ class _TcpStore:
             with socket.create_connection((self.host, self.port), _PROBE_SECONDS) as connection:
                 connection.settimeout(_ANSWER_SECONDS)
                 connection.recv(1)
-        except (TimeoutError, ConnectionRefusedError):
+        except TimeoutError:
             return False
-        except OSError:
-            return True
+        except OSError as error:
+            return not _nobody_is_there(error)
         return True
 
     def _own_address(self) -> str | None:
@@ -435,7 +451,7 @@ class _TcpStore:
         address = str(found.pop())
         return None if found or is_loopback(address) else address
 
-    def _as_client(self, waiting: Waiting, patience: float) -> Store:
+    def _as_client(self, waiting: StoreWait, patience: float) -> Store:
         """Connect to it. The process that has the port may never answer, and no timeout of the store covers
         that.
 

@@ -32,7 +32,7 @@ from rpc.rendezvous.address import Probe, probe
 from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Pace
 from rpc.rendezvous.dynamic import DynamicGroup, Joining
 from rpc.rendezvous.log import Log
-from rpc.rendezvous.store import Abandoned, StoreLost, Waiting
+from rpc.rendezvous.store import Abandoned, StoreLost, StoreWait
 from rpc.rendezvous.watching import LogWatch, Neighbours, PutOut
 from rpc.runtime.blocking import wait_for_event
 from rpc.runtime.interrupts import interruptible, protected
@@ -91,7 +91,7 @@ class Keeper:
         self._lost = False
         self._look_at = 0.0
         self._orders: queue.SimpleQueue[Loss | None] = queue.SimpleQueue()
-        self._waiting = Waiting(timeout)
+        self._waiting = StoreWait(timeout)
         self._watch = LogWatch(group, neighbours, self._waiting, tell, pace)
         self._membership: Future[None] = Future()
         self._complaint = ""
@@ -104,7 +104,7 @@ class Keeper:
 
     def start(self) -> None:
         """Start the thread, after this worker has connected to the others as far as it could."""
-        self._watch.waiting = Waiting(self._timeout)
+        self._watch.waiting = StoreWait(self._timeout)
         self._thread.start()
 
     def wait_until_member(self) -> None:
@@ -230,7 +230,7 @@ class Keeper:
                 return
             logger.warning("%s: the group of '%s' continues, and no worker can join it any more", lost, name)
             return
-        self._waiting = Waiting(self._timeout)
+        self._waiting = StoreWait(self._timeout)
         if self._leaving:
             raise Abandoned
         self._store.reopen(self._waiting)

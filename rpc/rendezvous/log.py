@@ -19,10 +19,10 @@ import msgpack
 from rpc.errors import RendezvousError
 from rpc.group.authentication import ForeignRecordError
 from rpc.group.workers import Member
-from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Verdict
+from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Entry, Verdict
 from rpc.rendezvous.store import SharedStore
 
-__all__ = ["Log", "Record"]
+__all__ = ["Log", "OwnRecord"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _MOST_ARRIVALS: Final = 1 << 16
 """Maximum number of arrivals since the log was trimmed: all are read, and strangers can set the counter."""
 
 
-class Record(Enum):
+class OwnRecord(Enum):
     """What a worker finds at its own place in the log."""
 
     INTACT = "its arrival, and a verdict of a worker of this job"
@@ -114,7 +114,7 @@ class Log:
                 entry = replace(entry, foreign=Arrival.claimed(index, error.claimed))
             except ValueError as error:
                 logger.warning("passing over an arrival, of another version of farcall? %s", error)
-                return replace(entry, verdict=self.decide(index, Verdict(Kind.GONE)))
+                return replace(entry, verdict=self.decide(index, Verdict(ArrivalKind.GONE)))
         self._open[index] = entry
         return entry
 
@@ -126,27 +126,27 @@ class Log:
             return Verdict.claimed(error.claimed)
         return None if packed is None else Verdict.unpack(packed)
 
-    def own(self, index: int, incarnation: int) -> tuple[Record, Verdict | None]:
+    def own(self, index: int, incarnation: int) -> tuple[OwnRecord, Verdict | None]:
         """Return what a worker finds at its own place, with the verdict if that is intact."""
         try:
             packed = self._store.get(f"arrival/{index}")
             if packed is None:
-                return Record.NO_ARRIVAL, None
+                return OwnRecord.NO_ARRIVAL, None
             if Arrival.unpack(index, packed).member.incarnation != incarnation:
-                return Record.TAKEN, None
+                return OwnRecord.TAKEN, None
         except ValueError:  # includes foreign records
-            return Record.NO_ARRIVAL, None
+            return OwnRecord.NO_ARRIVAL, None
         try:
             packed = self._store.get(f"arrival/{index}/verdict")
             verdict = None if packed is None else Verdict.unpack(packed)
         except ValueError:
             verdict = None
-        return Record.NO_VERDICT if verdict is None else Record.INTACT, verdict
+        return OwnRecord.NO_VERDICT if verdict is None else OwnRecord.INTACT, verdict
 
     def is_out(self, index: int, incarnation: int) -> bool:
         """Whether the worker that arrived at a place was removed by one of the job's workers."""
         _, verdict = self.own(index, incarnation)
-        return verdict is not None and verdict.kind is Kind.GONE
+        return verdict is not None and verdict.kind is ArrivalKind.GONE
 
     def count_up_to(self, index: int) -> None:
         """Correct the counter, if it was deleted or set back to before a place."""
@@ -171,13 +171,13 @@ class Log:
             found = Verdict.unpack(packed) if packed else None
         except ForeignRecordError as error:
             found = Verdict.claimed(error.claimed)
-        if found is not None and found.kind is Kind.GONE:
+        if found is not None and found.kind is ArrivalKind.GONE:
             self._close(index)
         return found
 
     def remove(self, index: int) -> None:
         """Record that a member of a dynamic group is gone."""
-        self._store.set(f"arrival/{index}/verdict", Verdict(Kind.GONE).pack())
+        self._store.set(f"arrival/{index}/verdict", Verdict(ArrivalKind.GONE).pack())
         self._close(index)
 
     def _close(self, index: int) -> None:

@@ -18,7 +18,7 @@ from rpc.errors import RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.address import Probe, dead_among, probe
 from rpc.rendezvous.arrivals import Group
-from rpc.rendezvous.store import Backoff, SharedStore, StoreLost, Waiting
+from rpc.rendezvous.store import Backoff, SharedStore, StoreLost, StoreWait
 
 __all__ = ["meet"]
 
@@ -41,7 +41,7 @@ def meet(store: SharedStore, group: Group, timeout: float, *, tell: Probe = prob
     shared = store.under(f"farcall/meeting/{group.key}")
     coordinator = min(group.members, key=lambda member: member.id)
 
-    def work(waiting: Waiting) -> None:
+    def work(waiting: StoreWait) -> None:
         try:
             if group.me.id == coordinator.id:
                 _await(shared, {f"ready/{each.id}": each for each in group.others}, waiting, tell)
@@ -56,7 +56,7 @@ def meet(store: SharedStore, group: Group, timeout: float, *, tell: Probe = prob
 
 
 def _await(
-    store: SharedStore, awaited: dict[str, Member], waiting: Waiting, tell: Probe, waiters: int = 1
+    store: SharedStore, awaited: dict[str, Member], waiting: StoreWait, tell: Probe, waiters: int = 1
 ) -> None:
     """Wait for keys that members set, unless those members die."""
     backoff = Backoff(waiting, min(0.5, max(0.005, waiters / 2000)))

@@ -34,9 +34,9 @@ from rpc.rendezvous.arrivals import (
     DEFAULT_PACE,
     WHAT_TO_CHECK,
     Arrival,
+    ArrivalKind,
     Conflict,
     Group,
-    Kind,
     Pace,
     Verdict,
     describe_ranks,
@@ -45,7 +45,7 @@ from rpc.rendezvous.arrivals import (
     mixed,
 )
 from rpc.rendezvous.log import Log
-from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, Waiting
+from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, StoreWait
 from rpc.runtime import waits
 from rpc.runtime.notices import Notices
 
@@ -80,7 +80,7 @@ def join_static(
         RendezvousError: rank 0 was interrupted, or the store failed.
     """
 
-    def join(waiting: Waiting) -> Group:
+    def join(waiting: StoreWait) -> Group:
         joining = _Joining(store.under(f"farcall/{job}"), Arrival.of(me, world_size), waiting, tell, pace)
         verdict = joining.run()
         verdict.raise_if_refused()
@@ -100,7 +100,7 @@ class _Joining:
     """One worker's wait for its verdict. Used on the helper thread."""
 
     def __init__(
-        self, store: SharedStore, arrival: Arrival, waiting: Waiting, tell: Probe, pace: Pace
+        self, store: SharedStore, arrival: Arrival, waiting: StoreWait, tell: Probe, pace: Pace
     ) -> None:
         self._store = store
         self._arrival = arrival
@@ -129,7 +129,9 @@ class _Joining:
         try:
             verdict = self._give(self._find() or self._out_of_time())
         except Abandoned:
-            self._give(Verdict(Kind.INTERRUPTED, f"the coordinator, {self._arrival}, was interrupted."))
+            self._give(
+                Verdict(ArrivalKind.INTERRUPTED, f"the coordinator, {self._arrival}, was interrupted.")
+            )
             raise
         self._store.set(f"arrival/{self._index}/read", b"1")
         self._await_readers({each.index: each.member for each in self._others})
@@ -143,7 +145,7 @@ class _Joining:
 
     def _look_until_given(self, notices: Notices) -> Verdict | None:
         doubt_since: float | None = None
-        while (given := self.log.verdict(self._index)) is None or given.kind is Kind.GONE:
+        while (given := self.log.verdict(self._index)) is None or given.kind is ArrivalKind.GONE:
             if given is not None:  # this process was so slow to write its arrival that others gave it up
                 self._index = self.log.append(self._arrival)
             match self._look():
@@ -152,7 +154,7 @@ class _Joining:
                 case _Doubt(reason, patience):
                     doubt_since = doubt_since or time.monotonic()
                     if time.monotonic() - doubt_since >= patience:
-                        return Verdict(Kind.MISMATCH, reason)
+                        return Verdict(ArrivalKind.MISMATCH, reason)
                 case None:
                     doubt_since = None
             if notices.due() and (strangers := self._tell_of_waiting(notices)) is not None:
@@ -168,7 +170,7 @@ class _Joining:
         missing = set(range(world_size)) - {each.member.id for each in present}
         if theirs := self._store.pytorch_ranks(missing):
             return Verdict(
-                Kind.MISMATCH,
+                ArrivalKind.MISMATCH,
                 f"{self._arrival} cannot form a group with rank {theirs[0]} at {self._store.description}: "
                 f"torch.distributed.rpc runs there, and the two do not speak to each other. Run that program "
                 f"with `farcall run`, or have it import farcall's rpc.",
@@ -225,7 +227,7 @@ class _Joining:
             return False
         if self._tell(other.member) is not False:
             return True
-        self.log.decide(other.index, Verdict(Kind.GONE))
+        self.log.decide(other.index, Verdict(ArrivalKind.GONE))
         return False
 
     def _judge(self, arrivals: Sequence[Arrival]) -> Verdict | _Doubt | None:
@@ -233,7 +235,7 @@ class _Joining:
         for each in self._foreign():
             if self._tell(each.member) is not False:
                 return _Doubt(foreign(each), self._pace.gather)
-            self.log.decide(each.index, Verdict(Kind.GONE))
+            self.log.decide(each.index, Verdict(ArrivalKind.GONE))
         match examine(arrivals, self._arrival.world_size):
             case tuple() as group:
                 if self._drop_dead(each for each in group if each.index < self._index):
@@ -242,7 +244,7 @@ class _Joining:
                 if reason is not None:  # another group meets here, or the previous one is just ending
                     return _Doubt(reason, self._pace.settle)
                 members = tuple(arrival.member for arrival in group)
-                return Verdict(Kind.COMPLETE, self.log.form(self._me.incarnation, members))
+                return Verdict(ArrivalKind.COMPLETE, self.log.form(self._me.incarnation, members))
             case Conflict(reason, involved) if not self._drop_dead(involved):
                 all_here = len(arrivals) >= self._arrival.world_size
                 return _Doubt(reason, self._pace.settle if all_here else self._pace.gather)
@@ -254,7 +256,7 @@ class _Joining:
         dead = dead_among((each.member for each in others), self._tell)
         for each in self._arrivals():
             if each.member.incarnation in dead:
-                self.log.decide(each.index, Verdict(Kind.GONE))
+                self.log.decide(each.index, Verdict(ArrivalKind.GONE))
         return bool(dead)
 
     def _who_has_our_place(self) -> str | None:
@@ -287,7 +289,7 @@ class _Joining:
             if entry.foreign is not None:
                 continue  # handled by ``_judge``
             if entry.arrival is None:
-                self.log.decide(entry.index, Verdict(Kind.GONE))  # it has to arrive after us
+                self.log.decide(entry.index, Verdict(ArrivalKind.GONE))  # it has to arrive after us
                 continue
             arrival, member = entry.arrival, entry.arrival.member
             if entry.index < index and not arrival.world_size and self._tell(member) is not False:
@@ -298,7 +300,7 @@ class _Joining:
         world_size = self._arrival.world_size
         present = [each.member.id for each in self._arrivals()]
         return Verdict(
-            Kind.TIMEOUT,
+            ArrivalKind.TIMEOUT,
             f"{self._arrival} waited {self._waiting.timeout:g} s at {self._store.description} for a group of "
             f"{world_size}. {describe_ranks(present, world_size)} {WHAT_TO_CHECK}",
         )
@@ -306,7 +308,7 @@ class _Joining:
     def _give(self, verdict: Verdict) -> Verdict:
         """Write the coordinator's verdict for all arrivals. Returns ours: an earlier one takes precedence."""
         given = self.log.decide(self._index, verdict) if self._coordinates else self.log.verdict(self._index)
-        if given is not None and given.kind is not Kind.GONE:
+        if given is not None and given.kind is not ArrivalKind.GONE:
             verdict = given
         if self._coordinates:
             arrivals = [*self._arrivals(), *self._foreign()]
@@ -320,7 +322,7 @@ class _Joining:
         """Wait, up to a limit, until all living workers have read their verdict: this process may serve the
         store.
         """
-        waiting = Waiting(min(self._pace.farewell, self._waiting.remaining + 1))
+        waiting = StoreWait(min(self._pace.farewell, self._waiting.remaining + 1))
         backoff = Backoff(waiting, 0.01)
         probed_at = time.monotonic()
         while unread and not self._store.has(*(f"arrival/{index}/read" for index in unread)):

@@ -47,7 +47,7 @@ class StoreLost(Exception):
     """The store did not answer: its server or its file is gone."""
 
 
-class Waiting:
+class StoreWait:
     """A deadline, in seconds from now, and pauses that end with it or when the caller stops waiting."""
 
     def __init__(self, timeout: float) -> None:
@@ -75,12 +75,12 @@ class Waiting:
 class Backoff:
     """Pauses that grow by half each time, from one millisecond to a longest, in seconds."""
 
-    waiting: Waiting
+    waiting: StoreWait
     longest: float = 0.25
     _next: float = 0.001
 
     def pause(self) -> bool:
-        """Sleep a little longer than the last time; like ``Waiting.pause``."""
+        """Sleep a little longer than the last time; like ``StoreWait.pause``."""
         seconds, self._next = self._next, min(self._next * 1.5, self.longest)
         return self.waiting.pause(seconds)
 
@@ -90,12 +90,12 @@ class Backoff:
 
 
 def run_with_deadline(
-    work: Callable[[Waiting], T], timeout: float, waiting_for: str, *, grace: float = _GRACE_SECONDS
+    work: Callable[[StoreWait], T], timeout: float, waiting_for: str, *, grace: float = _GRACE_SECONDS
 ) -> T:
     """Run ``work`` on a helper thread and return its result, or raise its error; abandon it at the deadline.
 
     Args:
-        work: takes the ``Waiting`` to pause with, and should end when that says so.
+        work: takes the ``StoreWait`` to pause with, and should end when that says so.
         timeout: timeout in seconds.
         waiting_for: what does not answer, for the error if ``work`` itself is blocked at the deadline.
         grace: time in seconds beyond that for ``work`` to raise its own, more specific, error.
@@ -103,7 +103,7 @@ def run_with_deadline(
     Raises:
         RendezvousTimeoutError: ``work`` is blocked.
     """
-    waiting, patience = Waiting(timeout), Waiting(timeout + grace)
+    waiting, patience = StoreWait(timeout), StoreWait(timeout + grace)
     try:
         outcome = start(work, waiting)
         # In short waits: a signal that comes just before the thread begins to wait does not wake it.
@@ -123,7 +123,7 @@ def run_with_deadline(
         del outcome  # breaks the cycle error -> traceback -> this frame -> outcome -> error
 
 
-def start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.Future[T]:
+def start(work: Callable[[StoreWait], T], waiting: StoreWait) -> concurrent.futures.Future[T]:
     """Run ``work`` on a thread of its own, which may be abandoned."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -137,7 +137,7 @@ def start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.
     return outcome
 
 
-Opener = Callable[[Waiting], Store]
+Opener = Callable[[StoreWait], Store]
 
 
 @dataclass
@@ -168,7 +168,7 @@ class SharedStore:
         """Return the same store, for workers that have a token."""
         return replace(self, seal=Seal(token))
 
-    def run(self, work: Callable[[Waiting], T], timeout: float) -> T:
+    def run(self, work: Callable[[StoreWait], T], timeout: float) -> T:
         """Run ``work`` like ``run_with_deadline``, and once more whenever the store was lost.
 
         Raises:
@@ -178,7 +178,7 @@ class SharedStore:
         """
         return run_with_deadline(lambda waiting: self.outlast(waiting, work), timeout, self.description)
 
-    def outlast(self, waiting: Waiting, work: Callable[[Waiting], T]) -> T:
+    def outlast(self, waiting: StoreWait, work: Callable[[StoreWait], T]) -> T:
         """Like ``run``, on this thread."""
         backoff = Backoff(waiting)
         while True:
@@ -199,7 +199,7 @@ class SharedStore:
                         f"{waiting.timeout:g} s were over. The last time it said: {lost}"
                     ) from lost
 
-    def reopen(self, waiting: Waiting) -> None:
+    def reopen(self, waiting: StoreWait) -> None:
         """Open it again, after it was lost. Only if it has an ``opener``."""
         assert self.opener is not None
         self.forget_line()

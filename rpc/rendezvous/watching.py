@@ -18,17 +18,17 @@ from typing import NamedTuple, Protocol
 from rpc.errors import NotAdmittedError, RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.address import Probe
-from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Pace, Verdict
+from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Entry, Pace, Verdict
 from rpc.rendezvous.dynamic import DynamicGroup
-from rpc.rendezvous.log import Log, Record
+from rpc.rendezvous.log import Log, OwnRecord
 from rpc.rendezvous.parting import Action, Admission, Contact, Part, admission, is_conflict, parting
-from rpc.rendezvous.store import Waiting
+from rpc.rendezvous.store import StoreWait
 
 __all__ = ["LogWatch", "Neighbours", "PutOut"]
 
 logger = logging.getLogger(__name__)
 
-_GONE = Verdict(Kind.GONE)
+_GONE = Verdict(ArrivalKind.GONE)
 
 _SHOWN = 5
 """Maximum number of workers named in an error."""
@@ -86,7 +86,7 @@ class LogWatch:
         self,
         group: DynamicGroup,
         neighbours: Neighbours,
-        waiting: Waiting,
+        waiting: StoreWait,
         tell: Probe,
         pace: Pace,
         clock: Callable[[], float] = time.monotonic,
@@ -129,7 +129,7 @@ class LogWatch:
 
     def verdict(self) -> Verdict:
         """Return the verdict that this worker's arrival should have."""
-        return Verdict(Kind.MEMBER if self.is_member else Kind.ANNOUNCED, str(self.me.id))
+        return Verdict(ArrivalKind.MEMBER if self.is_member else ArrivalKind.ANNOUNCED, str(self.me.id))
 
     def look(self) -> None:
         """Read the log and act on it.
@@ -158,11 +158,11 @@ class LogWatch:
         damaged = set()
         for place in sorted(self.places):
             record, verdict = self._log.own(place, self.me.incarnation)
-            if record is Record.INTACT and verdict is not None:
+            if record is OwnRecord.INTACT and verdict is not None:
                 self._answer(place, verdict)
             else:
                 damaged.add(place)
-                if record is not Record.TAKEN:
+                if record is not OwnRecord.TAKEN:
                     self._log.remove(place)
         if not damaged:
             return
@@ -180,7 +180,7 @@ class LogWatch:
         )
 
     def _answer(self, place: int, verdict: Verdict) -> None:
-        if verdict.kind is Kind.GONE:
+        if verdict.kind is ArrivalKind.GONE:
             raise self._out("others had lost it, and have removed it from the group")
         if not verdict.question:
             return
@@ -306,7 +306,7 @@ class LogWatch:
         match outcome:
             case Admission.JOINED | Admission.FOUNDED:
                 announced = self.verdict()
-                member_now = Verdict(Kind.MEMBER, announced.detail)
+                member_now = Verdict(ArrivalKind.MEMBER, announced.detail)
                 if all(self._log.swap(each, announced, member_now) == member_now for each in self.places):
                     self.is_member, self.is_pending = True, False
             case Admission.REFUSED:

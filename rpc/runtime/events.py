@@ -1,11 +1,12 @@
 """Events on an agent, for metrics, traces and profilers.
 
 Handlers are called on the thread on which an event happens, which may be the agent's loop: they must be quick
-and must not block. Their exceptions are logged. Without a listener, an event costs one test of a tuple and is
-not even made::
+and must not block. Their exceptions are logged. Without a listener, an event costs one test of an attribute
+and is not even made::
 
-    if events.call_begun:
-        events.tell(events.call_begun, CallBegun(...))
+    tell = events.call_begun
+    if tell is not None:
+        tell(call_id, to, ...)  # the fields of ``CallBegun``, in order
 
 Example::
 
@@ -18,6 +19,7 @@ Example::
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -143,6 +145,7 @@ class MessageSent:
     to: str  # the receiver's name
     kind: int  # a ``rpc.wire.frames.Kind``
     size: int  # size of the payload in bytes, without headers
+    call_id: int = 0  # of its call; for an answer, as in the caller's events
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,54 +159,81 @@ class MessageReceived:
 
 Handlers = tuple[Callable[[Any], object], ...]
 
+Tell = Callable[..., object]
+"""Takes the fields of an event, in their order, and tells the handlers of it."""
+
 
 class Events:
-    """The handlers of one agent's events, by kind; usually none. From any thread."""
+    """The handlers of one agent's events: for each kind the function that calls them, or None.
 
-    call_begun: Handlers
-    call_ended: Handlers
-    request_begun: Handlers
-    run_begun: Handlers
-    run_ended: Handlers
-    call_serialized: Handlers
-    request_ended: Handlers
-    peer_joined: Handlers
-    peer_lost: Handlers
-    message_sent: Handlers
-    message_received: Handlers
+    From any thread. A subscription may end at any time: load the attribute once, then test and call that.
+    """
+
+    call_begun: Tell | None
+    call_ended: Tell | None
+    request_begun: Tell | None
+    run_begun: Tell | None
+    run_ended: Tell | None
+    call_serialized: Tell | None
+    request_ended: Tell | None
+    peer_joined: Tell | None
+    peer_lost: Tell | None
+    message_sent: Tell | None
+    message_received: Tell | None
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._handlers: dict[type, Handlers] = dict.fromkeys(_ATTRIBUTES, ())
+        self._recorders: dict[type, Handlers] = dict.fromkeys(_ATTRIBUTES, ())
         for attribute in _ATTRIBUTES.values():
-            setattr(self, attribute, ())
+            setattr(self, attribute, None)
 
     def listen(self, kind: type[E], handler: Callable[[E], object]) -> ExitStack:
         """Have ``handler`` called with each event of a kind from now on; see ``rpc.events.listen``."""
+        return self._add(self._handlers, kind, handler)
+
+    def record(self, kind: type, recorder: Tell) -> ExitStack:
+        """Have ``recorder`` called with the fields of each event of a kind, in their order.
+
+        Making the event takes longer than recording it: this is for traces. It must not raise.
+        """
+        return self._add(self._recorders, kind, recorder)
+
+    def _add(self, where: dict[type, Handlers], kind: type, handler: Callable[..., object]) -> ExitStack:
         if kind not in _ATTRIBUTES:
             known = ", ".join(each.__name__ for each in _ATTRIBUTES)
             raise TypeError(f"{kind!r} is no kind of event; there are: {known}")
-        attribute = _ATTRIBUTES[kind]
 
-        def called(event: E) -> None:  # a separate object, so that one handler may be registered twice
-            handler(event)
+        entry = functools.partial(handler)  # a separate object, so that one handler may be registered twice
 
         def end() -> None:
             with self._lock:
-                setattr(self, attribute, tuple(h for h in getattr(self, attribute) if h is not called))
+                where[kind] = tuple(each for each in where[kind] if each is not entry)
+                self._compose(kind)
 
         with self._lock:
-            setattr(self, attribute, (*getattr(self, attribute), called))
+            where[kind] = (*where[kind], entry)
+            self._compose(kind)
         subscription = ExitStack()
         subscription.callback(end)
         return subscription
 
-    def tell(self, handlers: Handlers, event: object) -> None:
-        """Call each handler of an event, in the order of registration."""
-        for handler in handlers:
-            try:
-                handler(event)
-            except Exception:
-                logger.exception("a handler of %s failed", type(event).__name__)
+    def _compose(self, kind: type) -> None:
+        handlers, recorders = self._handlers[kind], self._recorders[kind]
+
+        def tell(*fields: Any) -> None:
+            for recorder in recorders:
+                recorder(*fields)
+            if handlers:
+                event = kind(*fields)
+                for handler in handlers:
+                    try:
+                        handler(event)
+                    except Exception:
+                        logger.exception("a handler of %s failed", kind.__name__)
+
+        alone = recorders[0] if len(recorders) == 1 and not handlers else tell
+        setattr(self, _ATTRIBUTES[kind], alone if handlers or recorders else None)
 
 
 _ATTRIBUTES: Final[dict[type, str]] = {

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 HOME: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-OURS: Final = tuple(os.path.join(HOME, package, "") for package in PACKAGES)
+OURS: Final = tuple(os.path.join(HOME, package, "") for package in (*PACKAGES, "farcall"))
 """Folders of this distribution's code."""
 
 _STANDARD: Final = tuple(

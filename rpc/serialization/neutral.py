@@ -50,7 +50,7 @@ from rpc.serialization.pickler import Departing, Reducers
 from rpc.serialization.tensors import dense, elements, placed
 from rpc.wire.header_check import check_entries
 
-__all__ = ["Admission", "dump", "read"]
+__all__ = ["Admits", "dump", "read"]
 
 _TUPLE, _TENSOR, _BUFFER, _INTEGER, _NAME, _OBJECT, _AGAIN = range(7)
 
@@ -69,7 +69,7 @@ _INDICES: Final = {checked.sparse_coo: 1, checked.sparse_compressed: 2}
 """The number of arguments that are indices, which are checked."""
 
 
-class Admission(Protocol):
+class Admits(Protocol):
     """Decides what may be read: see ``AllowList``."""
 
     def find(self, module: str, name: str) -> Any: ...
@@ -235,7 +235,7 @@ class Reader:
         size: size in bytes of the value without its buffers.
     """
 
-    def __init__(self, allow: Admission | None, buffers: Iterable[Any], size: int) -> None:
+    def __init__(self, allow: Admits | None, buffers: Iterable[Any], size: int) -> None:
         self._allow = allow
         self._buffers = list(buffers)
         self._unchecked = size + sum(memoryview(buffer).nbytes for buffer in self._buffers)
@@ -381,7 +381,7 @@ _EXTENSIONS: Final[dict[int, Callable[[Reader, bytes], Any]]] = {
 }
 
 
-def read(allow: Admission | None, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any:
+def read(allow: Admits | None, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any:
     """Read a value that ``dump`` has written; ``SerializationError`` if it is malformed, or contains
     something that is not admitted.
     """

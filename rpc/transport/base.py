@@ -140,6 +140,13 @@ class Connection(Protocol):
     description: str
     """Names the other end in logs."""
 
+    scheme: str
+    """Scheme of its transport; "self" for the connection of a worker to itself."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Number of bytes that wait to be written."""
+
     reader: InlineReader | None
     """How threads may read it themselves: a capability of sockets; None if only the loop's does."""
 
@@ -238,6 +245,8 @@ class DirectConnection:
     reader: InlineReader | None = None
     over_network = False
     has_streams = False
+    scheme = "self"
+    queued_bytes = 0
     process: int | None = None
     malformed = False
     is_quiet = True

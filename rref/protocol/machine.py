@@ -17,9 +17,10 @@ or die in the meantime. The owner can receive the third worker's message about t
 message about the old one in any order. Hence these rules; each worker follows its own part of them.
 
 R1  The owner counts a fork that it sends itself before the message leaves.
-R2  A user that sends a fork holds its own fork, the *parent*, until the receiver says that the *child*
-    no longer needs it ("accepted"), whatever the sizes of the messages, and whatever becomes of the call that
-    the message belonged to. Only if the message was certainly never sent is the parent released at once.
+R2  A user that sends a fork holds its own fork, the *parent*, until the receiver says that the *child* no
+    longer needs it ("accepted"), whatever the sizes of the messages, and whatever becomes of the call that
+    the message belonged to. Only if the message was certainly not sent, or was lost with a connection (a
+    large one), is the parent released at once.
 R3  The receiver asks the owner to count the child ("confirm"), and sends "accepted" to the parent when the
     child is counted or refused. If the receiver has a counted fork of the same object, the child joins that
     one at once. The owner itself accepts at once; a message to oneself needs no control messages.
@@ -35,8 +36,6 @@ R5  The descriptors of an object may arrive before its creation: the owner parks
 R6  A lost worker is lost for ever, and for all workers. Its forks, and the children that were on their way to
     it or pending there, are dropped only by a *fence*: see ``fence``. References to objects that it owned
     fail; creations that it had sent and that have not arrived are given up.
-R7  A connection lost between two living workers may have lost messages. The senders ask for the forks back
-    ("withdraw"): a receiver that does not have such a fork by then never takes it.
 
 Why it is safe. Take any fork that a living worker holds or will still read, and go from it to its parent, and
 so on. A child that is not counted has its parent held (R2, R3); a parent that is held is either counted, or
@@ -52,9 +51,9 @@ forks are released in the end.
 The states of a user's fork are listed at the head of ``user``, those of an object at its owner at the head of
 ``owner``, in both cases as the tables that the code runs.
 
-The messages must be delivered exactly once between any two living workers, in any order (sessions and
-``rpc.group.delivery`` do this). Calls, creations and answers travel separately, and may be late, or lost with
-their connection.
+The messages must be delivered exactly once between any two living workers, in any order: sessions do this,
+even if connections break. Calls, creations and answers travel separately, and may be late; large ones may be
+lost with their connection, and their senders are notified of that.
 
 How a shell uses it
 ===================
@@ -68,9 +67,8 @@ out. After one or more inputs, take the actions and perform them: ``Send``, ``Co
   its death is detected, or on ``Fence``. Workers that leave in an orderly way are reported as lost as well.
 * ``remote()`` is ``create``, then exactly one of ``created`` (any answer, late ones too) and
   ``creation_failed``. At the owner, ``arrived`` when the call is read: if true, it is run, then ``finished``.
-* When a reference is sent: ``fork``; ``take_back`` if the message was never written. If the connection breaks
-  and the peer lives: ``link_lost``, on both sides; descriptors in messages that wait for a new connection are
-  ``kept``.
+* When a reference is sent: ``fork``; ``take_back`` if the message was never written, or was lost with its
+  connection.
 * When a message is read: ``adopt`` each descriptor, whether or not the pickle will be read. User code waits
   while ``state`` is ``PENDING``. A fetch that may be earlier than the creation waits for the result of
   ``expect``.
@@ -81,7 +79,6 @@ out. After one or more inputs, take the actions and perform them: ``Send``, ``Co
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Final
 
 from rpc.errors import ProtocolError, RRefError
@@ -96,7 +93,7 @@ from rref.protocol.messages import (
     parse,
     parse_descriptor,
 )
-from rref.protocol.owner import Owner
+from rref.protocol.owner import ObjectState, Owner
 from rref.protocol.peers import Peers
 from rref.protocol.revoked import Revoked
 from rref.protocol.user import Users
@@ -168,8 +165,6 @@ class Protocol:
                 owner.on_unknown(peer, rref)
             case "abandon", (rref, reason):
                 owner.on_abandon(peer, rref, reason)
-            case "withdraw", (of, rref, fork):
-                self._withdraw(peer, of, rref, fork)
             case "bereaved" | "fence", (self.me, *_):
                 raise ProtocolError("a peer says that this worker is dead")
             case "bereaved", (dead,):
@@ -200,14 +195,6 @@ class Protocol:
             self._users.lost(peer, reason)
             self._owner.lost(peer, reason)
             self._revoked.lost(peer)
-
-    def link_lost(self, peer: Peer, kept: Container[ForkId] = ()) -> None:
-        """Record that the connection to ``peer``, which lives, broke: calls on it may be lost, except forks
-        ``kept``.
-        """
-        if peer not in self._peers.dead:
-            self._users.link_lost(peer, kept)
-            self._owner.link_lost(peer, kept)
 
     # Creating references
 
@@ -359,6 +346,10 @@ class Protocol:
         """
         return self._owner.leaks()
 
+    def holders(self, limit: int) -> list[tuple[RRefId, ObjectState, dict[Peer, int]]]:
+        """Objects owned here and their holders. From any thread; see ``Owner.holders``."""
+        return self._owner.holders(limit)
+
     def counts(self) -> dict[str, int]:
         """Return the number of entries by kind, for debugging; all are zero when no reference is left.
 
@@ -374,13 +365,6 @@ class Protocol:
         if not self._users.on_refused(peer, fork, reason) and fork[0] == peer:
             self._peers.note_hearsay(peer)
             self._revoked.add(fork, reason)  # it has overtaken the message that brings the fork
-
-    def _withdraw(self, peer: Peer, owner: Peer, rref: RRefId, fork: ForkId) -> None:
-        if not self._users.knows(fork) and fork not in self._owner:
-            if fork[0] == peer:  # otherwise it has arrived, and is released
-                self._peers.note_hearsay(peer)
-                self._revoked.add(fork, "its sender lost the connection and took the message back")
-            self._peers.send(peer, ["delete", rref, fork] if peer == owner else ["accepted", fork])
 
     def _is_dead(self, peer: Peer) -> bool:
         """Whether ``peer`` is dead; if not, its message shows that it lives."""

@@ -143,9 +143,8 @@ MESSAGES: Final[dict[str, tuple[Callable[[Any], Any], ...]]] = {
     # owner to the creator of an object that it knows only from third parties, and back
     "wanted": (_id,),  # rref: is its creation on the way?
     "unknown": (_id,),  # rref: no
-    # the receiver of a fork to its sender, and back
+    # the receiver of a fork to its sender
     "accepted": (_id,),  # fork: it no longer needs its parent
-    "withdraw": (_peer, _id, _id),  # owner, rref, fork: if you do not have it yet, never take it
     # about dead workers
     "bereaved": (_peer,),  # any to owner: a child of your object's fork was at that peer
     "fence": (_peer, _text),  # owner to all: discard its unread messages, settle those that were read

@@ -1,6 +1,6 @@
 """The owner's half of the reference protocol: the state of each object, and its forks.
 
-The rules (R1 to R7) are explained at the head of ``machine``.
+The rules (R1 to R6) are explained at the head of ``machine``.
 
 An object at its owner
 ======================
@@ -37,7 +37,6 @@ fork is gone; a local reference of the owner is a fork, too.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from enum import IntEnum
 from typing import Final
 
@@ -234,13 +233,6 @@ class Owner:
         """Record that the fork was never sent."""
         self._drop(rref, fork)
 
-    def link_lost(self, peer: Peer, kept: Container[ForkId]) -> None:
-        """Ask ``peer`` which forks it has: some may have been lost on their way."""
-        for rref, each in self._objects.items():
-            for fork, user in each.forks.items():
-                if user == peer and fork not in kept:
-                    self._peers.send(peer, ["withdraw", self._peers.me, rref, fork])
-
     # Ends
 
     def release(self, ref: Ref) -> None:
@@ -331,6 +323,21 @@ class Owner:
             if each.state in _HERE:
                 native = list(each.forks.values()).count(me)
                 found[rref] = (len(each.forks) - native, native)
+        return found
+
+    def holders(self, limit: int) -> list[tuple[RRefId, ObjectState, dict[Peer, int]]]:
+        """Objects, their states, and how many forks each worker has, this one included. From any thread.
+
+        Args:
+            limit: maximum number of objects; the newest.
+        """
+        found: list[tuple[RRefId, ObjectState, dict[Peer, int]]] = []
+        for each in list(self._objects.values())[-limit:]:
+            if each.state in _HERE:
+                forks: dict[Peer, int] = {}
+                for user in list(each.forks.values()):
+                    forks[user] = forks.get(user, 0) + 1
+                found.append((each.rref, each.state, forks))
         return found
 
     def counts(self) -> dict[str, int]:

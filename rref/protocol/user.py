@@ -1,6 +1,6 @@
 """The user's half of the reference protocol: forks of objects that other workers own.
 
-The rules (R1 to R7) are explained at the head of ``machine``.
+The rules (R1 to R6) are explained at the head of ``machine``.
 
 A user's fork
 =============
@@ -33,7 +33,7 @@ enters as PENDING when created or received, as CONFIRMED when received from the 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -211,12 +211,6 @@ class Users:
     def take_back(self, fork: ForkId) -> None:
         """Record that the child was never sent."""
         self._clear(fork)
-
-    def link_lost(self, peer: Peer, kept: Container[ForkId]) -> None:
-        """Ask for the return of the children that may have been lost on their way."""
-        for fork, (parent, to) in self._children.items():
-            if to == peer and fork not in kept:
-                self._peers.send(peer, ["withdraw", parent.owner, parent.rref, fork])
 
     # Ends
 

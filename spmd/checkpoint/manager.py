@@ -26,8 +26,8 @@ from spmd.checkpoint.folders import Checkpoint, Folders, naming
 from spmd.checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, sharded_cpu_state_dict
 from spmd.checkpoint.reading import RestrictedReader
 from spmd.checkpoint.torch_internals import FsspecReader, FsspecWriter
-from spmd.engine.current import is_running
-from spmd.engine.start import sync
+from spmd.engine.driver.current import is_running
+from spmd.engine.driver.start import sync
 
 __all__ = ["CheckpointManager"]
 

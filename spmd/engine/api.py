@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spmd.engine.aliases import Alias, Value, read, write
-from spmd.engine.current import engine
-from spmd.engine.logical_tensor import LogicalTensor, alias_of, wrap
-from spmd.engine.metas import spec_of
-from spmd.engine.parts import extents, has_blocks
-from spmd.engine.program import Layout
+from spmd.engine.driver.aliases import Alias, Value, read, write
+from spmd.engine.driver.blocks import extents, has_blocks
+from spmd.engine.driver.current import engine
+from spmd.engine.driver.logical_tensor import LogicalTensor, alias_of, wrap
+from spmd.engine.program.metas import spec_of
+from spmd.engine.program.program import Layout
 
 __all__ = [
     "constrain",

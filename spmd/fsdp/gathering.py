@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rpc.runtime.torch_internals import top_saved_tensors_hooks
-from spmd.engine.aliases import Alias, Value, read
-from spmd.engine.current import engine
-from spmd.engine.logical_tensor import LogicalTensor, alias_of, wrap
-from spmd.engine.program import REPLICATED, Layout
+from spmd.engine.driver.aliases import Alias, Value, read
+from spmd.engine.driver.current import engine
+from spmd.engine.driver.logical_tensor import LogicalTensor, alias_of, wrap
+from spmd.engine.program.program import REPLICATED, Layout
 
 __all__ = ["gathered", "keep_changes", "saving_shards"]
 

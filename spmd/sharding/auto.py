@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from spmd.engine.aliases import Alias
 from spmd.engine.auto.cost import local_bytes
 from spmd.engine.auto.search import Chosen, choose_layouts
-from spmd.engine.current import engine
-from spmd.engine.logical_tensor import LogicalTensor
-from spmd.engine.parts import has_blocks
-from spmd.engine.program import REDISTRIBUTE, Layout, MeshKey, Program, Ref
-from spmd.engine.recorder import LIMIT, Recording
-from spmd.engine.session import Session, build
+from spmd.engine.driver.aliases import Alias
+from spmd.engine.driver.blocks import has_blocks
+from spmd.engine.driver.current import engine
+from spmd.engine.driver.logical_tensor import LogicalTensor
+from spmd.engine.driver.recorder import LIMIT, Recording
+from spmd.engine.driver.session import Session, build
+from spmd.engine.program.program import REDISTRIBUTE, Layout, MeshKey, Program, Ref
 from spmd.sharding.distribute import mesh_of
 from spmd.sharding.marks import mark_of
 from spmd.sharding.mesh import Mesh, get_1d_mesh, get_global_mesh

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from spmd.engine import api as engine
-from spmd.engine.start import device
+from spmd.engine.driver.start import device
 from spmd.sharding.marks import is_marked, mark_of, mark_sharding, op_sharding, remember
 from spmd.sharding.mesh import Mesh, check_mesh
 from spmd.sharding.movement import laid_out

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from spmd.engine.api import redistributed, value_layout
-from spmd.engine.logical_tensor import alias_of
-from spmd.engine.manual import from_local, to_local
-from spmd.engine.program import Layout
+from spmd.engine.driver.logical_tensor import alias_of
+from spmd.engine.driver.manual import from_local, to_local
+from spmd.engine.program.program import Layout
 from spmd.sharding.marks import mark_sharding, remember_sharding
 from spmd.sharding.mesh import Mesh, get_global_mesh
 from spmd.sharding.op_sharding import MANUAL, OpSharding

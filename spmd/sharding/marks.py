@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from spmd.engine import api as engine
-from spmd.engine.logical_tensor import alias_of, know_gradient
-from spmd.engine.program import REPLICATED
+from spmd.engine.driver.logical_tensor import alias_of, know_gradient
+from spmd.engine.program.program import REPLICATED
 from spmd.sharding.mesh import Mesh, check_mesh
 from spmd.sharding.op_sharding import MANUAL, OpSharding, ShardingType
 from spmd.sharding.partition_spec import PartitionSpec, check_length

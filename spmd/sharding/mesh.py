@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd.engine.program import Layout
+from spmd.engine.program.program import Layout
 from spmd.sharding.devices import count, known_count
 from spmd.sharding.op_sharding import WHOLE, OpSharding, layout_of
 from spmd.sharding.partition_spec import PartitionSpec, resolve

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spmd.engine import api as engine
-from spmd.engine.program import Layout
+from spmd.engine.program.program import Layout
 
 __all__ = ["laid_out"]
 

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from spmd.engine.program import REPLICATED, Layout, MeshKey
+from spmd.engine.program.program import REPLICATED, Layout, MeshKey
 
 __all__ = ["MANUAL", "WHOLE", "OpSharding", "ShardingType", "layout_of"]
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spmd.engine.api import is_logical
-from spmd.engine.current import engine
-from spmd.engine.start import device
+from spmd.engine.driver.current import engine
+from spmd.engine.driver.start import device
 
 __all__ = ["place"]
 

@@ -154,7 +154,7 @@ def _parallelized(
             warnings.warn(f"{complaint}, skipping this plan entry.", stacklevel=3)
     _check_ties(module, steps)
     draw_as_one_process()
-    if src_data_rank is not None and mesh.device_type == "cpu":
+    if src_data_rank is not None:
         warn_if_seeded_differently(module, mesh)
     result = module
     for step in steps:

@@ -24,8 +24,8 @@ from rpc.runtime.torch_internals import pytree
 from rref import RRef
 from spmd.tensor_parallel.coordinator import Coordinator, coordinate
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError, ShardLostError
-from spmd.tensor_parallel.shard import Call, Initialize, Membership, ModelShard, Parallelize, make
-from spmd.tensor_parallel.state_parts import Part, cut_state, whole_of
+from spmd.tensor_parallel.shard import Call, Initialize, ModelShard, Parallelize, ShardMembership, make
+from spmd.tensor_parallel.state_parts import StatePart, cut_state, whole_of
 from spmd.workers.worker_set import wait_together
 
 __all__ = ["ShardedModule", "build"]
@@ -132,7 +132,7 @@ class ShardedModule:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state, put together here from the shards' parts; nowhere else is it whole."""
-        parts: list[dict[str, Part]] = self._of_all("parts")
+        parts: list[dict[str, StatePart]] = self._of_all("parts")
         return {name: whole_of([each[name] for each in parts]) for name in parts[0]}
 
     def load_state_dict(self, state: Mapping[str, Tensor] | str | Path) -> None:
@@ -149,7 +149,7 @@ class ShardedModule:
         if isinstance(state, str | Path):
             self._run("load", str(Path(state).absolute()))
             return
-        parts: list[dict[str, Part]] = self._of_all("parts")
+        parts: list[dict[str, StatePart]] = self._of_all("parts")
         self._of_all("take", *cut_state(state, parts))
 
     def save(self, directory: str | Path) -> None:
@@ -268,7 +268,9 @@ def build(
     with _named(workers):
         made = wait_futures([rpc_async(worker, make, args=(factory,), timeout=timeout) for worker in workers])
         shards, ranks = zip(*made, strict=True)
-        us = Membership(f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout)
+        us = ShardMembership(
+            f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout
+        )
         how = (parallelize, initialize, secrets.randbits(62))
         joining = [shard.rpc_async(timeout=0).join(us, rank, *how) for rank, shard in enumerate(shards)]
         wait_together(joining, partial(_undo, shards, joining))

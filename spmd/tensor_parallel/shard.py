@@ -37,12 +37,12 @@ from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
 from spmd.tensor_parallel.filling import materialize, reset
 from spmd.tensor_parallel.random_numbers import draw_parts
-from spmd.tensor_parallel.state_parts import Part, part_of
+from spmd.tensor_parallel.state_parts import StatePart, part_of
 from spmd.torch_internals import DropoutNd, default_store, register_group
 from spmd.workers.forming import Forming
 from spmd.workers.step_queue import StepQueue
 
-__all__ = ["Call", "Membership", "ModelShard", "Outcome", "Task", "make"]
+__all__ = ["Call", "ModelShard", "Outcome", "ShardMembership", "Task", "make"]
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 Initialize = Callable[[nn.Module], object]
@@ -51,7 +51,7 @@ dcp: Any = torch.distributed.checkpoint
 
 
 @dataclass(frozen=True)
-class Membership:
+class ShardMembership:
     """Who a shard's group is.
 
     Attributes:
@@ -164,7 +164,12 @@ class ModelShard:
     # ---- making it
 
     def join(
-        self, us: Membership, rank: int, parallelize: Parallelize, initialize: Initialize | None, seed: int
+        self,
+        us: ShardMembership,
+        rank: int,
+        parallelize: Parallelize,
+        initialize: Initialize | None,
+        seed: int,
     ) -> None:
         """The second step: all workers of the model do it at the same time.
 
@@ -195,7 +200,7 @@ class ModelShard:
             if self.rank and not _is_sharded(parameter):
                 mark_as_copy(twin)
 
-    def _form(self, us: Membership) -> None:
+    def _form(self, us: ShardMembership) -> None:
         agent: Any = current_agent()
         world = us.world or tuple(range(len(us.workers)))
         timeout = timedelta(seconds=us.timeout)
@@ -325,7 +330,7 @@ class ModelShard:
         """References to this worker's parts of the parameters: plain tensors that share their memory."""
         return [RRef(self._locals[each]) for each in self.module.parameters()]
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, StatePart]:
         """What this shard has of the state, by name."""
         return {name: part_of(value, self.rank) for name, value in self.module.state_dict().items()}
 

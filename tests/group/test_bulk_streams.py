@@ -66,9 +66,9 @@ def open_streams(name: str = "worker1", count: int = 4) -> bool:
 def exchange(name: str = "worker1", seed: int = 1) -> bool:
     """Large and small calls at once, both ways; what was sent is changed as soon as it is answered."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = [1, 16_384, 65_537, 262_144, 262_145, MIB, 3 * MIB + 1, 5 * MIB]
-    sent = [torch.randint(0, 256, (size,), dtype=torch.int32, generator=generator) for size in sizes * 2]
-    sent.append(torch.arange(3 * MIB).view(1024, -1).T)
+    sizes = [1, 16_384, 65_537, 163_839, 163_841, 163_841, 262_145, 2 * MIB + 1]
+    sent = [torch.randint(0, 256, (size,), dtype=torch.int32, generator=generator) for size in sizes]
+    sent.append(torch.arange(MIB // 2).view(1024, -1).T)
     futures = [rpc.rpc_async(name, echo, args=(tensor,)) for tensor in sent]
     small = [rpc.rpc_sync(name, echo, args=(index,)) for index in range(50)]
     equal = []

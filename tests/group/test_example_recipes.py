@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.group.test_examples import EXAMPLES, take_part
 from tests.support import leftovers
@@ -18,6 +19,7 @@ from tests.support.workers import RunWorkers
 pytestmark = pytest.mark.processes
 
 LAUNCH = [sys.executable, "-m", "farcall", "launch", "-n", "3", "--dynamic", "--restart", "9"]
+QUIET = {"FARCALL_LOG": "error", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @pytest.mark.parametrize(
@@ -39,13 +41,23 @@ def killed(launcher: Launcher, name: str, starts: int) -> None:
     os.kill(int(number[1]), signal.SIGKILL)
 
 
+def test_a_trainer_without_a_server_ends_with_that_reason(tmp_path: Path) -> None:
+    program = [str(EXAMPLES / "embeddings.py"), "--folder", str(tmp_path), "--patience", "0.5"]
+    with leftovers.nothing_left():
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        trainer = Launcher([sys.executable, *program], tmp_path, QUIET | place)
+        assert trainer.end() == 1
+        del store
+    assert trainer.lines[-1].startswith("trainer1: There is no server, and none has come for 0.5 s.")
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_parameter_server_and_its_trainers_may_be_killed(tmp_path: Path) -> None:
     program = [str(EXAMPLES / "embeddings.py"), "--folder", str(tmp_path), "--steps", "1500", "--every", "50"]
-    environment = {"FARCALL_LOG": "error", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with leftovers.nothing_left():
-        launcher = Launcher([*LAUNCH, *program], tmp_path, environment)
+        launcher = Launcher([*LAUNCH, *program], tmp_path, QUIET)
         launcher.wait_for("step 150,")
         killed(launcher, "server", 1)
         assert int(launcher.wait_for("server is process", 2).rpartition(" ")[2]) >= 150
@@ -56,5 +68,5 @@ def test_a_parameter_server_and_its_trainers_may_be_killed(tmp_path: Path) -> No
         error = re.search(r"error (\d\.\d\d) after 1500 steps", launcher.said)
         assert error is not None
         assert float(error[1]) < 0.2
-        late = Launcher([sys.executable, *program], tmp_path, environment | {"RANK": "1", "WORLD_SIZE": "3"})
+        late = Launcher([sys.executable, *program], tmp_path, QUIET | {"RANK": "1", "WORLD_SIZE": "3"})
         assert (late.end(), late.said) == (0, "the training is over")

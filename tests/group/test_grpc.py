@@ -109,7 +109,7 @@ def come_without_a_ticket(worker: Worker) -> dict[str, Any]:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-    from farcall.transport.transport import SERVICE
+    from farcall.grpc.transport import SERVICE
 
     join(worker, token=TOKEN)
     agent = current_agent()
@@ -157,7 +157,7 @@ HELLO_OF_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 
 
 def connect_and_begin_no_call(worker: Worker) -> list[bytes]:
     """The last that strangers hear who connect and wait."""
-    from farcall.transport import transport
+    from farcall.grpc import transport
 
     transport._UNUSED_SECONDS = 1  # type: ignore[misc]
     join(worker, token=TOKEN)
@@ -222,7 +222,7 @@ def join_behind_a_relay(worker: Worker, port: int | None) -> None:
     """With a port, this worker is reached through a relay, and tells the test where it listens itself."""
     join(worker, rpc_timeout=0, advertise=f"127.0.0.1:{port}" if port else None)
     if port:
-        from farcall.transport.transport import GrpcListener
+        from farcall.grpc.transport import GrpcListener
 
         (listener,) = (
             each

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import json
+import tempfile
 from typing import Any
 
 import pytest
@@ -76,6 +78,27 @@ def test_a_profile_shows_calls_of_any_depth(make: Any) -> None:
     assert outer.start <= nested.start <= nested.end <= outer.end
     assert call in profile.key_averages().table(max_name_column_width=200)
     assert not is_listening()
+
+
+@pytest.mark.parametrize("make", PROFILERS)
+@in_worker0(world_size=3)
+def test_an_exported_chrome_trace_has_what_callees_did(make: Any) -> None:
+    with make() as profile:
+        rpc.rpc_sync("worker1", double_there, args=(torch.ones(3), "worker2"))
+        torch.neg(torch.ones(1))
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/trace.json"
+        profile.export_chrome_trace(path)
+        with open(path) as file:
+            made = json.load(file)
+    events = [event for event in (made if isinstance(made, list) else made["traceEvents"]) if "dur" in event]
+    call = "rpc_sync#double_there(worker0 -> worker1)"
+    (outer,) = [event for event in events if event["name"] == call]
+    (remote,) = [event for event in events if event["name"].endswith("#remote_op: aten::mul")]
+    assert outer["ts"] <= remote["ts"] <= remote["ts"] + remote["dur"] <= outer["ts"] + outer["dur"]
+    assert (outer["pid"], outer["tid"]) != (remote["pid"], remote["tid"])
+    (after,) = [event for event in events if event["name"] == "aten::neg"]
+    assert outer["ts"] + outer["dur"] <= after["ts"]
 
 
 @pytest.mark.parametrize("make", PROFILERS)

@@ -22,7 +22,7 @@ import torch
 
 import rpc
 from rpc.errors import WorkerLostError
-from rpc.group.link import State
+from rpc.group.link import LinkState
 from rpc.runtime.current import current_agent
 from tests.support import backend
 from tests.support.serving import wait_at_gate
@@ -136,7 +136,7 @@ def first_contact(worker: Worker) -> None:
         worker.wait_for("call")
         future = rpc.rpc_async("worker1", torch.add, args=(torch.ones(1), 1))
         peer = current_agent().group.peers.find("worker1")
-        until(lambda: peer.link.state is State.HANDSHAKING)
+        until(lambda: peer.link.state is LinkState.HANDSHAKING)
         worker.report("calling")
         assert future.wait() == 2
 

@@ -18,8 +18,8 @@ from farcall.compat.torch_xla.preemption import (
     _sync_point_reached,
 )
 from spmd.engine import api as engine
-from spmd.engine.current import engine as session
-from spmd.engine.logical_tensor import alias_of
+from spmd.engine.driver.current import engine as session
+from spmd.engine.driver.logical_tensor import alias_of
 from spmd.sharding import op_sharding as shardings
 from spmd.sharding.manual import mark_manual_sharding, whole_of, worker_parts
 from spmd.sharding.marks import is_marked, op_sharding, sharding_spec

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from spmd.engine import start
-from spmd.engine.current import engine, is_running
+from spmd.engine.driver import start
+from spmd.engine.driver.current import engine, is_running
 from spmd.sharding.mesh import made_op_shardings
 
 __all__ = [

@@ -30,8 +30,8 @@ from farcall.compat.torch_xla.replicas import (
     set_replication,
 )
 from rpc.runtime.torch_internals import pytree
-from spmd.engine import start
 from spmd.engine.api import is_logical, upload
+from spmd.engine.driver import start
 from spmd.sharding.loader import InputSharding, send
 
 __all__ = [

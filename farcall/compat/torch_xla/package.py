@@ -13,7 +13,7 @@ import torch
 from farcall.compat.torch_xla import process_group
 from farcall.compat.torch_xla.mode import begin_alone, lend_names
 from farcall.compat.torch_xla.model import mark_step
-from spmd.engine import start
+from spmd.engine.driver import start
 
 __all__ = [
     "__version__",

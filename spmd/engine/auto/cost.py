@@ -13,10 +13,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from spmd.engine.interpreter import resolve
-from spmd.engine.layouts import local_shape, plan
-from spmd.engine.operators import Propagated, propagate
-from spmd.engine.program import REDISTRIBUTE, REPLICATED, Instruction, Layout, Meta, Program, Ref, Scalar
+from spmd.engine.driver.operators import Propagated, propagate
+from spmd.engine.program.layouts import local_shape, plan
+from spmd.engine.program.program import (
+    REDISTRIBUTE,
+    REPLICATED,
+    Instruction,
+    Layout,
+    Meta,
+    Program,
+    Ref,
+    Scalar,
+)
+from spmd.engine.worker.interpreter import resolve
 
 __all__ = ["Cost", "Costs", "cost_of", "local_bytes"]
 

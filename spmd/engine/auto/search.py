@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from spmd.engine.auto.cost import Cost, Costs
-from spmd.engine.program import Layout, MeshKey, Meta, Program
+from spmd.engine.program.program import Layout, MeshKey, Meta, Program
 
 __all__ = ["Chosen", "candidates", "choose_layouts"]
 

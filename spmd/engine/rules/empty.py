@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from spmd.engine.program import Meta
-from spmd.engine.rules.local import Local, Site, local_rule
+from spmd.engine.program.program import Meta
+from spmd.engine.rules.local_rules import Local, Site, local_rule
 
 __all__ = ["zeros_instead"]
 

@@ -12,8 +12,7 @@ from farcall.observe.analysis import Report, analyze
 from farcall.observe.jobs import JobFolder, jobs, jobs_folder
 from farcall.observe.reader import read_job
 from farcall.observe.words import in_words
-from tests.support import hangs
-from tests.support.hangs import HANGS, Hang, culprit_line
+from tests.support.hangs import HANGS, Hang
 from tests.support.workers import RunWorkers, Workers
 
 pytestmark = pytest.mark.processes
@@ -23,8 +22,6 @@ PATIENCE = 25.0
 
 SILENT = 4.0
 """Time after which a worker is seen to have been silent before its end, in seconds."""
-
-HERE = Path(hangs.__file__)
 
 
 def job_of(workers: Workers) -> JobFolder | None:
@@ -41,11 +38,10 @@ def names(report: Report, hang: Hang, kinds: tuple[str, ...]) -> bool:
     if not report.findings:
         return False
     first = report.findings[0]
-    line = culprit_line(hang.name)
     return first.kind in kinds and any(
         node.worker == hang.worker
         and node.place is not None
-        and (Path(node.place.file).name, node.place.line) == (HERE.name, line)
+        and (Path(node.place.file).name, node.place.line) == hang.culprit
         for node in first.nodes
     )
 
@@ -68,7 +64,7 @@ def until_named(workers: Workers, hang: Hang, kinds: tuple[str, ...]) -> Report:
         workers.server_news()
         time.sleep(0.1)
     shown = "nothing" if report is None else "\n".join(in_words(report, everything=True))
-    pytest.fail(f"{hang.name} is not explained by line {culprit_line(hang.name)}:\n{shown}")
+    pytest.fail(f"{hang.name} is not explained by {hang.culprit}:\n{shown}")
 
 
 QUICK = [each for each in HANGS.values() if each.quick]

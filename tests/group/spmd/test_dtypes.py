@@ -34,7 +34,8 @@ KNOWN: Final = {
     torch.float32: OF_FLOATS,
     torch.bfloat16: OF_FLOATS,
     torch.complex64: {"SUM", "AVG", "PREMUL_SUM"},  # c10d itself refuses the product
-    torch.uint32: {"PRODUCT", "BAND", "BOR", "BXOR"},
+    torch.uint32: {"PRODUCT", "BAND", "BOR", "BXOR"}
+    | ({"MIN", "MAX"} if torch.__version__ >= "2.15" else set()),
     torch.float8_e5m2: set[str](),
 }
 """The reductions of some dtypes. Others may change with PyTorch."""

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from spmd.engine.interpreter import LinkedProgram
-from spmd.engine.program import REPLICATED, Layout, MeshKey
+from spmd.engine.program.program import REPLICATED, Layout, MeshKey
+from spmd.engine.worker.interpreter import LinkedProgram
 from tests.support.process_groups import process_group
 from tests.support.serving import in_processes
 from tests.support.workers import Worker

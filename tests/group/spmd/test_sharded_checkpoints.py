@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 import spmd
 from spmd.checkpoint import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
 from spmd.checkpoint.planners import CpuShards, sharded_cpu_state_dict
-from spmd.engine.logical_tensor import alias_of
+from spmd.engine.driver.logical_tensor import alias_of
 from tests.group.spmd.driven import WORKERS, driven, driver
 
 __all__ = ["driver"]

@@ -19,8 +19,8 @@ import rpc
 import spmd
 from rpc.errors import WorkerLostError
 from rpc.runtime import notices
-from spmd.engine import start
 from spmd.engine.api import constrain, value_layout
+from spmd.engine.driver import start
 from spmd.engine.errors import (
     AlreadyInSpmdModeError,
     NotInSpmdModeError,
@@ -28,7 +28,8 @@ from spmd.engine.errors import (
     ReshardingError,
     SpmdError,
 )
-from spmd.engine.program import Layout, MeshKey
+from spmd.engine.program.program import Layout, MeshKey
+from spmd.engine.worker import worker_process
 from tests.support.serving import in_worker0
 from tests.support.workers import RunWorkers, Worker
 
@@ -159,7 +160,7 @@ def die_when_the_mode_begins(worker: Worker) -> None:
         worker.die()
 
     worker.join()
-    with mock.patch("spmd.engine.serving.make", die):
+    with mock.patch("spmd.engine.worker.served_worker.make", die):
         rpc.shutdown()
 
 
@@ -308,7 +309,7 @@ def serve_idly(worker: Worker) -> None:
         mock.patch.object(notices.Notices, "due", due),
         pytest.raises(SystemExit),
     ):
-        start.serve(worker.name, worker.rank, worker.world_size, worker.init_method)
+        worker_process.serve(worker.name, worker.rank, worker.world_size, worker.init_method)
 
 
 def test_workers_do_not_warn_of_an_idle_driver(run_workers: RunWorkers) -> None:

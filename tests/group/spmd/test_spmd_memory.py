@@ -12,10 +12,10 @@ from torch.distributed.tensor.placement_types import Shard
 
 import rpc
 import spmd
-from spmd.engine import start
 from spmd.engine.api import constrain
+from spmd.engine.driver import start
 from spmd.engine.errors import OperationError
-from spmd.engine.program import Layout, MeshKey
+from spmd.engine.program.program import Layout, MeshKey
 from tests.support.living import living, resident_bytes
 from tests.support.workers import RunWorkers, Worker
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Shard
 import rpc
 import spmd
 from spmd.engine.api import constrain
-from spmd.engine.program import Layout, MeshKey
+from spmd.engine.program.program import Layout, MeshKey
 from tests.support.serving import in_group, serve
 from tests.support.spmd_cases import CASES, MODELS, same, train
 from tests.support.workers import RunWorkers, Worker

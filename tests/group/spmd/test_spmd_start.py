@@ -14,8 +14,9 @@ import pytest
 
 import rpc
 import spmd
-from spmd.engine import start
+from spmd.engine.driver import start
 from spmd.engine.errors import SpmdError
+from spmd.engine.worker import worker_process
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -90,7 +91,7 @@ def test_a_worker_expects_to_wait_long_for_its_driver() -> None:
         mock.patch.object(start, "current_agent") as agent,
         pytest.raises(SystemExit),
     ):
-        start.serve("worker")
+        worker_process.serve("worker")
     agent().lifecycle.departure.expect_long.assert_called_once_with()
 
 

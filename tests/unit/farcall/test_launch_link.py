@@ -129,14 +129,28 @@ def test_another_token_is_refused(start: Start, free_port: int, monkeypatch: pyt
     assert "has another token than the launcher on" in str(other.next())
 
 
-def test_one_launcher_too_many_is_refused(start: Start, free_port: int) -> None:
+def test_one_launcher_too_many_is_refused_and_the_job_that_runs_is_told(
+    start: Start, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    monkeypatch.setattr("farcall.launch.link.say", said.put)
     for launcher in [start(free_port, rank) for rank in (0, 1)]:
         launcher.next()
         launcher.order()
     assert "is one too many" in str(start(free_port, 1).next())
+    assert "was refused: the job has its 2 launchers" in said.get(timeout=SECONDS)
 
 
 def test_machines_that_do_not_come_are_not_waited_for_longer_than_asked(start: Start, free_port: int) -> None:
     order = start(free_port, 0, timeout=0.5).order()
     assert order.kind is Kind.END
     assert f"not all 2 launchers have come to 127.0.0.1:{free_port} within 0.5 s" in order.reason
+
+
+def test_a_coordinator_that_does_not_come_is_not_waited_for_longer_than_asked(
+    start: Start, free_port: int
+) -> None:
+    place = f"127.0.0.1:{free_port}"
+    lost = start(free_port, 1, timeout=0.5).next()
+    assert isinstance(lost, Lost)
+    assert f"the rendezvous at {place} has not been reachable for 0.5 s: " in str(lost)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farcall.transport.stream import GrpcStream, as_os_error
+from farcall.grpc.stream import GrpcStream, as_os_error
 from farcall.v1 import worker_pb2
 from rpc.transport import registry
 
@@ -229,7 +229,7 @@ def test_what_grpc_says_has_the_systems_number_where_it_names_one(
 def test_where_something_is_not_installed_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("farcall.transport.transport", "farcall.grpc_server"):
+    for module in ("farcall.grpc.transport", "farcall.grpc.server"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     for missing in ("grpc_health", "grpc_health.v1"):
         monkeypatch.setitem(sys.modules, missing, None)

@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.masked import masked_tensor
 
-from farcall import values
 from farcall.client.arrays import NumpyTensors
+from farcall.grpc import values
+from farcall.grpc.values import ITEM_SIZES, Malformed, from_value, to_value
 from farcall.serving.tensors import DTYPES, TorchTensors
 from farcall.v1 import service_pb2
 from farcall.v1 import value_pb2 as pb
-from farcall.values import ITEM_SIZES, Malformed, from_value, to_value
 from tests.support.effort import PROFILE
 
 TORCH, NUMPY = TorchTensors(), NumpyTensors()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+import dist_autograd.backward_messages
 import dist_autograd.contexts
-import dist_autograd.messages
 import rref.requests
 from rpc.testing.faults import KINDS, Faults, FaultyConnection, InjectedFaultError
 from rpc.testing.memory_transport import MemoryConnection, MemoryNetwork
@@ -71,7 +71,7 @@ def test_a_control_message_is_known_by_its_topic_and_first_word() -> None:
     faults = Faults()
     faults.drop("rref.delete")
     frames = [
-        encode_small(Kind.CONTROL, number, {"batch": [0, number, [["rref", [word, [1, 2]]]]]}, ())
+        encode_small(Kind.CONTROL, number, {"batch": [0, [["rref", [word, [1, 2]]]]]}, ())
         for number, word in enumerate(("confirm", "delete", "accepted"), 1)
     ]
     assert arrived(send(faults, *frames)[0]) == [1, 3]
@@ -89,10 +89,18 @@ def test_what_is_late_is_overtaken_and_what_is_doubled_comes_twice() -> None:
     assert arrived(there) == [2, 2, 3, 1]
 
 
+def test_what_relies_on_sessions_is_never_doubled() -> None:
+    faults = Faults()
+    doubled = faults.duplicate()
+    there, _ = send(faults, encode_small(Kind.CONTROL, 7, {"batch": [0, []]}, ()), call(1))
+    assert arrived(there) == [7, 1, 1]
+    assert doubled.struck == 2
+
+
 def test_a_request_that_fails_ends_and_what_has_no_answer_is_sent_again() -> None:
     faults = Faults()
     faults.fail(attempts=3)
-    there, sender = send(faults, call(1), encode_small(Kind.CONTROL, 0, {"batch": [0, 1, []]}, ()))
+    there, sender = send(faults, call(1), encode_small(Kind.CONTROL, 0, {"batch": [0, []]}, ()))
     assert arrived(there) == []
     assert [type(error) for error in sender.failed] == [InjectedFaultError]
     ((seconds, again),) = sender.postponed
@@ -123,7 +131,10 @@ def test_an_unknown_kind_is_an_error_and_names_are_those_of_the_kinds() -> None:
     with pytest.raises(ValueError, match="no kind of message 'cal': there are "):
         Faults().fail("cal")
     names = {"create": rref.requests.CREATE, "fetch": rref.requests.FETCH, "invoke": rref.requests.INVOKE}
-    names |= {name: getattr(dist_autograd.messages, name.upper()) for name in ("mark", "gradients", "abort")}
-    names |= {name: getattr(dist_autograd.messages, name.upper()) for name in ("part", "whole_part")}
+    names |= {
+        name: getattr(dist_autograd.backward_messages, name.upper())
+        for name in ("mark", "gradients", "abort")
+    }
+    names |= {name: getattr(dist_autograd.backward_messages, name.upper()) for name in ("part", "whole_part")}
     names["over"] = dist_autograd.contexts.OVER
     assert names.items() <= KINDS.items()

@@ -121,7 +121,7 @@ def break_link(simulation: Simulation, pick: Pick) -> None:
     if len(simulation.living) > 1:
         one = pick(simulation.living)
         other = pick([peer for peer in simulation.living if peer != one])
-        simulation.break_link(one, other, pick((False, True)))
+        simulation.break_link(one, other)
 
 
 def control(simulation: Simulation, pick: Pick) -> None:

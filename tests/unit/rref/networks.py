@@ -1,6 +1,6 @@
 """How control messages travel between simulated workers: each once, in whatever order the driver likes.
 
-That it is so over connections that break is for sessions, ``rpc.group.delivery`` and their tests.
+That it is so over connections that break is for sessions and their tests.
 """
 
 from __future__ import annotations

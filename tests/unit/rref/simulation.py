@@ -47,8 +47,6 @@ class Call:
     forks: list[Descriptor] = field(default_factory=list)
     rref: RRefId = (0, 0)
     ref: Ref = (0, 0)
-    late: bool = False
-    """It was on a connection that broke: its sender has taken it back, and still it comes."""
 
 
 @dataclass
@@ -125,20 +123,19 @@ class Simulation:
         dead = [peer for peer, worker in self.workers.items() if not worker.alive]
         return [(peer, gone) for peer in self.living for gone in dead if gone not in self.workers[peer].lost]
 
-    def break_link(self, one: Peer, other: Peer, late: bool) -> None:
-        """The connection between two living workers breaks; calls on it are lost, or come ``late``."""
-        ends = {one, other}
-        if late:
-            for call in self.calls:
-                call.late = call.late or {call.src, call.dst} == ends
-        else:
-            self.calls = [call for call in self.calls if {call.src, call.dst} != ends]
-        for here, there in ((one, other), (other, one)):
-            worker = self.workers[here]
-            for ref, (owner, _) in list(worker.creating.items()):
-                if owner == there:
-                    self.give_up(here, ref)
-            worker.protocol.link_lost(there)
+    def break_link(self, one: Peer, other: Peer) -> None:
+        """The connection between two living workers breaks: large calls on it are lost, and their senders
+        learn of it. What is small, such as control messages, comes over the next.
+        """
+        lost = [call for call in self.calls if {call.src, call.dst} == {one, other}]
+        self.calls = [call for call in self.calls if call not in lost]
+        for call in lost:
+            worker = self.workers[call.src]
+            for fork in call.forks:
+                worker.protocol.take_back(fork)
+            creator = worker if call.kind == "create" else self.workers[call.dst]
+            if call.kind != "call" and call.ref in creator.creating:
+                self.give_up(creator.me, call.ref)
             self._act(worker)
 
     # The programs
@@ -230,11 +227,6 @@ class Simulation:
         if after["parked"] < before["parked"]:
             for truth in self.objects.values():
                 truth.given_up = truth.given_up or (truth.owner == peer and not truth.arrived)
-        if after["revoked"] < before["revoked"]:
-            for call in self.calls:
-                if call.dst == peer and call.late:
-                    for _, rref, _ in call.forks:
-                        self.objects[rref].given_up = True
         self._act(worker)
 
     # Arrivals
@@ -247,7 +239,7 @@ class Simulation:
             worker.creating.pop(call.ref, None)
             worker.protocol.created(call.src, call.rref, call.ref)
         for fork in msgpack.unpackb(msgpack.packb(call.forks)):
-            self._hold(worker, worker.protocol.adopt(fork, call.src), tuple(fork[1]), withdrawn=call.late)
+            self._hold(worker, worker.protocol.adopt(fork, call.src), tuple(fork[1]))
         if call.kind == "create" and worker.protocol.arrived(call.rref, call.ref, call.src):
             truth = self.objects[call.rref]
             if truth.arrived:
@@ -318,9 +310,9 @@ class Simulation:
 
     # What the shells do
 
-    def _hold(self, worker: Worker, ref: Ref, rref: RRefId, withdrawn: bool = False) -> None:
+    def _hold(self, worker: Worker, ref: Ref, rref: RRefId) -> None:
         worker.refs[ref] = rref
-        if worker.protocol.state(ref) is State.FAILED and not withdrawn:
+        if worker.protocol.state(ref) is State.FAILED:
             self._check_failure(worker, ref)
 
     def _act(self, worker: Worker) -> None:
@@ -358,7 +350,7 @@ class Simulation:
                     if held == rref and worker.protocol.state(ref) is not State.FAILED:
                         return f"worker {worker.me} has {ref}, {worker.protocol.state(ref).name}"
         for call in self.calls:
-            if any(fork[1] == rref for fork in call.forks) and not call.late:
+            if any(fork[1] == rref for fork in call.forks):
                 return f"a message from {call.src} to {call.dst} has it"
         return ""
 

@@ -78,9 +78,9 @@ class Course:
             case ("join",):
                 self.joins -= 1
                 simulation.join()
-            case ("break", (one, other), late):
+            case ("break", (one, other)):
                 self.breaks.remove((one, other))
-                simulation.break_link(one, other, late)
+                simulation.break_link(one, other)
 
     def state(self) -> bytes:
         """All that decides about the rest of the course."""
@@ -149,8 +149,7 @@ class Course:
             yield ("join",)
         for pair in self.breaks:
             if pair[0] in living and pair[1] in living:
-                yield "break", pair, False
-                yield "break", pair, True
+                yield "break", pair
 
 
 def explore(story: Story, most: int = 1_000_000) -> int:

@@ -145,14 +145,6 @@ def test_what_is_not_held_cannot_be_sent() -> None:
         Protocol(1).state((1, 99))
 
 
-def test_messages_that_wait_for_the_next_connection_keep_their_forks() -> None:
-    owner = Protocol(1)
-    rref = owner.own()
-    lost, kept = owner.fork(rref, 2), owner.fork(rref, 2)
-    owner.link_lost(2, kept={kept[2]})
-    assert owner.take_actions() == [Send(2, ["withdraw", 1, rref, lost[2]])]
-
-
 def test_shutdown_releases_every_reference_to_others() -> None:
     group = Group(3)
     rref, at_two = group.own_and_pass_on(2)

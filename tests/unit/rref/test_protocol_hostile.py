@@ -39,13 +39,6 @@ def test_who_waits_for_a_fence_is_forgotten_when_it_is_lost() -> None:
     assert remembered(protocol) == {}
 
 
-def test_nobody_can_withdraw_what_another_has_sent() -> None:
-    protocol = member(FRIEND, HOSTILE)
-    protocol.receive(HOSTILE, ["withdraw", FRIEND, [FRIEND, 1], [FRIEND, 5]])
-    ref = protocol.adopt([FRIEND, [FRIEND, 1], [FRIEND, 5]], FRIEND)
-    assert protocol.state(ref) is State.CONFIRMED
-
-
 def test_a_fork_given_to_two_is_the_firsts_and_refused_to_the_second() -> None:
     owner, friend, fork = member(FRIEND, HOSTILE), Protocol(FRIEND), [ME, [7, 1], [HOSTILE, 1]]
     friends = friend.adopt(fork, HOSTILE)
@@ -86,11 +79,10 @@ def test_who_confirms_a_fork_that_was_given_to_the_owner_is_refused_and_not_accu
         lambda number: ["confirm", [7, number], [HOSTILE, number]],
         lambda number: ["abandon", [HOSTILE, number], "why"],
         lambda number: ["refused", [HOSTILE, number], "why"],
-        lambda number: ["withdraw", HOSTILE, [HOSTILE, number], [HOSTILE, number]],
         lambda number: ["fence", 100 + number, "dead"],
         lambda number: ["bereaved", 100 + number],
     ],
-    ids=["confirm", "abandon", "refused", "withdraw", "fence", "bereaved"],
+    ids=["confirm", "abandon", "refused", "fence", "bereaved"],
 )
 def test_of_what_nobody_knows_a_member_can_say_so_much_only(
     monkeypatch: pytest.MonkeyPatch, message: object

@@ -14,8 +14,8 @@ from rpc.runtime.executor import Task
 from rpc.runtime.mailbox import Counter
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame
+from rref.reference_server import ReferenceServer
 from rref.requests import FETCH, fetch
-from rref.serving import Server
 from rref.value import Fetch, Value
 from tests.support.members import peer
 
@@ -59,6 +59,6 @@ def test_who_waits_to_leave_is_told_of_a_fetch_that_need_not_wait_after_all(head
     references: Any = SimpleNamespace(find=lambda _: JustMade())
     delayed: Any = SimpleNamespace(send=lambda *_: None)
     unused: Any = None
-    Server(references, agent, agent, agent, unused, Serializer(), Tracing().recording_of, delayed)
+    ReferenceServer(references, agent, agent, agent, unused, Serializer(), Tracing().recording_of, delayed)
     agent.handlers[FETCH](peer(), Frame(FETCH, 1, header, fetch((1, 2)).buffers))
     assert agent.told == [0]

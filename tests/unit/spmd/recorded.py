@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from spmd.engine.interpreter import LinkedProgram, resolve
-from spmd.engine.layouts import coordinates
-from spmd.engine.operators import Propagated, functional_name, propagate
-from spmd.engine.program import REDISTRIBUTE, REPLICATED, Instruction, Layout, MeshKey, Meta, Program, Ref
-from spmd.engine.redistribution import take_shard
+from spmd.engine.driver.operators import Propagated, functional_name, propagate
+from spmd.engine.program.layouts import coordinates
+from spmd.engine.program.program import (
+    REDISTRIBUTE,
+    REPLICATED,
+    Instruction,
+    Layout,
+    MeshKey,
+    Meta,
+    Program,
+    Ref,
+)
+from spmd.engine.program.redistribution import take_shard
+from spmd.engine.worker.interpreter import LinkedProgram, resolve
 from tests.unit.spmd.ranks import in_threads
 
 _PATIENCE: Final = 20.0

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.engine.bounded_cache import BoundedCache
+from spmd.engine.driver.bounded_cache import BoundedCache
 
 KEYS = st.integers(0, 12)
 

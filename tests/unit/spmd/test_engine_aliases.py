@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from spmd.engine import current
-from spmd.engine.aliases import as_strided_steps
-from spmd.engine.metas import Spec
+from spmd.engine.driver import current
+from spmd.engine.driver.aliases import as_strided_steps
+from spmd.engine.program.metas import Spec
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.spmd_session import inline_session
 

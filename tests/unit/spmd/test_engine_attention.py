@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from spmd.engine import current
-from spmd.engine.session import Session
+from spmd.engine.driver import current
+from spmd.engine.driver.session import Session
 from tests.support.spmd_session import inline_session
 
 pytestmark = pytest.mark.logical_device

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from spmd.engine.auto.cost import Costs, cost_of
 from spmd.engine.auto.search import candidates, choose_layouts
-from spmd.engine.program import REPLICATED, Layout, MeshKey, Program
+from spmd.engine.program.program import REPLICATED, Layout, MeshKey, Program
 from tests.unit.spmd.recorded import Recorder, Value
 
 aten: Any = torch.ops.aten

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from spmd.engine.current import DEVICE
+from spmd.engine.driver.current import DEVICE
 from tests.support.spmd_session import inline_session
 
 pytestmark = pytest.mark.logical_device

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from spmd.engine import current
+from spmd.engine.driver import current
 from tests.support.spmd_cases import CASES, MODELS, same, train
 from tests.support.spmd_session import inline_session
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spmd.engine import current
+from spmd.engine.driver import current
 from tests.support.spmd_session import inline_session
 
 pytestmark = pytest.mark.logical_device

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.spmd_cases import Decoder, Sizes, Step, least_bytes, on_device
-from spmd.engine.session import Session
+from spmd.engine.driver.session import Session
 from tests.support.spmd_simulated import SimulatedWorker, simulated_session
 
 pytestmark = pytest.mark.logical_device

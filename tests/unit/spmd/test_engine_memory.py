@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd.engine.current import DEVICE
-from spmd.engine.messages import Step
+from spmd.engine.driver.current import DEVICE
+from spmd.engine.program.step_messages import EngineStep
 from tests.support.living import living
 from tests.support.spmd_session import inline_session
 
@@ -25,7 +25,7 @@ def train(weight: Tensor, length: int) -> Tensor:
     return loss.detach()
 
 
-def check_programs(steps: list[Step]) -> None:
+def check_programs(steps: list[EngineStep]) -> None:
     """Workers are told to forget what they have, and never run what they do not have."""
     kept: set[int] = set()
     for step in steps:

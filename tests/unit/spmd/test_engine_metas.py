@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd.engine.metas import infer, spec_of
+from spmd.engine.program.metas import infer, spec_of
 
 aten: Any = torch.ops.aten
 

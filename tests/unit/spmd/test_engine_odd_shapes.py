@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 from torch.utils import _pytree as pytree
 
-from spmd.engine.operators import propagate
-from spmd.engine.program import REPLICATED, Layout, MeshKey, Meta
-from spmd.engine.steps import InstructionError
+from spmd.engine.driver.operators import propagate
+from spmd.engine.program.program import REPLICATED, Layout, MeshKey, Meta
+from spmd.engine.worker.steps import InstructionError
 from tests.unit.spmd.recorded import Recorder, Value
 
 aten: Any = torch.ops.aten

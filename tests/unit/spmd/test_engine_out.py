@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from spmd.engine import current
+from spmd.engine.driver import current
 from tests.support.spmd_cases import same
 from tests.support.spmd_session import inline_session
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
-from spmd.engine.interpreter import LinkedProgram
-from spmd.engine.program import (
+from spmd.engine.program.program import (
     GET_RNG_STATE,
     REDISTRIBUTE,
     REPLICATED,
@@ -25,8 +24,9 @@ from spmd.engine.program import (
     Ref,
     Scalar,
 )
-from spmd.engine.redistribution import take_shard
-from spmd.engine.steps import InstructionError
+from spmd.engine.program.redistribution import take_shard
+from spmd.engine.worker.interpreter import LinkedProgram
+from spmd.engine.worker.steps import InstructionError
 from tests.unit.spmd.ranks import in_threads
 from tests.unit.spmd.recorded import Recorder, Value, World, meta_of
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from spmd.engine.operators import decompose, propagate
-from spmd.engine.program import REPLICATED, Layout, MeshKey, Meta
+from spmd.engine.driver.operators import decompose, propagate
+from spmd.engine.program.program import REPLICATED, Layout, MeshKey, Meta
 
 aten: Any = torch.ops.aten
 LINE: Final = MeshKey((0, 1), (2,))

@@ -21,7 +21,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rpc.errors import WorkerLostError
 from spmd.collectives.errors import CollectiveError
-from spmd.engine import current
 from spmd.engine.api import (
     constrain,
     load_local_parts,
@@ -30,14 +29,15 @@ from spmd.engine.api import (
     uploaded_with,
     value_layout,
 )
+from spmd.engine.driver import current
+from spmd.engine.driver.blocks import cut, holders, put_together
+from spmd.engine.driver.recorder import LIMIT
+from spmd.engine.driver.session import Session
 from spmd.engine.errors import NotInSpmdModeError, OperationError, SpmdError
-from spmd.engine.messages import Answer, Failure, Step
-from spmd.engine.metas import Spec, infer
-from spmd.engine.parts import cut, holders, put_together
-from spmd.engine.program import REPLICATED, Layout, MeshKey
-from spmd.engine.recorder import LIMIT
-from spmd.engine.repetition import Repetition
-from spmd.engine.session import Session
+from spmd.engine.program.metas import Spec, infer
+from spmd.engine.program.program import REPLICATED, Layout, MeshKey
+from spmd.engine.program.repetition import Repetition
+from spmd.engine.program.step_messages import Answer, EngineStep, Failure
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.spmd_session import InlinePort, inline_session
 
@@ -254,7 +254,7 @@ def test_workers_make_new_groups_when_a_collective_has_failed_on_all(
     session, port = both
     generations: list[int] = []
 
-    def failed(step: Step) -> Any:
+    def failed(step: EngineStep) -> Any:
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(Answer((), (Failure(0, CollectiveError("all_gather: it does not fit")),)))
         return future
@@ -280,7 +280,7 @@ def test_nothing_more_is_run_when_workers_could_not_make_new_groups(
     session, port = both
     send = port.send
 
-    def failed(step: Step) -> Any:
+    def failed(step: EngineStep) -> Any:
         monkeypatch.setattr(port, "send", send)
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(Answer((), (Failure(0, CollectiveError("all_gather: it does not fit")),)))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from spmd.engine.program import REPLICATED, Layout, MeshKey
+from spmd.engine.program.program import REPLICATED, Layout, MeshKey
 from tests.unit.spmd.recorded import Recorder, Value
 
 aten: Any = torch.ops.aten

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, _make_nccl_premul_sum
 
 from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.runtime.blocking import INFINITE
@@ -66,8 +66,8 @@ def test_ranks_that_call_different_things_all_find_out() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_goes_in_pieces_arrives_as_a_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_PIECE_BYTES", 4000)
-    monkeypatch.setattr(network, "_LONG_PIECE_BYTES", 9000)
+    for name, value in (("WHOLE", 4000), ("FIRST", 2000), ("REDUCED", 4000), ("UNCHANGED", 9000)):
+        monkeypatch.setattr(network, f"_{name}_BYTES", value)
     network_of_ranks, count = Network(size), 40_003
     ranks = range(size)
 
@@ -81,15 +81,64 @@ def test_what_goes_in_pieces_arrives_as_a_whole(size: int, monkeypatch: pytest.M
         exchanged = [torch.empty(1000 * (rank + 1), dtype=torch.int64) for _ in ranks]
         given = [numbers(rank, 1000 * (each + 1)) for each in ranks]
         mine.all_to_all(CALL, INFINITE, exchanged, given)
-        return [total, copied, *gathered, *exchanged]
+        scattered = torch.empty(9001, dtype=torch.int64)
+        mine.reduce_scatter(CALL, INFINITE, scattered, parts(rank), SUM)
+        return [total, copied, scattered, *gathered, *exchanged]
+
+    def parts(rank: int) -> list[torch.Tensor]:
+        return list(numbers(rank, 9001 * size).chunk(size))
 
     total = torch.stack([numbers(rank, count) for rank in ranks]).sum(0)
     for rank, found in enumerate(in_threads(size, body)):
         gathered = [numbers(each, 5000 + 700 * each) for each in ranks]
         exchanged = [numbers(each, 1000 * (rank + 1)) for each in ranks]
-        for mine, expected in zip(found, [total, numbers(1, count), *gathered, *exchanged], strict=True):
+        scattered = torch.stack([parts(each)[rank] for each in ranks]).sum(0)
+        wanted = [total, numbers(1, count), scattered, *gathered, *exchanged]
+        for mine, expected in zip(found, wanted, strict=True):
             assert torch.equal(mine, expected)
     assert network_of_ranks.is_empty()
+
+
+@pytest.mark.parametrize("count", [4, 30_000], ids=["short", "long"])
+@pytest.mark.parametrize("operation", [ReduceOp.AVG, ReduceOp.PREMUL_SUM], ids=["average", "factor"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_reduce_scatter_leaves_its_inputs_as_they_are(
+    size: int, in_place: bool, operation: Any, count: int
+) -> None:
+    """But for the one that is the output as well."""
+    network_of_ranks, ranks = Network(size), range(size)
+    chosen = _make_nccl_premul_sum(2.0) if operation == ReduceOp.PREMUL_SUM else operation
+    factor = 2.0 if operation == ReduceOp.PREMUL_SUM else 1 / size
+
+    def parts(rank: int) -> list[torch.Tensor]:
+        return list(numbers(rank, count * size).double().chunk(size))
+
+    def body(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        mine = NetworkCollectives(network_of_ranks.channel(rank), ranks, rank, no_check)
+        inputs = parts(rank)
+        output = inputs[rank] if in_place else torch.empty(count, dtype=torch.float64)
+        mine.reduce_scatter(CALL, INFINITE, output, inputs, reduction_of(chosen))
+        return output, inputs
+
+    for rank, (output, inputs) in enumerate(in_threads(size, body)):
+        torch.testing.assert_close(output, torch.stack([parts(each)[rank] for each in ranks]).sum(0) * factor)
+        for place, (found, given) in enumerate(zip(inputs, parts(rank), strict=True)):
+            assert torch.equal(found, output if in_place and place == rank else given)
+
+
+def test_an_output_of_reduce_scatter_is_not_touched_where_ranks_have_called_something_else() -> None:
+    network_of_ranks = Network(2)
+
+    def body(rank: int) -> torch.Tensor:
+        mine = NetworkCollectives(network_of_ranks.channel(rank), [0, 1], rank, no_check)
+        output = torch.full((4,), -1)
+        with pytest.raises(CollectiveMismatchError):
+            mine.reduce_scatter(signature(f"call{rank}"), INFINITE, output, [numbers(rank, 4)] * 2, SUM)
+        return output
+
+    for output in in_threads(2, body):
+        assert torch.equal(output, torch.full((4,), -1))
 
 
 # ---- several hosts

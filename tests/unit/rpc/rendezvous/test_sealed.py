@@ -10,7 +10,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rpc.errors import GroupMismatchError, RendezvousError
 from rpc.group.authentication import ForeignRecordError
-from rpc.rendezvous.arrivals import Arrival, Kind, Pace, Verdict
+from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Pace, Verdict
 from rpc.rendezvous.dynamic import join_dynamic
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.log import Log
@@ -121,14 +121,16 @@ def test_a_record_is_not_taken_from_another_place(shared: HashStore, workers: Wo
 def test_a_verdict_by_a_stranger_is_none_but_that_one_is_gone(shared: HashStore, workers: Workers) -> None:
     (worker,) = workers(1)
     place = log(shared).append(Arrival.of(worker.member, 1))
-    assert log(shared, GUESS).decide(place, Verdict(Kind.COMPLETE, "1-666")).kind is Kind.COMPLETE
+    assert (
+        log(shared, GUESS).decide(place, Verdict(ArrivalKind.COMPLETE, "1-666")).kind is ArrivalKind.COMPLETE
+    )
     given = log(shared).verdict(place)
     assert given is not None
     with pytest.raises(GroupMismatchError, match="has another token"):
         given.raise_if_refused()
     second = log(shared).append(Arrival.of(worker.member, 1))
-    log(shared, GUESS).decide(second, Verdict(Kind.GONE))
-    assert log(shared).verdict(second) == Verdict(Kind.GONE)
+    log(shared, GUESS).decide(second, Verdict(ArrivalKind.GONE))
+    assert log(shared).verdict(second) == Verdict(ArrivalKind.GONE)
 
 
 def test_garbage_in_the_place_of_an_arrival_keeps_nobody_out(shared: HashStore, workers: Workers) -> None:

@@ -10,7 +10,8 @@ EVENT = PeerJoined("worker1", 1)
 
 
 def tell(events: Events) -> None:
-    events.tell(events.peer_joined, EVENT)
+    if events.peer_joined is not None:
+        events.peer_joined(EVENT.name, EVENT.id)
 
 
 def test_handlers_are_called_in_the_order_in_which_they_came() -> None:

@@ -1,0 +1,76 @@
+"""What goes between the driver and a worker: one step for each flush, answered when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from spmd.engine.program.program import Program
+
+__all__ = ["Answer", "EngineStep", "Failure"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """What a worker is to do. Values have ids: from ``base`` first uploads, then what the program makes.
+
+    Attributes:
+        sequence: from 0; steps are done in this order.
+        base: see above.
+        uploads: this worker's parts of new tensors.
+        program: a number; None: nothing is run.
+        definition: of a program that comes for the first time.
+        run: the ids of its inputs, and its scalars, as ``Repetition`` packs them.
+        freed: ids of values that nobody needs, nor this step; inputs that the program uses up are not named.
+        wanted: ids of values that the answer is to bring.
+        forget: numbers of programs that no later step runs, nor this one.
+    """
+
+    sequence: int
+    base: int
+    uploads: tuple[Tensor, ...] = ()
+    program: int | None = None
+    definition: Program | None = None
+    run: Any = None
+    freed: tuple[int, ...] = ()
+    wanted: tuple[int, ...] = ()
+    forget: tuple[int, ...] = ()
+
+    def __reduce__(self) -> Any:
+        return EngineStep, (
+            self.sequence,
+            self.base,
+            self.uploads,
+            self.program,
+            self.definition,
+            self.run,
+            self.freed,
+            self.wanted,
+            self.forget,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An instruction that has failed.
+
+    Attributes:
+        index: its number in the program; -1: the program could not be run at all.
+        cause: what it raised.
+        ends: nothing that the program would have made is there; else only what depends on the instruction is
+            lost, and zeros stand in for it.
+    """
+
+    index: int
+    cause: Exception
+    ends: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker says when a step is done: local tensors that were wanted, or what has failed."""
+
+    values: tuple[Tensor, ...] = ()
+    failures: tuple[Failure, ...] = ()
