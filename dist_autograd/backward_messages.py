@@ -1,18 +1,18 @@
-"""What the workers of a backward say to each other.
+"""The messages between the workers of a backward pass.
 
 ========== ======================= ===============================================================
-mark       root to a worker        these tensors of these messages take part; answered by the marks
-                                   that follow from it, on whatever workers
-part       root to a worker        all is marked, these tensors also: begin; answered when the part is
-                                   done, or has failed
-whole part root to a worker        the same, where it is all about one message, whose gradients it brings;
-                                   the answer may bring gradients for the root
+mark       root to a worker        these tensors of these messages take part; answered with the marks
+                                   that follow from it, on any workers
+part       root to a worker        all is marked, including these tensors: begin; answered when the
+                                   part is done, or has failed
+whole part root to a worker        the same, if the part is about one message, whose gradients it
+                                   carries; the answer may carry gradients for the root
 gradients  receiver to sender      the gradients of one message
-abort      root to a worker        the backward has failed elsewhere
+abort      root to a worker        the backward pass has failed elsewhere
 ========== ======================= ===============================================================
 
-A backward is named by the incarnation of its root and a number; that a message comes from the root says the
-first.
+A backward pass is identified by the incarnation of its root and a number; in a message from the root, the
+incarnation is implied.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ WHOLE_PART: Final = Kind.EXTENSION + 22
 _WHAT: Final = "a distributed backward"
 
 Key = tuple[int, int]
-"""Which backward: the incarnation of its root, and a number."""
+"""Id of a backward pass: the incarnation of its root, and a number."""
 
 
 class PartRequest(NamedTuple):
-    """What a mark or a part says, as far as the header is checked."""
+    """The content of a mark or a part, as far as the header is checked."""
 
     number: int
     context_id: int
     retain_graph: bool
     marks: list[Any]
-    """Of this worker's messages, each its number and which tensor."""
+    """Marks of this worker's messages, each a message's number and a tensor's index."""
     message: int | None
-    """Of a whole part: whose gradients it brings."""
+    """For a whole part: the message whose gradients it carries."""
 
 
 def read_request(frame: Frame) -> PartRequest:
-    """What a mark or a part says."""
+    """Read the content of a mark or a part."""
     match frame.header.get("backward"):
         case [int(number), int(context_id), bool(retain_graph), list(marks), None | int() as message]:
             return PartRequest(number, context_id, retain_graph, marks, message)
@@ -85,7 +85,7 @@ def read_request(frame: Frame) -> PartRequest:
 
 
 def read_gradients(frame: Frame) -> tuple[Key, int]:
-    """Of which backward these gradients are, and of which message."""
+    """Read which backward pass and which message these gradients belong to."""
     match frame.header.get("gradients"):
         case [int(root), int(number), int(message)]:
             return (root, number), message
@@ -94,7 +94,7 @@ def read_gradients(frame: Frame) -> tuple[Key, int]:
 
 
 def read_abort(frame: Frame) -> tuple[int, str]:
-    """The number of a backward, and why it has failed."""
+    """Read the number of a backward pass, and the reason why it has failed."""
     match frame.header.get("abort"):
         case [int(number), str(reason)]:
             return number, reason
@@ -103,7 +103,7 @@ def read_abort(frame: Frame) -> tuple[int, str]:
 
 
 class SentMessages:
-    """Sends them. From any thread."""
+    """Sends the messages. From any thread."""
 
     def __init__(
         self,
@@ -120,12 +120,12 @@ class SentMessages:
     def mark(
         self, key: Key, context: Context, peer: Peer, retain_graph: bool, marks: Iterable[Mark]
     ) -> PendingCall:
-        """Ask a worker what follows from marks; see ``marks_in``."""
+        """Ask a worker which marks follow from some; see ``marks_in``."""
         payload = Payload({"backward": _request(key, context, retain_graph, marks, None)}, [])
         return self._calls.request(peer, MARK, payload, 0, _WHAT)
 
     def marks_in(self, answer: PendingCall) -> list[Mark]:
-        """Wait for the answer to ``mark``; raises what it says went wrong."""
+        """Wait for the answer to ``mark``; raises its error, if it has one."""
         answer.wait()
         outcome = answer.outcome
         if isinstance(outcome, Frame) and outcome.kind == Kind.REPLY and "marks" in outcome.header:
@@ -134,7 +134,7 @@ class SentMessages:
         raise ProtocolError(f"worker '{answer.peer.name}' answered a mark with a value")
 
     def new_part(self, peer: Peer) -> RemotePart:
-        """A part to be begun by ``begin``."""
+        """Make a part, to be started by ``begin``."""
         return self._under_way.open(peer, _WHAT, 0, RemotePart)
 
     def begin(
@@ -149,8 +149,8 @@ class SentMessages:
         """Have a worker run its part.
 
         Args:
-            marks: those that it was not asked about.
-            whole: of a whole part, the gradients, and where they go.
+            marks: marks that it was not asked about before.
+            whole: for a whole part, the gradients, and their origin.
         """
         kind, payload, message = PART, Payload({}, []), None
         try:
@@ -165,39 +165,39 @@ class SentMessages:
             raise
 
     def cancel(self, part: RemotePart, error: BaseException) -> None:
-        """Wait for a part no longer."""
+        """Stop waiting for a part."""
         if self._calls.drop(part):
             part.settle(error)
 
     def gradients(self, key: Key, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        """Send the gradients of a message to where it came from."""
+        """Send the gradients of a message to its sender."""
         payload = self.dump(gradients, origin)
         payload.header["gradients"] = [*key, origin.message]
         self._send(origin.source, GRADIENTS, 0, payload)
 
     def dump(self, gradients: Sequence[Tensor | None], origin: Origin) -> Payload:
-        """A message's gradients, to be sent where it came from; to devices by the reverse of the map by which
-        its tensors came.
+        """Serialize a message's gradients for its sender; to devices, with the inverse of the device map that
+        its tensors came by.
         """
         to, what = origin.source, "the gradients of a message"
         payload: Payload = to.codec.dump_tensors(gradients, to, what, as_call=origin.answer)
         return payload
 
     def load(self, peer: Peer, frame: Frame) -> Sequence[Tensor | None]:
-        """The gradients in a message."""
+        """Load the gradients in a message."""
         tensors: Sequence[Tensor | None] = peer.codec.load_tensors(frame.buffers, peer)
         return tensors
 
     def abort(self, key: Key, peer: Peer, error: BaseException) -> None:
-        """Tell a worker that the backward has failed."""
+        """Notify a worker that the backward pass has failed."""
         header = {"abort": [key[1], f"{type(error).__name__}: {text_of(error)}"]}
         try:
             self._send(peer, ABORT, 0, Payload(header, []))
         except WorkerLostError as lost:
-            logger.debug("nobody is left to be told how a backward went: %s", lost)
+            logger.debug("no worker is left to be notified of the end of a backward pass: %s", lost)
 
     def failure(self, peer: Peer, frame: Frame) -> BaseException:
-        """What a worker's failure is to its root; loading the error may run code of the user's."""
+        """Return a worker's failure as the root raises it; loading the error may run user code."""
         error = self._load_exception(frame.header, frame.buffers, None, peer, codec=frame.codec)
         if isinstance(error, WorkerLostError):
             return error
@@ -213,9 +213,9 @@ def _request(
 
 
 def failure_of(worker: WorkerInfo, error: BaseException) -> BackwardError:
-    """What the failure of a worker's part is to the one who called ``backward``."""
+    """Return the error of ``backward`` for the failure of a worker's part."""
     text = text_of(error)
-    if "use_reentrant=True" in text:  # PyTorch advises to call backward otherwise, which ours cannot
+    if "use_reentrant=True" in text:  # PyTorch's advice, to call backward differently, does not apply here
         text = (
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=True) cannot be used in a distributed "
             "backward, since it begins a backward of its own, whose gradients would not enter the context: "
@@ -227,13 +227,13 @@ def failure_of(worker: WorkerInfo, error: BaseException) -> BackwardError:
     )
     if "modified by an inplace operation" in text:
         failure.add_note(
-            "If it was another trainer's step that came between this forward and its backward: without "
-            "stale_gradients=False, which its DistributedOptimizer was given, such a backward goes on with "
-            "the parameters that it finds"
+            "If another trainer's step came between this forward and its backward: its DistributedOptimizer "
+            "was given stale_gradients=False; without that, such a backward continues with the parameters "
+            "as they are"
         )
     return failure
 
 
 def given_up() -> AutogradError:
-    """The error of a part whose root does not go on."""
-    return AutogradError("the backward was given up by the one who began it")
+    """Return the error of a part whose root does not continue."""
+    return AutogradError("the backward was given up by the worker that started it")

@@ -1,4 +1,4 @@
-"""Makes an agent take part in distributed autograd."""
+"""Adds distributed autograd to an agent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EXTENSION: Final = "autograd"
 
 
 class Autograd:
-    """All of distributed autograd on one agent.
+    """Distributed autograd on one agent.
 
     Args:
         models, contexts, backwards: its parts.
@@ -82,7 +82,7 @@ class Autograd:
 
 
 def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
-    """Begin a backward at an object of this worker."""
+    """Start a backward pass at an object of this worker."""
     root = rref.local_value()
     if not isinstance(root, Tensor):
         raise RRefError(
@@ -95,12 +95,12 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
 
 
 def install(agent: Agent) -> None:
-    """Make an agent that has not joined its group yet take part in distributed autograd."""
+    """Add distributed autograd to an agent that has not joined its group yet."""
     INTERNALS.check()
     if INTERNALS.is_missing(NO_AUTOGRAD):
         return
     engine.prepare()
-    anchor()  # before several threads ask for it, who might each make one
+    anchor()  # before several threads ask for it, each of which might make one
     agent.serializer.allow_function(backward_here)
     answers, workers, caller = agent.calls.answers, agent.group.peers, agent.calls.caller
     sender, hooks, serializer = agent.messages.sender, agent.lifecycle.hooks, agent.serializer
@@ -137,11 +137,11 @@ def install(agent: Agent) -> None:
 
 
 def autograd() -> Autograd:
-    """Distributed autograd of the current agent.
+    """Return the distributed autograd of the current agent.
 
     Raises:
-        NotInitializedError: there is no agent.
-        MissingInternalError: PyTorch does not have what distributed autograd needs.
+        NotInitializedError: ``rpc.init_rpc`` has not been called.
+        MissingInternalError: PyTorch lacks an internal function that distributed autograd needs.
     """
     INTERNALS.require(NO_AUTOGRAD)
     found: Autograd = extension(_EXTENSION)

@@ -1,4 +1,4 @@
-"""What distributed autograd needs of the agent, by role; see ``rpc.agent.ports``."""
+"""The parts of the agent that distributed autograd uses, by role; see ``rpc.agent.ports``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BackwardCalls(Protocol):
 
 
 class Answers(Protocol):
-    """Runs requests, and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
+    """Runs requests and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
 
     @property
     def devices(self) -> RequestDevices | None: ...

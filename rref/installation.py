@@ -1,4 +1,4 @@
-"""Makes an agent serve remote references."""
+"""Adds remote references to an agent."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["install"]
 
 
 def install(agent: Agent) -> References:
-    """Make an agent that has not joined its group yet serve remote references, unless it does already.
+    """Add remote references to an agent that has not joined its group yet, unless they were added before.
 
     Returns:
-        Its references.
+        The agent's references.
     """
     if EXTENSION in agent.extensions:
         installed: References = agent.extensions[EXTENSION]

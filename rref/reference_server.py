@@ -1,7 +1,7 @@
-"""The owner's end of requests: objects are made, fetched, and their methods called.
+"""The owner's side of requests: objects are created and fetched, and their methods called.
 
-Handlers run on the thread that has read the request, and have an executor thread run it once what it needs is
-there: the references that travelled with it confirmed, and the object that it is for made.
+A handler runs on the thread that read the request, and submits it to an executor thread once its dependencies
+are there: the references that came with it are confirmed, and the object that it uses is created.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _GIVEN_UP: Final = "its creator gave it up"
 
 
 class ReferenceServer:
-    """Serves the objects of one agent to those who refer to them.
+    """Answers requests for the objects of one agent.
 
     Args:
-        references: of this worker, which has not joined a group yet.
+        references: the references of this worker, which has not joined a group yet.
         answers, kinds: see ``rref.ports`` and ``rpc.agent.ports``.
-        activity: counts what waits for an object.
+        activity: counts the requests that wait for an object.
         recording_of: see ``Tracing.recording_of``.
         delayed: the answers to creations.
     """
@@ -98,7 +98,7 @@ class ReferenceServer:
         )
 
     def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
-        """The task of a request, unless what it needs is not there: then it is submitted later."""
+        """Return the task of a request, or None if a dependency is missing: then it is submitted later."""
         return self._answers.accept(request, run)
 
     def _accept_later(self, request: Request, run: Callable[[Request], None]) -> None:
@@ -109,13 +109,14 @@ class ReferenceServer:
     def _accept_on_object(
         self, request: Request, target: RRefId, run: Callable[[Value], None], *, quick: bool = False
     ) -> Task | None:
-        """Run a request once the object that it is for is there. The object stays until it has run.
+        """Run a request once the object that it uses is there. The object is kept until it has run.
 
         Args:
-            quick: it calls no method of the object: the thread that makes the object may run it.
+            quick: whether it calls no method of the object, so that the thread that creates the object may
+            run it.
 
         Returns:
-            What is to be done now, if the object is there.
+            The task to run now, if the object is there.
         """
         value = self._references.find(target)
         if value is not None:
@@ -148,7 +149,7 @@ class ReferenceServer:
         return None
 
     def _accept_in_turn(self, request: Request, turns: Turns, run: Callable[[Request], None]) -> None:
-        """Run a request, which leaves when it is answered, when it is its turn."""
+        """Run a request when it is its turn; the turn ends when the request is answered."""
         self._answers.count()
         self._activity.postponed.begin()
 
@@ -163,7 +164,7 @@ class ReferenceServer:
     def _accept_when_made(
         self, request: Request, value: Value, run: Callable[[Value], None], quick: bool
     ) -> bool:
-        """Run a request as soon as the object is there; false if it has just come."""
+        """Run a request as soon as the object is there; returns false if it has just been created."""
         self._answers.count()
         self._activity.postponed.begin()
 
@@ -184,7 +185,7 @@ class ReferenceServer:
     def _load(
         self, request: Request, on: Value | None
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """What a request is to call: a function, or a method of the object that it is for."""
+        """Return what a request calls: a function, or a method of the object that it uses."""
         function, args, kwargs = self._answers.load(request)
         if on is not None:
             name = request.frame.header.get("method")
@@ -273,7 +274,7 @@ class ReferenceServer:
             if value.park((peer, call_id)):
                 return None
             self._postponed_ended()
-        # Of what is a matter of a few bytes, this thread sends a copy: no code of the user's takes part.
+        # If it is only a few bytes, this thread sends a copy, since that involves no user code.
         payload = peer.codec.dump_quickly(value.content) if value.error is None else None
         if payload is None:
             return self._answer_fetch, (peer, call_id, value)
@@ -281,7 +282,7 @@ class ReferenceServer:
         return None
 
     def _special_fetch_arrived(self, peer: Peer, frame: Frame, target: RRefId) -> Task | None:
-        """One of an object that is not known yet or any more, or whose header says more."""
+        """Handle a fetch of an object that is not known (yet, or any more), or one with a header."""
 
         def run(value: Value) -> None:
             try:
@@ -311,7 +312,7 @@ class ReferenceServer:
         return self._accept_on_object(request, _target(frame), run)
 
     def _run_in_turn(self, request: Request, value: Value, turns: Turns) -> None:
-        """As ``RequestRunner.run``; the next one may begin once this one is answered."""
+        """Like ``RequestRunner.run``; the next request may start once this one is answered."""
         runner = self._answers
         reply = runner.replier(request)
 
@@ -329,14 +330,14 @@ class ReferenceServer:
             content = runner.start(function, args, kwargs, request, answer)
         except BaseException as error:
             trace = error.__traceback__
-            answer(None, error.with_traceback(trace and trace.tb_next))  # the log names whose frame is first
+            answer(None, error.with_traceback(trace and trace.tb_next))  # the log names its first frame
         else:
             if content is not LATER:
                 answer(content, None)
 
 
 def _without_tensors(recording: Recording | Observation | None) -> Observation | None:
-    """In what the answer to a creation is noted, which carries no value."""
+    """Return the recording for the answer to a creation, which carries no value and so no tensors."""
     return recording if isinstance(recording, Observation) else None
 
 

@@ -1,9 +1,9 @@
-"""gRPC and ``os.fork``: a child cannot use what its parent has made of it, nor anything new.
+"""gRPC and ``os.fork``: a child can use neither its parent's gRPC objects nor new ones.
 
-gRPC's threads are not there in the child, and its locks may be held by them. So nothing of it is called or
-freed there. What the child must do is close the descriptors, since the parent's connections last as long as
-they do, and whoever is at the other end would not notice that the parent has died. gRPC does not tell which
-they are; the addresses do.
+gRPC's threads do not exist in the child, and may have held its locks. So nothing of it is called or freed
+there. What the child must do is close the descriptors, since the parent's connections last as long as they
+do, and the other side would not notice that the parent has died. gRPC does not tell which they are; they are
+found by their addresses.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Place = tuple[str, int]
 # when it is imported, which this file does not do: if they are set later, one child in five crashes.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# By default gRPC writes to stderr what strangers say as they go: GOAWAY's text, line breaks and all.
+# By default gRPC writes strangers' goodbyes to stderr: GOAWAY's text, including line breaks.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 _process: int | None = None
-"""The one that uses gRPC."""
+"""Id of the process that uses gRPC."""
 
 _kept: Final[list[Any]] = []
-"""In a child: what must not be freed."""
+"""In a child: objects that must not be freed."""
 
 
 def begin() -> None:
-    """This process is going to use gRPC. ``ForkedProcessError`` if it was forked from one that does."""
+    """Record that this process uses gRPC. ``ForkedProcessError`` if it was forked from one that does."""
     global _process
     if _process is None:
         _process = os.getpid()
@@ -70,5 +70,5 @@ def _close_if_of(descriptor: int, local: int | None, remote: Collection[Place]) 
 
 
 def place(where: Any) -> Place:
-    """Of a socket's address; those of IPv4 are the same in the form of IPv6."""
+    """Return the address and port of a socket's address; IPv4 in the form of IPv6 is converted."""
     return str(where[0]).removeprefix("::ffff:"), int(where[1])

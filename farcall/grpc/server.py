@@ -1,4 +1,4 @@
-"""What every gRPC server of farcall has: a port of its own, TLS, health (``grpc.health.v1``), reflection."""
+"""The common part of farcall's gRPC servers: a port, TLS, health (``grpc.health.v1``), reflection."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rpc.transport.tls import TlsContexts, pem_file
 __all__ = ["OPTIONS", "Probes", "bind", "server_credentials"]
 
 OPTIONS: Final = (("grpc.so_reuseport", 0),)
-"""A port that somebody else has is taken."""
+"""Makes binding fail if another process has the port."""
 
 
 def server_credentials(tls: TlsOptions, client_certificates: bool = True) -> Any:
-    """Of a server: its certificate, and whether callers need one of the same authority.
+    """Return a server's credentials: its certificate, and whether callers need one of the same authority.
 
     Raises:
-        InvalidOptionError: the files are not what they must be; gRPC would not say which, or why.
+        InvalidOptionError: the files are invalid; gRPC would not say which, or why.
     """
     TlsContexts.of(tls)
     pair = (pem_file("key", tls.key), pem_file("cert", tls.cert))
@@ -33,12 +33,12 @@ def server_credentials(tls: TlsOptions, client_certificates: bool = True) -> Any
 
 
 def bind(server: Any, host: str, port: int, credentials: Any) -> int:
-    """Have a server listen; returns the port, which is any if it was to be 0.
+    """Make a server listen; returns the port, which the kernel picks if ``port`` is 0.
 
     Raises:
         OSError: the port is taken, or the address is not this host's.
     """
-    _try(host, port)  # gRPC does not say what is wrong, and writes to stderr
+    _try(host, port)  # gRPC does not return the reason, and writes to stderr
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         bound: int = (
@@ -64,11 +64,11 @@ def _try(host: str, port: int) -> None:
 
 
 class Probes:
-    """Answers whether a server serves, and what.
+    """Answers health and reflection requests.
 
     Args:
-        server: not begun yet.
-        services: full names of what it serves; their schemas are imported.
+        server: a server that has not started yet.
+        services: full names of its services; their schemas are imported.
     """
 
     def __init__(self, server: Any, services: Sequence[str]) -> None:
@@ -78,10 +78,10 @@ class Probes:
         reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
     async def serving(self) -> None:
-        """It serves from now on."""
+        """Report that the server serves from now on."""
         for name in ("", *self._services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def ending(self) -> None:
-        """It takes nothing more, for good."""
+        """Report that the server accepts no more calls, for good."""
         await self._health.enter_graceful_shutdown()

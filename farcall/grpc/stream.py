@@ -1,13 +1,12 @@
 """Bytes in both directions over one gRPC call whose requests and responses are both streams.
 
-A message is a ``ConnectRequest`` or ``ConnectResponse`` of ``proto/farcall/v1/worker.proto``, written and
-read by hand, since protobuf would copy what is in it once more: it is a sequence of fields, each of them a
-tag, a length and bytes. Several messages one behind the other are a message, too, so small ones that wait go
-out as one.
+A message is a ``ConnectRequest`` or ``ConnectResponse`` of ``proto/farcall/v1/worker.proto``, encoded and
+decoded by hand, since protobuf would copy its content once more: it is a sequence of fields, each of them a
+tag, a length and bytes. The concatenation of several messages is a message, too, so small ones that wait are
+sent as one.
 
-Whoever writes only leaves messages; the loop's thread, to which gRPC's calls belong, sends them, one at a
-time, as gRPC takes them. What has been left and not taken is bounded, and so is what has come and was not
-read.
+The writing thread only queues messages; the loop's thread, to which gRPC's calls belong, sends them, one at a
+time, as gRPC accepts them. The queues of unsent and of unread messages are bounded.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from farcall.grpc import forking
 __all__ = ["MESSAGE_BYTES", "Call", "GrpcStream", "as_os_error"]
 
 _TAG: Final = 0x0A
-"""Of field 1, which has a length."""
+"""Tag of field 1, which has a length."""
 
 _WRITE_BYTES: Final = 1 << 20
-"""In one message at most. Larger ones are not faster (measured), and small frames wait behind them."""
+"""Maximum size in bytes of one message. Larger ones are not faster (measured), and delay small frames."""
 
 MESSAGE_BYTES: Final = _WRITE_BYTES + (64 << 10)
-"""What a message may have as a whole, tags and lengths included."""
+"""Maximum size in bytes of a whole message, including tags and lengths."""
 
 _LEFT_BYTES: Final = 1 << 20
-"""While so many are left and not taken, nothing more is: enough that gRPC has something to do while the next
-is made.
+"""Number of queued bytes at which no more are queued: enough that gRPC has something to send while the next
+message is made.
 """
 
 _TOGETHER_BYTES: Final = 64 << 10
-"""Messages that wait are joined up to this."""
+"""Size in bytes up to which waiting messages are joined."""
 
 
 class Call(Protocol):
-    """One end of a call, at the client or the server, as gRPC has it."""
+    """One end of a call, at the client or the server, with gRPC's methods."""
 
     async def read(self) -> Any:
-        """The next message, or ``grpc.aio.EOF``."""
+        """Return the next message, or ``grpc.aio.EOF``."""
 
     async def write(self, message: bytes) -> None:
         """Send one; returns when there is room for the next."""
@@ -60,7 +59,7 @@ class GrpcStream:
     ``write`` may be called from any thread, by one at a time, everything else on the loop's.
 
     Args:
-        remote: where its channel has connected to, if it is this side's.
+        remote: address that its channel has connected to, if this side has connected.
     """
 
     descriptor: int | None = None
@@ -75,10 +74,12 @@ class GrpcStream:
         self._writable: Callable[[], object] | None = None
         self._left: deque[tuple[bytes, int]] = deque()
         self._given = 0
-        """How many bytes were ever written here; only ``write`` changes it, and only the loop the next."""
+        """Number of bytes that were ever written here, changed by ``write``; the next one is changed by the
+        loop.
+        """
         self._taken = 0
         self._is_idle = False
-        """Whether what sends waits to be woken."""
+        """Whether the sender waits to be woken."""
         self._woken: asyncio.Future[None] | None = None
         self._come: deque[memoryview] = deque()
         self._was_read: asyncio.Future[None] | None = None
@@ -86,7 +87,7 @@ class GrpcStream:
         self._error: OSError | None = None
         self._closed = False
 
-    # ---- what a ByteStream does
+    # ---- the ByteStream
 
     @property
     def is_flushed(self) -> bool:
@@ -222,7 +223,7 @@ class GrpcStream:
                 self.fail(as_os_error(error))
 
     def fail(self, error: OSError) -> None:
-        """The call has failed: what has come is still read, and nothing more is written."""
+        """End after the call has failed: received data is still read, and nothing more is written."""
         if self._error is None and not self._at_end:
             self._error = error
         self._tell_writable()
@@ -243,7 +244,7 @@ class GrpcStream:
 
 
 def _head(size: int) -> bytes:
-    """Tag and length of a field."""
+    """Return tag and length of a field."""
     head = bytearray((_TAG,))
     while size > 0x7F:
         head.append(size & 0x7F | 0x80)
@@ -253,7 +254,7 @@ def _head(size: int) -> bytes:
 
 
 def _first(pieces: Sequence[bytes | memoryview], limit: int) -> list[bytes | memoryview]:
-    """The first ``limit`` bytes of more."""
+    """Return the first ``limit`` bytes of a longer sequence."""
     taken: list[bytes | memoryview] = []
     for piece in pieces:
         taken.append(piece if len(piece) <= limit else memoryview(piece)[:limit])
@@ -264,7 +265,7 @@ def _first(pieces: Sequence[bytes | memoryview], limit: int) -> list[bytes | mem
 
 
 def _fields(message: bytes) -> list[memoryview]:
-    """What is in a message, but for what is empty. ``ProtocolError`` if it is none."""
+    """Return the nonempty fields of a message. ``ProtocolError`` if it is malformed."""
     view, found, at, end = memoryview(message), list[memoryview](), 0, len(message)
     while at < end:
         tag, size, shift = message[at], 0, 0
@@ -287,7 +288,7 @@ def _fields(message: bytes) -> list[memoryview]:
 
 
 _ENDS: Final = ("socket closed", "connection reset", "broken pipe", "goaway", "connection aborted")
-"""What gRPC says of a connection that the other process has closed, or whose process has died."""
+"""Parts of gRPC's text for a connection that the other process has closed, or whose process has died."""
 
 _NUMBERS: Final = {
     os.strerror(number).lower(): number
@@ -315,7 +316,7 @@ def _is_end(error: Exception) -> bool:
 
 
 def as_os_error(error: Exception) -> OSError:
-    """What gRPC says, in the system's terms: with the number of the error of a socket where it names one."""
+    """Convert gRPC's error to an ``OSError``, with the number of a socket's error if it names one."""
     if isinstance(error, OSError):
         return error
     if not isinstance(error, grpc.RpcError):

@@ -1,4 +1,4 @@
-"""The transport: a gRPC server for those who connect, and a channel for each connection to others."""
+"""The transport: a gRPC server for incoming connections, and a channel for each outgoing one."""
 
 from __future__ import annotations
 
@@ -40,26 +40,28 @@ SERVICE: Final = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_na
 METHOD: Final = "Connect"
 
 _TICKET: Final = "farcall-ticket"
-"""In the metadata of a call: that its maker has the job's token."""
+"""Metadata key of a call with the proof that its maker has the job's token."""
 _SPEAKS: Final = "farcall-transport"
-"""In the metadata of the answer: that a worker has accepted the call, and not what is on the way to it."""
+"""Metadata key of the answer that shows that a worker has accepted the call, and not a proxy."""
 
 _PROCESS: Final = "farcall-process"
-"""In the metadata of both: which process of which host, so that one which is stopped can be told from one
+"""Metadata key of both with the process and its host, so that a stopped process can be distinguished from one
 that computes.
 """
 
 _OVER: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
-"""What gRPC raises where a call is over already."""
+"""Errors of gRPC for a call that is over already."""
 
 _LINGER_SECONDS: Final = 1.0
-"""How long the other side may take to notice that this one has ended a call."""
+"""Time in seconds for the other side to notice that this one has ended a call."""
 _GRACE_SECONDS: Final = 10.0
-"""How long connections may last after the listener has closed: longer than goodbyes take."""
+"""Time in seconds that connections may last after the listener has closed: longer than goodbyes take."""
 _UNUSED_SECONDS: Final = 5
-"""How long a connection may take to speak HTTP/2, and to begin a call: strangers hold it no longer."""
+"""Timeout in seconds for a connection to speak HTTP/2, and to begin a call, so that strangers
+cannot hold it.
+"""
 _STREAMS: Final = 1000
-"""On one connection of HTTP/2: a proxy may put many workers' on one."""
+"""Maximum number of streams on one connection of HTTP/2, which a proxy may share between many workers."""
 
 
 class GrpcTransport:
@@ -81,7 +83,7 @@ class GrpcTransport:
         self._name = "" if context.tls is None else f"/{context.tls.own_name()}"
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # ---- those who connect
+    # ---- incoming connections
 
     def listen(self, host: str, port: int, accepted: Accepted) -> GrpcListener:
         """Listen on ``host``, a name or an address of this machine; with port 0 the kernel picks one."""
@@ -120,7 +122,7 @@ class GrpcTransport:
         shown = (value for key, value in call.invocation_metadata() or () if key == _TICKET)
         return any(isinstance(each, str) and tickets.is_ticket(each) for each in shown)
 
-    # ---- those that this worker connects to
+    # ---- outgoing connections
 
     async def connect(self, address: str) -> StreamConnection:
         own = address.removesuffix(ADVERTISED)
@@ -194,7 +196,7 @@ class GrpcTransport:
     # ---- both
 
     def _settings(self, local: bool) -> list[tuple[str, int | str]]:
-        """Of a server, or a channel, which is not shared with other connections to the same place."""
+        """Return the options of a server, or of a channel, which is not shared with other connections."""
         options = self._options
         settings: list[tuple[str, int | str]] = [
             *OPTIONS,
@@ -266,7 +268,7 @@ class GrpcListener:
             await self._server.stop(_GRACE_SECONDS)
 
     def abandon(self) -> None:
-        """In a forked child: let go of the descriptors, which the parent goes on using."""
+        """Release the descriptors in a forked child; the parent continues to use them."""
         self._open = False
         forking.abandon(self, local=self.port)
 
@@ -288,7 +290,7 @@ def _own_process() -> str:
 
 
 def _process(text: object) -> int | None:
-    """Whose that is, if it is one of this host's; None if it is not known."""
+    """Return the id of a process on this host; None if it is unknown, or on another."""
     if not isinstance(text, str) or not text:
         return None
     where, _, number = text.rpartition(" ")
@@ -297,7 +299,7 @@ def _process(text: object) -> int | None:
 
 
 def _place(call: Any) -> str:
-    """Where a caller is."""
+    """Return the address of a caller."""
     return str(call.peer()).partition(":")[2]
 
 
@@ -310,7 +312,7 @@ def _refusal(code: Any, details: str | None) -> OSError:
 
 
 class _Status(grpc.RpcError):  # type: ignore[misc]
-    """How a call has ended, as an error."""
+    """The status of an ended call, as an error."""
 
     def __init__(self, code: Any, details: str | None) -> None:
         super().__init__(details)

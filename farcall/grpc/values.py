@@ -1,8 +1,8 @@
 """Python's values as messages that every language reads, and back.
 
-A value is None, a bool, an int of 64 bits, a float, a str, bytes, a list or tuple, a dict with str for keys,
-or a tensor. What a tensor is, the two sides know: PyTorch's at the server, NumPy's arrays at a client.
-Nothing that is received is executed or imported, and every size is checked before anything is made of it.
+A value is None, a bool, an int of 64 bits, a float, a str, bytes, a list or tuple, a dict with str keys, or a
+tensor. Each side has its own tensor type: PyTorch's at the server, NumPy's arrays at a client. Nothing that
+is received is executed or imported, and every size is checked before anything is made from it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ITEM_SIZES: Final = {
     **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
     "complex128": 16,
 }
-"""Bytes of an element (of two, for ``float4_e2m1fn_x2``), by PyTorch's name of the dtype."""
+"""Size in bytes of an element (of two, for ``float4_e2m1fn_x2``), by PyTorch's name of the dtype."""
 
 _DTYPE_NUMBERS: Final[dict[str, pb.DType]] = {
     name: pb.DType.Value(f"DTYPE_{name.upper()}")  # type: ignore[misc]
@@ -44,17 +44,19 @@ _DTYPE_NUMBERS: Final[dict[str, pb.DType]] = {
 _DTYPE_NAMES: Final[dict[int, str]] = {number: name for name, number in _DTYPE_NUMBERS.items()}
 
 _DIMENSIONS: Final = 64
-"""At most: what NumPy takes. It also bounds the work of multiplying sizes, which strangers choose."""
+"""Maximum number of dimensions: NumPy's limit. It also bounds the work of multiplying sizes from
+strangers.
+"""
 
 _TENSOR_BYTES: Final = (1 << 31) - 1
-"""At most: protobuf's messages are less than 2 GiB."""
+"""Maximum size of a tensor in bytes: protobuf's messages are less than 2 GiB."""
 
 _LEVELS: Final = 94
-"""Messages within a value: parsers take 100, and some of these are around it."""
+"""Maximum nesting of messages in a value: parsers accept 100, and some of these are around it."""
 
 _LEAST: Final = -(1 << 63)
 _MOST: Final = (1 << 63) - 1
-"""Of an integer; not a ``range``, which looks for an enumeration's member number by number."""
+"""Maximum of an integer; not a ``range``, which searches for an enumeration's member number by number."""
 
 
 class Malformed(ValueError):
@@ -62,24 +64,26 @@ class Malformed(ValueError):
 
 
 Elements = tuple[str, Sequence[int], bytes]
-"""A tensor: PyTorch's name of its dtype, its shape, and its elements as ``Tensor`` in the schema says."""
+"""A tensor: PyTorch's name of its dtype, its shape, and its elements in the format of ``Tensor`` in the
+schema.
+"""
 
 
 class TensorCodec(Protocol):
-    """What knows one library's tensors."""
+    """Encodes and decodes one library's tensors."""
 
     kinds: str
-    """What ``encode`` takes, for people."""
+    """Description of the types that ``encode`` accepts."""
 
     def encode(self, value: object) -> Elements | None:
-        """What a tensor is made of; None if the value is none."""
+        """Return the parts of a tensor; None if the value is not a tensor."""
 
     def decode(self, name: str, shape: Sequence[int], data: bytes) -> Any:
-        """A tensor with memory of its own; the bytes fit the dtype of that name and the shape."""
+        """Make a tensor with memory of its own; the size of the bytes fits dtype and shape."""
 
 
 def dtype_name(dtype: int) -> str:
-    """PyTorch's name of a dtype.
+    """Return PyTorch's name of a dtype.
 
     Raises:
         Malformed: there is none of that number.
@@ -91,12 +95,12 @@ def dtype_name(dtype: int) -> str:
 
 
 def dtype_number(name: str) -> pb.DType:
-    """The number of a dtype by PyTorch's name, which is one of ``ITEM_SIZES``."""
+    """Return the number of a dtype, given PyTorch's name, which is one of ``ITEM_SIZES``."""
     return _DTYPE_NUMBERS[name]
 
 
 def shape_of(sizes: Sequence[int]) -> tuple[int, ...]:
-    """A tensor's shape as it was received; ``sizes`` may be a field with many millions of numbers.
+    """Return a received tensor's shape; ``sizes`` may be a field with many millions of numbers.
 
     Raises:
         Malformed: no tensor has as many dimensions.
@@ -107,11 +111,11 @@ def shape_of(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def byte_count(name: str, shape: Sequence[int]) -> int:
-    """How many bytes the elements of a tensor have.
+    """Return the size of a tensor's elements in bytes.
 
     Args:
-        name: PyTorch's, of its dtype.
-        shape: as ``shape_of`` gives it.
+        name: PyTorch's name of its dtype.
+        shape: a result of ``shape_of``.
 
     Raises:
         Malformed: no tensor has this shape.
@@ -125,13 +129,13 @@ def byte_count(name: str, shape: Sequence[int]) -> int:
 
 
 def to_value(value: object, tensors: TensorCodec, into: pb.Value | None = None) -> pb.Value:
-    """Make a message of a value.
+    """Convert a value to a message.
 
     Args:
-        value: what the head of this file says.
-        tensors: for the tensors in it.
-        into: an empty message to fill; default: a new one. To put a message that is complete into another
-            copies it.
+        value: a value as described at the head of this file.
+        tensors: encodes its tensors.
+        into: an empty message to fill; default: a new one. Adding a complete message to another would copy
+        it.
 
     Returns:
         That message.
@@ -152,7 +156,7 @@ def to_value(value: object, tensors: TensorCodec, into: pb.Value | None = None) 
 
 
 def _put(value: object, tensors: TensorCodec, message: pb.Value, levels: int) -> None:
-    """``levels``: so many messages may be within this one."""
+    """Fill a message, which may have ``levels`` levels of nested messages."""
     if levels < 0:
         raise ValueError("lists and maps are nested too deeply: about 30 may be within each other")
     match value:
@@ -200,10 +204,10 @@ def _put_tensor(value: object, tensors: TensorCodec, message: pb.Tensor) -> None
 
 
 def from_value(message: pb.Value, tensors: TensorCodec) -> Any:
-    """Make a value of a message; the inverse of ``to_value`` but for tuples, which come back as lists.
+    """Convert a message to a value; the inverse of ``to_value``, except that tuples are returned as lists.
 
     Raises:
-        Malformed: the message says nothing that can be read.
+        Malformed: the message cannot be read.
     """
     kind = message.WhichOneof("kind")
     match kind:
@@ -221,7 +225,7 @@ def from_value(message: pb.Value, tensors: TensorCodec) -> Any:
 
 
 def _tensor(message: pb.Tensor, tensors: TensorCodec) -> Any:
-    """The bytes are asked for once: each time, they are copied out of the message."""
+    """Convert a tensor. The bytes are read once: each access copies them out of the message."""
     name, shape, data = dtype_name(message.dtype), shape_of(message.shape), message.data
     expected = byte_count(name, shape)
     if len(data) != expected:

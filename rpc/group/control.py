@@ -86,8 +86,8 @@ class Control:
     lives; a large batch may be overtaken.
 
     ``post`` may be called from any thread, everything else on the loop's thread. ``lose`` is called with a
-    peer to which a message cannot be sent, and why; ``posted`` counts the messages that were ever sent, but
-    for those on ``uncounted`` topics, which only ask how things are and begin nothing.
+    peer to which a message cannot be sent, and the reason; ``posted`` counts the messages that were ever
+    sent, except those on ``uncounted`` topics, which only query state and start nothing.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Control:
         self._exchanges: dict[Peer, _Exchange] = {}
         self._to_flush: dict[Peer, None] = {}
         self._acknowledging = False
-        """A timer is set for the acknowledgements that are owed."""
+        """Whether a timer is set for the acknowledgements that are due."""
 
     def on(self, topic: str, handler: TopicHandler) -> None:
-        """Have the messages of a topic passed to ``handler``, on the loop's thread."""
+        """Register ``handler`` for the messages of a topic; it is called on the loop's thread."""
 
         def one_by_one(peer: Peer, bodies: list[Any]) -> None:
             for body in bodies:
@@ -114,13 +114,13 @@ class Control:
         self.on_batch(topic, one_by_one)
 
     def on_batch(self, topic: str, handler: BatchHandler) -> None:
-        """As ``on``, with a list of messages that arrived together."""
+        """Like ``on``, with a list of messages that arrived together."""
         if topic in self._topics:
             raise ValueError(f"topic '{topic}' is taken")
         self._topics[topic] = handler
 
     def post(self, peer: Peer, topic: str, body: Any) -> None:
-        """Send ``body``, anything msgpack can encode, to a peer. To one that is gone it is dropped."""
+        """Send ``body``, anything that msgpack can encode, to a peer. If the peer is gone, it is dropped."""
         self._mailbox.soon(self._post, (peer, topic, body))
 
     def _post(self, message: tuple[Peer, str, Any]) -> None:
@@ -135,7 +135,7 @@ class Control:
             self._flush_soon(peer)
 
     def received(self, peer: Peer, frame: Frame) -> None:
-        """Take in a frame of kind ``CONTROL``."""
+        """Handle a frame of kind ``CONTROL``."""
         exchange = self._exchange(peer)
         by_topic: dict[str, list[Any]] = {}
         for message in exchange.take_in(frame.header.get("batch")):
@@ -163,7 +163,7 @@ class Control:
         return sum(each.posted - each.acknowledged for each in self._exchanges.copy().values())
 
     def peers(self) -> list[Peer]:
-        """All workers that have messages to acknowledge. On the loop's thread."""
+        """Return the workers that have messages to acknowledge. On the loop's thread."""
         return [peer for peer, each in self._exchanges.items() if each.posted > each.acknowledged]
 
     def _exchange(self, peer: Peer) -> _Exchange:
@@ -198,7 +198,7 @@ class Control:
         except WorkerLostError:
             pass  # ``forget`` follows
         except Exception as error:
-            # Repeating it would not help, and those who rely on it must know.
+            # Repeating it would not help, and code that relies on it must learn of the failure.
             logger.exception("a control message to worker '%s' cannot be sent", peer.name)
             self._lose(peer, f"a control message to it cannot be sent: {error}")
 

@@ -1,10 +1,10 @@
-"""The link to another worker: the life of the connections to it, as a table, with the data that it needs.
+"""The link to another worker: the states of its connection, as a table, with the data that belongs to them.
 
 Everything that affects the order of the states is here. ``Connections`` and ``Dialler`` report events and
 carry out what the link decides: when to try again, and when to give the worker up. No I/O, and no clock: the
 time is an argument.
 
-A connection that breaks is made again, by whichever side is first, and messages continue where they were
+A connection that breaks is made again, by whichever side is first, and messages continue where they stopped
 (``rpc.transport.session``). Attempts that fail are followed by growing pauses, and so are connections that
 break as soon as they are made. A worker is gone for good when its address refuses, when another incarnation
 answers there, when it has given this one up, or when all attempts fail for as long as the option
@@ -35,10 +35,10 @@ class LinkState(Enum):
 
 
 class LinkEvent(Enum):
-    """What happens to the connection."""
+    """Events of the connection."""
 
     DIAL = "something is to be sent"
-    REACH = "somebody listens at one of the other's addresses; an earlier hello counts no more"
+    REACH = "one of the other's addresses answers; an earlier hello no longer counts"
     WELCOME = "the other side has accepted this side's attempt"
     CROSS = "the other side has refused it, since it connects itself"
     ACCEPT = "this side has accepted the other's attempt"
@@ -75,7 +75,7 @@ TRANSITIONS: Final[Mapping[LinkState, Mapping[LinkEvent, LinkState]]] = {
     LinkState.LEFT: {},
     LinkState.LOST: {},
 }
-"""An event that a row lacks changes nothing in that state: an attempt whose end comes too late is dropped."""
+"""An event that is not listed for a state changes nothing: an attempt that ends too late is ignored."""
 
 CONNECTING: Final = frozenset({LinkState.DIALLING, LinkState.HANDSHAKING})
 """States in which an attempt of this worker is under way and may succeed; a crossed one will not."""
@@ -86,7 +86,7 @@ ANSWERING: Final = frozenset({LinkState.ESTABLISHED, LinkState.HANDSHAKING, Link
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Verdict of a link: the worker is lost, because ``reason``."""
+    """Decision of a link: the worker is lost, because of ``reason``."""
 
     reason: str
 
@@ -171,7 +171,7 @@ class Link:
     # ---- events, each of which returns whether it makes a difference in the current state
 
     def dial(self) -> bool:
-        """Something is to be sent: begin an attempt, unless one is under way, or there is a pause."""
+        """Start an attempt, because something is to be sent, unless one is under way or there is a pause."""
         return not self.paused and self._step(LinkEvent.DIAL)
 
     def reach(self, process: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints step by step: every so many steps, in the background, on SIGTERM, the last few kept.
+"""Checkpoints at intervals, in the background, and on SIGTERM; the last few are kept.
 
 There is a complete checkpoint at any time, and ``kill -9`` costs at most the one under way
 (:mod:`spmd.checkpoint.folders`). The next save removes what such a save has left. Nothing else is removed or
@@ -35,7 +35,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves a program's state now and then, and knows what it has saved.
+    """Saves a program's state periodically, and lists what it has saved.
 
     Call ``save`` or ``save_async`` in every step; they save when it is time to. When the
     engine announces a preemption (``farcall.preempted``), the next step is saved, whatever its number, and

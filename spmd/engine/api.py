@@ -1,4 +1,4 @@
-"""What the public API stands on: where tensors lie, and their parts.
+"""The engine's interface for the public API: layouts of tensors, and their parts.
 
 All take tensors on ``spmd.device()``.
 """

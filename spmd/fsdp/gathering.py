@@ -1,7 +1,7 @@
-"""Parameters that are whole while a module computes, and no longer.
+"""Parameters that are gathered while a module computes, and freed afterwards.
 
-What autograd saves of such a parameter for backward, itself or views of it, is not kept: it is the shard, and
-is gathered again when backward asks for it. What is computed of the parameter is saved as it is.
+If autograd saves such a parameter for backward, itself or views of it, the saved tensor is the shard, which
+is gathered again when backward needs it. Values computed from the parameter are saved as they are.
 """
 
 from __future__ import annotations

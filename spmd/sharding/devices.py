@@ -8,14 +8,14 @@ __all__ = ["attributes", "count", "known_count"]
 
 
 def known_count() -> int | None:
-    """How many workers there are; None without SPMD mode."""
+    """Return the number of workers; None without SPMD mode."""
     from spmd.engine.driver.start import global_device_count, is_spmd
 
     return global_device_count() if is_spmd() else None
 
 
 def count() -> int:
-    """How many workers there are.
+    """Return the number of workers.
 
     Raises:
         NotInSpmdModeError: :func:`spmd.use_spmd` was not called.

@@ -1,7 +1,7 @@
-"""What a worker holds of a model that is served by several: its part of every parameter.
+"""A worker's part of a model that several workers serve: its part of every parameter.
 
-A model is made in two steps, so that what can go wrong on one worker alone goes wrong before all of them wait
-for each other: ``make`` builds the module without memory, ``join`` forms the group and fills the shards.
+A model is made in two steps, so that errors of a single worker are raised before all of them wait for each
+other: ``make`` builds the module without memory, ``join`` forms the group and initializes the shards.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ __all__ = ["Leaving"]
 
 _REASONS: Final = re.compile(
     "shutdown timed out: (not in shutdown: .*|still busy: .*|no answer yet from: .*"
-    "|worker 'w.*', who leads it, does not answer|worker 'w.*', who led it, is gone)"
+    "|its leader, worker 'w.*', does not answer|its leader, worker 'w.*', is gone)"
     "|this worker still has [1-9].* calls or tasks under way"
 )
 _LATE_SECONDS: Final = 2.5

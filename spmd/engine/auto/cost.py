@@ -30,7 +30,7 @@ from spmd.engine.worker.interpreter import resolve
 __all__ = ["Cost", "Costs", "cost_of", "local_bytes"]
 
 _WIRE: Final = 4.0
-"""A byte that is sent costs as much as so many bytes read or written."""
+"""Cost of sending a byte, in bytes read or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ def cost_of(program: Program, inputs: Sequence[Layout], updates: Mapping[int, in
     """The cost of a run.
 
     Args:
-        program: its own layouts do not count, but for redistributions that shard: these are the user's marks.
+        program: its own layouts do not count, except for redistributions that shard: these are the user's
+        marks.
         inputs: a layout for each input.
         updates: inputs, by number, that the next run finds as this output (a value's number) leaves them:
             parameters. It comes back to where the input was.

@@ -1,9 +1,9 @@
-"""Which layouts of a program's inputs cost least.
+"""Finds layouts of a program's inputs with the lowest cost.
 
-Few combinations are all tried. Of many, descent begins at several plans (all whole, the batch cut, all cut
-along their largest dimension, and what the caller gives), and changes all inputs of one shape at a time, then
-one input, then two, as long as that is cheaper. It ends after so many evaluations, fewer of longer programs,
-and not after some time, so that it always finds the same.
+If there are few combinations, all are tried. Otherwise descent starts at several plans (all replicated, the
+batch sharded, all sharded along their largest dimension, and the caller's), and changes all inputs of one
+shape at a time, then one input, then two, as long as that is cheaper. It ends after a number of evaluations,
+fewer for longer programs, and not after a time, so that its result is deterministic.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from spmd.engine.program.program import Layout, MeshKey, Meta, Program
 __all__ = ["Chosen", "candidates", "choose_layouts"]
 
 _ALL: Final = 512
-"""So many combinations are all tried."""
+"""Maximum number of combinations that are all tried."""
 
 _WORK: Final = 1 << 19
-"""So many instructions are looked at, at most, in all evaluations; some microseconds each."""
+"""Maximum number of instructions evaluated in all evaluations together; some microseconds each."""
 
 _EVALUATIONS: Final = (32, 4000)
 """At least and at most, however long the program is."""
@@ -39,11 +39,11 @@ class Chosen:
     """What was found.
 
     Attributes:
-        layouts: of the inputs.
-        values: of all values of the program, in the end.
-        cost: with these.
-        whole: with every input whole on every worker, but for those that were fixed.
-        evaluations: how many plans were looked at.
+        layouts: layouts of the inputs.
+        values: final layouts of all values of the program.
+        cost: cost with these.
+        whole: cost with every input replicated, except for those that were fixed.
+        evaluations: number of plans that were evaluated.
     """
 
     layouts: tuple[Layout, ...]

@@ -38,7 +38,7 @@ class Value:
         recording: that one.
         remote: keeps it alive on the workers, once it is there.
         data: on the CPU, for what is not there yet: the whole, or a list of the workers' parts.
-        uninitialized: nobody may rely on what is in it.
+        uninitialized: whether its content is undefined.
     """
 
     __slots__ = ("__weakref__", "data", "index", "recording", "remote", "spec", "uninitialized")

@@ -237,7 +237,7 @@ _FILLS: Final = ("aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_")
 
 
 def _on_driver(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation here, because nobody knows the shape of its result before."""
+    """Execute an operation here, because the shape of its result is not known in advance."""
 
     def here(tree: Any) -> Any:
         if isinstance(tree, LogicalTensor):

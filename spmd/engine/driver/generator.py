@@ -49,7 +49,7 @@ class DeviceGenerator(BaseGenerator):  # type: ignore[misc]
         return self
 
     def seed(self) -> int:
-        """Seed it with a number that nobody knows, which is returned."""
+        """Seed it with a random number, which is returned."""
         seed: int = super().seed()
         self._state = None
         return seed

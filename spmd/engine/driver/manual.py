@@ -1,4 +1,4 @@
-"""Values that stand for each worker's part: the same memory, told of in another way."""
+"""Values that represent each worker's part: the same memory, described in another way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def from_local(tensor: Tensor, shape: Sequence[int], layout: Layout) -> Tensor:
-    """The tensor of this shape and layout, of which ``tensor`` stands for each worker's part."""
+    """Return the tensor of this shape and layout whose parts ``tensor`` represents."""
     with engine().recorder.lock:
         return _derived(tensor, FROM_LOCAL, (), tuple(shape), layout)
 

@@ -150,7 +150,9 @@ def _count(tree: Any) -> int:
 
 
 def _is_number(argument: Any) -> bool:
-    """Whether an argument is a number whose value does not decide what comes out, but for dtypes."""
+    """Whether an argument is a number whose value does not affect the result's metadata, except for
+    dtypes.
+    """
     kind = str(argument.type)
     return (
         kind in ("number", "float", "Optional[number]", "Optional[float]", "List[number]") or kind == "Tensor"

@@ -73,8 +73,8 @@ class Entry:
         is_flat: that is one tensor, or a sequence of tensors.
         moves: which of its tensors must first be laid out otherwise, and how.
         note: for the report.
-        moved_bytes: of the tensors that are laid out otherwise, but for sums that are still to be done.
-        effect: it must be done even if nobody uses its results.
+        moved_bytes: bytes of the tensors that are redistributed, except for pending reductions.
+        effect: whether it must be executed even if its results are not used.
     """
 
     __slots__ = (
@@ -109,12 +109,12 @@ class Recording:
     """What is recorded since the last flush.
 
     Attributes:
-        inputs: values of before, in the order of their first use.
+        inputs: earlier values, in the order of their first use.
         operations: each an entry and the numbers of its tensors: results from 0, inputs from -1 down.
-        scalars: of all of them, in order.
-        places: where the user's program is, for each.
-        made: every result, as long as somebody holds it.
-        default_dtype: PyTorch's, of all of them.
+        scalars: scalars of all operations, in order.
+        places: position in the user's program of each operation.
+        made: every result, as long as it is referenced.
+        default_dtype: PyTorch's default dtype for all operations.
     """
 
     __slots__ = ("default_dtype", "inputs", "made", "operations", "places", "scalars")
@@ -129,14 +129,14 @@ class Recording:
 
 
 class Recorder:
-    """The program so far. Any thread may record; they take turns.
+    """The program so far. Any thread may record; recordings are serialized by a lock.
 
     Attributes:
         strict: what would be noted for the report is an error.
         notes: by operator, note and place, how often something was laid out otherwise, and its bytes.
         views: what is known of views, by operation, parent and arguments.
-        limit: instructions after which workers begin, though nobody has asked for a value.
-        changes: if somebody wants to know: for values of the recording that writes replaced, by which ones.
+        limit: number of instructions after which workers begin, even if no value was requested.
+        changes: None, or for values of the recording that writes replaced, the new ones.
         cuts: where data from the CPU goes, by shape and dtype, if that is not every worker.
 
     Args:

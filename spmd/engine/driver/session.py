@@ -301,7 +301,8 @@ class Session:
     # ---- waiting for workers
 
     def sync(self) -> None:
-        """Run what is recorded, and wait until all workers have done it, and freed what nobody has any more.
+        """Run what is recorded, and wait until all workers have done it and freed the values no longer
+        referenced.
 
         Raises:
             OperationError: an operation has failed.
@@ -391,7 +392,7 @@ class Session:
                 self._settle(self._under_way.popleft())
 
     def end(self) -> None:
-        """The workers go, and what they have with them: nobody may take it for what others have later."""
+        """End the workers, and delete their data: it must not be mistaken for later data."""
         self.drain()
         for reference in list(self._remotes.values()):
             if (remote := reference()) is not None:
@@ -510,7 +511,7 @@ def build(
     outputs: Sequence[int],
     default_dtype: torch.dtype = torch.float32,
 ) -> tuple[Program, list[int]]:
-    """The program of a recording, without what nobody uses.
+    """Return the program of a recording, without unused results.
 
     Args:
         kept_inputs: inputs that are needed afterwards: they are the program's first outputs.

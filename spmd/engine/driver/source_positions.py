@@ -17,7 +17,7 @@ from spmd.engine.driver.bounded_cache import BoundedCache
 __all__ = ["Place", "described", "place"]
 
 Place = tuple[CodeType | None, int]
-"""A code object, and where in it; so nothing is looked up until somebody asks."""
+"""A code object, and an offset in it; nothing is looked up until it is needed."""
 
 _OURS: Final = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, *OURS, "<frozen")
 _is_users: Final[BoundedCache[CodeType, bool]] = BoundedCache(1 << 14)

@@ -53,7 +53,7 @@ __all__ = [
 
 _ALONE: Final = (
     "SPMD mode cannot be mixed with other ways to use several workers: its one driver drives all of them, so "
-    "leave out init_process_group() and what stands on it, as DistributedDataParallel"
+    "leave out init_process_group() and what is built on it, such as DistributedDataParallel"
 )
 
 _DRIVER: Final = "driver"

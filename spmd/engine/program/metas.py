@@ -20,7 +20,7 @@ __all__ = ["Spec", "contiguous_stride", "infer", "spec_of"]
 class Spec:
     """A tensor's shape, strides, offset, dtype and layout. Equal ones are one object: compare with ``is``.
 
-    It lives as long as somebody refers to it.
+    It lives as long as it is referenced.
     """
 
     __slots__ = ("__weakref__", "dtype", "layout", "meta", "offset", "shape", "stride")

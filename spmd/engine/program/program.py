@@ -143,8 +143,8 @@ class Instruction:
     Attributes:
         operator: ``aten::add.Tensor``; the functional overload; or one of this module's.
         args, kwargs: with ``Ref`` and ``Scalar``, also inside of lists and tuples. Devices are left out.
-        results: the values that it makes, in the order of the operator's (flattened) results. None where the
-            operator gives None, or a tensor that nobody uses.
+        results: the values that it makes, in the order of the operator's (flattened) results. None if the
+            operator returns None, or for an unused tensor.
     """
 
     operator: str

@@ -51,7 +51,7 @@ def move(local: Tensor, step: Move, group: Any) -> Tensor:
 
     Args:
         local: this worker's part.
-        step: the same on all workers of the group, but for their places.
+        step: the step, the same on all workers of the group except for their positions.
         group: along the axis.
     """
     result: Tensor = _MOVES[step.kind](local, step, group)
@@ -89,7 +89,7 @@ class Begun:
 def begin_reducing(
     tensors: Sequence[Tensor], *, moves: Sequence[Move], group: Any, owned: Sequence[bool], blocks: bool
 ) -> Begun:
-    """Begin to reduce tensors of one dtype together. They stay as they are, but for owned ones.
+    """Start reducing tensors of one dtype together. They are not changed, except for owned ones.
 
     Args:
         tensors: of one dtype.
@@ -200,7 +200,7 @@ def begin_gathering(
 
 
 def all_gather(local: Tensor, outputs: list[Tensor], group: Any) -> None:
-    """Everybody's ``local`` becomes the output at its place. They may differ in size."""
+    """Gather the ``local`` of each worker into the output at its position. They may differ in size."""
     _all_gather(local, outputs, group, blocks=True).wait()
 
 
@@ -211,7 +211,7 @@ def _all_gather(local: Tensor, outputs: list[Tensor], group: Any, blocks: bool) 
 
 
 def all_to_all(gives: list[Tensor], takes: list[Tensor], group: Any) -> None:
-    """Everybody's tensors at this worker's place become ``takes``. They may differ in size."""
+    """Receive into ``takes`` the tensors that each worker gives to this one. They may differ in size."""
     options = c10d_library.AllToAllOptions()
     options.asyncOp = False
     group.alltoall(takes, gives, options).wait()

@@ -23,9 +23,10 @@ class EngineStep:
         program: a number; None: nothing is run.
         definition: of a program that comes for the first time.
         run: the ids of its inputs, and its scalars, as ``Repetition`` packs them.
-        freed: ids of values that nobody needs, nor this step; inputs that the program uses up are not named.
-        wanted: ids of values that the answer is to bring.
-        forget: numbers of programs that no later step runs, nor this one.
+        freed: ids of values that are no longer needed, not even by this step; inputs that the program uses up
+            are not listed.
+        wanted: ids of values that the answer must contain.
+        forget: numbers of programs that neither this step nor a later one runs.
     """
 
     sequence: int
@@ -59,8 +60,8 @@ class Failure:
     Attributes:
         index: its number in the program; -1: the program could not be run at all.
         cause: what it raised.
-        ends: nothing that the program would have made is there; else only what depends on the instruction is
-            lost, and zeros stand in for it.
+        ends: whether none of the program's results exist; otherwise only those that depend on the instruction
+            are lost, and replaced by zeros.
     """
 
     index: int

@@ -103,7 +103,7 @@ def _placement(letter: str) -> Placement:
 # ---- which row
 
 _KEEPS_BATCH: Final = 8.0
-"""So many times dearer is it to move a batch: what is computed from it would be elsewhere, too."""
+"""Factor for the cost of moving a batch, since everything computed from it would have to follow."""
 
 _BATCH_COMES_SECOND: Final = ("aten::addmm", "aten::baddbmm", "aten::embedding")
 

@@ -1,8 +1,8 @@
 """Passes over a linked program's steps that gather: fewer, sooner, and while others compute.
 
-What is gathered soon after one another comes together, and each of these begins when the one before it has
-come, if what it gathers is there by then. So a worker holds at most two of them that nobody reads yet. What a
-layer's forward and the backward behind it both gather comes once.
+Tensors that are gathered soon after one another are gathered together, and each gathering starts when the
+previous one is complete, if its inputs exist by then. So a worker holds at most two that are not used yet. A
+tensor that both a layer's forward and the following backward need is gathered once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmd.engine.worker.steps import Step
 __all__ = ["gather_ahead"]
 
 _BYTES: Final = 4 << 20
-"""So much is gathered at once before it is needed, at most."""
+"""Maximum number of bytes gathered at once before they are needed."""
 
 
 def gather_ahead(

@@ -102,8 +102,8 @@ class LinkedProgram:
         Args:
             inputs: this worker's parts. The list is emptied, so that what it holds can be freed on the way.
             scalars: the program's numbers.
-            failures: takes those of instructions that this worker does alone: zeros stand in for what they
-                would have given, and the rest is done. None: they are raised as others.
+            failures: collects errors of instructions that only this worker executes: their results are
+                replaced by zeros, and execution continues. None: they are raised like others.
 
         Returns:
             This worker's parts of the program's outputs.
@@ -287,7 +287,7 @@ def resolve(name: str) -> Any:
     """The overload of that name, such as ``aten::add.Tensor``.
 
     Raises:
-        LookupError: nobody has registered it in this process.
+        LookupError: it is not registered in this process.
     """
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")

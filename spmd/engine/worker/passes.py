@@ -1,8 +1,8 @@
 """Passes over the steps of a linked program: the same values, with less communication, memory and waiting.
 
-*Memory.* A step may write its result over an argument if nobody can see it: the argument and all values that
-may share memory with it are read by no later step and are no outputs, its memory is the run's own, and it has
-no element twice. What may share memory is known from the operators' schemas, and told by rules.
+*Memory.* A step may write its result over an argument if that cannot be observed: the argument and all values
+that may share memory with it are read by no later step and are no outputs, its memory belongs to the run, and
+no element occurs twice in it. Sharing of memory is known from the operators' schemas and from rules.
 
 *Gathers* have a file of their own (``spmd.engine.worker.gathers``).
 
@@ -32,10 +32,10 @@ __all__ = ["copied_outputs", "may_alias", "optimize", "overlaps", "overwriting"]
 aten: Any = torch.ops.aten
 
 _BUCKET_BYTES: Final = 1 << 20
-"""When so much has come together, its reduction begins. What is larger is reduced alone."""
+"""Number of bytes at which a bucket's reduction begins. Larger tensors are reduced separately."""
 
 _PENDING_BYTES: Final = 32 << 20
-"""So much may wait to be reduced and scattered, at most."""
+"""Maximum number of bytes that wait to be reduced and scattered."""
 
 
 def optimize(program: Program, steps: Sequence[Step], metas: Sequence[Meta | None]) -> list[Step]:
@@ -93,7 +93,7 @@ class _Memory:
         return value in self._overlapping
 
     def may_be_overwritten(self, value: int, place: int) -> bool:
-        """Whether nobody needs it after a step."""
+        """Whether it is not used after a step."""
         return value not in self._overlapping and self._last[self.root(value)] <= place
 
     def is_seen_only_by(self, step: Step, value: int, place: int) -> bool:

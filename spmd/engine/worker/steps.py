@@ -42,7 +42,7 @@ class Step:
         index: of the instruction that it comes from.
         function: gives a tensor, or a flat sequence of tensors and None.
         args, kwargs: with ``Ref`` and ``Scalar``, also inside of lists and tuples.
-        results: numbers of values; None for what nobody uses.
+        results: numbers of values; None for unused results.
         single: it gives a tensor, not a sequence.
         shared: pairs of a result and an argument that may share memory.
         overlaps: results may have elements twice.

@@ -155,7 +155,7 @@ def test_the_group_outlives_a_store_that_others_keep(run_workers: RunWorkers) ->
         member.wait_for("ready")
     workers[0].kill()
     workers[0].result()
-    until(lambda: "nobody can join it any more" in members[0].log.read_text())
+    until(lambda: "no worker can join it any more" in members[0].log.read_text())
     for member in members:
         assert ask(member, call_all) == ["worker1", "worker2", "worker3"]
     members[2].kill()
@@ -182,7 +182,7 @@ def test_a_stranger_that_writes_to_the_store_does_members_no_harm(
     members[0].result()
     workers[0].kill()
     workers.results()
-    assert members[0].log.read_text().count("was written to by somebody who does not belong") == 1
+    assert members[0].log.read_text().count("was written to by a process that does not belong") == 1
 
 
 def watch_others(worker: Worker) -> None:

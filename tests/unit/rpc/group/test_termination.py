@@ -260,7 +260,7 @@ def test_a_leader_that_is_lost_when_the_time_is_over_is_named() -> None:
     worker.enter(0.0, IDLE, timeout=5.0)
     worker.tick(5.0, IDLE)
     (failed,) = worker.lost(group[0].incarnation, 5.5, IDLE)
-    assert failed == Failed("shutdown timed out: worker 'worker0', who led it, is gone")
+    assert failed == Failed("shutdown timed out: its leader, worker 'worker0', is gone")
 
 
 def test_other_workers_ask_the_leader_what_the_timeout_was_for() -> None:
@@ -285,7 +285,7 @@ def test_leader_that_does_not_answer_is_named() -> None:
     assert worker.next_tick == 6.0
     (failed,) = worker.tick(6.0, IDLE)
     assert isinstance(failed, Failed)
-    assert "'worker0', who leads it, does not answer" in failed.reason
+    assert "its leader, worker 'worker0', does not answer" in failed.reason
 
 
 @pytest.mark.parametrize(

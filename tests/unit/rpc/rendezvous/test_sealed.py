@@ -145,11 +145,11 @@ def test_a_counter_that_a_stranger_has_set_ends_in_an_error(
     shared: HashStore, workers: Workers, counter: bytes
 ) -> None:
     put(shared, "arrivals", counter)
-    with pytest.raises(RendezvousError, match="somebody who does not belong to this job"):
+    with pytest.raises(RendezvousError, match="a process that does not belong to this job"):
         log(shared).read()
     if counter.isdigit():  # else the store itself counts no further
         for join in (partial(join_static, world_size=1), join_dynamic):
-            with pytest.raises(RendezvousError, match="somebody who does not belong to this job"):
+            with pytest.raises(RendezvousError, match="a process that does not belong to this job"):
                 join(sealed(shared, TOKEN), workers(1)[0].member, timeout=10)
 
 

@@ -52,7 +52,7 @@ def test_a_token_is_not_read_from_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token", 0o600)
     writer = os.open(tmp_path / "token", os.O_RDWR)
     try:
-        with pytest.raises(InvalidOptionError, match="is no regular file"):
+        with pytest.raises(InvalidOptionError, match="is not a regular file"):
             find_credential(AgentOptions(token_file=str(tmp_path / "token")), {})
     finally:
         os.close(writer)

@@ -190,7 +190,7 @@ def test_a_stopped_member_is_taken_out_and_learns_of_it(
         two.look()
         wait()
     assert in_log(memory) == {"worker0", "worker1"}
-    with pytest.raises(PutOut, match="taken it out"):
+    with pytest.raises(PutOut, match="removed it"):
         stopped.look()
 
 

@@ -97,7 +97,7 @@ def test_of_what_nobody_knows_a_member_can_say_so_much_only(
 
     say(10)
     protocol.sweep()
-    with pytest.raises(ProtocolError, match="more than 10 objects, forks and workers that nobody knows"):
+    with pytest.raises(ProtocolError, match="more than 10 unknown objects, forks and workers"):
         protocol.receive(HOSTILE, message(99))
     protocol.receive(FRIEND, ["confirm", [7, 1], [FRIEND, 1]])  # others may speak
 

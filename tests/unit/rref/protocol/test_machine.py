@@ -233,7 +233,7 @@ def test_the_example_in_the_text_runs() -> None:
     ("module", "end", "words"),
     [
         (user, "*Granted*", {"HELD": "held once more"}),
-        (owner, "What has no row", {"CREATOR_LOST": "creator lost"}),
+        (owner, "An event without a row", {"CREATOR_LOST": "creator lost"}),
     ],
     ids=["a user's fork", "an owner's object"],
 )
