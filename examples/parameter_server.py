@@ -160,7 +160,7 @@ class Trainer:
         return socket.gethostname(), os.getpid()
 
     def train(self, steps: int) -> None:
-        """Computes gradients and has the server use them, so many times."""
+        """Computes gradients and has the server use them, ``steps`` times."""
         # (4) Calls through a reference: server.rpc_sync().method(...) runs the method on the worker that
         # owns the object. There are rpc_async() and remote() as well.
         self._use(self._server.rpc_sync().weights())

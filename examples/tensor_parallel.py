@@ -64,7 +64,7 @@ from spmd.tensor_parallel import (
 )
 from transformer import HEADS, Text, Transformer, load_text
 
-# ---------------------------------------------------------------- training: plain PyTorch, but for averages
+# ------------------------------------------------------------ training: plain PyTorch, except for averages
 
 
 class Trainer:

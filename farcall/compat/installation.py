@@ -49,7 +49,7 @@ _FACADES: Final = {
     "torch.distributed.nn.jit": "farcall.compat.torch_nn_jit",
     "torch.distributed.optim.optimizer": "farcall.compat.torch_optim",
 }
-"""What stands in for which of PyTorch's modules. Modules of these without a facade cannot be imported."""
+"""The facade of each of PyTorch's modules. Submodules of these without a facade cannot be imported."""
 
 _SHOWN_BY: Final = {
     "torch.distributed.nn": ("RemoteModule", "farcall.compat.torch_nn"),

@@ -52,13 +52,13 @@ dcp: Any = torch.distributed.checkpoint
 
 @dataclass(frozen=True)
 class ShardMembership:
-    """Who a shard's group is.
+    """The group of a shard.
 
     Attributes:
-        name: of the model, the same on all of its workers and no other's.
-        workers: their names, by rank in the model.
-        world: their ranks in PyTorch's default process group; None: there is none, and they become it.
-        timeout: seconds that forming it, and each collective, may take.
+        name: name of the model, the same on all of its workers and unique among models.
+        workers: names of the workers, by rank in the model.
+        world: their ranks in PyTorch's default process group; None if there is none, and they become it.
+        timeout: timeout in seconds for forming it, and for each collective.
     """
 
     name: str

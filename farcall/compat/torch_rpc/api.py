@@ -133,7 +133,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     _get_current_rpc_agent()
     if graceful and _wait_all_workers is not _wait_all_workers_of_ours:
         try:
-            _wait_all_workers(timeout)  # put in its place by somebody, who wants it to be used
+            _wait_all_workers(timeout)  # the program has replaced it and expects it to be called
         except BaseException:
             rpc.shutdown(graceful=False)
             raise

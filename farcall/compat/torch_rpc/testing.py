@@ -23,7 +23,7 @@ from rpc.testing.faults import Faults
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_available"]
 
 __path__: Final[list[str]] = []
-"""A package, as PyTorch's: who imports a module of it is told that there is none."""
+"""Marks it as a package, like PyTorch's, so that importing a submodule fails with the usual error."""
 
 BACKEND: Final = "FAULTY_TENSORPIPE"
 

@@ -1,7 +1,7 @@
-"""Names of ``torch_xla`` that stand for XLA's own compiler, kernels and processes, which do not exist here.
+"""Names of ``torch_xla`` for XLA's own compiler, kernels and processes, which do not exist here.
 
-Programs and libraries import many that they never call. So each can be imported, and when it is called raises
-an error that says what to use.
+Programs and libraries import many that they never call. So each can be imported, and raises an error that
+says what to use when it is called.
 """
 
 from __future__ import annotations

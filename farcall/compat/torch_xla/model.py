@@ -251,7 +251,7 @@ class RateTracker:
         self._rate = 0.0
 
     def add(self, count: float) -> None:
-        """So many more."""
+        """Add ``count``."""
         self._count += count
 
     def rate(self) -> float:
