@@ -255,9 +255,17 @@ def doctor(meet: str | None, seconds: float) -> int:
     for finding in examine():
         show(finding)
     with _meanwhile("importing PyTorch and farcall"):
+        from torch.accelerator import is_available
+
+        from farcall.accelerator_trial import WHAT, accelerators, between_workers
         from farcall.meeting import meet as meet_other
         from farcall.trials import TRIALS, pytorch
     show(pytorch())
+    show(accelerators())
+    if is_available():
+        with _meanwhile(f"trying {WHAT}"):
+            found = between_workers()
+        show(found)
     for trial in TRIALS:
         with _meanwhile(f"trying {trial.what}"):
             found = trial.run()

@@ -9,13 +9,13 @@ from typing import Any, Final, Protocol, Self
 
 from rpc.options import TlsOptions
 
-__all__ = ["Server", "serve"]
+__all__ = ["RunningServer", "serve"]
 
 _GROUP: Final = "rpc.serving"
 _NAME: Final = "serve"
 
 
-class Server(Protocol):
+class RunningServer(Protocol):
     """A running server.
 
     Attributes:
@@ -54,7 +54,7 @@ def serve(
     tracebacks: bool = False,
     metrics_port: int | None = None,
     metrics_host: str = "127.0.0.1",
-) -> Server:
+) -> RunningServer:
     """Serve functions and modules to clients in any language, over gRPC, in this process; see
     ``farcall.serve`` for the arguments.
 
@@ -74,7 +74,7 @@ def serve(
             "nothing is installed that serves: pip install 'farcall[serve]', again where it was installed "
             "before it had rpc.serve"
         )
-    server: Server = next(iter(found)).load()(
+    server: RunningServer = next(iter(found)).load()(
         endpoints,
         host=host,
         port=port,

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
-from farcall.observe import tracing
+from farcall.observe import telemetry, tracing
 from farcall.observe.counters import COUNT, EXTENSION, SWITCH, Counters
 from farcall.observe.far_hosts import FarHosts, ignore
 from farcall.observe.jobs import JOB, job_id
@@ -42,6 +42,7 @@ def install(agent: Agent) -> None:
     """Have this process observed for as long as the agent lives."""
     global _observer
     tracing.install(agent)
+    telemetry.install(agent)
     if os.environ.get(_SWITCH) == "0":
         ignore(agent)
         return

@@ -313,9 +313,9 @@ class Observer:
             for name, part in list(agent.extensions.items()):
                 observed = getattr(part, "observed", None)
                 if observed is not None:
-                    snapshot[name] = observed()
+                    snapshot[name] = _part(observed)
         for name, make in list(self.extra.items()):
-            snapshot[name] = make()
+            snapshot[name] = _part(make)
         # At the end the state from before that stays: it shows what was waited for when another failed.
         is_ending = self.identity["phase"] in ("leaving", "left")
         while not self._file.snapshot(snapshot, keep=is_ending):
@@ -341,6 +341,14 @@ class Observer:
             if which not in self._seen:
                 self.record(f"{which[0]} ended", **_named(each))
         return before.keys() != self._seen.keys()
+
+
+def _part(observed: Callable[[], Any]) -> Any:
+    """A part of a snapshot."""
+    try:
+        return observed()
+    except Exception as error:  # the state that it reads changes while it is read
+        return {"unknown": type(error).__name__}
 
 
 def _moves(thread: dict[str, Any], now: float) -> bool:

@@ -222,9 +222,9 @@ class Exchange:
         self._post(peer, TOPIC, ["take", index])
 
     def reads(self, peer: Peer, elements: Tensor) -> bool:
-        """Whether a worker reads a tensor of bytes in place."""
+        """Whether a worker reads a contiguous tensor in place."""
         taken = self._taken.get(peer)
-        return taken is not None and elements.device.index in taken and elements.numel() >= SMALLEST_BYTES
+        return taken is not None and elements.device.index in taken and elements.nbytes >= SMALLEST_BYTES
 
     def gone(self, peer: Peer, _: str) -> None:
         """A worker is gone: give up what it has not read."""

@@ -224,7 +224,7 @@ class ProfiledRequest(Observation):
 
     def __init__(
         self,
-        inner: Recording | None,
+        inner: Recording | Observation | None,
         gathered: Gathered,
         *,
         tells: bool,

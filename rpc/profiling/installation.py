@@ -120,7 +120,7 @@ class CallProfiler:
 
     # ---- requests of other workers
 
-    def _requested(self, value: Any, inner: Recording | None) -> Observation:
+    def _requested(self, value: Any, inner: Recording | Observation | None) -> Observation:
         shapes, memory, flops, stack = (bool(value[at]) for at in range(4))
         return _Request(self, inner, (shapes, memory, flops, stack), tells=True)
 
@@ -160,7 +160,7 @@ class _Request(ProfiledRequest):
     def __init__(
         self,
         calls: CallProfiler,
-        inner: Recording | None,
+        inner: Recording | Observation | None,
         settings: Settings,
         *,
         tells: bool,

@@ -1,6 +1,6 @@
 """What a transport is: it listens, it connects, and either way yields connections that carry frames.
 
-``unix`` and ``tcp`` each are one file beside this one, gRPC's is ``farcall.transport``; all yield the
+``unix`` and ``tcp`` each are one file beside this one, gRPC's is ``farcall.grpc``; all yield the
 ``StreamConnection`` of ``stream.py``. ``rpc.testing`` has one in memory. ``registry.py`` finds them by name.
 An address is ``SCHEME:REST``.
 """

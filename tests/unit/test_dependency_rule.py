@@ -101,6 +101,7 @@ WITH_EXTRAS = {
     ROOT / "farcall" / "scraping.py": ("metrics",),
     ROOT / "farcall" / "observe" / "metric_families.py": ("metrics",),
     ROOT / "farcall" / "observe" / "metrics_endpoint.py": ("metrics",),
+    ROOT / "farcall" / "observe" / "telemetry.py": ("otel",),
     ROOT / "farcall" / "grpc": ("grpc",),
     ROOT / "farcall" / "page": ("page",),
     ROOT / "farcall" / "ray": ("ray",),
@@ -112,6 +113,8 @@ OTHER_NAMES = {
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
+    "opentelemetry-api": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
     "prometheus-client": "prometheus_client",
     "protobuf": "google",
 }

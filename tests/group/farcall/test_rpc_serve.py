@@ -58,6 +58,6 @@ def test_it_takes_what_farcall_serve_takes() -> None:
     ]
 
 
-def implements(server: farcall.serving.Server) -> rpc.serving.Server:
+def implements(server: farcall.serving.Server) -> rpc.serving.RunningServer:
     """Checked by mypy alone: what ``farcall.serve`` returns is what ``rpc.serve`` says."""
     return server

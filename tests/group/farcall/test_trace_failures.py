@@ -53,7 +53,8 @@ def job_of(
     run_workers: RunWorkers, folder: Path, count: int
 ) -> tuple[list[WorkerProcess], Callable[[], object]]:
     """Workers that run, and what ends them."""
-    workers = run_workers.start(serve_until_told, count)
+    started = run_workers.start(serve_until_told, count)
+    workers = [started[rank] for rank in range(count)]
     for each in workers:
         each.wait_for("ready")
     workers[0].tell("all are there")

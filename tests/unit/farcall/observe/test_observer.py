@@ -39,6 +39,16 @@ def test_look_now_shows_what_has_changed(observer: Observer) -> None:
     assert state(observer).name == "other"
 
 
+def test_part_that_fails_leaves_the_rest_of_the_snapshot(observer: Observer) -> None:
+    def fail() -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    observer.extra |= {"bad": fail, "good": lambda: [7]}
+    assert observer.look_now()
+    snapshot = state(observer).snapshot
+    assert (snapshot["bad"], snapshot["good"]) == ({"unknown": "RuntimeError"}, [7])
+
+
 def test_worker_whose_file_cannot_be_made_works_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FARCALL_JOBS_DIR", str(tmp_path / "file"))
