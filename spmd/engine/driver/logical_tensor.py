@@ -144,7 +144,7 @@ def _received(data: Tensor, requires_grad: bool) -> Tensor:
 
 
 def wrap(alias: Alias) -> LogicalTensor:
-    """A tensor that shows this."""
+    """Make a tensor that shows an alias."""
     spec = alias.spec
     made: LogicalTensor = make_wrapper(
         LogicalTensor, spec.shape, spec.stride, spec.offset, None, spec.dtype, torch.strided, DEVICE
@@ -154,7 +154,7 @@ def wrap(alias: Alias) -> LogicalTensor:
 
 
 def alias_of(tensor: Tensor) -> Alias:
-    """What a tensor shows.
+    """Return the alias that a tensor shows.
 
     Raises:
         TypeError: it is not on the device.
@@ -174,7 +174,7 @@ def know_gradient(parameter: Tensor) -> None:
 
 
 def parameter_of(gradient: Tensor) -> LogicalTensor | None:
-    """The parameter of a gradient; None if it does not know."""
+    """Return the parameter of a gradient, or None."""
     found: weakref.ref[LogicalTensor] | None = getattr(gradient, _PARAMETER, None)
     return None if found is None else found()
 
@@ -198,7 +198,7 @@ def uploaded(data: Tensor) -> LogicalTensor:
 
 
 def fetched(alias: Alias) -> Tensor:
-    """The content, on the CPU."""
+    """Return the content, on the CPU."""
     current = engine()
     with current.recorder.lock:
         value = read(current.recorder, alias)

@@ -1,4 +1,4 @@
-"""What repeats from run to run of a program is not sent again.
+"""Avoids sending what repeats from run to run of a program.
 
 Both ends keep one of these for each program and tell it every run, so that they guess alike. In a training
 loop an input's id is the same as last time (a mask), or as far below the run's first id as last time (what

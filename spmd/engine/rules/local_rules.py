@@ -84,7 +84,7 @@ class Site:
         ]
 
     def offset(self, meta: Meta, dim: int) -> int:
-        """Where this worker's part of a dimension begins."""
+        """The offset of this worker's part in a dimension."""
         layout, length, begin = meta.layout, meta.shape[dim], 0
         if layout.mesh is not None:
             at = coordinates(layout.mesh, self.rank)

@@ -1,4 +1,4 @@
-"""Means, norms, truths, and positions of the largest."""
+"""Means, norms, ``all`` and ``any``, and positions of maxima."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that die (``kill -9``) at the worst moments: which errors the others get, how soon, and what goes on.
+"""Workers that die (``kill -9``) at the worst moments: the errors of the others, how soon, and what goes on.
 
 No call here has a time limit, so a worker that is not notified of a death hangs until the test's own limit.
 """
