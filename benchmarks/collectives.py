@@ -159,7 +159,7 @@ LINES: Final = (
 
 @dataclass(frozen=True)
 class Taken:
-    """What an operation takes: seconds, and seconds of the processors of all ranks."""
+    """The cost of an operation: seconds, and CPU seconds of all ranks."""
 
     seconds: float
     processor: float

@@ -19,7 +19,7 @@ __all__ = ["limit_connections", "workloads"]
 
 _STRIPES: Final = 4
 _CONNECTION_BYTES: Final = 50 * MIB
-"""What a connection is let through in a second."""
+"""Rate limit of a connection, in bytes per second."""
 _TENSOR_BYTES: Final = 64 * MIB
 _BATCHES: Final = 3
 _OPENING_SECONDS: Final = 0.5

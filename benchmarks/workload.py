@@ -1,4 +1,4 @@
-"""What a workload is: something to measure, the same for every RPC module, and what is asked of it."""
+"""Workloads: something to measure, the same for every RPC module, with a limit."""
 
 from __future__ import annotations
 

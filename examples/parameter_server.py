@@ -88,7 +88,7 @@ class ParameterServer:
             future.set_result([])
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to continue."""
+        """Return the state that a later run needs to continue."""
         with self._lock:
             return {
                 "model": self._model.state_dict(),
@@ -187,7 +187,7 @@ class Trainer:
 
 
 def run_worker(options: argparse.Namespace) -> None:
-    """What each process does in the group."""
+    """The main function of each process in the group."""
     torch.manual_seed(options.seed)
     # (1) A group: every process has a name and a rank, and has met the others at one address. `rpc.spawn` or
     # `rpc.init_rpc` has seen to that, and `rpc.shutdown` ends it (in `example_run.py`). Rank 0 directs. The

@@ -58,7 +58,7 @@ _SHOWN_BY: Final = {
 """Packages of PyTorch's that stay, but offer a name of a module that is replaced."""
 
 _NAMES_HELD: Final = frozenset({"RRef", "init_rpc", "remote", "rpc_async", "rpc_sync", "shutdown"})
-"""What programs import by name."""
+"""Modules that programs import by name."""
 
 _MISSING: Final = object()
 

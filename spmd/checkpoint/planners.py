@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` asks when it saves or loads tensors on the logical device.
+"""Planners with which ``torch.distributed.checkpoint`` saves and loads tensors on the logical device.
 
 A tensor that is cut is saved and loaded shard by shard: each distinct shard once, with its place in the whole
 tensor, so another mesh, or another number of workers, or a program without any, can load it. The driver has

@@ -58,7 +58,7 @@ _MESSAGES: Final[dict[str, tuple[str, Callable[[str], bool] | None]]] = {
     "CLEANUP_AUTOGRAD_CONTEXT_REQ": ("over", None),
     "BACKWARD_AUTOGRAD_REQ": ("gradients", None),
 }
-"""What of ours each of PyTorch's kinds means, and for which functions."""
+"""Our counterpart of each of PyTorch's kinds, and its functions."""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -75,7 +75,7 @@ _WHY: Final[dict[str, dict[str, str]]] = {
 
 
 def absent(module: str) -> dict[str, Any]:
-    """What a lent module has in place of names that do not exist here."""
+    """Used in a lent module in place of names that do not exist here."""
     return {name: _stand_in(f"{module}.{name}", why) for name, why in _WHY.get(module, {}).items()}
 
 

@@ -60,7 +60,7 @@ def counter_names() -> list[str]:
 
 
 def counter_value(name: str) -> int | None:
-    """What a counter has counted; None if nothing."""
+    """Return the value of a counter; None if it has none."""
     return _count(_COUNTERS[name]) or None if name in _COUNTERS else None
 
 
