@@ -36,7 +36,7 @@ Plan = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What was found.
+    """The result of the search.
 
     Attributes:
         layouts: layouts of the inputs.

@@ -91,7 +91,9 @@ class LogicalTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What PyTorch saves XLA's tensors as, so that ``torch.load`` restores them on any device."""
+        """Return the reduction that PyTorch uses for XLA's tensors, so that ``torch.load`` restores it on any
+        device.
+        """
         if isinstance(self, Parameter):
             return rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
         return rebuild_on_device, (
@@ -134,7 +136,7 @@ _TENSOR_DATA: Final[Any] = vars(BaseTensor).get("data")
 
 
 def in_message(tensor: LogicalTensor) -> tuple[Any, ...]:
-    """What a tensor is pickled as in a message, whose receiver need not have the device."""
+    """Return the reduction of a tensor in a message, whose receiver need not have the device."""
     return _received, (tensor.detach().cpu(), tensor.requires_grad)
 
 

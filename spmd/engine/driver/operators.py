@@ -414,7 +414,7 @@ def _count_results(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 
 
 def _inferred(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What it returns, with specs for tensors."""
+    """Return the result, with specs in place of tensors."""
 
     def spec(meta: Meta) -> Spec:
         return Spec.of(meta.shape, meta.stride, meta.dtype)

@@ -39,7 +39,9 @@ from spmd.engine.program.program import (
 __all__ = ["ENTRIES_PER_PROGRAM", "Entry", "Recorder", "Recording"]
 
 LIMIT: Final = 1000
-"""What ``limit`` is. A recording of half as many ends where it began, so that loops soon repeat programs."""
+"""Default of ``limit``, in instructions. A recording of half as many ends where it began, so that loops soon
+repeat programs.
+"""
 
 ENTRIES_PER_PROGRAM: Final = 128
 """Entries that are kept for each program that is kept: a program is only found again by its entries."""
@@ -547,7 +549,7 @@ def _template(arg: Any, refs: Any, numbers: Any, is_number: bool) -> Any:
 
 
 def _structure(tree: Any, found: list[Spec | None]) -> Any:
-    """What is returned, with its tensors numbered."""
+    """Return the result, with numbers in place of tensors."""
     if isinstance(tree, Spec):
         found.append(tree)
         return len(found) - 1

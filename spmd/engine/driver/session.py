@@ -110,7 +110,7 @@ class _UnderWay:
     number: int = 0
 
     def described(self) -> str:
-        """What workers are asked for, with the user's lines."""
+        """Return a description of the step, with the user's lines."""
         if not self.places:
             return f"step {self.number}, {'to fetch a tensor' if self.inputs else 'to free tensors'}"
         first, last = (described(self.places[end]) for end in (0, -1))

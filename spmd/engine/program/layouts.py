@@ -64,7 +64,7 @@ def local_shape(meta: Meta, rank: int) -> tuple[int, ...]:
 
 
 def _shape_after(shape: Sequence[int], layout: Layout, rank: int, count: int) -> tuple[int, ...]:
-    """What is left of a shape by the first ``count`` placements."""
+    """Return the part of a shape that the first ``count`` placements leave."""
     left = list(shape)
     if layout.mesh is not None:
         at = coordinates(layout.mesh, rank)

@@ -143,7 +143,7 @@ def infer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _statistics_as_computed(found: tuple[Spec, ...], args: tuple[Any, ...]) -> tuple[Spec, ...]:
-    """What a norm returns, with the dtypes that kernels of the CPU give its statistics.
+    """Return the result of a norm, with the dtypes that kernels of the CPU give its statistics.
 
     They have the dtype of the parameters where that is wider than the input's, and running statistics keep
     theirs.

@@ -27,7 +27,7 @@ class Repetition:
         self._numbers: dict[int, Any] = {}
 
     def pack(self, base: int, ids: tuple[int, ...], numbers: tuple[Any, ...]) -> Packed:
-        """What is to be sent of a run with these inputs and numbers."""
+        """Return the message for a run with these inputs and numbers."""
         packed_ids = None if ids == self._guessed(base) else ids
         self._learn_ids(base, ids)
         groups = _groups(numbers)
