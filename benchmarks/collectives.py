@@ -159,7 +159,7 @@ LINES: Final = (
 
 @dataclass(frozen=True)
 class Taken:
-    """What an operation takes: seconds, and seconds of the processors of all ranks."""
+    """The cost of an operation: seconds, and CPU seconds of all ranks."""
 
     seconds: float
     processor: float
@@ -269,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("lines", nargs="*", help="parts of names of lines; default: all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="default 2 and 4")
     parser.add_argument("--tcp", action="store_true", help="between hosts: no shared memory, TCP only")
-    parser.add_argument("--hosts", type=int, metavar="N", help="with --tcp: on so many; default one each")
+    parser.add_argument("--hosts", type=int, metavar="N", help="with --tcp: number of hosts; default: ranks")
     arguments = parser.parse_args(argv)
     options: dict[str, Any] = {}
     if arguments.tcp:

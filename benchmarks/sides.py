@@ -1,4 +1,4 @@
-"""What can be compared: farcall, an earlier revision of it, and what others have made."""
+"""The sides of a comparison: farcall, an earlier revision of it, and other systems."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ PEERS = {
         missing="there is no Ray here (pip install ray)",
     ),
 }
-"""What others have made, by the name that the command takes."""
+"""Other systems, by the name that the command accepts."""
 
 
 def peer(name: str) -> Side:

@@ -70,7 +70,7 @@ class Autograd:
         call.result()
 
     def observed(self) -> dict[str, int]:
-        """What observers are to know. From any thread, without waiting."""
+        """Return data for observers. From any thread, without waiting."""
         return {"contexts": len(self.contexts), "backwards": len(self.backwards)}
 
     def debug_info(self) -> dict[str, int]:

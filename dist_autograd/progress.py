@@ -23,7 +23,7 @@ Error = Callable[[], BaseException]
 State = enum.IntEnum("State", ["MARKED", "RUNNING", "FAILING", "OVER"])
 Event = enum.IntEnum("Event", ["BEGIN", "NEWS", "FAIL", "END"])
 Action = enum.IntEnum("Action", ["NOTHING", "START", "WAKE", "FORGET"])
-"""What the reporter of an event must do, except for WAKE, which is done: it wakes the thread that runs it."""
+"""The reporter's duty after an event, except for WAKE, which is done: it wakes the thread that runs it."""
 
 TRANSITIONS: Final[dict[tuple[State, Event], tuple[State, Action]]] = {
     (State.MARKED, Event.BEGIN): (State.RUNNING, Action.START),

@@ -60,7 +60,7 @@ class Server:
             self._optimizer.load_state_dict(saved["optimizer"])
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to continue."""
+        """Return the state that a later run needs to continue."""
         with self._lock:
             return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
@@ -115,7 +115,7 @@ class Trainer:
 
 
 def be_a_trainer(name: str, meeting: str) -> None:
-    """What a trainer's process does: it joins the group that is there, and does what it is asked to."""
+    """The main function of a trainer's process: joins the existing group, and serves requests."""
     torch.set_num_threads(1)
     rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(init_method=meeting, dynamic=True))
     finished.wait()
@@ -170,7 +170,7 @@ class Crew:
                 self.start(worker.name)
 
     def kill(self, name: str) -> None:
-        """What the cloud does to a preemptible machine. Those of other machines live on."""
+        """Kills a trainer, as a cloud does with a preemptible machine. Those of other machines live on."""
         if name in self._processes:
             self._processes[name].kill()
 

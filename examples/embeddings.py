@@ -38,7 +38,7 @@ ROWS, SIZE, BATCH = 300, 8, 128
 
 
 def ratings(users: Tensor, items: Tensor) -> Tensor:
-    """What users think of items, of shape (N,): what is to be learned."""
+    """Users' ratings of items, of shape (N,), from which the model learns."""
     random = torch.Generator().manual_seed(1)
     of_users, of_items = torch.randn(2, ROWS, 4, generator=random)
     learned: Tensor = (of_users[users] * of_items[items]).sum(1)
@@ -132,7 +132,7 @@ def ask(method: str, *args: Any) -> Any:
 
 
 def serve(checkpoint: Path, options: argparse.Namespace, changes: queue.SimpleQueue[str]) -> None:
-    """What rank 0 does."""
+    """The main function of rank 0."""
     global server
     server = Server(checkpoint, options)
     rpc.init_rpc("server")
@@ -144,7 +144,7 @@ def serve(checkpoint: Path, options: argparse.Namespace, changes: queue.SimpleQu
 
 
 def train(name: str, checkpoint: Path, options: argparse.Namespace, changes: queue.SimpleQueue[str]) -> None:
-    """What the others do, from their first start or from a later one."""
+    """The main function of the others, from their first start or from a later one."""
     if checkpoint.exists() and torch.load(checkpoint)["step"] >= options.steps:  # (4) the server may be gone
         print("the training is over", flush=True)
         return

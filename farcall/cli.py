@@ -207,7 +207,7 @@ def launch(
         raise click.UsageError(str(error)) from error
     if outlive and log_dir is None:
         raise click.UsageError(
-            "--outlive needs --log-dir: nobody reads the output of workers without a launcher"
+            "--outlive needs --log-dir: the output of workers without a launcher is not read"
         )
     if page and find_spec("aiohttp") is None:
         raise click.UsageError("--page needs aiohttp: pip install 'farcall[page]'")

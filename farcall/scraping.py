@@ -1,7 +1,7 @@
 """Serves metrics to Prometheus: HTTP/1.1 on the running loop, one request per connection.
 
-Whoever reaches the port can occupy neither a thread nor much memory: a request has a few KB, a connection
-lasts a few seconds, and of many connections the oldest are closed.
+A client can occupy neither a thread nor much memory: a request has a few KB, a connection lasts a few
+seconds, and if there are many connections, the oldest are closed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ async def published(
 
     Args:
         registry: the metrics.
-        host: the address to listen at.
-        port: 0 for one that is free.
-        admits: who may read them.
+        host: the address to listen on.
+        port: the port to listen on; 0 for any.
+        admits: decides which clients may read them.
         tls: serve them over HTTPS.
 
     Yields:

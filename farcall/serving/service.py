@@ -115,7 +115,7 @@ async def _put(into: value_pb2.Value, result: Any) -> None:
 def _read(
     kind: type[pb.CallRequest | pb.StreamCallRequest], request: bytes, limit: int, caller: Caller
 ) -> tuple[str, list[Any], dict[str, Any]]:
-    """What is called, and its arguments."""
+    """Return the endpoint's name, and the arguments."""
     invocation = parse(kind, request, limit).call
     caller.served = invocation.name
     return invocation.name, *_arguments(invocation)

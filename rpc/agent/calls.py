@@ -111,7 +111,7 @@ class PendingCall(Awaited):
 
     @property
     def asked(self) -> str:
-        """What was asked; see ``name_of``."""
+        """Description of what was asked; see ``name_of``."""
         return name_of(self.what)
 
     def timeout_error(self) -> RpcTimeoutError:

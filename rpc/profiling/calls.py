@@ -155,7 +155,9 @@ class Gathered:
         return merged
 
     def remote_events(self, span: Span, began: float) -> list[dict[str, Any]]:
-        """What the callee of a call has told, by the names of fields; with times since ``began``."""
+        """Return the events that a call's callee has sent, by the names of fields; times are since
+        ``began``.
+        """
         return [dict(zip(_FIELDS, each, strict=True)) for each in self._remote(span, began)]
 
     def _remote(self, span: Span, began: float) -> list[Event]:

@@ -22,7 +22,7 @@ _PORTS: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What an engine's variables say about a worker.
+    """The values of an engine's variables for a worker.
 
     Attributes:
         name: name of the engine, for errors.

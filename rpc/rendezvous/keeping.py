@@ -1,4 +1,4 @@
-"""What members of a dynamic group do for later joiners: the group outlives its store.
+"""The duties of a dynamic group's members to later joiners: the group outlives its store.
 
 Each member watches the store, and reads the log in it every few seconds (``watching``). When the store is
 gone, with the process that served it, a member on that host serves another at the same address; the others

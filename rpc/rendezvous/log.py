@@ -31,7 +31,7 @@ _MOST_ARRIVALS: Final = 1 << 16
 
 
 class OwnRecord(Enum):
-    """What a worker finds at its own place in the log."""
+    """The state of a worker's own place in the log."""
 
     INTACT = "its arrival, and a verdict of a worker of this job"
     NO_VERDICT = "its arrival; the verdict was deleted or overwritten by another program"

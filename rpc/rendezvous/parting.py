@@ -84,7 +84,7 @@ class Part:
 
 
 class Action(Enum):
-    """What to do about a lost worker in the log."""
+    """The action for a lost worker in the log."""
 
     REMOVE = "take it out of the log"
     ASK = "ask it in the log"

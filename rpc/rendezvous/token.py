@@ -40,7 +40,7 @@ _LARGEST_FILE: Final = 4096
 
 @dataclass(frozen=True)
 class Credential:
-    """What proves that a worker belongs to the job.
+    """The proof that a worker belongs to the job.
 
     Attributes:
         token: the token; None for no proof, by the option ``insecure``.

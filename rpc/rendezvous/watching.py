@@ -1,4 +1,4 @@
-"""What a worker of a dynamic group does each time it reads the log: the I/O around ``parting``.
+"""The actions of a worker of a dynamic group each time it reads the log: the I/O around ``parting``.
 
 *Its own entry.* It answers a question there, and leaves the group if it was removed. An entry that was
 deleted or overwritten is written again.

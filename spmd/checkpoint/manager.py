@@ -248,7 +248,7 @@ class CheckpointManager:
         return self._preempted
 
     def _found(self) -> list[Checkpoint]:
-        """What an earlier manager has saved, the oldest first."""
+        """Return the checkpoints of earlier managers, the oldest first."""
         found, self._interrupted, others = self._folders.found()
         if others:
             _log.warning(

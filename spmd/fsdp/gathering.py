@@ -83,7 +83,7 @@ class _LaidOut(torch.autograd.Function):
 
 
 class _Shard:
-    """What a parameter was in forward, and who waits for it in backward.
+    """The parameter as it was in forward, and the saved tensors that wait for it in backward.
 
     It is gathered once for all that was saved of it, however often the module has used it.
     """

@@ -144,7 +144,7 @@ class Planner:
             self._recorder.limit = _LIMIT
 
     def __call__(self, recording: Recording) -> Callable[[], None] | None:
-        """What is to be done once a recording has run; None: nothing."""
+        """Return the function to call once a recording has run, or None."""
         changes = self._recorder.changes
         if not changes:  # or no longer: there is a plan
             return None
@@ -273,7 +273,7 @@ def _index(alias: Alias, recording: Recording) -> int | None:
 
 
 def _alive() -> tuple[list[Alias], list[LogicalTensor]]:
-    """What all tensors show, and these. Nobody keeps lists of them: the garbage collector has some."""
+    """Return the aliases of all living tensors, and the tensors, which only the garbage collector lists."""
     objects = gc.get_objects()
     return (
         [each for each in objects if type(each) is Alias],

@@ -94,7 +94,7 @@ def visualize_tensor_sharding(t: Tensor, **options: Any) -> Table:
 
 
 def _cells(sharding: OpSharding) -> list[list[str]]:
-    """What each cell says, row by row."""
+    """Return the text of each cell, row by row."""
     if not sharding.tiles:
         return [[f"CPU {list(range(count()))}"]]
     if any(count > 1 for count in sharding.tiles[2:]):

@@ -86,7 +86,7 @@ def _become(parameter: nn.Parameter, data: DTensor, site: Site) -> nn.Parameter:
 
 
 def _tied(parameter: nn.Parameter, placement: Placement, site: Site) -> nn.Parameter | None:
-    """What this parameter has become in another module.
+    """Return the parameter that replaced this one in another module.
 
     Raises:
         ParallelError: that is laid out otherwise than it is needed here.

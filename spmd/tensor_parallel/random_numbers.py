@@ -42,7 +42,7 @@ _IN_PLACE: Final = (
 )
 _NEW: Final = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
 _DROPOUT: Final = ("native_dropout",)
-"""What dropout is on accelerators."""
+"""Operators of dropout on accelerators."""
 
 _STREAM: Final = 0x9E3779B97F4A7C15
 

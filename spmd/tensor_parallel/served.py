@@ -189,7 +189,7 @@ class ShardedModule:
             return self._coordinator.rpc_sync(timeout=timeout).run(name, args)
 
     def _of_all(self, name: str, *each: Any) -> list[Any]:
-        """What a method returns on each shard; given one argument each, if any are given."""
+        """Return a method's results on all shards; with one argument for each shard, if any are given."""
         with self._naming_lost():
             calls = [
                 getattr(shard.rpc_async(timeout=0), name)(*each[rank : rank + 1])

@@ -52,13 +52,13 @@ dcp: Any = torch.distributed.checkpoint
 
 @dataclass(frozen=True)
 class ShardMembership:
-    """Who a shard's group is.
+    """The group of a shard.
 
     Attributes:
-        name: of the model, the same on all of its workers and no other's.
-        workers: their names, by rank in the model.
-        world: their ranks in PyTorch's default process group; None: there is none, and they become it.
-        timeout: seconds that forming it, and each collective, may take.
+        name: name of the model, the same on all of its workers and unique among models.
+        workers: names of the workers, by rank in the model.
+        world: their ranks in PyTorch's default process group; None if there is none, and they become it.
+        timeout: timeout in seconds for forming it, and for each collective.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ShardMembership:
 
 @dataclass(frozen=True)
 class Task:
-    """What a shard is to do.
+    """A task for a shard.
 
     Attributes:
         sequence: from 0; tasks are done in this order.
@@ -102,7 +102,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call has given.
+    """The outcome of a call.
 
     Attributes:
         value: what ``forward`` returned.
@@ -331,7 +331,7 @@ class ModelShard:
         return [RRef(self._locals[each]) for each in self.module.parameters()]
 
     def parts(self) -> dict[str, StatePart]:
-        """What this shard has of the state, by name."""
+        """Return this shard's part of the state, by name."""
         return {name: part_of(value, self.rank) for name, value in self.module.state_dict().items()}
 
     def take(self, parts: Mapping[str, Tensor]) -> None:

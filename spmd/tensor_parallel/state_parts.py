@@ -17,7 +17,7 @@ __all__ = ["StatePart", "cut_state", "part_of", "whole_of"]
 
 @dataclass(frozen=True)
 class StatePart:
-    """What a shard has of one entry of the state.
+    """A shard's part of one entry of the state.
 
     Attributes:
         local: its part; None: the whole, which rank 0 gives.
@@ -31,7 +31,7 @@ class StatePart:
 
 
 def part_of(value: Tensor, rank: int) -> StatePart:
-    """What the shard of a rank has of an entry of its state."""
+    """Return a rank's part of an entry of its state."""
     dim, local = None, value
     if isinstance(value, DTensor):
         (placement,) = value.placements

@@ -150,7 +150,7 @@ class Load:
         self.sizes = (1, 100, 50_000, 1 << 20, 4 << 20) if across_hosts else (1, 100, 50_000)
 
     def others(self) -> list[str]:
-        """Who is there."""
+        """The workers that are present."""
         mine = rpc.get_worker_info().name
         return [info.name for info in rpc.get_worker_infos() if info.name != mine]
 

@@ -1,8 +1,8 @@
 """The dependency rule: imports point down only, by package, room and file, and importing does nothing.
 
-``spmd`` stands on ``dist_optim``, that on ``dist_autograd``, that on ``rref``, that on ``rpc``; ``farcall``
+``spmd`` is built on ``dist_optim``, that on ``dist_autograd``, that on ``rref``, that on ``rpc``; ``farcall``
 is the front door and may import them all. Only the face ``rpc/__init__.py`` looks up, to offer ``remote`` and
-``RRef`` where PyTorch does. Inside ``rpc`` the rooms stand on each other as ``ROOMS`` says, and no files
+``RRef`` where PyTorch does. Inside ``rpc`` the rooms depend on each other as ``ROOMS`` says, and no files
 import each other in a circle; what is imported under ``TYPE_CHECKING`` counts. And nobody imports what
 PyTorch may drop: its own RPC.
 """

@@ -76,7 +76,7 @@ def OpSharding(  # noqa: N802  theirs
 
 
 def _get_xla_sharding_spec(t: Tensor) -> str:
-    """How a tensor is cut; of what nobody marked, ``{replicated}`` once workers have it, and '' before."""
+    """Return a tensor's sharding; without a mark ``{replicated}`` once workers have it, and '' before."""
     if not engine.is_logical(t):
         return ""
     alias = alias_of(t)
@@ -144,7 +144,7 @@ def _mark_manual_sharding(t: Tensor, sharding: shardings.OpSharding | None = Non
 
 
 def _spmd_full_to_shard_shape(t: Tensor) -> Tensor:
-    """A tensor that stands for each worker's part of one that is marked."""
+    """Return a tensor that represents each worker's part of a marked one."""
     if not is_marked(t):
         raise RuntimeError("Input tensor is not sharded: call mark_sharding first")
     return worker_parts(t)

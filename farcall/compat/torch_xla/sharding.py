@@ -186,7 +186,7 @@ def unwrap_sharded_tensor(t: Tensor) -> Tensor:
 
 
 def xla_patched_nn_linear_forward(m: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  theirs
-    """What a linear layer computes."""
+    """Compute a linear layer."""
     return nn.functional.linear(input, m.weight, m.bias)
 
 
@@ -195,5 +195,5 @@ class XLAPatchedLinear:
 
     @staticmethod
     def apply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  theirs
-        """What a linear layer computes."""
+        """Compute the linear layer."""
         return nn.functional.linear(input, weight, bias)

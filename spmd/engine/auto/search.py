@@ -28,7 +28,7 @@ _WORK: Final = 1 << 19
 """Maximum number of instructions evaluated in all evaluations together; some microseconds each."""
 
 _EVALUATIONS: Final = (32, 4000)
-"""At least and at most, however long the program is."""
+"""Minimum and maximum number of evaluations, for programs of any length."""
 
 Plan = tuple[int, ...]
 """A layout for each input, by the number that :class:`Costs` has given it."""
@@ -36,7 +36,7 @@ Plan = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What was found.
+    """The result of the search.
 
     Attributes:
         layouts: layouts of the inputs.
@@ -54,7 +54,8 @@ class Chosen:
 
 
 def candidates(meta: Meta, mesh: MeshKey) -> list[Layout]:
-    """How a tensor may lie: whole, or cut along each axis of the mesh in any dimension that is long enough.
+    """Return possible layouts of a tensor: replicated, or sharded along each axis in any dimension that is
+    long enough.
 
     Example::
 
@@ -95,7 +96,7 @@ def choose_layouts(
     Args:
         program: as recorded, on whole inputs.
         mesh: of all workers.
-        fixed: inputs, by number, of which the user has said where they lie.
+        fixed: inputs, by number, whose layouts the user has specified.
         updates: see :func:`spmd.engine.auto.cost.cost_of`.
         starts: plans to begin with, besides those above. None of them is cheaper than what is found.
         limit: evaluations, at most. Default: as many as a few seconds have.
@@ -159,7 +160,7 @@ class _Search:
         return found
 
     def _batch_cut(self) -> Plan:
-        """What is no parameter, along its first dimension."""
+        """Shard everything but parameters along the first dimension."""
         return tuple(
             self._cut(place, 0) if place not in self._updates else choices[0]
             for place, choices in enumerate(self._choices)

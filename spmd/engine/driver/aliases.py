@@ -1,10 +1,10 @@
 """Views and writes through them, in a program that has neither.
 
-Tensors that share memory, as the user sees it, are *aliases* of one base. The base has a value, and a
-version that counts its changes; a view knows the operation by which it is had from its parent. A view is
-computed when it is read, and again when the base has changed since. A write to a view makes a new value of
-its parent, and so on up to the base; parents that show an element several times (``expand``, ``unfold``) are
-passed over, since each of these places would have to change.
+Tensors that share memory, from the user's point of view, are *aliases* of one base. The base has a value, and
+a version that counts its changes; a view has the operation that makes it from its parent. A view is computed
+when it is read, and again when the base has changed since. A write to a view makes a new value of its parent,
+and so on up to the base; parents in which an element occurs several times (``expand``, ``unfold``) are
+skipped, since each of its places would have to change.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ Step = tuple[Operation, tuple[Any, ...]]
 
 
 class Value:
-    """What one instruction has made, or the driver has given. It never changes.
+    """The result of an instruction, or a tensor from the driver. It never changes.
 
     Attributes:
-        spec: of it.
-        index: in the recording that makes or uses it: inputs are -1, -2 and so on.
-        recording: that one.
+        spec: its spec.
+        index: its index in the recording that makes or uses it: inputs are -1, -2 and so on.
+        recording: that recording.
         remote: keeps it alive on the workers, once it is there.
-        data: on the CPU, for what is not there yet: the whole, or a list of the workers' parts.
+        data: content on the CPU if it is not with the workers yet: the whole, or a list of the workers'
+        parts.
         uninitialized: whether its content is undefined.
     """
 
@@ -58,12 +59,12 @@ class Alias:
     """A tensor, or a view of one.
 
     Attributes:
-        value: of a base, what it is now; of a view, what it was at ``version``.
-        spec: the tensor's shape and strides as the user sees them, and the layout of ``value``.
-        base: None for a base.
-        parent: what it is a view of.
-        step: the operation that makes it from its parent, with its other arguments.
-        version: of a base, how often it was changed; of a view, the base's version that it shows.
+        value: for a base, its current value; for a view, its value at ``version``.
+            spec: the tensor's shape and strides as the user sees them, and the layout of ``value``.
+            base: the base; None for a base itself.
+            parent: the tensor that it is a view of.
+            step: the operation that makes it from its parent, with its other arguments.
+            version: for a base, the number of its changes; for a view, the base's version that it shows.
     """
 
     __slots__ = ("base", "parent", "spec", "step", "value", "version")
@@ -86,7 +87,7 @@ class Alias:
 
 
 class Records(Protocol):
-    """What is needed here of a recorder."""
+    """The interface of a recorder to this module."""
 
     def record(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] = ..., /
@@ -100,7 +101,7 @@ class Records(Protocol):
 
 
 def read(recorder: Records, alias: Alias) -> Value:
-    """Its value now."""
+    """Return a tensor's current value."""
     parent, base = alias.parent, alias.base
     if parent is None or base is None or alias.version == base.version:
         assert alias.value is not None
@@ -190,7 +191,7 @@ def _may_overlap(spec: Spec) -> bool:
 def _with_written(
     recorder: Records, parent: Alias, operator: Any, args: tuple[Any, ...], new: Value
 ) -> Value:
-    """What a parent is when a view of it has become ``new``."""
+    """Return the value of a parent when a view of it has become ``new``."""
     inverse = _INVERSES.get(operator)
     if operator in _RESHAPES:
         result = recorder.record(aten.view.default, (Alias(new, new.spec.dense()), list(parent.spec.shape)))
@@ -238,7 +239,7 @@ def _scattered_by_index(recorder: Records, source: Alias, steps: Sequence[Step],
 
 
 def _dense(alias: Alias) -> Alias:
-    """The same value for ``view``, which runs as ``reshape`` where it must."""
+    """Return the same value for ``view``, which runs as ``reshape`` if necessary."""
     assert alias.value is not None
     return Alias(alias.value, alias.spec.dense())
 
@@ -283,7 +284,7 @@ _INVERSES: Final[dict[Any, Inverse]] = {
 }
 
 _BY_ELEMENT: Final = {conj_physical, aten.neg.default}
-"""They are their own inverses, and it does not matter whether they come before or after another view."""
+"""Operations that are their own inverses, and commute with other views."""
 
 _RETYPED: Final = {aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default}
 

@@ -21,7 +21,7 @@ _LOWER: Final = (
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
     *("scaled_dot_product_attention", "lstm_cell", "gru_cell", "prelu"),
 )
-"""Done in the lower precision."""
+"""Operators that run in the lower precision."""
 
 _FLOAT32: Final = (
     *(
@@ -37,7 +37,7 @@ _FLOAT32: Final = (
     *("nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "binary_cross_entropy_with_logits"),
     *("cumsum", "cumprod", "sum", "sum.dim_IntList", "prod", "rsqrt", "softplus", "cosine_similarity"),
 )
-"""Done in 32 bits."""
+"""Operators that run in 32 bits."""
 
 
 def install(library: Any) -> None:

@@ -23,7 +23,7 @@ _first: Final[Any] = itemgetter(0)
 
 
 class DeviceGuard(BaseDeviceGuard):  # type: ignore[misc]  # written in C++
-    """What PyTorch asks about the device."""
+    """Answers PyTorch's queries about the device."""
 
     @staticmethod
     def type_() -> Any:

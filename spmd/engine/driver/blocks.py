@@ -47,7 +47,7 @@ def cut(whole: Tensor, layout: Layout, workers: int) -> list[Tensor]:
 
 
 def holders(layout: Layout, workers: int) -> list[int]:
-    """Workers that have all parts between them, each part once."""
+    """Return workers that together have all parts, each part once."""
     if layout.mesh is None:
         return [0]
     found: dict[tuple[int, ...], int] = {}
@@ -60,7 +60,7 @@ def holders(layout: Layout, workers: int) -> list[int]:
 def put_together(
     shape: Sequence[int], dtype: torch.dtype, layout: Layout, parts: dict[int, Tensor]
 ) -> Tensor:
-    """The whole, of parts by worker."""
+    """Return the whole tensor, given its parts by worker."""
     if layout.mesh is None:
         return next(iter(parts.values()))
     whole = torch.empty(tuple(shape), dtype=dtype, device="cpu")

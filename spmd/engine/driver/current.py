@@ -1,4 +1,4 @@
-"""What is behind the device ``spmd:0``: at most one engine, for the whole process.
+"""The engine behind the device ``spmd:0``: at most one for the whole process.
 
 Backward runs on threads of PyTorch's, so that nothing here is local to threads.
 """
@@ -23,7 +23,7 @@ DEVICE: Final = torch.device("privateuseone", 0)
 
 
 class Engine(Protocol):
-    """What tensors are on: a recorder, and workers behind it.
+    """The engine of the device's tensors: a recorder, and workers behind it.
 
     Attributes:
         on_accelerators: whether workers compute on accelerators.
@@ -34,15 +34,15 @@ class Engine(Protocol):
 
     @property
     def workers(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         ...
 
     def fetch(self, value: Value) -> Tensor:
-        """A value, whole, from the workers."""
+        """Return a value, as a whole, from the workers."""
         ...
 
     def fetch_parts(self, value: Value, workers: Sequence[int]) -> dict[int, Tensor]:
-        """What these workers have of a value, by worker."""
+        """Return these workers' parts of a value, by worker."""
         ...
 
 
@@ -50,7 +50,7 @@ _engine: Engine | None = None
 
 
 def set_engine(current: Engine | None) -> None:
-    """Say what the device is from now on; None: nothing."""
+    """Set the engine of the device; None for no engine."""
     global _engine
     _engine = current
 
@@ -61,7 +61,7 @@ def is_running() -> bool:
 
 
 def engine() -> Engine:
-    """What the device is.
+    """Return the engine of the device.
 
     Raises:
         NotInSpmdModeError: nothing.

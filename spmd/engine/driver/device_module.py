@@ -1,4 +1,4 @@
-"""What ``torch.spmd`` is: PyTorch asks it about the device."""
+"""The module ``torch.spmd``, which PyTorch uses for the device."""
 
 from __future__ import annotations
 

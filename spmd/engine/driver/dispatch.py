@@ -1,4 +1,4 @@
-"""How an operation on tensors of the device is recorded: as a view, as a write, or as it is.
+"""Recording operations on tensors of the device: as a view, as a write, or unchanged.
 
 The recorder knows neither views nor writes; here they become values and assignments.
 """
@@ -66,7 +66,7 @@ def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 
 
 def _first_seen(operator: Any) -> Operation:
-    """How an operator is recorded, settled when it is first met."""
+    """Decide how an operator is recorded, when it is first used."""
     operation = Operation.of(operator)
     operation.handler = operators.decompose(operator) or HANDLERS.get(operator)
     if operator.namespace == "c10d":
@@ -127,7 +127,7 @@ def _view(
 
 
 def _reshape(tensor: LogicalTensor, view: LogicalTensor) -> Tensor:
-    """A tensor becomes a view of what it was, as by ``transpose_``."""
+    """Turn a tensor into a view of its previous value, as for ``transpose_``."""
     show_instead(tensor, view)
     return tensor
 
@@ -214,7 +214,7 @@ def _write_out(recorder: Recorder, operation: Operation, target: LogicalTensor, 
 
 
 def _assign(recorder: Recorder, operation: Operation, alias: Alias, result: Alias) -> None:
-    """A tensor becomes the result of an operation that changes it."""
+    """Replace a tensor's value by the result of an operation that changes it."""
     if result.spec is alias.spec and alias.parent is None and recorder.changes is None:  # nearly always
         alias.value = result.value
         alias.version += 1

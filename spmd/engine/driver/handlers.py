@@ -44,7 +44,7 @@ aten: Final = torch.ops.aten
 Handler = Callable[..., Any]
 H = TypeVar("H", bound=Handler)
 HANDLERS: Final[dict[Any, Handler]] = {}
-"""By operator. They take its arguments and give its results."""
+"""Functions by operator, with its arguments and results."""
 
 
 def _handles(*overloads: Any) -> Callable[[H], H]:

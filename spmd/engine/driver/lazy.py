@@ -61,7 +61,7 @@ class _Uninitialized:
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        """What it is converted to waits, too."""
+        """Run a function; tensors that result from a conversion are lazy as well."""
         parent: Any = super()
         made: Any = parent.__torch_function__(*args, **kwargs)
         if type(made) is LogicalTensor:

@@ -91,7 +91,9 @@ class LogicalTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What PyTorch saves XLA's tensors as, so that ``torch.load`` restores them on any device."""
+        """Return the reduction that PyTorch uses for XLA's tensors, so that ``torch.load`` restores it on any
+        device.
+        """
         if isinstance(self, Parameter):
             return rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
         return rebuild_on_device, (
@@ -134,7 +136,7 @@ _TENSOR_DATA: Final[Any] = vars(BaseTensor).get("data")
 
 
 def in_message(tensor: LogicalTensor) -> tuple[Any, ...]:
-    """What a tensor is pickled as in a message, whose receiver need not have the device."""
+    """Return the reduction of a tensor in a message, whose receiver need not have the device."""
     return _received, (tensor.detach().cpu(), tensor.requires_grad)
 
 
@@ -144,7 +146,7 @@ def _received(data: Tensor, requires_grad: bool) -> Tensor:
 
 
 def wrap(alias: Alias) -> LogicalTensor:
-    """A tensor that shows this."""
+    """Make a tensor that shows an alias."""
     spec = alias.spec
     made: LogicalTensor = make_wrapper(
         LogicalTensor, spec.shape, spec.stride, spec.offset, None, spec.dtype, torch.strided, DEVICE
@@ -154,7 +156,7 @@ def wrap(alias: Alias) -> LogicalTensor:
 
 
 def alias_of(tensor: Tensor) -> Alias:
-    """What a tensor shows.
+    """Return the alias that a tensor shows.
 
     Raises:
         TypeError: it is not on the device.
@@ -174,7 +176,7 @@ def know_gradient(parameter: Tensor) -> None:
 
 
 def parameter_of(gradient: Tensor) -> LogicalTensor | None:
-    """The parameter of a gradient; None if it does not know."""
+    """Return the parameter of a gradient, or None."""
     found: weakref.ref[LogicalTensor] | None = getattr(gradient, _PARAMETER, None)
     return None if found is None else found()
 
@@ -198,7 +200,7 @@ def uploaded(data: Tensor) -> LogicalTensor:
 
 
 def fetched(alias: Alias) -> Tensor:
-    """The content, on the CPU."""
+    """Return the content, on the CPU."""
     current = engine()
     with current.recorder.lock:
         value = read(current.recorder, alias)

@@ -1,4 +1,4 @@
-"""What schemas say of operators: which are views, which change their arguments, and what does so without."""
+"""Properties of operators from their schemas: views, changes of arguments, and functional counterparts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tensors of an operation must lie, and where its results then do.
+"""The layouts that an operation's tensors need, and those of its results.
 
 Rules of our own (``spmd.engine.rules``) come first, then DTensor's, which are asked for specs alone, on
 meshes without process groups. What neither knows is done with whole tensors on every worker, and says so.
@@ -43,7 +43,7 @@ __all__ = ["Propagated", "decompose", "propagate"]
 
 @dataclass(frozen=True, slots=True)
 class Propagated:
-    """What an operation needs and gives.
+    """The layouts that an operation needs, and those of its results.
 
     Attributes:
         inputs: where each tensor among the arguments must lie, in flattened order.
@@ -57,7 +57,7 @@ class Propagated:
 
 
 class _NoRuleError(Exception):
-    """Whole tensors it is."""
+    """The tensors must be replicated."""
 
 
 def decompose(op: Any) -> Callable[..., Any] | None:
@@ -70,7 +70,7 @@ def decompose(op: Any) -> Callable[..., Any] | None:
 
 
 def propagate(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Propagated:
-    """Where the tensors of an operation must lie, and where its results then do. Pure.
+    """Determines the layouts that an operation's tensors need, and those of its results. Pure.
 
     Args:
         op: an ``OpOverload``. One in place is asked for so that the result lies where its target does; what
@@ -414,7 +414,7 @@ def _count_results(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 
 
 def _inferred(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What it returns, with specs for tensors."""
+    """Return the result, with specs in place of tensors."""
 
     def spec(meta: Meta) -> Spec:
         return Spec.of(meta.shape, meta.stride, meta.dtype)

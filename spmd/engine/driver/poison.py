@@ -1,4 +1,4 @@
-"""What a failed instruction takes with it: the values that depend on it, and no others.
+"""Marks the values that depend on a failed instruction, and no others.
 
 A worker puts zeros in place of what an instruction would have given, and goes on, so that all workers still
 meet in every collective, also if the instruction has failed on one of them only. The driver knows from the

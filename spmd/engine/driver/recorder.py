@@ -39,7 +39,9 @@ from spmd.engine.program.program import (
 __all__ = ["ENTRIES_PER_PROGRAM", "Entry", "Recorder", "Recording"]
 
 LIMIT: Final = 1000
-"""What ``limit`` is. A recording of half as many ends where it began, so that loops soon repeat programs."""
+"""Default of ``limit``, in instructions. A recording of half as many ends where it began, so that loops soon
+repeat programs.
+"""
 
 ENTRIES_PER_PROGRAM: Final = 128
 """Entries that are kept for each program that is kept: a program is only found again by its entries."""
@@ -56,7 +58,7 @@ _DEVICE_WORDS: Final = frozenset(("device", "pin_memory", "non_blocking"))
 
 
 Note = tuple[str, str, CodeType | None, int]
-"""An operator, what was laid out otherwise and why, and where in the user's program."""
+"""An operator, a note on what was redistributed and why, and the position in the user's program."""
 
 KnownView = tuple[bool, list[tuple[Spec, Step]]]
 """Whether an operation gives one view; and each view's spec, and its step from the parent."""
@@ -106,7 +108,7 @@ class Entry:
 
 
 class Recording:
-    """What is recorded since the last flush.
+    """The operations recorded since the last flush.
 
     Attributes:
         inputs: earlier values, in the order of their first use.
@@ -163,7 +165,7 @@ class Recorder:
         self._moved: dict[tuple[Value, Layout], Value] = {}
 
     def flush(self) -> None:
-        """Hand over what is recorded."""
+        """Hand over the recording."""
         with self.lock:
             recording = self.recording
             if recording.operations or recording.inputs:
@@ -364,7 +366,7 @@ class Recorder:
         return values
 
     def moved(self, value: Value, layout: Layout) -> Value:
-        """The same value, laid out otherwise: once in a recording, however often it is asked for."""
+        """Return the same value with another layout; made once in a recording."""
         if value.spec.layout == layout:
             return value
         found = self._moved.get((value, layout))
@@ -395,7 +397,7 @@ class Recorder:
             self.changes[old.index] = new.index
 
     def derived(self, name: str, value: Value, args: tuple[Any, ...], spec: Spec) -> Value:
-        """What an instruction of our own makes of a value: ``args`` are those after it."""
+        """Return the result of one of our own instructions on a value: ``args`` are its other arguments."""
         key = (name, value.spec, args, spec)
         entry = self._entries[key]
         if entry is None:
@@ -408,12 +410,12 @@ class Recorder:
     # ---- the generator of random numbers
 
     def seed(self, seed: int) -> None:
-        """Seed the generator that all workers have in common."""
+        """Seed the generator that all workers share."""
         with self.lock:
             self._emit(self._special(SEED, (Scalar(0),)), [], [seed])
 
     def random_state(self) -> Alias:
-        """Its state, here in the program."""
+        """Return its state at this point of the program."""
         state = Spec.of(tuple(torch.get_rng_state().shape), (1,), torch.uint8)
         with self.lock:
             (result,) = self._emit(self._special(GET_RNG_STATE, (), state), [], [])
@@ -421,7 +423,7 @@ class Recorder:
         return found
 
     def set_random_state(self, state: Alias) -> None:
-        """Put it into a state."""
+        """Set its state."""
         with self.lock:
             read(self, state)
             self._emit(self._special(SET_RNG_STATE, (Ref(0),)), [state], [])
@@ -547,7 +549,7 @@ def _template(arg: Any, refs: Any, numbers: Any, is_number: bool) -> Any:
 
 
 def _structure(tree: Any, found: list[Spec | None]) -> Any:
-    """What is returned, with its tensors numbered."""
+    """Return the result, with numbers in place of tensors."""
     if isinstance(tree, Spec):
         found.append(tree)
         return len(found) - 1

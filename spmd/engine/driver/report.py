@@ -1,4 +1,4 @@
-"""What was replicated or laid out otherwise because an operation needed it so: ``spmd.report()``."""
+"""The report of redistributions that operations required: ``spmd.report()``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReportLine:
 
 @dataclass(frozen=True, slots=True)
 class LayoutReport:
-    """What ``spmd.report()`` gives: its lines, the costliest first. Printed, it is a table."""
+    """The result of ``spmd.report()``: its lines, the costliest first. Printed, it is a table."""
 
     lines: tuple[ReportLine, ...]
 

@@ -46,14 +46,14 @@ _MAX_LISTED: Final = 50
 """Maximum number of layouts, and of lines of the report, that observers are told; the largest."""
 
 _AHEAD: Final = 16
-"""Steps that workers may be behind the driver."""
+"""Maximum number of steps that workers may be behind the driver."""
 
 _GRACE: Final = 2.0
 """Seconds in which the others end a step, once one worker has failed in it."""
 
 
 class EnginePort(Port, Protocol):
-    """A worker of SPMD mode, as the driver sees it."""
+    """A worker of SPMD mode, from the driver's side."""
 
     def regroup(self, generation: int) -> Any:
         """Have it make its process groups anew, together with the others; a future."""
@@ -110,7 +110,7 @@ class _UnderWay:
     number: int = 0
 
     def described(self) -> str:
-        """What workers are asked for, with the user's lines."""
+        """Return a description of the step, with the user's lines."""
         if not self.places:
             return f"step {self.number}, {'to fetch a tensor' if self.inputs else 'to free tensors'}"
         first, last = (described(self.places[end]) for end in (0, -1))
@@ -167,7 +167,7 @@ class Session:
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """Number of workers."""
         return len(self._ports)
 
     def observed(self) -> dict[str, Any]:
@@ -399,7 +399,7 @@ class Session:
                 remote.error = nowhere()
 
     def _parts(self, value: Value) -> list[Tensor]:
-        """Each worker's part of a value that is still here."""
+        """Return each worker's part of a value that is still here."""
         assert value.data is not None, "a value that nobody has"
         if isinstance(value.data, list):
             return value.data
@@ -408,7 +408,7 @@ class Session:
     # ---- values
 
     def fetch(self, value: Value) -> Tensor:
-        """A value, whole."""
+        """Return a value as a whole."""
         with self.recorder.lock:
             if not has_blocks(value.spec.layout):
                 value = self.recorder.moved(value, REPLICATED)
@@ -417,7 +417,7 @@ class Session:
         return put_together(value.spec.shape, value.spec.dtype, layout, parts)
 
     def fetch_parts(self, value: Value, workers: Sequence[int]) -> dict[int, Tensor]:
-        """What these workers have of a value, by worker."""
+        """Return these workers' parts of a value, by worker."""
         with self.recorder.lock:
             if value.data is not None:
                 parts = self._parts(value)

@@ -1,4 +1,4 @@
-"""Where the user's program is: the innermost frame outside of PyTorch and of this distribution."""
+"""Positions in the user's program: the innermost frame outside of PyTorch and of this distribution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _backward: list[Any] = [None, (None, 0)]
 
 
 def place() -> Place:
-    """Where the calling thread is; for a thread of PyTorch's engine, where ``backward`` was called."""
+    """Return the calling thread's position; on a thread of PyTorch's engine, that of the call of
+    ``backward``.
+    """
     frame: Any = sys._getframe(2)
     while frame is not None:
         code = frame.f_code

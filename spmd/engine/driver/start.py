@@ -67,7 +67,7 @@ _EXTENSION: Final = "spmd.session"
 """Under which observers find the session among the agent's extensions."""
 
 _PATIENCE: Final = 10.0
-"""Seconds that a worker has to end."""
+"""Timeout in seconds for a worker to end."""
 
 
 class _Port(RemotePort):
@@ -117,7 +117,7 @@ class _Mode:
         self.session.on_accelerators = device is not None
 
     def end(self) -> None:
-        """Let the workers go."""
+        """Release the workers."""
         self._extensions.pop(_EXTENSION, None)
         self.session.end()
         for port in self.ports:
@@ -178,7 +178,7 @@ def use_spmd(
 
 
 def _members(workers: int | Sequence[str] | None) -> list[str]:
-    """The workers in the RPC group."""
+    """Return the workers of the RPC group."""
     agent: Any = current_agent()
     own = agent.get_worker_info().name
     names = [each.name for each in agent.get_worker_infos() if each.name != own]
@@ -306,7 +306,7 @@ def is_spmd() -> bool:
 
 
 def global_device_count() -> int:
-    """How many workers there are.
+    """Return the number of workers.
 
     Raises:
         NotInSpmdModeError: SPMD mode is off.
@@ -334,7 +334,7 @@ def device() -> torch.device:
 
 
 def report() -> LayoutReport:
-    """What was replicated or laid out otherwise because an operation needed it so, since the mode began.
+    """Return what was replicated or redistributed because operations required it, since the mode began.
 
     Sums that workers held in parts, and moves that the program asked for, do not count.
 
@@ -350,7 +350,7 @@ def report() -> LayoutReport:
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Inside, what ``report`` would tell of is an error.
+    """Raise an error inside the block for everything that ``report`` would list.
 
     Raises:
         NotInSpmdModeError: SPMD mode is off.

@@ -1,1 +1,1 @@
-"""What the driver and the workers of SPMD mode both know: programs, layouts, and the messages between."""
+"""The common part of SPMD mode's driver and workers: programs, layouts, and messages."""

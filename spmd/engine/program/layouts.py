@@ -1,4 +1,4 @@
-"""Where the parts of a tensor are, and which moves it takes to lay it out otherwise.
+"""Layouts of tensors, and the moves that change them.
 
 All of it is pure: from shapes, layouts and a worker's number follows what that worker does. Shards are
 DTensor's: along one dimension of a mesh, parts of ``ceil(length / size)``, of which the last may be shorter,
@@ -49,7 +49,7 @@ def is_local(source: Layout, target: Layout) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def coordinates(key: MeshKey, rank: int) -> tuple[int, ...]:
-    """Where a worker is in a mesh."""
+    """The position of a worker in a mesh."""
     place = key.devices.index(rank)
     found: list[int] = []
     for size in reversed(key.shape):
@@ -64,7 +64,7 @@ def local_shape(meta: Meta, rank: int) -> tuple[int, ...]:
 
 
 def _shape_after(shape: Sequence[int], layout: Layout, rank: int, count: int) -> tuple[int, ...]:
-    """What is left of a shape by the first ``count`` placements."""
+    """Return the part of a shape that the first ``count`` placements leave."""
     left = list(shape)
     if layout.mesh is not None:
         at = coordinates(layout.mesh, rank)
@@ -113,7 +113,7 @@ class Move:
 
 
 def plan(shape: Sequence[int], source: Layout, target: Layout, rank: int) -> list[Move]:
-    """What a worker does to its part of a tensor, in order.
+    """Return the moves that a worker applies to its part of a tensor, in order.
 
     Args:
         shape: of the whole.

@@ -1,4 +1,4 @@
-"""What is known of a tensor without its data, and of what an operation makes of it."""
+"""Metadata of tensors, and inference of the metadata of results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Spec:
         return found
 
     def laid_out(self, layout: Layout) -> Spec:
-        """The same tensor, elsewhere."""
+        """The same tensor with another layout."""
         if layout is self.layout:
             return self
         return Spec.of(self.shape, self.stride, self.dtype, layout, self.offset)
@@ -64,7 +64,7 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """The metadata of the whole tensor."""
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
@@ -131,7 +131,7 @@ def _fakes(tree: Any) -> Any:
 
 
 def infer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation returns, with specs for tensors in its arguments and in what it returns.
+    """Return the result of an operation, with specs in place of tensors in its arguments and its result.
 
     Raises:
         DynamicOutputShapeException, DataDependentOutputException: that depends on values.
@@ -143,7 +143,7 @@ def infer(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _statistics_as_computed(found: tuple[Spec, ...], args: tuple[Any, ...]) -> tuple[Spec, ...]:
-    """What a norm returns, with the dtypes that kernels of the CPU give its statistics.
+    """Return the result of a norm, with the dtypes that kernels of the CPU give its statistics.
 
     They have the dtype of the parameters where that is wider than the input's, and running statistics keep
     theirs.

@@ -1,4 +1,4 @@
-"""What is recorded on the driver and run by workers: operations on whole tensors, without aliases.
+"""Programs recorded on the driver and run by workers: operations on whole tensors, without aliases.
 
 A *program* is in single-assignment form: each instruction makes new values from earlier ones, and changes
 none. In-place operations and writes through views have become that while they were recorded. Where a value
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 REDISTRIBUTE: Final = "spmd::redistribute"
-"""``(value, layout)``: the same tensor, laid out otherwise."""
+"""``(value, layout)``: the same tensor, redistributed."""
 
 SEED: Final = "spmd::manual_seed"
 """``(seed,)``: seeds the generator that all workers have in common. Makes no value."""
@@ -68,7 +68,7 @@ class MeshKey:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Layout:
-    """Where the parts of a tensor are.
+    """The layout of a tensor.
 
     They are compared for each operation, so that this must not take longer the more workers there are.
 
@@ -155,7 +155,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What is recorded between two cuts.
+    """The operations recorded between two cuts.
 
     Attributes:
         inputs: values that earlier programs made, or that come with the run.

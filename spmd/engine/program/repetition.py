@@ -1,4 +1,4 @@
-"""What repeats from run to run of a program is not sent again.
+"""Avoids sending what repeats from run to run of a program.
 
 Both ends keep one of these for each program and tell it every run, so that they guess alike. In a training
 loop an input's id is the same as last time (a mask), or as far below the run's first id as last time (what
@@ -27,7 +27,7 @@ class Repetition:
         self._numbers: dict[int, Any] = {}
 
     def pack(self, base: int, ids: tuple[int, ...], numbers: tuple[Any, ...]) -> Packed:
-        """What is to be sent of a run with these inputs and numbers."""
+        """Return the message for a run with these inputs and numbers."""
         packed_ids = None if ids == self._guessed(base) else ids
         self._learn_ids(base, ids)
         groups = _groups(numbers)

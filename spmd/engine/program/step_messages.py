@@ -1,4 +1,4 @@
-"""What goes between the driver and a worker: one step for each flush, answered when it is done."""
+"""Messages between the driver and a worker: one step for each flush, answered when it is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["Answer", "EngineStep", "Failure"]
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """What a worker is to do. Values have ids: from ``base`` first uploads, then what the program makes.
+    """A step for a worker. Values have ids: from ``base`` first uploads, then the values that the program
+    makes.
 
     Attributes:
         sequence: from 0; steps are done in this order.
@@ -59,7 +60,7 @@ class Failure:
 
     Attributes:
         index: its number in the program; -1: the program could not be run at all.
-        cause: what it raised.
+        cause: the error that it raised.
         ends: whether none of the program's results exist; otherwise only those that depend on the instruction
             are lost, and replaced by zeros.
     """
@@ -71,7 +72,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a worker says when a step is done: local tensors that were wanted, or what has failed."""
+    """A worker's answer when a step is done: local tensors that were wanted, or errors."""
 
     values: tuple[Tensor, ...] = ()
     failures: tuple[Failure, ...] = ()

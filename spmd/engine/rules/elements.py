@@ -35,7 +35,7 @@ def _copy_rows(call: OperatorCall) -> list[Row]:
 
 @placement_rule("fill.Scalar", "empty_like")
 def _fill_rows(call: OperatorCall) -> list[Row]:
-    """What was a sum is whole then: each worker has the number itself, and not an addend."""
+    """A pending sum is complete afterwards: each worker has the number itself, and not an addend."""
     rows = [Row((Shard(dim),), (Shard(dim),)) for dim in range(len(call.tensors[0].shape))]
     return [*rows, Row((Partial(),), (Replicate(),))]
 

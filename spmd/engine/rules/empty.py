@@ -22,7 +22,7 @@ _SUMS: Final = ("aten::convolution", "aten::convolution_backward", "aten::native
 
 
 def zeros_instead(site: Site, single: bool) -> Callable[..., Any] | None:
-    """What takes the place of a kernel: None unless all its results are empty, or sums over nothing.
+    """Return the replacement of a kernel: None unless all its results are empty, or sums over nothing.
 
     Args:
         single: it gives a tensor, and not a sequence.

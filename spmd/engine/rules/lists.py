@@ -32,7 +32,7 @@ def is_list_operator(op: Any) -> bool:
 
 
 def place_lists(call: OperatorCall) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """Where the tensors must lie, and where results do.
+    """Return the layouts that the tensors need, and those of the results.
 
     All tensors of an index lie where the first list's does, whole where that is a sum; single tensors and
     counts of steps are whole.

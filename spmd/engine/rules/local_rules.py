@@ -18,7 +18,7 @@ __all__ = ["LOCAL_RULES", "Local", "Site", "local_rule"]
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What to run: ``function(*args, **kwargs)``. It gives what the operator gives, of local tensors.
+    """A call to run: ``function(*args, **kwargs)``. It returns the operator's result for local tensors.
 
     Attributes:
         is_view: results may share memory with arguments. Those of other functions have their own.
@@ -84,7 +84,7 @@ class Site:
         ]
 
     def offset(self, meta: Meta, dim: int) -> int:
-        """Where this worker's part of a dimension begins."""
+        """The offset of this worker's part in a dimension."""
         layout, length, begin = meta.layout, meta.shape[dim], 0
         if layout.mesh is not None:
             at = coordinates(layout.mesh, self.rank)

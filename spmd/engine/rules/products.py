@@ -34,7 +34,7 @@ def _rows(call: OperatorCall) -> list[Row]:
 
 
 def _added(meta: Meta, out: tuple[int, ...], result: Placement) -> Placement:
-    """How what is added must lie, which may be broadcast."""
+    """Return the layout for the added tensor, which may be broadcast."""
     if not isinstance(result, Shard):
         return result
     own = result.dim - len(out) + len(meta.shape)

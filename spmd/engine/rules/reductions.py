@@ -1,4 +1,4 @@
-"""Means, norms, truths, and positions of the largest."""
+"""Means, norms, ``all`` and ``any``, and positions of maxima."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _keeps(call: OperatorCall) -> bool:
 
 
 def _after(dim: int, reduced: Sequence[int], keep: bool) -> int:
-    """What a dimension that is not reduced becomes."""
+    """Return the new number of a dimension that is not reduced."""
     return dim if keep else dim - sum(each < dim for each in reduced)
 
 

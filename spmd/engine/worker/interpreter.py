@@ -156,7 +156,7 @@ class LinkedProgram:
             )
 
     def _zeros(self, value: int) -> Tensor:
-        """What stands in for this worker's part of a value."""
+        """Return the replacement for this worker's part of a value."""
         meta = self._metas[value]
         assert meta is not None
         return torch.zeros(local_shape(meta, self._rank), dtype=meta.dtype)

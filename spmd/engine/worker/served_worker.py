@@ -1,4 +1,4 @@
-"""A worker's side of the calls that a driver makes."""
+"""The worker's side of the driver's calls."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ServedWorker:
 
     @async_execution
     def do(self, step: EngineStep) -> Any:
-        """Do a step when those before it are done."""
+        """Execute a step when the earlier ones are done."""
         return self._steps.put(step)
 
     def abort(self, reason: str) -> None:

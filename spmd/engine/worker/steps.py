@@ -66,7 +66,7 @@ class Step:
     _reads: frozenset[int] | None = field(default=None, init=False)
 
     def reads(self) -> frozenset[int]:
-        """The values that it takes."""
+        """The values that it uses."""
         if self._reads is None:
             self._reads = frozenset(each.index for each in self.variables())
         return self._reads
@@ -228,7 +228,7 @@ class Assembled:
 
 
 def _done(step: Step, values: dict[int, Any], scalars: Sequence[float]) -> Sequence[Any] | None:
-    """What a step gives."""
+    """Return the result of a step."""
 
     def filled(tree: Any) -> Any:
         if isinstance(tree, Ref):

@@ -33,7 +33,7 @@ class _Known:
 
 
 class WorkerEngine:
-    """One worker's values and programs. One thread calls it.
+    """One worker's values and programs. Called by one thread.
 
     Args:
         rank: the worker's number.
@@ -131,6 +131,6 @@ class WorkerEngine:
 
 
 def _sendable(error: BaseException) -> Exception:
-    """An error without frames, which would keep what is in them."""
+    """Return an error without frames, which would keep their variables alive."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error if isinstance(error, Exception) else RuntimeError(repr(error))

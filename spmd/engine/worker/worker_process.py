@@ -35,7 +35,7 @@ def main() -> None:
 def serve(
     name: str, rank: int = -1, world_size: int | None = None, init_method: str | None = None
 ) -> NoReturn:
-    """Be a worker until the driver ends the mode, and exit."""
+    """Serve as a worker until the driver ends the mode, and exit."""
     options = None if init_method is None else AgentOptions(init_method=init_method)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
     current_agent().lifecycle.departure.expect_long()  # a driver may be idle as long as it likes
@@ -44,5 +44,5 @@ def serve(
 
 
 def _where(init_method: str) -> Path:
-    """The folder in which driver and workers meet."""
+    """The folder through which driver and workers connect."""
     return Path(init_method.removeprefix("file://")).parent

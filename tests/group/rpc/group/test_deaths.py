@@ -1,6 +1,6 @@
-"""Workers that die (``kill -9``) at the worst of moments: who is told what, how soon, and who goes on.
+"""Workers that die (``kill -9``) at the worst moments: the errors of the others, how soon, and what goes on.
 
-No call here has a time limit, so whoever is not told of a death hangs until the test's own limit.
+No call here has a time limit, so a worker that is not notified of a death hangs until the test's own limit.
 """
 
 from __future__ import annotations

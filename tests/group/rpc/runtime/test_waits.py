@@ -17,7 +17,7 @@ from tests.support.worker_process import WorkerProcess
 from tests.support.workers import RunWorkers, Worker, current_worker
 
 SOON = 0.1
-"""Seconds after which waits are told of here."""
+"""Time in seconds after which waits are reported here."""
 
 
 class _ToTheTest(logging.Handler):

@@ -109,7 +109,7 @@ def test_after_a_program_that_could_not_go_on_the_mode_goes_on() -> None:
 
 
 def lose_a_worker(worker: Worker) -> list[tuple[str, str]]:
-    """Who is said to be lost when the second worker has been killed, and in which words."""
+    """The text of the error when the second worker has been killed."""
     worker.join()
     spmd.use_spmd()
     x = there([1.0, 2.0], ROWS)

@@ -52,7 +52,7 @@ def _fails_on_one() -> nn.Module:
 
 
 def be_impatient() -> None:
-    """So that the others, who wait for the one that failed, are ended soon."""
+    """Ends the others soon, which wait for the one that failed."""
     coordinator._GRACE = 0.5  # type: ignore[misc]
 
 
@@ -131,7 +131,7 @@ def lose(rank: int, idle: bool, worker: Worker) -> None:
 def test_a_shard_that_dies_is_named_at_once_and_ever_after(
     run_workers: RunWorkers, rank: int, idle: bool
 ) -> None:
-    """No call has a time limit here, so who is not told of the death hangs."""
+    """No call has a time limit here, so a worker that is not notified of the death hangs."""
     workers = run_workers.start([partial(lose, rank, idle), serve_until_told, serve_until_told])
     workers[0].wait_for("done")
     workers[2 - rank].tell("leave")

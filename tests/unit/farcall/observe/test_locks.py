@@ -1,4 +1,4 @@
-"""Who holds the lock that a thread waits for, as frames and code show."""
+"""The holder of the lock that a thread waits for, found in frames and code."""
 
 from __future__ import annotations
 

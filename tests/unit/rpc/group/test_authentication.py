@@ -1,4 +1,4 @@
-"""Who has the token belongs to the job; who knows everything else does not."""
+"""Authentication: a process with the token belongs to the job; one that knows everything else does not."""
 
 from __future__ import annotations
 

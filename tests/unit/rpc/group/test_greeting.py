@@ -1,4 +1,4 @@
-"""Who is let in and who is not: both sides and the log learn why, and the listener lives on."""
+"""Handshakes over connections: both sides and the log have the reason, and the listener stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who comes and goes leaves little behind."""
+"""Workers that join and leave leave little behind."""
 
 from __future__ import annotations
 

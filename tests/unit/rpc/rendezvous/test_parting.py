@@ -1,4 +1,4 @@
-"""Who is in a dynamic group: what is decided about newcomers, and about members that were lost."""
+"""Which workers are in a dynamic group: decisions about newcomers, and about lost members."""
 
 from __future__ import annotations
 

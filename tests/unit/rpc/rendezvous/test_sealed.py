@@ -36,7 +36,7 @@ def log(shared: HashStore, token: bytes | None = TOKEN) -> Log:
 
 
 def put(shared: HashStore, key: str, value: bytes) -> None:
-    """As whoever reaches the store can."""
+    """As any process that reaches the store can."""
     shared.set(f"farcall/default/{key}", value)  # type: ignore[arg-type]
 
 
@@ -95,7 +95,7 @@ def test_a_worker_with_another_token_does_not_join_a_dynamic_group_nor_found_a_s
 
 
 def test_a_member_that_was_changed_is_not_taken(shared: HashStore, workers: Workers) -> None:
-    """Who writes to the store would have calls to one worker go to another."""
+    """A process that writes to the store tries to redirect calls to another worker."""
     zero, one = workers(2)
     store = sealed(shared, TOKEN).under("farcall/default")
     join_static(sealed(shared, TOKEN), zero.member, 1, 10)

@@ -1,4 +1,4 @@
-"""Events: who listens is told, in order and until it ends its subscription; who fails is logged."""
+"""Events: handlers are called in order until their subscription ends; their errors are logged."""
 
 from __future__ import annotations
 

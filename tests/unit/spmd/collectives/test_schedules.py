@@ -1,4 +1,4 @@
-"""Who sends what to whom: all ranks of a schedule together, for every group of up to 17 ranks."""
+"""Schedules of messages: all ranks of a schedule together, for every group of up to 17 ranks."""
 
 from __future__ import annotations
 
