@@ -192,6 +192,9 @@ def launch(
     srun --ntasks-per-node=1 farcall launch -n 4 train.py             # under Slurm
     farcall launch -n 4 --dynamic --restart 100 train.py              # restarts workers that fail
     """  # noqa: D301
+    # C++ prints a stack for each failed attempt to reach a store; the launcher says itself what it waits for.
+    # PyTorch reads this when it is loaded, which the next import does.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from farcall.launch.job import under_slurm
 
     given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job}
@@ -204,7 +207,7 @@ def launch(
         raise click.UsageError(str(error)) from error
     if outlive and log_dir is None:
         raise click.UsageError(
-            "--outlive needs --log-dir: nobody reads the output of workers without a launcher"
+            "--outlive needs --log-dir: the output of workers without a launcher is not read"
         )
     if page and find_spec("aiohttp") is None:
         raise click.UsageError("--page needs aiohttp: pip install 'farcall[page]'")
@@ -216,8 +219,6 @@ def launch(
         raise click.UsageError(f"--node-rank is from 0 to {found.nodes - 1} here, not {found.node_rank}")
     if not module and not os.path.exists(target):
         raise click.UsageError(f"there is no file {os.path.abspath(target)}")
-    # C++ prints a stack for each failed attempt to reach a store; the launcher says itself what it waits for.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from farcall.launch.launcher import launch as launch_job  # which takes a second
 
     return launch_job(found, target, arguments, module=module, lend_names=lend_names, xla=xla)
@@ -254,9 +255,17 @@ def doctor(meet: str | None, seconds: float) -> int:
     for finding in examine():
         show(finding)
     with _meanwhile("importing PyTorch and farcall"):
+        from torch.accelerator import is_available
+
+        from farcall.accelerator_trial import WHAT, accelerators, between_workers
         from farcall.meeting import meet as meet_other
         from farcall.trials import TRIALS, pytorch
     show(pytorch())
+    show(accelerators())
+    if is_available():
+        with _meanwhile(f"trying {WHAT}"):
+            found = between_workers()
+        show(found)
     for trial in TRIALS:
         with _meanwhile(f"trying {trial.what}"):
             found = trial.run()

@@ -119,9 +119,10 @@ class JobWatch:
         if report is None:
             return
         worker = next((each for each in report.job if each.rank == failure.rank), None)
-        place = failure.place or (None if worker is None else last_place(worker))
-        if worker is not None and place is not None:
+        if worker is not None and (place := failure.place) is not None:
             say(f"{worker.name} failed in {place.function}, at {place}")
+        elif worker is not None and (place := last_place(worker)) is not None:
+            say(f"{worker.name} was last seen in {place.function}, at {place}")
         for line in waiting_in_words(report, {failure.rank}):
             say(line)
 

@@ -54,12 +54,14 @@ class Devices:
         for device_map in self._maps.values():
             self._use(device_map)
         self.updates = Shared(None, self.local)
+        self._met: dict[str, Peer] = {}
         self._exchange = _exchange(control, executor) if options.shared_memory_bytes else None
         if self._exchange is not None:
             serializer.register_carrier(Export, self._exchange)
 
     def gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone for good."""
+        self._met.pop(peer.name, None)
         if self._exchange is not None:
             self._exchange.gone(peer, reason)
 
@@ -75,6 +77,7 @@ class Devices:
     def met(self, peer: Peer) -> None:
         """Agree on devices with a worker, and with this one itself."""
         name, me = peer.name, self._own_name
+        self._met[name] = peer
         calls = self._maps.get(name, {})
         theirs = peer.member.maps_for(me)
         self._use(theirs.values())
@@ -115,6 +118,11 @@ class Devices:
 
     def _staging(self, *, alone: bool = False) -> HostStaging:
         return HostStaging(self._executor, alone=alone)
+
+    def reads(self, worker: str, tensor: Tensor) -> bool:
+        """Whether a worker reads a contiguous tensor in this worker's memory."""
+        peer = self._met.get(worker)
+        return self._exchange is not None and peer is not None and self._exchange.reads(peer, tensor)
 
     def streams(self) -> Streams:
         """Streams of their own on all devices that messages use."""

@@ -24,7 +24,7 @@ from rpc.errors import NotInitializedError, SerializationError
 from rpc.runtime.tasks import Task
 from rpc.serialization.memory import layout_of
 
-__all__ = ["HostStaging", "Threads", "copied", "on_device"]
+__all__ = ["HostStaging", "Threads", "copied", "host_copy", "host_memory", "on_device"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,19 @@ def copied(
     memory.copy_to(tensor.as_strided((layout_of(shape, stride).span,), (1,)).view(torch.uint8))
     arrived(tensor)
     return tensor.requires_grad_(requires_grad)
+
+
+def host_memory(tensor: Tensor) -> Tensor:
+    """Pinned memory for the elements of a contiguous tensor on a device, of its dtype and shape."""
+    return _pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Copy a contiguous tensor on a device to pinned memory, after the work on the current stream. Waits."""
+    host = host_memory(tensor)
+    host.copy_(tensor, non_blocking=host.is_pinned())
+    _current_stream(tensor.device).synchronize()
+    return host
 
 
 def _copy_in(target: Tensor, source: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from spmd.collectives.reductions import Reduction, reduction_of
 from spmd.collectives.signature import text_of
 
-__all__ = ["Arguments", "describe", "seconds_of"]
+__all__ = ["Arguments", "accelerator", "describe", "seconds_of"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -49,18 +49,25 @@ class Arguments:
 
     def check_tensors(
         self, what: str | bytes, tensors: Tensors, layout: torch.layout = torch.strided
-    ) -> None:
-        """Raise unless all are on the CPU, of this layout, and not quantized."""
+    ) -> bool:
+        """Raise unless all are on the CPU or the accelerator, of this layout, and not quantized. Returns
+        whether any is on the accelerator.
+        """
+        on_accelerator = False
         for tensor in tensors:
             if tensor.is_quantized:
                 raise TypeError(
                     f"{_text(what)} at rank {self.rank}: expected tensors that are not quantized, got "
                     f"{describe(tensor)}: pass its int_repr(), and its scale if the ranks' differ"
                 )
-            if tensor.device.type != "cpu" or tensor.layout is not layout:
+            if not tensor.is_cpu:
+                on_accelerator = True
+            if (not tensor.is_cpu and not _is_on_accelerator(tensor)) or tensor.layout is not layout:
+                mine = accelerator()
+                places = "the CPU" if mine is None else f"the CPU or '{mine.type}'"
                 raise ValueError(
-                    f"{_text(what)} at rank {self.rank}: process group '{self.group}' takes dense "
-                    f"tensors on the CPU, got {describe(tensor)}, {tensor.layout}, on {tensor.device}"
+                    f"{_text(what)} at rank {self.rank}: process group '{self.group}' takes dense tensors on "
+                    f"{places}, got {describe(tensor)}, {tensor.layout}, on {tensor.device}"
                 )
             if layout is torch.strided and not tensor.is_contiguous() and not _can_be_copied(tensor.dtype):
                 raise TypeError(
@@ -68,6 +75,7 @@ class Arguments:
                     f"copy elements of this dtype, got {describe(tensor)}: pass its view(torch.uint8), "
                     "contiguous"
                 )
+        return on_accelerator
 
     def check_writable(self, what: str | bytes, tensors: Tensors) -> None:
         """Raise where a tensor that is to be written was expanded."""
@@ -161,6 +169,16 @@ def seconds_of(timeout: timedelta, where: str) -> float:
 
 def _reduce_op(opts: Any) -> Any:
     return torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator whose tensors can be staged, if this process has one."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def _is_on_accelerator(tensor: torch.Tensor) -> bool:
+    mine = accelerator()
+    return mine is not None and tensor.device.type == mine.type
 
 
 def _text(what: str | bytes) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
-from spmd.collectives.arguments import seconds_of
+from spmd.collectives.arguments import accelerator, seconds_of
 from spmd.collectives.group import Group
 
 __all__ = ["BackendFace"]
@@ -25,7 +25,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class BackendFace(ProcessGroup):
-    """A process group that is also the backend of its only device type, the CPU.
+    """A process group that is also the backend of its device types, the CPU and the accelerator.
 
     Args:
         group: formed.
@@ -51,16 +51,18 @@ class BackendFace(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        mine = accelerator()
+        return [_CPU] if mine is None else [_CPU, torch.device(mine.type)]
 
     def get_backend(self, device: torch.device) -> Any:
-        """The group itself, for the CPU.
+        """The group itself, for the CPU and the accelerator.
 
         Raises:
-            RuntimeError: the device is no CPU; c10d's groups raise the same.
+            RuntimeError: the device is another; c10d's groups raise the same.
         """
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
+        kind = torch.device(device).type
+        if kind not in [each.type for each in self._device_types]:
+            raise RuntimeError(f"No backend type associated with device type {kind}")
         return self
 
     _get_backend = get_backend
@@ -114,7 +116,7 @@ class BackendFace(ProcessGroup):
             opts: not used.
             group_name: the same for all.
             group_desc: what the group is for.
-            device_types: not used; there is only the CPU.
+            device_types: not used; the group takes tensors on all of its own.
         """
         members = self.group.members
         if members.rank not in ranks:

@@ -11,8 +11,9 @@ from rpc.options import AgentOptions
 from spmd.collectives import torch_internals
 from spmd.collectives.arguments import seconds_of
 from spmd.collectives.group import Group
-from spmd.collectives.node import Node, find_node
+from spmd.collectives.node import find_node
 from spmd.collectives.process_group import FarcallProcessGroup
+from spmd.collectives.vendors import VendorProcessGroup, Vendors
 
 __all__ = ["create"]
 
@@ -22,13 +23,17 @@ def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
 
     Args:
         options: c10d's ``_DistributedBackendOptions``.
-        agent_options: ``AgentOptions`` of an agent that is started for it; None for the defaults.
+        agent_options: ``AgentOptions`` of an agent that is started for it, or ``Vendors``; None for the
+            defaults, or for the vendors' backends that the default process group has.
 
     Raises:
         InvalidOptionError: ``pg_options`` are no ``AgentOptions``.
         TypeError, ValueError: the timeout is no ``timedelta``, or less than 0.
         CollectiveTimeoutError, RendezvousTimeoutError: a rank has not come in time.
     """
+    vendors: Vendors | None = None
+    if isinstance(agent_options, Vendors):
+        vendors, agent_options = agent_options, None
     if agent_options is not None and not isinstance(agent_options, AgentOptions):
         raise InvalidOptionError(
             f"backend 'farcall' takes rpc.AgentOptions for pg_options, not {type(agent_options).__name__}"
@@ -37,20 +42,26 @@ def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
     timeout = seconds_of(options.timeout, f"forming process group '{options.group_id}' at rank {rank}")
     torch_internals.prepare()
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    node = _world() if agent_options is None else None
+    world = _world() if agent_options is None else None
+    node = None if world is None else world.group.node
+    if isinstance(world, VendorProcessGroup):
+        vendors = world.vendors
     if node is None:
         node = find_node(options.store, rank, size, timeout, agent_options)
         ranks = list(range(size))
     try:
-        return FarcallProcessGroup(Group(node, ranks, rank, options.group_id, timeout), options.store)
+        group = Group(node, ranks, rank, options.group_id, timeout)
+        if vendors is not None and vendors.backends:
+            return VendorProcessGroup(group, options.store, vendors)
+        return FarcallProcessGroup(group, options.store)
     except BaseException:
         node.close_if_unused()  # so that the others need not wait for this rank
         raise
 
 
-def _world() -> Node | None:
-    """The node of the default process group, if that is one of ours."""
+def _world() -> FarcallProcessGroup | None:
+    """The default process group, if that is one of ours."""
     if not dist.is_initialized():
         return None
     world = dist.group.WORLD
-    return world.group.node if isinstance(world, FarcallProcessGroup) else None
+    return world if isinstance(world, FarcallProcessGroup) else None

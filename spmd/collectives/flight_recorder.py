@@ -186,6 +186,10 @@ class FlightRecorder:
         self._records.append(record)
         return record
 
+    def since(self, number: int) -> list[Record]:
+        """The recorded operations from a number on, as far as they are still kept."""
+        return [record for record in self._records.copy() if record.number >= number]
+
     def observed(self) -> list[dict[str, Any]]:
         """What observers are to know: the last operations, with their bytes; times in seconds since 1970."""
         return [

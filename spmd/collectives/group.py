@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from spmd.collectives.node import Node
 from spmd.collectives.sequencer import Sequencer
 from spmd.collectives.signature import text_of
 from spmd.collectives.work import GroupWork
+
+if TYPE_CHECKING:
+    from spmd.collectives.staged import Staged
 
 __all__ = ["Group"]
 
@@ -113,6 +116,7 @@ class Group:
         blocks: bool,
         timeout: float | None = None,
         inputs: Sequence[torch.Tensor] | None = None,
+        staged: Staged | None = None,
     ) -> GroupWork:
         """Run an operation after all before it.
 
@@ -123,11 +127,14 @@ class Group:
             blocks: the caller waits for it: do it on this thread.
             timeout: seconds; None for the group's.
             inputs: what a profiler is told of; default the outputs.
+            staged: the streams on which it runs, if it has tensors on an accelerator.
         """
         self.members.check()
         limit = self.timeout if timeout is None else timeout
         text = text_of(signature)
         work = GroupWork(text, outputs, partial(self._perform, signature, perform, limit), self._sequencer)
+        if staged is not None:
+            work.stage(staged, outputs)
         given = outputs if inputs is None else inputs
         work.show(text, given)
         work.record = self.node.recorder.begin(self.record, text, given, outputs, limit)
@@ -217,6 +224,11 @@ class Group:
         self._leaves = True
         self.messages.close()
         self.members.fail(CollectiveError("this worker's agent has ended"), tell=False)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left, or leaves."""
+        return self._leaves
 
     def close(self) -> None:
         """Leave. Idempotent; what others still wait for this rank to do fails there."""

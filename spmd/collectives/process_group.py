@@ -1,7 +1,8 @@
 """The face towards PyTorch: a c10d ``ProcessGroup`` whose operations are a ``Group``'s.
 
 c10d passes nested lists of tensors and option objects, calls some operations by several names, and lets
-tensors be of any layout. Here all that becomes flat lists of contiguous tensors and a signature.
+tensors be of any layout. Here all that becomes flat lists of contiguous tensors and a signature. Tensors on
+an accelerator are staged through the host (``staged``).
 """
 
 # mypy: disable-error-code="override"
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -25,6 +26,9 @@ from spmd.collectives.messages import ANY
 from spmd.collectives.monitored import monitored_barrier
 from spmd.collectives.signature import signature, text_of
 from spmd.collectives.work import GroupWork
+
+if TYPE_CHECKING:
+    from spmd.collectives.staged import Staged
 
 __all__ = ["FarcallProcessGroup"]
 
@@ -108,7 +112,7 @@ class FarcallProcessGroup(BackendFace):
         @torch.inference_mode(False)  # the tensor gets new parts, which are to be as any other's
         @torch.no_grad()
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
-            mine = tensor.coalesce()
+            mine = tensor.coalesce().cpu()
             counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.getSize())]
             algorithms.all_gather(field, deadline, counts, torch.tensor([mine.values().shape[0]]))
             indices, values = mine.indices().contiguous(), mine.values().contiguous()
@@ -131,11 +135,11 @@ class FarcallProcessGroup(BackendFace):
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
                 same = [tensor for tensor in tensors if tensor.dtype == dtype]
-                flat = torch.cat([tensor.reshape(-1) for tensor in same])
+                flat = _flat(torch.cat([tensor.reshape(-1) for tensor in same]))
                 algorithms.all_reduce(field, deadline, flat, reduction)
                 sizes = [tensor.numel() for tensor in same]
                 for tensor, part in zip(same, pieces(flat, sizes), strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                    tensor.copy_(part.view(tensor.shape), non_blocking=not tensor.is_cpu)
 
         return self._run(field, list(tensors), perform, opts)
 
@@ -315,7 +319,7 @@ class FarcallProcessGroup(BackendFace):
                 )
         self._arguments.check_tensors("reduce_scatter_single", inputs)
         sources = [
-            list(_flat(mine).view(-1).chunk(size)) if mine.numel() else [mine] * size for mine in inputs
+            list(_dense(mine).view(-1).chunk(size)) if mine.numel() else [mine] * size for mine in inputs
         ]
         return self._reduce_scatter("reduce_scatter_single", outputs, sources, opts)
 
@@ -395,10 +399,14 @@ class FarcallProcessGroup(BackendFace):
         self._arguments.check_tag(tag, "receive")
         self._arguments.check_tensors("receive", [tensor])
         self._arguments.check_writable("receive", [tensor])
+        staged = None if tensor.is_cpu else _staged([tensor])
         flat = _room(tensor)
         work = self.group.messages.receive(flat, source, tag, self.group.timeout)
-        if flat is not tensor:
-            work.then(lambda: _settle(flat, tensor))
+        if staged is not None:
+            work.stage(staged, [tensor])
+            work.then(partial(staged.run, partial(_settle, flat, tensor)))
+        elif flat is not tensor:
+            work.then(partial(_settle, flat, tensor))
         return work
 
     # ---- arguments
@@ -412,12 +420,18 @@ class FarcallProcessGroup(BackendFace):
         inputs: Tensors | None = None,
         layout: torch.layout = torch.strided,
     ) -> GroupWork:
-        self._arguments.check_tensors(field, outputs, layout)
-        self._arguments.check_tensors(field, inputs or ())
+        on_accelerator = self._arguments.check_tensors(field, outputs, layout)
+        on_accelerator |= self._arguments.check_tensors(field, inputs or ())
         self._arguments.check_writable(field, outputs)
         blocks = opts is not None and not opts.asyncOp
         timeout = self._limit(getattr(opts, "timeout", _UNSET), field) or None
-        return self.group.run(field, outputs, perform, blocks=blocks, timeout=timeout, inputs=inputs)
+        staged = None
+        if on_accelerator:
+            staged = _staged([*outputs, *(inputs or ())])
+            perform = _on_streams(staged, perform)
+        return self.group.run(
+            field, outputs, perform, blocks=blocks, timeout=timeout, inputs=inputs, staged=staged
+        )
 
     def _limit(self, timeout: timedelta, what: str | bytes) -> float | None:
         """Seconds; None if it is c10d's sign that none was given."""
@@ -432,13 +446,39 @@ def _describe_all(tensors: Tensors) -> str:
     return "; ".join(map(describe, tensors))
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _staged(tensors: Tensors) -> Staged:
+    from spmd.collectives.staged import Staged  # which nothing needs without an accelerator
+
+    return Staged(tensors)
+
+
+def _on_streams(staged: Staged, perform: Callable[..., object]) -> Callable[..., object]:
+    def run(*args: Any) -> None:
+        staged.run(partial(perform, *args))
+
+    return run
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor whose memory has these elements: itself, if it is one."""
     return (tensor.resolve_conj().resolve_neg() if _is_lazy(tensor) else tensor).contiguous()
 
 
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """As ``_dense``, in memory of the host."""
+    if tensor.is_cpu:
+        return _dense(tensor)
+    from rpc.devices.staging import host_copy
+
+    return host_copy(_dense(tensor))
+
+
 def _room(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor to receive into: itself, if it is one."""
+    """A contiguous tensor to receive into, in memory of the host: itself, if it is one."""
+    if not tensor.is_cpu:
+        from rpc.devices.staging import host_memory
+
+        return host_memory(tensor)
     if tensor.is_contiguous() and not _is_lazy(tensor):
         return tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -451,6 +491,6 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 def _settle(flat: torch.Tensor, tensor: torch.Tensor) -> None:
     """Bring what is in ``flat`` into ``tensor``, unless it is the same."""
-    if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
+    if flat is not tensor and (not tensor.is_cpu or flat.data_ptr() != tensor.data_ptr()):
         with torch.inference_mode():  # it may be a leaf that requires gradients, or of that mode
-            tensor.copy_(flat)
+            tensor.copy_(flat, non_blocking=not tensor.is_cpu)

@@ -11,19 +11,23 @@ from rpc.errors import GroupMismatchError
 from rpc.runtime.current import current_agent
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.store import WorkerStore, fail_if_lost, forget_keys
+from spmd.collectives.vendors import vendors
 
 __all__ = ["dump_flight_recorder", "init_process_group"]
 
 _EXTENSION: Final = "spmd.stores"
 
 
-def init_process_group(timeout: timedelta | None = None) -> None:
+def init_process_group(timeout: timedelta | None = None, *, staged: bool = False) -> None:
     """Make the workers of the RPC group PyTorch's default process group: worker i is rank i.
 
-    All workers must call it. It needs no address: workers meet over RPC.
+    All workers must call it. It needs no address: workers meet over RPC. Tensors on an accelerator go to the
+    backend that PyTorch has for it, as ``cuda:nccl``; if there is none, they are staged through the host.
 
     Args:
         timeout: how long forming the group, and each collective, may take; default c10d's, 30 minutes.
+        staged: stage tensors on an accelerator in any case, as where several ranks share one GPU, which NCCL
+            refuses.
 
     Raises:
         NotInitializedError: ``rpc.init_rpc`` has not been called.
@@ -57,8 +61,13 @@ def init_process_group(timeout: timedelta | None = None) -> None:
     agent.extensions[_EXTENSION] = number + 1, store  # C++ does not keep it
     forget_keys(agent, f"{number - 2}/")  # all have left that world, since all have joined the one after it
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    found = vendors()
+    backend = "farcall"
+    if found.backends and not staged:
+        backend = found.config
+        options["pg_options"] = found
     with fail_if_lost(store, [worker.name for worker in workers]):
-        dist.init_process_group("farcall", store=store, rank=me.id, world_size=len(workers), **options)
+        dist.init_process_group(backend, store=store, rank=me.id, world_size=len(workers), **options)
 
 
 def dump_flight_recorder(prefix: str) -> str:

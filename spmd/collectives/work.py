@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed import Work
@@ -18,6 +18,9 @@ from spmd.collectives.arguments import seconds_of
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
 from spmd.collectives.flight_recorder import Record
 from spmd.collectives.sequencer import Sequencer
+
+if TYPE_CHECKING:
+    from spmd.collectives.staged import Staged
 
 __all__ = ["GroupWork"]
 
@@ -53,6 +56,7 @@ class GroupWork(Work):
         self.record: Record | None = None
         self.sender = -1
         self._outputs = outputs
+        self._staged: Staged | None = None
         self._perform = perform
         self._sequencer = sequencer
         self._waiters: list[threading.Lock] = []
@@ -68,6 +72,10 @@ class GroupWork(Work):
     def show(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
         """Have PyTorch's profiler see the work, from now to its end."""
         self._end_event = profiling.begin(operation, tensors)
+
+    def stage(self, staged: Staged, outputs: Sequence[torch.Tensor]) -> None:
+        """Have waiting threads' streams wait for the results, which are on an accelerator."""
+        self._staged, self._outputs = staged, outputs
 
     def expires(self, limit: float, expired: Callable[[], object]) -> None:
         """Have who waits give up after ``limit`` seconds; ``expired`` is called then, and the work fails."""
@@ -142,7 +150,7 @@ class GroupWork(Work):
     # ---- c10d
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Wait for the end.
+        """Wait for the end. Streams that are current here wait for results on an accelerator.
 
         Args:
             timeout: how long; 0 for as long as the operation's own timeout allows.
@@ -157,6 +165,8 @@ class GroupWork(Work):
             self._wait(seconds)
         if self.error is not None:
             raise self.error
+        if self._staged is not None:
+            self._staged.join()
         return True
 
     def _wait(self, seconds: float) -> None:
@@ -204,7 +214,8 @@ class GroupWork(Work):
         """A future of the outputs. It fails through ``then``: in the backward of ``DistributedDataParallel``
         one that is failed by ``set_exception`` ends the process.
         """
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        devices = self._staged.devices if self._staged is not None else []
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         with self._lock:
             done = self.done
             if not done:
@@ -218,4 +229,6 @@ class GroupWork(Work):
     def _outcome(self, _: torch.futures.Future[Any]) -> list[torch.Tensor]:
         if self.error is not None:
             raise self.error
+        if self._staged is not None:
+            self._staged.join()
         return list(self._outputs)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from spmd.engine import start
+from spmd.engine.driver import start
+from spmd.engine.driver.logical_tensor import LogicalTensor
+from spmd.engine.driver.session import PROGRAMS
 from spmd.engine.errors import SpmdError
-from spmd.engine.logical_tensor import LogicalTensor
-from spmd.engine.session import PROGRAMS
 from spmd.sharding.auto import choose
 from spmd.sharding.sharded_tensor import install
 
@@ -17,7 +17,11 @@ __all__ = ["use_spmd"]
 
 
 def use_spmd(
-    workers: int | Sequence[str] | None = None, *, auto: bool = False, max_programs: int = PROGRAMS
+    workers: int | Sequence[str] | None = None,
+    *,
+    auto: bool = False,
+    max_programs: int = PROGRAMS,
+    device: str | torch.device | None = None,
 ) -> None:
     """Begin SPMD mode: ``spmd.device()`` becomes one logical device, whose tensors are on many workers.
 
@@ -27,19 +31,23 @@ def use_spmd(
     machine, and end with the mode.
 
     Args:
-        workers: how many workers; of an RPC group also their names. Default: all of the group; on this
+        workers: number of workers; for an RPC group also their names. Default: all of the group; on this
             machine ``FARCALL_SPMD_WORKERS``, else one for each core.
-        auto: choose shardings where the program says none, at the end of the first program that changes
-            parameters; see :mod:`spmd.sharding.auto`.
-        max_programs: Maximum number of recorded programs that the driver and each worker keep, 2 or more.
-            A training step with other shapes is another program; a step of more than 1,000 operations is
-            several. The programs used last stay; a program that was dropped is recorded and sent again.
+        auto: whether to choose shardings that the program does not specify, at the end of the first program
+            that changes parameters; see :mod:`spmd.sharding.auto`.
+        max_programs: maximum number of recorded programs that the driver and each worker keep, 2 or more. A
+            training step with other shapes is another program; a step of more than 1,000 operations is
+            several. The programs used last are kept; a program that was dropped is recorded and sent again.
+        device: on which each worker computes, as ``"cuda"``; without an index, workers take the devices of
+            their host in turn, and random numbers are those that one such device would draw. Default: the
+            CPU.
 
     Raises:
         ValueError: ``max_programs`` is less than 2.
         TypeError: ``workers`` is a bool: XLA's first argument is ``auto``.
         AlreadyInSpmdModeError: it has been called.
-        SpmdError: there are not as many workers, or a worker has a process group of its own already.
+        SpmdError: there are not as many workers, or a worker has a process group of its own already, or no
+            such device.
 
     Example::
 
@@ -52,7 +60,7 @@ def use_spmd(
         )
     if max_programs < 2:
         raise ValueError(f"expected max_programs of 2 or more, got {max_programs}")
-    start.use_spmd(workers, max_programs)
+    start.use_spmd(workers, max_programs, device)
     install(LogicalTensor)
     try:
         torch.zeros((), device=start.device(), requires_grad=True).backward()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
 """Random numbers for sharded tensors: those that one process would draw.
 
-PyTorch draws each shard from the generator of its rank: equal seeds give equal shards, and never what one
-process would have. Here every rank draws the whole tensor, of which it keeps its shard. So the generators of
-all ranks, if seeded alike, stay where that of one process would be, and what is drawn for replicated tensors
-next agrees as well. The price is time and memory for the whole tensor, for a moment.
+PyTorch draws each shard from the generator of its rank: equal seeds give equal shards, which one process
+would never draw. Here every rank draws the whole tensor, of which it keeps its shard. So the generators of
+all ranks, if seeded in the same way, keep the state that the one of a single process would have, and later
+draws for replicated tensors agree as well. The cost is time and temporary memory for the whole tensor.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ _IN_PLACE: Final = (
     "random_.from",
 )
 _NEW: Final = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
+_DROPOUT: Final = ("native_dropout",)
+"""Operators of dropout on accelerators."""
+
 _STREAM: Final = 0x9E3779B97F4A7C15
 
 
@@ -61,9 +64,10 @@ def dropout_mask(
     if independent:
         mask = torch.empty_like(local).bernoulli_(1 - p, generator=_own_stream(site.rank, local.device))
     else:
-        whole = torch.empty(shape, dtype=local.dtype, device=local.device).bernoulli_(1 - p)
+        # As the device does it: not every one draws a dropout's mask by bernoulli_.
+        whole = nn.functional.dropout(torch.ones(shape, dtype=local.dtype, device=local.device), p)
         length, offset = chunk(shape[dim], site.size, site.rank)
-        mask = whole.narrow(dim, offset, length)
+        return whole.narrow(dim, offset, length)
     return mask.div_(1 - p)
 
 
@@ -80,11 +84,14 @@ def warn_if_seeded_differently(module: nn.Module, mesh: DeviceMesh) -> None:
     """
     if mesh.size() == 1 or not any(isinstance(each, DropoutNd) and each.p for each in module.modules()):
         return
-    state = torch.get_rng_state().numpy().tobytes()
+    states = [torch.get_rng_state()]
+    if mesh.device_type != "cpu":
+        states.append(torch.get_device_module(mesh.device_type).get_rng_state())
+    state = b"".join(each.numpy().tobytes() for each in states)
     mine = torch.tensor([int.from_bytes(hashlib.sha256(state).digest()[:7], "little")])
-    states = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(states, mine, group=mesh.get_group())
-    if any(each != mine for each in states):
+    seen = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(seen, mine, group=mesh.get_group())
+    if any(each != mine for each in seen):
         warnings.warn(
             f"rank {dist.get_rank()}: the ranks of {mesh} have different random generators, so dropout will "
             "not drop the same elements of replicated tensors: call torch.manual_seed alike on all of them",
@@ -99,7 +106,8 @@ def draw_as_one_process() -> None:
     parallelized on the meta device, and dropout on ``DTensor`` s, wherever PyTorch has no handler of its own.
     """
     handlers: Any = dtensor_operators._custom_op_handlers
-    for names, handler in ((_IN_PLACE, _draw_in_place), (_NEW, _draw_new)):
+    of_operators = ((_IN_PLACE, _draw_in_place), (_NEW, _draw_new), (_DROPOUT, _drop_out))
+    for names, handler in of_operators:
         for name in names:
             packet, _, overload = name.partition(".")
             handlers.setdefault(getattr(getattr(torch.ops.aten, packet), overload or "default"), handler)
@@ -139,6 +147,21 @@ def _draw_new(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
     whole = operator(like._local_tensor.new_empty(like.shape), *rest, **kwargs)
     return distribute_tensor(whole, like.device_mesh, _placements(like._spec), src_data_rank=None)
+
+
+def _drop_out(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> tuple[DTensor, DTensor]:
+    dropped, *rest = args
+    local = dropped._local_tensor
+    factors, kept = operator(local.new_ones(dropped.shape), *rest)
+    result = local * _shard_of(factors, dropped._spec)
+    return _laid_out_as(dropped, result), _laid_out_as(dropped, _shard_of(kept, dropped._spec))
+
+
+def _laid_out_as(other: DTensor, local: Tensor) -> DTensor:
+    mesh, placements = other.device_mesh, _placements(other._spec)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=other.shape, stride=other.stride()
+    )
 
 
 def _shard_of(whole: Tensor, spec: DTensorSpec) -> Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rpc.runtime.current import current_agent
 from spmd.collectives.errors import StoreGivenUpError
 from spmd.collectives.store import WorkerStore, fail_if_lost
+from spmd.collectives.vendors import Vendors
 
 __all__ = ["Forming"]
 
@@ -29,13 +30,20 @@ class Forming:
         self._workers = workers
         self._store = WorkerStore(workers[0], f"{name}/")
 
-    def form(self, rank: int, driver: str | None = None, timeout: timedelta | None = None) -> None:
+    def form(
+        self,
+        rank: int,
+        driver: str | None = None,
+        timeout: timedelta | None = None,
+        vendors: Vendors | None = None,
+    ) -> None:
         """Form it, together with the others.
 
         Args:
             rank: this worker's.
             driver: the name of a worker that is not in the group, and on which it depends.
             timeout: for forming it, and for each collective.
+            vendors: backends for tensors on accelerators; None: those are staged through the host.
 
         Raises:
             StoreGivenUpError: a worker is lost, or forming it was given up, here or on another worker.
@@ -46,7 +54,12 @@ class Forming:
         with fail_if_lost(self._store, needed):
             try:
                 dist.init_process_group(
-                    "farcall", store=self._store, rank=rank, world_size=len(self._workers), timeout=timeout
+                    "farcall" if vendors is None or not vendors.backends else vendors.config,
+                    store=self._store,
+                    rank=rank,
+                    world_size=len(self._workers),
+                    timeout=timeout,
+                    pg_options=vendors,
                 )
             except StoreGivenUpError as error:
                 # How PyTorch came to the store explains nothing to the driver.

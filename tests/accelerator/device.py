@@ -188,6 +188,18 @@ torch._register_device_module("sim", _DeviceModule("torch.sim"))  # type: ignore
 generate_methods_for_privateuse1_backend(for_storage=True)
 
 
+def _native_dropout(given: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout by the device's generator: the CPU's kernel takes no other than the CPU's own."""
+    if train is False:
+        return given.clone(), torch.ones_like(given, dtype=torch.bool)
+    kept = torch.empty_like(given).bernoulli_(1 - p)
+    return given * kept * (0.0 if p == 1 else 1 / (1 - p)), kept.bool()
+
+
+_library = torch.library.Library("aten", "IMPL")
+_library.impl("native_dropout", _native_dropout, "PrivateUse1")
+
+
 @atexit.register
 def _finish() -> None:
     if not _c.in_bad_fork():

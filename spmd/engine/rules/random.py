@@ -5,15 +5,17 @@ So they are those that one process would draw. The price is time and memory for 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
-from spmd.engine.redistribution import take_shard
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.redistribution import take_shard
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
 from spmd.torch_internals import is_dense
 
 __all__ = ["is_random", "with_generator"]
@@ -48,7 +50,7 @@ def is_random(op: Any) -> bool:
 
 
 @placement_rule(*_FILLS, *_LIKE, "native_dropout")
-def _rows(call: Call) -> list[Row]:
+def _rows(call: OperatorCall) -> list[Row]:
     results = 2 if call.op.name().endswith("dropout") else 1
     dims = range(len(call.tensors[0].shape))
     return [Row((Shard(dim),), (Shard(dim),) * results) for dim in dims]
@@ -114,11 +116,35 @@ def _dropout(site: Site) -> Local:
             return local.clone(), torch.ones_like(local, dtype=torch.bool)
         if p == 1:
             return torch.zeros_like(local), torch.zeros_like(local, dtype=torch.bool)
+        if not local.is_cpu:  # whose own operator draws otherwise
+            with _as_default(generator):
+                factors, kept = aten.native_dropout(torch.ones(meta.shape, dtype=meta.dtype), p, True)
+            return (
+                local * take_shard(factors, meta.layout, site.rank),
+                take_shard(kept, meta.layout, site.rank),
+            )
         whole = _whole(site, torch.bool).bernoulli_(1 - p, generator=generator)
         mask = take_shard(whole, meta.layout, site.rank)
         return (local * mask).mul_(1 / (1 - p)), mask
 
     return Local(dropout, site.args, site.kwargs)
+
+
+@contextmanager
+def _as_default(generator: torch.Generator) -> Iterator[None]:
+    """Inside, what draws from the default generator of this one's device draws from this one."""
+    if generator.device.type == "cpu":
+        default: Any = torch
+        where: tuple[torch.device, ...] = ()
+    else:
+        default, where = torch.get_device_module(generator.device), (generator.device,)
+    before = default.get_rng_state(*where)
+    default.set_rng_state(generator.get_state(), *where)
+    try:
+        yield
+        generator.set_state(default.get_rng_state(*where))
+    finally:
+        default.set_rng_state(before, *where)
 
 
 def with_generator(site: Site) -> Local:
@@ -133,10 +159,7 @@ def with_generator(site: Site) -> Local:
         return Local(getattr(packet, overload), site.args, site.kwargs | {"generator": generator})
 
     def draw(*args: Any, **kwargs: Any) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.set_state(generator.get_state())
-            results = op(*args, **kwargs)
-            generator.set_state(torch.default_generator.get_state())
-        return results
+        with _as_default(generator):
+            return op(*args, **kwargs)
 
     return Local(draw, site.args, site.kwargs)

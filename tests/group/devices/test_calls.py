@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import torch
 
 from farcall import rpc
+from farcall.accelerator_trial import exchange
 from tests.support.device_groups import one_to_one
 from tests.support.devices import (
     FIRST,
@@ -195,3 +197,13 @@ def _device_and_value(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 def test_maps_from_and_to_the_cpu(run_workers: RunWorkers, mode: str) -> None:
     found = run_workers(move_to_and_from_cpu, 3, args=(mode,))[0]
     assert found == [FIRST, "cpu", "cpu", FIRST, True]
+
+
+@on_devices
+def measure_as_the_doctor(worker: Worker) -> str:
+    return exchange(worker.init_method, worker.rank)
+
+
+def test_the_doctor_says_how_tensors_travel_and_how_fast(run_workers: RunWorkers, device_kind: str) -> None:
+    said = run_workers(measure_as_the_doctor, 2, args=("eager",), time_limit=60)[0]
+    assert re.fullmatch(r"(read in place|copied through pinned memory), \d+\.\d\d GB/s there and back", said)

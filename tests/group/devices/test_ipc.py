@@ -16,7 +16,7 @@ from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
 
-LARGE = SMALLEST_BYTES  # elements of four bytes
+LARGE = SMALLEST_BYTES // 4  # elements of four bytes
 
 _opened: list[int] = []
 """Devices whose tensors this worker has read in place."""

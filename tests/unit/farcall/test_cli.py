@@ -111,6 +111,7 @@ def test_doctor_finds_this_machine_fit_and_tries_each_part() -> None:
     )
     assert said[said.index("..  importing PyTorch and farcall") + 1 :] == [
         f"ok  PyTorch: {torch.__version__}",
+        "ok  accelerators: none, so tensors stay on the CPU",
         *(line for part in parts for line in (f"..  trying {part}", f"ok  {part}: work (...)")),
     ]
     assert "ok  TCP sockets on loopback: work" in said

@@ -1,0 +1,163 @@
+"""Process groups whose tensors on an accelerator go to the vendor's own backend, such as NCCL.
+
+c10d replaces its group, which could hold several backends, by one that is written in Python. So a group of
+``farcall`` holds a second one, of the vendor's backend, and hands it the operations whose tensors are on its
+devices. That group has the same ranks and the same store, and is formed by the first such operation. When
+one of the ranks is gone, the other group is aborted as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Backend, Store  # type: ignore[attr-defined]
+
+from spmd.collectives.arguments import accelerator
+from spmd.collectives.group import Group
+from spmd.collectives.process_group import FarcallProcessGroup
+
+__all__ = ["VendorProcessGroup", "Vendors", "vendors"]
+
+_OPERATIONS: Final = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "broadcast",
+    "allgather",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allgather_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "all_to_all_single",
+    "alltoall",
+    "send",
+    "recv",
+    "recv_anysource",
+)
+"""Operations that have tensors."""
+
+_OTHERS: Final = ("farcall", "gloo", "mpi", "undefined")
+"""Backends that are no vendor's: tensors on an accelerator are staged by farcall instead."""
+
+
+@dataclass(frozen=True)
+class Vendors:
+    """Backends of vendors.
+
+    Attributes:
+        backends: by type of device, as ``{"cuda": "nccl"}``.
+    """
+
+    backends: dict[str, str]
+
+    @property
+    def config(self) -> str:
+        """With ours, as c10d writes them: ``cpu:farcall,cuda:nccl``."""
+        return ",".join(f"{kind}:{name}" for kind, name in {"cpu": "farcall", **self.backends}.items())
+
+
+def vendors() -> Vendors:
+    """The backend that PyTorch has for the accelerator of this process; none if it has none."""
+    mine = accelerator()
+    name = None if mine is None else Backend.default_device_backend_map.get(mine.type)
+    if mine is None or name is None or name in _OTHERS or not dist.is_backend_available(name):
+        return Vendors({})
+    return Vendors({mine.type: name})
+
+
+class VendorProcessGroup(FarcallProcessGroup):
+    """See the module.
+
+    Args:
+        group: formed.
+        store: of its ranks.
+        vendors: the backends.
+    """
+
+    def __init__(self, group: Group, store: Store | None, vendors: Vendors) -> None:
+        super().__init__(group, store)
+        self.vendors = vendors
+        self._lock = threading.Lock()
+        self._formed: dict[str, Any] = {}
+        group.members.watch(self._abort_others)
+
+    def of_device(self, kind: str) -> Any:
+        """The group for a type of device: of the vendor's backend, or this one. All ranks ask for it."""
+        name = self.vendors.backends.get(kind)
+        if name is None:
+            return self
+        with self._lock:
+            formed = self._formed.get(kind)
+            if formed is None:
+                self.group.members.check()
+                seconds = self.group.timeout
+                formed = self._formed[kind] = dist.new_group(
+                    list(self.group.ranks),
+                    timeout=timedelta(seconds=seconds) if seconds else None,
+                    backend=f"{kind}:{name}",
+                    use_local_synchronization=True,
+                )
+        return formed
+
+    def get_backend(self, device: torch.device) -> Any:
+        kind = torch.device(device).type
+        formed = self.of_device(kind)
+        return super().get_backend(device) if formed is self else formed._get_backend(torch.device(kind))
+
+    _get_backend = get_backend
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        with self._lock:
+            formed, self._formed = self._formed, {}
+        for each in formed.values():
+            if each in dist.distributed_c10d._world.pg_map:  # else all groups are being shut down
+                dist.destroy_process_group(each)
+
+    def _abort_others(self) -> None:
+        """End the other groups, on another thread, as their backends may take long."""
+        members = self.group.members
+        if (members.failed or members.gone) and self._formed and not self.group.closed:
+            self.group.node.run_soon([(self._abort, None)])
+
+    def _abort(self, _: None) -> None:
+        for each in list(self._formed.values()):
+            each.abort()
+
+
+def _first_tensor(arguments: Any) -> torch.Tensor | None:
+    for each in arguments:
+        found = each if isinstance(each, torch.Tensor) else None
+        if isinstance(each, (list, tuple)):
+            found = _first_tensor(each)
+        if found is not None:
+            return found
+    return None
+
+
+def _routed(name: str) -> Callable[..., Any]:
+    mine = getattr(FarcallProcessGroup, name)
+
+    def operation(self: VendorProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tensor = _first_tensor(args)
+        if tensor is None or tensor.is_cpu:
+            return mine(self, *args, **kwargs)
+        formed = self.of_device(tensor.device.type)
+        return mine(self, *args, **kwargs) if formed is self else getattr(formed, name)(*args, **kwargs)
+
+    operation.__name__ = operation.__qualname__ = name
+    return operation
+
+
+for _name in _OPERATIONS:
+    setattr(VendorProcessGroup, _name, _routed(_name))

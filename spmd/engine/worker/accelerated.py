@@ -1,0 +1,81 @@
+"""A worker that computes on an accelerator: its device, and its source of random numbers there."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from spmd.engine.errors import SpmdError
+
+__all__ = ["CommonGenerator", "device_of_worker"]
+
+_MARK: Final = b"farcall\0"
+_SEED_BYTES: Final = 8
+
+
+def device_of_worker(asked: str, rank: int, worker: str) -> torch.device:
+    """The device on which a worker computes.
+
+    Args:
+        asked: its name; without an index, workers take the devices of their host in turn, by rank.
+        rank: of the worker.
+        worker: its name, for errors.
+
+    Raises:
+        SpmdError: this process has no such device.
+    """
+    mine = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = 0 if mine is None else torch.accelerator.device_count()
+    kind, _, index = asked.partition(":")
+    number = int(index) if index.isdecimal() else rank % count if count and not index else count
+    if mine is None or mine.type != kind or number >= count:
+        has = "has no accelerator" if mine is None else f"has {count} devices of type '{mine.type}'"
+        raise SpmdError(f"worker '{worker}' was asked to compute on '{asked}', and its process {has}")
+    return torch.device(kind, number)
+
+
+class CommonGenerator:
+    """The generator that all workers have in common, on an accelerator. Its states have the size of those of
+    the CPU's generator, as programs expect. The state of a CPU's generator stands for its seed.
+
+    Args:
+        device: of this worker.
+
+    Attributes:
+        source: the generator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.source = torch.Generator(device)
+        self._device = device
+        self._bytes = self.source.get_state().numel()
+        self._all_bytes = torch.get_rng_state().numel()
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed it."""
+        self.source.manual_seed(seed)
+
+    def get_state(self) -> Tensor:
+        """Its state, on the device."""
+        state = self.source.get_state()
+        if self._bytes != self._all_bytes:
+            packed = torch.zeros(self._all_bytes, dtype=torch.uint8, device="cpu")
+            begin = _SEED_BYTES + len(_MARK)
+            packed[_SEED_BYTES:begin] = torch.frombuffer(bytearray(_MARK), dtype=torch.uint8)
+            packed[begin : begin + self._bytes] = state
+            state = packed
+        return state.to(self._device)
+
+    def set_state(self, state: Tensor) -> None:
+        """Put it into a state, of its own or of a CPU's generator."""
+        host = state.cpu()
+        content = host.numpy().tobytes()
+        begin = _SEED_BYTES + len(_MARK)
+        if content[_SEED_BYTES:begin] == _MARK:
+            self.source.set_state(host[begin : begin + self._bytes].clone())
+        elif self._bytes == self._all_bytes:  # a CPU's generator in all but its place
+            self.source.set_state(host)
+        else:
+            self.source.manual_seed(int.from_bytes(content[:_SEED_BYTES], "little"))

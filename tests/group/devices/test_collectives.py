@@ -1,0 +1,356 @@
+"""Collectives on tensors of devices: staged by farcall, or handed to the vendor's backend."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import spmd
+from spmd.collectives.errors import CollectiveError
+from spmd.collectives.group import Group
+from spmd.collectives.process_group import FarcallProcessGroup
+from tests.support.devices import (
+    COUNT,
+    KIND,
+    SIZE,
+    device_kind,
+    is_all,
+    late,
+    mode,
+    on_devices,
+    used_bytes,
+)
+from tests.support.workers import RunWorkers, Worker
+
+__all__ = ["device_kind", "mode"]
+
+LARGE = 100_000
+"""Elements of a message that is offered before it is sent."""
+
+
+@contextlib.contextmanager
+def collectives(worker: Worker) -> Iterator[str]:
+    """The workers' default process group; this rank's device. Ranks may share one, which NCCL refuses."""
+    device = f"{KIND}:{worker.rank % COUNT}"
+    torch.accelerator.set_device_index(worker.rank % COUNT)
+    with worker.group():
+        spmd.init_process_group(staged=KIND != "sim")
+        yield device
+        dist.destroy_process_group()
+
+
+def made(device: str, count: int, value: float = -1.0) -> list[Tensor]:
+    return [torch.full((SIZE,), value, device=device) for _ in range(count)]
+
+
+def _all_reduce(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    tensor = late(rank + 1.0, device)
+    return dist.all_reduce(tensor, async_op=True), [(tensor, 3.0)]
+
+
+def _average(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    tensor = late(rank + 1.0, device)
+    return dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True), [(tensor, 1.5)]
+
+
+def _all_reduce_transposed(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    tensor = late(rank + 1.0, device).view(10, -1).T
+    return dist.all_reduce(tensor, async_op=True), [(tensor, 3.0)]
+
+
+def _coalesced(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    tensors = [late(rank + 1.0, device), late(rank + 2.0, device)]
+    return dist.all_reduce_coalesced(tensors, async_op=True), list(zip(tensors, (3.0, 5.0), strict=True))
+
+
+def _broadcast(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    tensor = late(rank + 5.0, device)
+    return dist.broadcast(tensor, 1, async_op=True), [(tensor, 6.0)]
+
+
+def _reduce(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    tensor = late(rank + 1.0, device)
+    return dist.reduce(tensor, 0, async_op=True), [(tensor, 3.0 if rank == 0 else 2.0)]
+
+
+def _all_gather(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    outputs = made(device, 2)
+    work = dist.all_gather(outputs, late(rank + 1.0, device), async_op=True)
+    return work, list(zip(outputs, (1.0, 2.0), strict=True))
+
+
+def _all_gather_into(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    output = torch.zeros(2 * SIZE, device=device)
+    work = dist.all_gather_into_tensor(output, late(rank + 1.0, device), async_op=True)
+    return work, list(zip(output.chunk(2), (1.0, 2.0), strict=True))
+
+
+def _gather(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    outputs = made(device, 2) if rank == 0 else None
+    work = dist.gather(late(rank + 1.0, device), outputs, 0, async_op=True)
+    return work, list(zip(outputs or [], (1.0, 2.0), strict=False))
+
+
+def _scatter(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    (output,) = made(device, 1)
+    work = dist.scatter(
+        output, [late(7.0, device), late(8.0, device)] if rank == 0 else None, 0, async_op=True
+    )
+    return work, [(output, 7.0 + rank)]
+
+
+def _reduce_scatter(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    (output,) = made(device, 1)
+    work = dist.reduce_scatter(output, [late(1.0, device), late(2.0, device)], async_op=True)
+    return work, [(output, 2.0 + 2 * rank)]
+
+
+def _reduce_scatter_tensor(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    (output,) = made(device, 1)
+    work = dist.reduce_scatter_tensor(output, late(rank + 1.0, device, 2 * SIZE), async_op=True)
+    return work, [(output, 3.0)]
+
+
+def _all_to_all(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    outputs = made(device, 2)
+    given = [late(10.0 * rank, device), late(10.0 * rank + 1, device)]
+    work = dist.all_to_all(outputs, given, async_op=True)
+    return work, list(zip(outputs, (rank + 0.0, 10.0 + rank), strict=True))
+
+
+def _all_to_all_single(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    output = torch.zeros(2 * SIZE, device=device)
+    work = dist.all_to_all_single(output, late(rank + 1.0, device, 2 * SIZE), async_op=True)
+    return work, list(zip(output.chunk(2), (1.0, 2.0), strict=True))
+
+
+def _send(rank: int, device: str, size: int = SIZE) -> tuple[Any, list[tuple[Tensor, float]]]:
+    if rank == 0:
+        return dist.isend(late(4.0, device, size), 1), []
+    tensor = torch.zeros(size, device=device)
+    return dist.irecv(tensor, 0), [(tensor, 4.0)]
+
+
+def _send_large(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    return _send(rank, device, LARGE)
+
+
+class _AfterAStream:
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream().wait_stream(self._stream)
+
+
+def _blocking(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    tensor = late(rank + 1.0, device)
+    dist.all_reduce(tensor)
+    return _AfterAStream(torch.accelerator.current_stream()), [(tensor, 3.0)]
+
+
+def _by_future(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    work: Any = dist.all_reduce(late(rank + 1.0, device), async_op=True)
+    future = work.get_future().then(lambda future: future.value()[0] * 2)
+    result = torch.zeros(SIZE, device=device)
+    stream = torch.accelerator.current_stream()
+
+    class Waits:
+        def wait(self) -> None:
+            result.copy_(future.wait())
+            result.record_stream(stream)
+
+    return Waits(), [(result, 6.0)]
+
+
+OPERATIONS: dict[str, Callable[[int, str], tuple[Any, list[tuple[Tensor, float]]]]] = {
+    "all_reduce": _all_reduce,
+    "average": _average,
+    "all_reduce of a transposed tensor": _all_reduce_transposed,
+    "all_reduce_coalesced": _coalesced,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "send": _send,
+    "a large send": _send_large,
+    "blocking": _blocking,
+    "by a future": _by_future,
+}
+if hasattr(dist.ProcessGroup, "all_gather_single"):  # as of 2.13
+    OPERATIONS |= {
+        "all_gather_into_tensor": _all_gather_into,
+        "reduce_scatter_tensor": _reduce_scatter_tensor,
+        "all_to_all_single": _all_to_all_single,
+    }
+
+
+@on_devices
+def run_all_operations(worker: Worker) -> list[str]:
+    wrong = []
+    with collectives(worker) as device:
+        for name, begin in OPERATIONS.items():
+            with torch.Stream(device=device):
+                work, expected = begin(worker.rank, device)
+            with torch.Stream(device=device):
+                work.wait()
+                if not all(is_all(tensor, value) for tensor, value in expected):
+                    wrong.append(name)
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, worker.rank)
+        if objects != [0, 1]:
+            wrong.append("objects")
+        dist.barrier()
+    return wrong
+
+
+def test_operations_wait_for_the_streams_of_their_tensors(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(run_all_operations, 2, args=(mode,), time_limit=60) == [[], []]
+
+
+@on_devices
+def free_early(worker: Worker) -> list[bool]:
+    found = []
+    with collectives(worker) as device:
+        for _ in range(3):
+            tensor = late(worker.rank + 1.0, device)
+            work: Any = dist.all_reduce(tensor, async_op=True)
+            del tensor
+            again = [torch.full((SIZE,), 9.0, device=device) for _ in range(4)]
+            work.wait()
+            found += [is_all(each, 9.0) for each in again]
+            del again, work
+        gc.collect()
+        before = used_bytes(device)
+        for _ in range(5):
+            dist.all_reduce(torch.ones(LARGE, device=device))
+        gc.collect()
+        found.append(used_bytes(device) <= before)
+    return found
+
+
+def test_memory_is_kept_until_it_is_reduced(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(free_early, 2, args=(mode,), time_limit=60) == [[True] * 13] * 2
+
+
+@on_devices
+def reduce_with_the_dying(worker: Worker) -> list[Any]:
+    device = f"{KIND}:{worker.rank % COUNT}"
+    worker.join(rpc_timeout=20.0)
+    spmd.init_process_group(staged=KIND != "sim")
+    tensor = late(1.0, device)
+    dist.all_reduce(tensor)
+    worker.report("reduced")
+    if worker.rank:
+        worker.wait_for("never")
+    worker.wait_for("killed")
+    before = used_bytes(device)
+    found: list[Any] = []
+    for size in (SIZE, LARGE):
+        given = late(2.0, device, size)
+        with pytest.raises(CollectiveError):
+            dist.all_reduce(given)
+        received = torch.zeros(size, device=device)
+        with pytest.raises(CollectiveError):
+            dist.recv(received, 1)
+    dist.destroy_process_group()
+    del given, received
+    gc.collect()
+    found.append(used_bytes(device) - before)
+    return found
+
+
+def test_the_death_of_a_rank_ends_operations_and_memory_comes_back(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    workers = run_workers.start(reduce_with_the_dying, 2, args=("random",))
+    workers.wait_for("reduced")
+    workers[1].kill()
+    workers[0].tell("killed")
+    assert workers[0].result() == [0]
+
+
+def _of_a_vendor() -> list[str]:
+    """Register a vendor's backend for the devices; the operations that it will have done."""
+    done: list[str] = []
+
+    def make(options: Any, _: Any) -> Any:
+        world: Any = dist.group.WORLD
+        ranks, seconds = options.global_ranks_in_group, options.timeout.total_seconds()
+        part = Group(world.group.node, ranks, options.group_rank, options.group_id, seconds)
+        group: Any = FarcallProcessGroup(part, options.store)
+        reduce = group.allreduce
+
+        def allreduce(tensors: Any, opts: Any = None) -> Any:
+            done.append("allreduce")
+            return reduce(tensors, opts)
+
+        group.allreduce = allreduce
+        return group
+
+    dist.Backend.register_backend("vendor", make, extended_api=True, devices=[KIND])
+    return done
+
+
+@on_devices
+def use_a_vendor(worker: Worker) -> list[Any]:
+    done = _of_a_vendor()
+    found: list[Any] = []
+    with worker.group():
+        spmd.init_process_group()
+        found.append(dist.get_backend_config())
+        half = dist.new_group([worker.rank], use_local_synchronization=True)
+        tensor = late(worker.rank + 1.0)
+        dist.all_reduce(tensor)
+        found += [is_all(tensor, 3.0), list(done)]
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(tensor, group=half)
+        found += [is_all(tensor, 3.0), list(done)]
+        dist.destroy_process_group(half)
+        dist.destroy_process_group()
+    return found
+
+
+def test_the_vendors_backend_gets_the_tensors_of_its_devices(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    if KIND != "sim":
+        pytest.skip("a GPU has a vendor's backend already")
+    once, twice = ["allreduce"], ["allreduce"] * 2
+    expected = ["cpu:farcall,sim:vendor", True, once, True, twice]
+    assert run_workers(use_a_vendor, 2, args=("lazy",), time_limit=60) == [expected] * 2
+
+
+@on_devices
+def lose_a_rank_of_the_vendors(worker: Worker) -> str:
+    _of_a_vendor()
+    worker.join(rpc_timeout=20.0)
+    spmd.init_process_group()
+    tensor = late(1.0)
+    dist.all_reduce(tensor)
+    worker.report("reduced")
+    if worker.rank:
+        worker.wait_for("never")
+    with pytest.raises(CollectiveError):
+        dist.all_reduce(tensor)  # the other rank is killed meanwhile, or was before
+    dist.destroy_process_group()
+    return "ended"
+
+
+def test_the_death_of_a_rank_ends_the_vendors_operations(run_workers: RunWorkers, device_kind: str) -> None:
+    if KIND != "sim":
+        pytest.skip("a GPU has a vendor's backend already")
+    workers = run_workers.start(lose_a_rank_of_the_vendors, 2, args=("eager",))
+    workers.wait_for("reduced")
+    workers[1].kill()
+    assert workers[0].result() == "ended"
