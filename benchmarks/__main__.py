@@ -105,7 +105,7 @@ def _sides(other: str, folder: Path) -> list[Side]:
 def _measure(
     console: Console, sides: Sequence[Side], selected: Sequence[str], repeats: int, limit: float
 ) -> report.Numbers:
-    """What there is to report, also when Ctrl-C ends it early."""
+    """Return the report, even if a KeyboardInterrupt ends the run early."""
     numbers: dict[str, dict[str, list[float | Failure]]] = {side.name: {} for side in sides}
     try:
         for repeat in range(repeats):

@@ -25,7 +25,7 @@ _rounds = 0
 
 
 def _compute() -> None:
-    """What a main thread does until it is told to stop."""
+    """The main thread's work until it is told to stop."""
     global _rounds
     value = 1
     while not _stop.is_set():
@@ -94,7 +94,7 @@ def _callee(rpc: Any) -> float:
 
 
 def _cost(rpc: Any) -> float:
-    """What these calls cost that main thread, in percent of its speed without them."""
+    """Return the slowdown of that main thread by these calls, in percent of its speed without them."""
 
     def speed(with_calls: bool) -> float:
         first, begin = rpc.rpc_sync(CALLEE, _rounds_done)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from benchmarks import turns
 from benchmarks.workload import CALLEE, Bar, Workload, seconds_per_call
 
 __all__ = ["echo", "nothing", "workloads"]
@@ -17,6 +20,8 @@ __all__ = ["echo", "nothing", "workloads"]
 _GRADIENT_NUMBERS = 4096
 _PUSHES = 150
 _DEPTH = 20
+_TRACED_BATCHES = 7
+_TRACED_CALLS = 2000
 
 _total = torch.zeros(_GRADIENT_NUMBERS)
 
@@ -32,6 +37,28 @@ def echo(value: Any) -> Any:
 
 def _null_call(rpc: Any) -> float:
     return 1e6 * seconds_per_call(lambda: rpc.rpc_sync(CALLEE, nothing))
+
+
+def _traced(rpc: Any) -> float:
+    """The time of a null call while all workers are traced, over that of one while they are not."""
+
+    def batch(calls: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            rpc.rpc_sync(CALLEE, nothing)
+        return time.perf_counter() - begin
+
+    ratios = []
+    batch(_TRACED_CALLS)
+    with tempfile.TemporaryDirectory(prefix="farcall-traced-") as folder:
+        for _ in range(_TRACED_BATCHES):
+            turns.pass_on()
+            before = batch(_TRACED_CALLS)
+            with rpc.trace(f"{folder}/trace.json"):
+                traced = batch(_TRACED_CALLS)
+            after = batch(_TRACED_CALLS)
+            ratios.append(2 * traced / (before + after))
+    return statistics.median(ratios)
 
 
 def _small_tensor(rpc: Any) -> float:
@@ -112,6 +139,7 @@ def _idle_cpu(rpc: Any, seconds: float = 2.0) -> float:
 def workloads() -> Iterator[Workload]:
     """All that are about small calls."""
     yield Workload("null", "null rpc_sync", "µs", _null_call, Bar(0.20))
+    yield Workload("traced", "null rpc_sync while traced", "x", _traced, Bar(1.10, absolute=True), own=True)
     yield Workload("small", "small tensor there and back", "µs", _small_tensor, Bar(0.22))
     yield Workload("remote", "remote(...).to_here()", "µs", _remote_to_here, Bar(0.30))
     yield Workload("fetch", "to_here() of a small tensor", "µs", _fetch)

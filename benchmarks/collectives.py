@@ -4,8 +4,9 @@ Both are process groups of the same processes. A line is measured in rounds: a b
 other, so that what else the machine does meets both. The ratios are those of the medians: of the time, and of
 the time of the processors of all ranks.
 
-With ``--tcp`` each rank is on a host of its own (``network.py``): both use TCP over the same links. Where
-there can be no such hosts, both use loopback.
+With ``--tcp`` each rank is on a host of its own (``network.py``), with ``--hosts`` there are fewer hosts than
+ranks: both use TCP over the same links, and farcall shared memory within a host. Where there can be no such
+hosts, both use loopback.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ LINES: Final = (
 
 @dataclass(frozen=True)
 class Taken:
-    """What an operation takes: seconds, and seconds of the processors of all ranks."""
+    """The cost of an operation: seconds, and CPU seconds of all ranks."""
 
     seconds: float
     processor: float
@@ -235,11 +236,11 @@ def _selected(names: list[str]) -> Iterator[Line]:
 
 
 def _run(
-    size: int, names: list[str], options: dict[str, Any], *, on_hosts: bool
+    size: int, names: list[str], options: dict[str, Any], hosts_count: int
 ) -> Iterator[tuple[Line, dict[str, Taken]]]:
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    hosts = Hosts(context, size) if on_hosts else None
+    hosts = Hosts(context, size, hosts_count) if hosts_count else None
     with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
         store = str(Path(folder) / "store")
         workers = [
@@ -268,8 +269,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("lines", nargs="*", help="parts of names of lines; default: all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="default 2 and 4")
     parser.add_argument("--tcp", action="store_true", help="between hosts: no shared memory, TCP only")
+    parser.add_argument("--hosts", type=int, metavar="N", help="with --tcp: number of hosts; default: ranks")
     arguments = parser.parse_args(argv)
-    options = {"shared_memory_bytes": 0, "transports": ["tcp"]} if arguments.tcp else {}
+    options: dict[str, Any] = {}
+    if arguments.tcp:
+        options = (
+            {"transports": ["tcp"]} if arguments.hosts else {"shared_memory_bytes": 0, "transports": ["tcp"]}
+        )
     console = Console(highlight=False)
     problem = why_not() if arguments.tcp else None
     if problem is not None:
@@ -277,7 +283,8 @@ def main(argv: list[str] | None = None) -> int:
     on_hosts = arguments.tcp and problem is None
     table = Table("", "ranks", "farcall", "gloo", "ratio", "processor", "bar")
     for size in arguments.ranks:
-        for line, medians in _run(size, arguments.lines, options, on_hosts=on_hosts):
+        hosts = (arguments.hosts or size) if on_hosts else 0
+        for line, medians in _run(size, arguments.lines, options, hosts):
             ours, gloo = (medians[name] for name in _BACKENDS)
             ratio, processor = ours.seconds / gloo.seconds, ours.processor / gloo.processor
             bar = line.bar_between_hosts if arguments.tcp else line.bar

@@ -107,7 +107,7 @@ def _print(pairs: dict[str, list[list[float]]]) -> None:
 
 
 def _seconds(count: int, call: Callable[[], object]) -> float:
-    """What a call takes, the median of some."""
+    """Return the duration of a call in seconds, the median of several."""
     found = []
     for _ in range(count):
         begun = perf_counter()

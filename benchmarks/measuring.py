@@ -58,7 +58,7 @@ def _end(groups: dict[str, Workers], *, kill: bool) -> None:
 
 
 def _kind_of_group(workload: Workload) -> tuple[int, bool, int, bool]:
-    """What a group of workers has to have: how many, over TCP, with how many stripes, with TLS."""
+    """The requirements for a group of workers: their number, over TCP, with how many stripes, with TLS."""
     return workload.workers, workload.network, workload.stripes, workload.encrypted
 
 

@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing
 import os
 import subprocess
+from collections.abc import Callable
 from typing import Any, Final
 
 __all__ = ["INTERFACE", "Hosts", "why_not"]
@@ -26,35 +27,59 @@ class Hosts:
 
     Args:
         context: of ``multiprocessing``, whose processes the ranks are.
+        size: number of ranks.
+        count: number of hosts, each with as many ranks in a row; default one for each rank.
+        link: joins two hosts in the place of the bridge.
     """
 
-    def __init__(self, context: Any, size: int) -> None:
-        self._processes = context.Array("q", size)
+    def __init__(
+        self,
+        context: Any,
+        size: int,
+        count: int | None = None,
+        link: Callable[[int, int], object] | None = None,
+    ) -> None:
+        count = size if count is None else count
+        self._hosts = [rank * count // size for rank in range(size)]
+        self._processes = context.Array("q", count)
         self._all_have = context.Barrier(size)
+        self._link = link
 
     def enter(self, rank: int) -> str:
-        """Have this process, which has one thread, be on a host of its own; all ranks call this. Returns the
-        host's address.
+        """Have this process, which has one thread, be on its host; all ranks call this. Returns the host's
+        address.
 
         Raises:
             OSError, subprocess.CalledProcessError: that cannot be.
         """
-        _leave_network()
-        self._processes[rank] = os.getpid()
+        host = self._hosts[rank]
+        is_first = self._hosts.index(host) == rank
+        if is_first:
+            _leave_network()
+            self._processes[host] = os.getpid()
         self._all_have.wait()
+        if not is_first:
+            _enter_network_of(self._processes[host])
         if rank == 0:
-            _ip("link", "add", INTERFACE, "type", "bridge")
-            for other, process in enumerate(self._processes[1:], 1):
-                link = f"to{other}"
-                _ip("link", "add", link, "type", "veth", "peer", "name", INTERFACE, "netns", str(process))
-                _ip("link", "set", link, "master", INTERFACE, "up")
+            self._join()
         self._all_have.wait()
-        address = f"10.0.{rank >> 8}.{(rank & 255) + 1}"
-        _ip("address", "add", f"{address}/16", "dev", INTERFACE)
-        for link in ("lo", INTERFACE):
-            _ip("link", "set", link, "up")
+        address = f"10.0.{host >> 8}.{(host & 255) + 1}"
+        if is_first:
+            _ip("address", "add", f"{address}/16", "dev", INTERFACE)
+            for link in ("lo", INTERFACE):
+                _ip("link", "set", link, "up")
         self._all_have.wait()
         return address
+
+    def _join(self) -> None:
+        if self._link is not None:
+            self._link(*self._processes)
+            return
+        _ip("link", "add", INTERFACE, "type", "bridge")
+        for other, process in enumerate(self._processes[1:], 1):
+            link = f"to{other}"
+            _ip("link", "add", link, "type", "veth", "peer", "name", INTERFACE, "netns", str(process))
+            _ip("link", "set", link, "master", INTERFACE, "up")
 
 
 def why_not() -> str | None:
@@ -81,6 +106,15 @@ def _leave_network() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"no network namespace: {os.strerror(ctypes.get_errno())}")
+
+
+def _enter_network_of(process: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{process}/ns/net") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(
+                ctypes.get_errno(), f"no other network namespace: {os.strerror(ctypes.get_errno())}"
+            )
 
 
 def _ip(*arguments: str) -> None:

@@ -27,7 +27,7 @@ class TensorPipeRpcBackendOptions:
 
 
 class _Worker:
-    """What an actor runs."""
+    """The functions that an actor runs."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call."""

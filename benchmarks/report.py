@@ -33,7 +33,7 @@ Numbers = Mapping[str, Mapping[str, Sequence[float | Failure]]]
 
 @dataclass(frozen=True)
 class Column:
-    """What one side has measured of one workload, a number or a failure for each repetition."""
+    """One side's results for one workload, a number or a failure for each repetition."""
 
     outcomes: Sequence[float | Failure] = ()
 
@@ -112,7 +112,7 @@ class Line:
 
     @property
     def limit(self) -> float | None:
-        """What ``cost`` may be at most."""
+        """The maximum of ``cost``."""
         if self.bar is None or self.bar.absolute:
             return None
         return 1 / self.bar.limit if self.bar.at_least else self.bar.limit

@@ -1,4 +1,4 @@
-"""What the main thread of a worker does that serves: what it is given, until nothing more will come."""
+"""The main thread of a serving worker: runs the functions that it is given, until no more will come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be compared: farcall, an earlier revision of it, and what others have made."""
+"""The sides of a comparison: farcall, an earlier revision of it, and other systems."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Side:
 
     def can_run(self, workload: Workload) -> bool:
         """Whether it has what a workload needs."""
-        if workload.stripes or workload.encrypted:
+        if workload.stripes or workload.encrypted or workload.own:
             return self.module == "rpc"
         if self.calls is None or workload.name in self.calls:
             return True
@@ -103,7 +103,7 @@ PEERS = {
         missing="there is no Ray here (pip install ray)",
     ),
 }
-"""What others have made, by the name that the command takes."""
+"""Other systems, by the name that the command accepts."""
 
 
 def peer(name: str) -> Side:

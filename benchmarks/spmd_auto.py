@@ -29,8 +29,8 @@ import spmd
 from benchmarks import spmd_counting as counting
 from benchmarks.spmd_cases import Decoder, Layer, Sizes
 from spmd.engine.auto.cost import local_bytes
-from spmd.engine.logical_tensor import alias_of
-from spmd.engine.start import worker_names
+from spmd.engine.driver.logical_tensor import alias_of
+from spmd.engine.driver.start import worker_names
 from spmd.fsdp import FSDPv2
 from spmd.fsdp.wrap import transformer_auto_wrap_policy
 

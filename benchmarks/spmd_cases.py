@@ -34,7 +34,7 @@ class Sizes:
 
     Attributes:
         layers, width, batch, length: of the decoder; ``batch`` samples of ``length`` tokens on all workers.
-        images, pixels: of ResNet-18: images on all workers, of so many pixels squared.
+        images, pixels: for ResNet-18: number of images on all workers, and their width and height in pixels.
     """
 
     layers: int = 4

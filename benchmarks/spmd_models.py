@@ -203,7 +203,7 @@ class Model:
 
     Attributes:
         make: makes it.
-        batch: makes so many rows: its inputs, and last its targets.
+        batch: makes a batch with a number of rows: its inputs, and last its targets.
         loss: of its output and the targets.
         cut: patterns of parameters' names, each with how they lie where the model is cut.
         layers: FSDPv2 wraps each of these.

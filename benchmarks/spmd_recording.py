@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.spmd_cases import Sizes, on_device
-from spmd.engine import start
-from spmd.engine.current import DEVICE, set_engine
-from spmd.engine.device import set_up
-from spmd.engine.messages import Answer, Step
-from spmd.engine.session import Session
+from spmd.engine.driver import start
+from spmd.engine.driver.current import DEVICE, set_engine
+from spmd.engine.driver.device import set_up
+from spmd.engine.driver.session import Session
+from spmd.engine.program.step_messages import Answer, EngineStep
 
 __all__ = ["main"]
 
@@ -45,7 +45,7 @@ class _Silent:
 
     name = "silent"
 
-    def send(self, step: Step) -> Any:
+    def send(self, step: EngineStep) -> Any:
         future: torch.futures.Future[Answer] = torch.futures.Future()
         future.set_result(Answer())
         return future
@@ -54,7 +54,7 @@ class _Silent:
         pass
 
     def regroup(self, generation: int) -> Any:
-        return self.send(Step(0, 0))
+        return self.send(EngineStep(0, 0))
 
 
 @contextlib.contextmanager

@@ -23,11 +23,11 @@ import rpc
 import spmd
 from benchmarks import spmd_counting as counting
 from benchmarks.spmd_cases import Sizes, Step, by_hand, on_device
-from spmd.engine import logical_tensor
-from spmd.engine.current import engine
-from spmd.engine.logical_tensor import dispatch_with
-from spmd.engine.recorder import Recording
-from spmd.engine.start import worker_names
+from spmd.engine.driver import logical_tensor
+from spmd.engine.driver.current import engine
+from spmd.engine.driver.logical_tensor import dispatch_with
+from spmd.engine.driver.recorder import Recording
+from spmd.engine.driver.start import worker_names
 
 __all__ = ["BACKENDS", "ByHand", "OnDevice", "Side"]
 
@@ -144,14 +144,14 @@ class _Driver(_Runs):
         return self._run(step, 3)
 
     def run(self, case: str, count: int) -> float:
-        """Seconds for each of so many steps."""
+        """Return the time per step in seconds, over ``count`` steps."""
         spmd.sync()
         begin = time.perf_counter()
         self._run(self._steps[case], count)
         return (time.perf_counter() - begin) / count
 
     def warm(self, case: str, count: int) -> None:
-        """Run batches of so many steps until their programs are made, linked, and rewritten by passes."""
+        """Run batches of ``count`` steps until their programs are made, linked, and rewritten by passes."""
         known = -1
         for _ in range(_WARM_BATCHES):
             self.run(case, count)
@@ -164,9 +164,10 @@ class _Driver(_Runs):
         return engine()
 
     def recorded(self, case: str, count: int = 8) -> tuple[float, float]:
-        """Seconds of the driver's CPU for a step, and for recording an operation; the least of so many steps.
+        """Return the driver's CPU time in seconds per step, and per recorded operation; the minimum over
+        ``count`` steps.
 
-        Workers wait meanwhile. Recording is what happens below PyTorch's autograd, and sending.
+        Workers wait in the meantime. Recording is the part below PyTorch's autograd, and sending.
         """
         recorder = engine().recorder
         run, dispatch = recorder._run, logical_tensor._dispatch
@@ -204,7 +205,9 @@ class _Driver(_Runs):
         return min(steps[2::2]), min(costs[3::2])
 
     def sent(self, case: str, count: int) -> float:
-        """Bytes that a worker sends in each of so many steps; of that which sends the most."""
+        """Return the bytes per step that a worker sends, for the worker that sends most, over ``count``
+        steps.
+        """
         self._on_workers(counting.count_sent)
         spmd.sync()
         self._on_workers(counting.sent)
@@ -212,7 +215,7 @@ class _Driver(_Runs):
         return max(self._on_workers(counting.sent)) / count
 
     def grows(self, case: str, count: int) -> float:
-        """Bytes by which a worker's memory grows at most in so many steps."""
+        """Return the maximum growth of a worker's memory in bytes, over ``count`` steps."""
         spmd.sync()
         before = self._on_workers(counting.resident)
         self._run(self._steps[case], count)
@@ -259,7 +262,7 @@ class _Rank(_Runs):
         return loss.item() / dist.get_world_size()
 
     def run(self, case: str, backend: str, count: int) -> float:
-        """Seconds for each of so many steps."""
+        """Return the time per step in seconds, over ``count`` steps."""
         dist.barrier()
         begin = time.perf_counter()
         self._run(self._steps[case, backend], count)
@@ -267,7 +270,7 @@ class _Rank(_Runs):
         return (time.perf_counter() - begin) / count
 
     def sent(self, case: str, backend: str, count: int) -> float:
-        """Bytes that a rank sends in each of so many steps."""
+        """Return the bytes per step that a rank sends, over ``count`` steps."""
         counting.count_sent()
         dist.barrier()
         counting.sent()
@@ -275,7 +278,7 @@ class _Rank(_Runs):
         return counting.sent() / count
 
     def grows(self, case: str, backend: str, count: int) -> float:
-        """Bytes by which a rank's memory grows at most in so many steps."""
+        """Return the maximum growth of a rank's memory in bytes, over ``count`` steps."""
         dist.barrier()
         before = counting.resident()
         self._run(self._steps[case, backend], count)

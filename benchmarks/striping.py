@@ -1,4 +1,4 @@
-"""What stripes are for: connections each of which gets only so much from the network."""
+"""The purpose of stripes: networks that limit each connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["limit_connections", "workloads"]
 
 _STRIPES: Final = 4
 _CONNECTION_BYTES: Final = 50 * MIB
-"""What a connection is let through in a second."""
+"""Rate limit of a connection, in bytes per second."""
 _TENSOR_BYTES: Final = 64 * MIB
 _BATCHES: Final = 3
 _OPENING_SECONDS: Final = 0.5
@@ -27,7 +27,7 @@ _SO_MAX_PACING_RATE: Final = 47  # Linux's; Python has no name for it
 
 
 def limit_connections(bytes_per_second: int) -> int:
-    """Have the kernel let through only so much of each TCP connection of this process, also to itself.
+    """Have the kernel limit the rate of each TCP connection of this process, even to itself.
 
     Returns:
         How many there are.

@@ -10,16 +10,20 @@ from typing import Any
 
 import torch
 
+from benchmarks import turns
 from benchmarks.calls import echo, nothing
 from benchmarks.workload import CALLEE, KIB, MIB, Bar, Workload, seconds_per_call
 
 __all__ = ["workloads"]
 
 _BARS = {64 * KIB: 0.35, MIB: 0.45, 16 * MIB: 0.70, 64 * MIB: 0.40, 256 * MIB: 0.38}
+_TCP_BARS = {MIB: 0.6, 16 * MIB: 0.5, 64 * MIB: 0.45, 256 * MIB: 0.45}
 _SIZES = (16 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 _STREAMS = 2
 _SPACING_SECONDS = 0.002
 _SPACED_CALLS = 250
+_PERCENTILE_CALLS = 1000
+_PROCESSOR_BATCHES = 5
 _MOST_SECONDS = 8.0
 """Calls that wait behind large tensors take seconds: then these are few."""
 
@@ -37,6 +41,10 @@ def _transfer(function: Callable[[Any], Any], size: int) -> Callable[[Any], floa
 
 
 def _spaced(rpc: Any, calls: int = _SPACED_CALLS) -> float:
+    return statistics.median(_times(rpc, calls))
+
+
+def _times(rpc: Any, calls: int) -> list[float]:
     times: list[float] = []
     end = time.perf_counter() + _MOST_SECONDS
     while len(times) < calls and time.perf_counter() < end:
@@ -44,7 +52,7 @@ def _spaced(rpc: Any, calls: int = _SPACED_CALLS) -> float:
         begin = time.perf_counter()
         rpc.rpc_sync(CALLEE, nothing)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return times
 
 
 def _under_streams(rpc: Any) -> float:
@@ -70,6 +78,53 @@ def _under_streams(rpc: Any) -> float:
             each.join()
 
 
+def _behind_a_transfer(rpc: Any) -> float:
+    """The 99th percentile of the time of null calls while tensors of 64 MB are on their way, by that of the
+    same calls otherwise.
+    """
+    tensor = torch.ones(64 * MIB // 4)
+    stop = threading.Event()
+
+    def send() -> None:
+        while not stop.is_set():
+            rpc.rpc_sync(CALLEE, swallow, args=(tensor,))
+
+    for _ in range(3):
+        rpc.rpc_sync(CALLEE, swallow, args=(tensor,))
+    idle = _late(_times(rpc, _PERCENTILE_CALLS))
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        return _late(_times(rpc, _PERCENTILE_CALLS)) / idle
+    finally:
+        stop.set()
+        sender.join()
+
+
+def _late(times: list[float]) -> float:
+    return statistics.quantiles(times, n=100)[-1]
+
+
+def processor_seconds() -> float:
+    """Of the worker that is called."""
+    return time.process_time()
+
+
+def _processor_per_gigabyte(rpc: Any) -> float:
+    """Seconds of the processors of both workers for 1 GiB in tensors of 64 MB."""
+    tensor = torch.ones(64 * MIB // 4)
+    for _ in range(3):
+        rpc.rpc_sync(CALLEE, swallow, args=(tensor,))
+    taken: list[float] = []
+    for _ in range(_PROCESSOR_BATCHES):
+        turns.pass_on()
+        begin = time.process_time() + rpc.rpc_sync(CALLEE, processor_seconds)
+        for _ in range(4):
+            rpc.rpc_sync(CALLEE, swallow, args=(tensor,))
+        taken.append(time.process_time() + rpc.rpc_sync(CALLEE, processor_seconds) - begin)
+    return 4 * statistics.median(taken)
+
+
 def _text(size: int) -> str:
     return f"{size // MIB} MB" if size >= MIB else f"{size // KIB} KB"
 
@@ -85,13 +140,14 @@ def workloads() -> Iterator[Workload]:
         yield Workload(
             f"echo-{name}", f"{text} tensor there and back", "ms", _transfer(echo, size), bar, part="tensors"
         )
-    for size in (MIB, 64 * MIB):
+    for size, limit in _TCP_BARS.items():
         text = _text(size)
         yield Workload(
             f"tcp-{text.replace(' ', '').lower()}",
             f"{text} tensor sent, TCP",
             "ms",
             _transfer(swallow, size),
+            Bar(limit),
             network=True,
             part="tensors",
         )
@@ -104,6 +160,23 @@ def workloads() -> Iterator[Workload]:
             encrypted=True,
             part="tensors",
         )
+    yield Workload(
+        "tcp-late",
+        "slowest of 100 null calls beside 64 MB, TCP",
+        "x idle",
+        _behind_a_transfer,
+        Bar(3, absolute=True),
+        network=True,
+        part="tensors",
+    )
+    yield Workload(
+        "tcp-processor",
+        "processor time for 1 GB in tensors of 64 MB, TCP",
+        "s",
+        _processor_per_gigabyte,
+        network=True,
+        part="tensors",
+    )
     yield Workload(
         "streaming",
         "small calls beside 256 MB, TCP",

@@ -1,4 +1,4 @@
-"""What a workload is: something to measure, the same for every RPC module, and what is asked of it."""
+"""Workloads: something to measure, the same for every RPC module, with a limit."""
 
 from __future__ import annotations
 
@@ -21,16 +21,12 @@ _BATCHES: Final = 10
 _BATCH_SECONDS: Final = 0.2
 """Long beside the milliseconds for which a process is slower once it has been stopped."""
 _WARM_UP_SHARE: Final = 0.3
-"""So much of a batch is made before it, unmeasured: caches are cold after the other side's batch."""
+"""Fraction of a batch that is run unmeasured before it: caches are cold after the other side's batch."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What is asked of farcall's number: at most, or at least, so much.
-
-    Attributes:
-        limit: the limit, of the ratio to PyTorch's number, or of the number itself if ``absolute``.
-    """
+    """The limit for farcall's number: at most, or at least, this value."""
 
     limit: float
     at_least: bool = False
@@ -59,6 +55,7 @@ class Workload:
         stripes: over how many connections large messages go; 0 where that is not what is measured. Only
             farcall can be told.
         encrypted: with TLS, which the network alone does not have. Only farcall can be told.
+        own: only farcall has what it measures.
         part: what it is about: ``calls``, ``tensors`` or ``training``. Not every peer has all.
     """
 
@@ -71,6 +68,7 @@ class Workload:
     network: bool = False
     stripes: int = 0
     encrypted: bool = False
+    own: bool = False
     part: str = "calls"
 
     @property

@@ -37,7 +37,7 @@ __all__ = [
 
 
 def debug_info() -> dict[str, int]:
-    """How many contexts this worker knows, ``num_autograd_contexts``, and in how many backwards it takes
-    part right now, ``num_current_backward_passes``.
+    """Return ``num_autograd_contexts``, the number of contexts that this worker knows, and
+    ``num_current_backward_passes``, the number of backward passes that it takes part in now.
     """
     return autograd().debug_info()

@@ -1,4 +1,4 @@
-"""What users call."""
+"""The user's functions of distributed autograd."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["backward", "change_gradients", "context", "current_context", "get_gr
 
 
 class context:  # noqa: N801  # PyTorch's name
-    """Inside the block, what calls to other workers compute is recorded for ``backward``.
+    """Record what calls to other workers compute inside the block, for ``backward``.
 
-    The context follows every call made inside it, on this thread or coroutine, and the calls that these
+    The context applies to every call made inside it, on this thread or coroutine, and to the calls that these
     make. Leaving the block releases it on all workers.
 
     Returns:
-        From ``with``: the context's id, the same on all workers.
+        From ``with``: the context's id, an int that is the same on all workers.
 
     Raises:
         AutogradError: this thread is in a context already.
-        NotInitializedError: there is no agent.
-        ValueError: when it is left on another thread or coroutine than it was entered on. It is released then
-            all the same.
+        NotInitializedError: ``rpc.init_rpc`` has not been called.
+        ValueError: the block is left on another thread or coroutine than it was entered on. The context is
+            released all the same.
 
     Example::
 
@@ -67,24 +67,23 @@ class context:  # noqa: N801  # PyTorch's name
 
     def __del__(self) -> None:
         context = self._context
-        if context is not None and not context.over:  # it was entered by hand, and never left
+        if context is not None and not context.over:  # it was entered by a call of __enter__, and never left
             context.contexts.release_soon(context)
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
-    """Compute the gradients of ``roots`` on all workers that take part, and add them up in the context.
+    """Compute the gradients of ``roots`` on all workers that take part, and accumulate them in the context.
 
     Each worker's graph is run by PyTorch's own engine, so hooks, checkpoints and custom functions work as
-    they do locally. Nothing is put into ``.grad``. Several backwards may run at once, also in one context.
+    they do locally. ``.grad`` is not changed. Several backward passes may run at once, even in one context.
 
     Args:
-        context_id: what ``context`` returned.
-        roots: the tensors to begin from, each of one element and computed from something that requires
-            grad.
-        retain_graph: keep what is needed to run the same graph once more.
+        context_id: the id that ``context`` returned.
+        roots: the tensors to start from, each with one element and computed from a tensor that requires grad.
+        retain_graph: whether to keep the graph, so that it can be used once more. Default: false.
 
     Raises:
-        AutogradError: there is no such context, or a root that this cannot begin from.
+        AutogradError: there is no such context, or a root cannot be used.
         BackwardError: a node of the graph raised an error; names the worker, and has the error as its cause.
         WorkerLostError: a worker that takes part is gone.
 
@@ -105,10 +104,10 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients that backwards in a context have computed for this worker's leaves.
+    """Return the gradients that backward passes in a context have computed for this worker's leaves.
 
     Returns:
-        For each leaf its gradient, of the same shape. The dict is the caller's own.
+        For each leaf its gradient, with the leaf's shape. The dict is a copy that the caller may change.
 
     Raises:
         AutogradError: there is no such context.
@@ -122,14 +121,14 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
 
 def change_gradients(context_id: int, leaves: Iterable[Tensor], change: Callable[[Tensor], Tensor]) -> None:
-    """Put others in the place of gradients that a context has on this worker, clipped ones for example.
+    """Replace gradients that a context has on this worker, for example by clipped ones.
 
-    Backwards that have something to add wait meanwhile.
+    Backward passes that would add to them wait in the meantime.
 
     Args:
-        context_id: what ``context`` returned.
-        leaves: whose gradients; those that have none are left out.
-        change: returns what takes the place of a gradient, of the same shape, and does not change it.
+        context_id: the id that ``context`` returned.
+        leaves: the leaves whose gradients are replaced; those without a gradient are skipped.
+        change: takes a gradient and returns its replacement, of the same shape; must not change it in place.
 
     Raises:
         AutogradError: there is no such context.
@@ -142,12 +141,12 @@ def change_gradients(context_id: int, leaves: Iterable[Tensor], change: Callable
 
 
 def has_context(context_id: int) -> bool:
-    """Whether this worker knows the context: made here or come with a call, and not over yet."""
+    """Whether this worker knows the context: made here or received with a call, and not over yet."""
     return autograd().contexts.find(context_id) is not None
 
 
 def current_context() -> Context:
-    """The context that this thread runs in.
+    """Return the context that this thread runs in.
 
     Raises:
         AutogradError: there is none.

@@ -1,8 +1,8 @@
-"""The backwards that this worker takes part in, as their root or for other roots.
+"""The backward passes that this worker takes part in, started by it (the root) or by other workers.
 
-Handlers of messages (``messages``) run on the loop's thread. A worker's part runs on a thread of its own,
-which the executor of calls does not count: it waits for other workers. A whole part has nothing to wait for,
-and runs as a call does: on the very thread that has received it, if one reads for itself.
+Message handlers (``messages``) run on the loop's thread. A worker's part runs on a thread of its own, which
+is not counted by the executor of calls, because it waits for other workers. A whole part waits for nothing,
+and runs as a call does: on the thread that received it, if that thread reads for itself.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from dist_autograd import messages
+from dist_autograd import backward_messages as messages
+from dist_autograd.backward_messages import Key, PartRequest, SentMessages
 from dist_autograd.contexts import Context, Contexts
 from dist_autograd.ddp import Models
-from dist_autograd.messages import Key, Messages, PartRequest
 from dist_autograd.participant import Participant
 from dist_autograd.ports import Answers, Workers
 from dist_autograd.progress import Action, Error, Event
@@ -28,6 +28,7 @@ from rpc.agent.ports import Kinds
 from rpc.agent.request_runner import Request
 from rpc.errors import AutogradError, NotInitializedError
 from rpc.group.peer import Peer
+from rpc.runtime import spans
 from rpc.runtime.executor import Executor
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
@@ -40,16 +41,16 @@ _THREADS: Final = 8
 
 
 class Backwards:
-    """Runs backwards. From any thread, except where noted.
+    """Runs backward passes. From any thread, except where noted.
 
     Args:
-        incarnation: of this worker, which has not joined a group yet.
+        incarnation: incarnation of this worker, which has not joined a group yet.
         answers, workers: see ``dist_autograd.ports``.
         kinds: see ``rpc.agent.ports``.
         activity: counts the parts that run for other workers.
-        serializer: of this worker.
-        contexts: of this worker.
-        models: of this worker, under ``DistributedDataParallel``.
+        serializer: serializer of this worker.
+        contexts: contexts of this worker.
+        models: models of this worker under ``DistributedDataParallel``.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Backwards:
         activity: Activity,
         serializer: Serializer,
         executor: Executor,
-        messages_out: Messages,
+        messages_out: SentMessages,
         contexts: Contexts,
         models: Models,
     ) -> None:
@@ -90,10 +91,10 @@ class Backwards:
     def __len__(self) -> int:
         return len(self._running)
 
-    # ---- as the root
+    # ---- started here
 
     def run(self, context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
-        """Run a backward from ``roots``, which have been checked; see ``dist_autograd.backward``."""
+        """Run a backward pass from ``roots``, which have been checked; see ``dist_autograd.backward``."""
         key = (self._incarnation, next(self._numbers))
         own = WorkerPass(context, retain_graph, self._models)
         root = Root(key, own, self._workers.own, self._messages, self._workers.by_incarnation)
@@ -105,7 +106,7 @@ class Backwards:
         finally:
             self._running.pop(key, None)
 
-    # ---- for other roots
+    # ---- started by other workers
 
     def _mark_arrived(self, peer: Peer, frame: Frame) -> None:
         asked = messages.read_request(frame)
@@ -137,7 +138,7 @@ class Backwards:
         return self._begun(peer, frame, whole=True)
 
     def _begun(self, peer: Peer, frame: Frame, *, whole: bool) -> Task:
-        """A part is to be run; returns who does it."""
+        """Handle the start of a part; returns the task that runs it."""
         asked = messages.read_request(frame)
         running = self._participant(peer, asked, whole=whole)
         if running is None:
@@ -150,7 +151,7 @@ class Backwards:
         return self._run_part, (running, frame.call_id, asked.marks)
 
     def _participant(self, root: Peer, asked: PartRequest, *, whole: bool) -> Participant | None:
-        """This worker's part of a backward, known or new; None if its context is over."""
+        """Return this worker's part of a backward pass, known or new; None if its context is over."""
         key = (root.incarnation, asked.number)
         running = self._running.get(key)
         if isinstance(running, Participant):
@@ -179,7 +180,8 @@ class Backwards:
     def _run_and_answer(self, running: Participant, call_id: int, marks: list[Any]) -> None:
         kind = Kind.REPLY
         try:
-            payload = running.run(marks)
+            with spans.span("part of a distributed backward", source=running.peer.name, call=call_id):
+                payload = running.run(marks)
         except BaseException as error:
             kind = Kind.FAILURE
             serializer, name, peer = self._serializer, self._workers.own.name, running.peer
@@ -200,12 +202,12 @@ class Backwards:
             text = f"the backward was given up by worker '{peer.name}': {reason}"
             self._fail(running, lambda: AutogradError(text))
 
-    # ---- for both
+    # ---- both
 
     def _gradients_arrived(self, peer: Peer, frame: Frame) -> None:
         key, message = messages.read_gradients(frame)
         running = self._running.get(key)
-        if running is not None:  # else it has failed meanwhile
+        if running is not None:  # otherwise it has failed in the meantime
             running.own.arrived(message, peer, frame)
 
     def _fail(self, running: Root | Participant, error: Error) -> None:
@@ -218,7 +220,7 @@ class Backwards:
                 self._fail(running, lambda: peer.lost_error("Its backward is over"))
 
     def _context_over(self, context: Context) -> None:
-        """A context is released: its backwards end."""
+        """End the backward passes of a context that is released."""
         for running in self._running.copy().values():
             if running.own.context is context:
                 self._fail(running, _left(context))

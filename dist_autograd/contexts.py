@@ -1,14 +1,14 @@
-"""Contexts: what one forward, spread over workers, has recorded, and the gradients of its backward.
+"""Contexts: what a forward pass spread over workers has recorded, and the gradients of its backward pass.
 
 A context is made by one worker, the *creator*, and known to every worker that a call made inside it reaches.
-Its id holds the creator's rank in the upper 16 bits of 64; the rest counts from a number drawn at random, so
-that it is unique in the group also where a rank is given again.
+Its id holds the creator's rank in the upper 16 bits of 64; the rest is a counter that starts at a random
+number, so that ids are unique in the group even if a rank is used again.
 
-*Release.* Who takes part remembers whom it has told. At the end of the ``with`` the creator tells all those
-that the context is over, and they tell theirs, several contexts at a time: on a connection nothing is lost
-while it lasts, and when it breaks the worker behind it is gone. A call that comes late is run outside of any
-context. When a worker dies, the contexts that it made are over, and those who know of another context only
-through it ask its creator to be told of its end.
+*Release.* Each worker remembers which workers it has sent the context to. At the end of the ``with`` block,
+the creator notifies its workers that the context is over, and they notify theirs, several contexts in one
+message: an open connection loses nothing, and if it breaks, the worker behind it is gone. A call that arrives
+late is run outside of any context. When a worker dies, the contexts that it made are over, and workers that
+know another context only through it ask the context's creator to notify them of its end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dist_autograd.ports import Answers, Workers
 from dist_autograd.recording import Sent
 from rpc.agent.device_ports import RequestDevices, SharedWork
 from rpc.agent.hooks import Hooks
-from rpc.agent.ports import ControlMessages, Kinds, Send
+from rpc.agent.ports import ControlMessages, Kinds, SendMessage
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Executor
@@ -56,13 +56,13 @@ class Context:
     """One context on one worker. From any thread.
 
     Attributes:
-        id: the same on all workers.
-        creator: the incarnation of the worker that made it.
-        through: who has brought it here; None on its creator.
+        id: id, the same on all workers.
+        creator: incarnation of the worker that made it.
+        through: the worker that sent it here; None on its creator.
         sends: the messages sent from here, by number.
         recvs: the recv node of each message received here.
-        kept: what others keep for as long as it lasts.
-        told: who was told of it by this worker.
+        kept: objects that are kept as long as the context.
+        told: the workers that this worker has sent it to.
         over: whether it is released.
     """
 
@@ -76,11 +76,11 @@ class Context:
         self.kept: list[Any] = []
         self.told: set[Peer] = set()
         self.over = False
-        self._lock = threading.RLock()  # a user's signal handler may leave this context while it is held
+        self._lock = threading.RLock()  # reentrant: a signal handler may leave this context while it is held
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
-        """By its identity each leaf, and its gradient."""
+        """Each leaf and its gradient, by the leaf's identity."""
         self._work: SharedWork | None = None
-        """The work on devices that makes the gradients, once there is any."""
+        """The device work that computes the gradients, or None."""
 
     @property
     def devices(self) -> RequestDevices | None:
@@ -88,7 +88,9 @@ class Context:
         return self.contexts.devices
 
     def work_on(self, gradients: Sequence[Tensor | None]) -> SharedWork | None:
-        """The work that makes gradients, where they may be on devices; for another thread to join."""
+        """Return the device work that computes gradients, for another thread to wait on; None if on
+        the CPU.
+        """
         if self.devices is None or all(each is None or each.is_cpu for each in gradients):
             return None
         return self.devices.ready(list(gradients))
@@ -102,9 +104,9 @@ class Context:
             return found
 
     def accumulate(self, leaves: Sequence[Leaf], gradients: Sequence[Tensor | None]) -> None:
-        """Add to leaves' gradients, whose tensors are not changed: somebody may hold them.
+        """Add to leaves' gradients. Their tensors are not changed in place, as other code may refer to them.
 
-        A leaf that is frozen meanwhile gets none, as ever.
+        A leaf that no longer requires grad gets none, as in PyTorch.
         """
         devices = self.devices
         on_device = devices is not None and not all(each is None or each.is_cpu for each in gradients)
@@ -123,7 +125,7 @@ class Context:
                 self._work.renew()
 
     def change(self, leaves: Iterable[Tensor], change: Callable[[Tensor], Tensor]) -> None:
-        """Put what ``change`` makes of the gradients of some leaves in their place; others wait meanwhile."""
+        """Replace the gradients of some leaves by ``change`` of them; other threads wait in the meantime."""
         with self._lock:
             if self._work is not None:
                 self._work.join([gradient for _, gradient in self._gradients.values()])
@@ -136,7 +138,7 @@ class Context:
 
     @interruptible
     def let_go(self) -> None:
-        """Free what was recorded: destructors of the user's may run."""
+        """Free what was recorded; this may run destructors of user code."""
         self.sends.clear()
         self.recvs.clear()
         self.kept.clear()
@@ -147,7 +149,7 @@ class Context:
 
 def _sum(before: Tensor, gradient: Tensor) -> Tensor:
     if before.is_sparse and not gradient.is_sparse:
-        return gradient + before  # the only order that PyTorch knows
+        return gradient + before  # PyTorch supports this order only
     return before + gradient
 
 
@@ -155,13 +157,13 @@ class Contexts:
     """The contexts that one worker knows of.
 
     Args:
-        incarnation: of this worker.
+        incarnation: incarnation of this worker.
         answers, workers: see ``dist_autograd.ports``.
         kinds, control, send: see ``rpc.agent.ports``.
-        when_made: called when a context is about to become known.
+        when_made: called before a context becomes known.
 
     Attributes:
-        find: a function that returns the context of an id; None if it is over, or was never known here.
+        find: returns the context with an id; None if it is over, or was never known here.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class Contexts:
         workers: Workers,
         kinds: Kinds,
         control: ControlMessages,
-        send: Send,
+        send: SendMessage,
         hooks: Hooks,
         mailbox: Mailbox,
         executor: Executor,
@@ -188,10 +190,10 @@ class Contexts:
         self._known: dict[int, Context] = {}
         self.find: Callable[[int], Context | None] = self._known.get
         self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
-        self._lock = threading.RLock()  # a user's signal handler may leave a context while it is held
+        self._lock = threading.RLock()  # reentrant: a signal handler may leave a context while it is held
         self._end_handlers: list[Callable[[Context], object]] = []
         self._over: dict[int, None] = {}
-        """The latest that are over, in case that a call made inside one comes late."""
+        """The latest contexts that are over, for calls made inside them that arrive late."""
         self._unsaid: dict[Peer, list[int]] = {}
         kinds.on(OVER, self._over_arrived, any_thread=True)
         control.on(_TOPIC, self._told)
@@ -206,36 +208,36 @@ class Contexts:
         return len(self._known)
 
     def on_end(self, handler: Callable[[Context], object]) -> None:
-        """Have ``handler`` called with each context that is over, before what it holds is freed."""
+        """Register ``handler`` to be called with each context that is over, before its objects are freed."""
         self._end_handlers.append(handler)
 
     def current(self) -> Context | None:
-        """The context that this thread runs in; None outside, and when it is over."""
+        """Return the context that this thread runs in; None outside of one, and when it is over."""
         context = current.get()
         if context is None or context.over or context.contexts is not self:
             return None
         return context
 
     def new(self) -> Context:
-        """A new context, of which this worker is the creator."""
+        """Make a context whose creator is this worker."""
         self._when_made()
         context_id = (self._workers.own.member.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
         context = self._known[context_id] = Context(self, context_id, self._incarnation, None)
         return context
 
     def largest_id(self) -> int:
-        """The largest id that a context of this worker can have."""
+        """Return the largest id that a context of this worker can have."""
         return (self._workers.own.member.id << COUNTER_BITS) + (1 << COUNTER_BITS) - 1
 
     def get(self, context_id: int) -> Context:
-        """As ``find``; raises ``AutogradError`` if there is none."""
+        """Like ``find``, but raises ``AutogradError`` if there is no such context."""
         context = self._known.get(context_id)
         if context is None:
             raise self.unknown(context_id)
         return context
 
     def unknown(self, context_id: int) -> AutogradError:
-        """The error of who asks for a context that is not known here."""
+        """Return the error for the use of a context that is not known here."""
         return AutogradError(
             f"Could not find autograd context with id: {context_id} on worker '{self._workers.own.name}'. It "
             "is over, or no call made inside it has come here: use the id inside its "
@@ -243,7 +245,7 @@ class Contexts:
         )
 
     def join(self, context_id: int, creator: int, through: Peer) -> Context | None:
-        """The context that an arrived message names, made known here if need be; None if it is over."""
+        """Return the context that a message names, and register it if it is new here; None if it is over."""
         with self._lock:
             if creator == self._incarnation or context_id in self._over:
                 return self._known.get(context_id)
@@ -256,20 +258,22 @@ class Contexts:
         return None if context.over else context
 
     def release(self, context: Context) -> None:
-        """A context is over: forget it, tell those that were told of it, and free what it holds.
+        """End a context: forget it, notify the workers that it was sent to, and free what it holds.
 
-        Not on the loop's thread, which must run no destructor of the user's.
+        Not on the loop's thread, which must not run destructors of user code.
         """
         if self._end(context, None):
             context.let_go()
 
     def release_soon(self, context: Context) -> None:
-        """The same, from a finalizer: on the loop's thread."""
+        """Like ``release``, from a finalizer: on the loop's thread."""
         self._mailbox.call(self._end_on_loop, context)
 
     @protected
     def _end(self, context: Context, heard_from: Peer | None) -> bool:
-        """A context is over, as one worker has said: all but the last step; false if that was known."""
+        """Do all but the last step of ending a context, at the word of a worker; false if it was over
+        already.
+        """
         with self._lock:
             if self._known.pop(context.id, None) is None:
                 return False
@@ -287,7 +291,7 @@ class Contexts:
             self._executor.submit((Context.let_go, context))
 
     def _say_over(self, peer: Peer, context_id: int) -> None:
-        """Tell a worker that a context is over, together with those that follow in the next moments."""
+        """Notify a worker that a context is over, together with others that end in the next moments."""
         with self._lock:
             self._unsaid.setdefault(peer, []).append(context_id)
         self._mailbox.gathered(self._say_all_over, None)
@@ -299,7 +303,7 @@ class Contexts:
             try:
                 self._send(peer, OVER, 0, Payload({"over": context_ids}, []), wait=False)
             except WorkerLostError as error:
-                logger.debug("nobody is left to be told that contexts are over: %s", error)
+                logger.debug("no worker is left to be notified that contexts are over: %s", error)
 
     def _remember(self, context_id: int) -> None:
         self._over[context_id] = None
@@ -337,7 +341,9 @@ class Contexts:
             self._look_after(context)
 
     def _look_after(self, context: Context) -> None:
-        """See to it that this worker hears of a context's end, though who would have told it may be gone."""
+        """Make sure that this worker learns of a context's end, even if the worker that it came
+        from is gone.
+        """
         creator = self._workers.by_incarnation(context.creator)
         nobody_tells = context.through is not None and context.through.lost is not None
         if (creator is not None and creator.lost is not None) or (creator is None and nobody_tells):

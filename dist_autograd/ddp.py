@@ -1,17 +1,17 @@
 """``DistributedDataParallel`` inside a context.
 
-Its hooks, which average gradients over processes, sit on the nodes that accumulate into ``.grad``, and look
-for the gradient there. So where a pass reaches parameters of such a model, the engine accumulates, and what
-it has accumulated is moved into the context; whatever was in ``.grad`` before is put back. Meanwhile the
-parameters are locked: nobody else may look for a gradient there, or put one there, as an optimizer does.
+The hooks of a model that average gradients over processes are on the nodes that accumulate into ``.grad``,
+and expect the gradient there. So where a pass reaches parameters of such a model, the engine accumulates, and
+the accumulated gradients are moved into the context; the previous content of ``.grad`` is restored. In the
+meantime the parameters are locked: no other code, such as an optimizer, may read or write their ``.grad``.
 
-Who holds these locks must not wait for another worker's part of a backward, which may need the locks of its
-own models. A pass that waits for none accumulates while it runs, so that averaging overlaps with it
-(``accumulating``); others hand over their gradients at the end (``hand_over``).
+A thread that holds these locks must not wait for another worker's part of a backward pass, which may need the
+locks of its own models. A pass that waits for no other worker accumulates while it runs, so that averaging
+overlaps with it (``accumulating``); others hand over their gradients at the end (``hand_over``).
 
-Which models there are is learned from their forward: from the first context that an agent knows until the
-agent is gone, ``DistributedDataParallel.forward`` is ours, which notes the model and goes on with PyTorch's.
-(PyTorch's hooks for modules don't see a forward that is called as such.)
+The models are found by their forward: from the first context that an agent knows until the agent is gone,
+``DistributedDataParallel.forward`` is replaced by a function that records the model and calls PyTorch's.
+(PyTorch's hooks for modules do not see a forward that is called directly.)
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Models:
     """The models under ``DistributedDataParallel`` that were called inside contexts. From any thread.
 
     Attributes:
-        any: whether there has been any.
-        locks: of the parameters of this worker, those of other models as well.
+        any: whether there have been any.
+        locks: locks of this worker's parameters, including those of other models.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Models:
         self._forward: Any = None
 
     def watch(self) -> None:
-        """Learn of models from now on."""
+        """Record models from now on."""
         if self._watches:
             return
         with self._lock:
@@ -67,7 +67,7 @@ class Models:
             self._watches = True
 
     def _noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """PyTorch's forward, and before it a note of the model."""
+        """Return a function that records the model and calls PyTorch's forward."""
 
         @functools.wraps(forward)
         def noted(model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class Models:
         return noted
 
     def stop(self) -> None:
-        """Learn of no more models."""
+        """Stop recording models."""
         with self._lock:
             if self._forward is not None:
                 _patched.forward = self._forward
@@ -88,34 +88,36 @@ class Models:
                 self._watches = False
 
     def among(self, leaves: Sequence[Tensor]) -> list[int]:
-        """The positions of those leaves that are parameters of such models."""
+        """Return the positions of those leaves that are parameters of such models."""
         with self._lock:
             models = list(self._models)
         return _of(models, leaves)
 
     def in_buckets(self, leaves: Sequence[Tensor]) -> list[int]:
-        """The positions of those whose gradients are views of memory that the next backward overwrites."""
+        """Return the positions of leaves whose gradients are views of buffers that the next backward
+        overwrites.
+        """
         with self._lock:
             models = [model for model in self._models if model.gradient_as_bucket_view]
         return _of(models, leaves)
 
 
 def _of(models: Iterable[DistributedDataParallel], leaves: Sequence[Tensor]) -> list[int]:
-    """The positions of those leaves that are parameters of some models."""
+    """Return the positions of those leaves that are parameters of some models."""
     parameters = {id(parameter) for model in models for parameter in model.module.parameters()}
     return [position for position, leaf in enumerate(leaves) if id(leaf) in parameters]
 
 
 @contextmanager
 def accumulating(leaves: Sequence[Tensor], models: Models) -> Iterator[list[Tensor | None]]:
-    """Inside the block ``.grad`` of the leaves is empty for the engine to accumulate into, and locked.
+    """Lock the leaves inside the block and empty their ``.grad``, for the engine to accumulate into.
 
     Args:
-        leaves: some of them parameters of models.
-        models: all that there are.
+        leaves: leaves, some of which are parameters of models.
+        models: all models.
 
     Yields:
-        A list that holds what has been accumulated for each leaf, once the block is left without an error.
+        A list that holds the accumulated gradient of each leaf, once the block is left without an error.
     """
     accumulated: list[Tensor | None] = []
     with models.locks.of(leaves).held():
@@ -132,7 +134,7 @@ def accumulating(leaves: Sequence[Tensor], models: Models) -> Iterator[list[Tens
 
 
 def _gradients(leaves: Sequence[Tensor], copied: Iterable[int]) -> list[Tensor | None]:
-    """What is in ``.grad`` of each leaf, and a copy of it at some positions."""
+    """Return the ``.grad`` of each leaf, and a copy of it at some positions."""
     gradients = [leaf.grad for leaf in leaves]
     for position in copied:
         gradient = gradients[position]
@@ -144,16 +146,16 @@ def _gradients(leaves: Sequence[Tensor], copied: Iterable[int]) -> list[Tensor |
 def hand_over(
     leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], models: Models, accumulate: Accumulate
 ) -> list[Tensor | None]:
-    """Has gradients that are complete accumulated, so that the models' hooks run.
+    """Have complete gradients accumulated, so that the models' hooks run.
 
     Args:
         leaves: parameters without hooks of their own, which have run already.
-        gradients: one for each; None counts as reached, as it does in the engine.
-        models: all that there are.
+        gradients: one for each leaf; None counts as reached, as it does in the engine.
+        models: all models.
         accumulate: runs the engine.
 
     Returns:
-        What the hooks have made of the gradients.
+        The gradients after the hooks have run.
     """
     with torch.enable_grad():
         source = get_gradient_edge(_new_source(gradients, *leaves))
@@ -163,7 +165,7 @@ def hand_over(
 
 
 class Source(Function):
-    """Where gradients come from that have been computed before."""
+    """A node that passes on gradients which have been computed before."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor | None], *leaves: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """How nodes that run on the engine's device threads find the pass that they belong to.
 
 The engine runs nodes whose tensors are on a device on a thread of that device, for all passes of the process.
-There a pass is known by the id of its graph task, which is the same on all threads. ``run_backward`` does not
-tell the id. So a pass with such nodes has one more root, a *herald*, which runs on the calling thread before
-any other node of that thread, and enters the pass under the id that it finds. Nodes on device threads wait
-for that.
+There, a pass is identified by the id of its graph task, which is the same on all threads. ``run_backward``
+does not return the id. So a pass with such nodes has one more root, a *herald*, which runs on the calling
+thread before any other node of that thread, and registers the pass under the id that it finds. Nodes on
+device threads wait for that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dist_autograd.torch_internals import inputs_of
 __all__ = ["devices_of", "heralded", "let_others_run", "pass_of_this_thread", "wait_for_other_devices"]
 
 _FIRST: Final = 1 << 62
-"""A sequence number above that of any node that autograd makes."""
+"""A sequence number above that of any node made by autograd."""
 
 
 class _Passes:
@@ -54,7 +54,7 @@ class _Passes:
                     self._changed.notify_all()
 
     def enter(self, task: list[int], known_as: Any) -> None:
-        """The herald of a pass runs."""
+        """Register the pass whose herald runs."""
         with self._changed:
             task.append(engine.current_task())
             self._by_task[task[0]] = known_as
@@ -62,7 +62,7 @@ class _Passes:
             self._changed.notify_all()
 
     def find(self) -> Any:
-        """The pass that runs the current node; None if it is no distributed one."""
+        """Return the pass that runs the current node; None if it is not a distributed one."""
         task = engine.current_task()
         with self._changed:
             self._changed.wait_for(lambda: task in self._by_task or not self._unknown)
@@ -73,7 +73,7 @@ _passes: Final = _Passes()
 
 
 class _Herald(Function):
-    """Enters its pass."""
+    """Registers its pass."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, task: list[int]) -> Tensor:
@@ -88,7 +88,7 @@ class _Herald(Function):
 
 
 class _Detour(Function):
-    """Does nothing, on the thread of a device."""
+    """A node that does nothing, on the thread of a device."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, device: torch.device) -> Tensor:
@@ -104,7 +104,7 @@ class _Detour(Function):
 def heralded(
     roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], anchor: Tensor
 ) -> Iterator[tuple[Sequence[Tensor | GradientEdge], Sequence[Tensor]]]:
-    """Roots, and their gradients, of a pass with nodes on device threads, which runs inside the block.
+    """Add a herald to the roots and gradients of a pass with nodes on device threads; it runs in the block.
 
     Args:
         anchor: one of the inputs of the pass.
@@ -118,13 +118,13 @@ def heralded(
 
 
 def pass_of_this_thread() -> Any:
-    """The pass that runs the current node, on whatever thread; None if it is no distributed one."""
+    """Return the pass that runs the current node, on any thread; None if it is not a distributed one."""
     here = engine.running.known_as
     return _passes.find() if here is None else here
 
 
 def devices_of(nodes: Iterable[Any]) -> set[torch.device]:
-    """The devices on whose threads some of these nodes run."""
+    """Return the devices on whose threads some of these nodes run."""
     return {each.device for node in nodes for each in inputs_of(node) if each.device.type != "cpu"}
 
 

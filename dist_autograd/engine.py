@@ -1,18 +1,17 @@
-"""PyTorch's autograd engine, as a backward between workers uses it.
+"""PyTorch's autograd engine, as a backward pass between workers uses it.
 
 *Sequence numbers.* Each node gets one when it is made; of the nodes that are ready, the engine runs the one
-with the highest first. Number 0 comes last. So a node that is held back (``hold_back``) runs when nothing
-else can, provided that no other node of the pass has 0 too: ``give_way`` sees to it.
+with the highest number first, and one with number 0 last. So a node that is held back (``hold_back``) runs
+when nothing else can, provided that no other node of the pass has number 0: ``give_way`` ensures that.
 
-*What a pass knows.* The engine runs nodes whose tensors are on the CPU on the thread that calls it; so they
-find their pass by the thread. Those whose tensors are on a device: see ``device_threads``. (PyTorch's own
-storage, which it carries along to other threads, is no alternative: process groups carry it too, and free it
-where they may not have the GIL.)
+*Finding the pass.* The engine runs nodes whose tensors are on the CPU on the thread that calls it, so they
+find their pass by the thread. For nodes whose tensors are on a device, see ``device_threads``. (The storage
+that PyTorch carries along to other threads cannot be used: process groups carry it too, and free it on
+threads that may not hold the GIL.)
 
-*The first use of an edge.* PyTorch then makes a type, under a lock of its own. If that lets go of the
-interpreter, to collect garbage for one thing, another thread may come to that lock with the interpreter in
-hand, and neither gets on any more, nor does any other. So an edge is used before there are threads of ours
-(``prepare``).
+*The first use of an edge.* PyTorch then makes a type while it holds a lock of its own. If it releases the GIL
+there, for example to collect garbage, another thread may wait for that lock while it holds the GIL, and the
+process deadlocks. So an edge is used before any of our threads are started (``prepare``).
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ __all__ = [
 
 class _Running(threading.local):
     known_as: Any = None
-    """What ``run`` was told to be known as, on the thread of a node that it runs; None elsewhere."""
+    """The ``known_as`` of ``run``, on the thread of a node that it runs; None elsewhere."""
 
 
 running: Final = _Running()
 
 
 def _some_node() -> Any:
-    with torch.inference_mode(False), torch.enable_grad():  # which may be anywhere
+    with torch.inference_mode(False), torch.enable_grad():  # the caller may be in either mode
         return torch.empty(0, device="cpu", requires_grad=True).clone().grad_fn
 
 
@@ -72,16 +71,16 @@ def prepare() -> None:
     no_gradient: Any = 0
     try:
         run_backward((GradientEdge(node, 0),), (no_gradient,), False, False)
-    except (RuntimeError, TypeError):  # the edge is read by then; to run it would set up all devices
+    except (RuntimeError, TypeError):  # the edge has been read by then; running it would set up all devices
         return
     raise AssertionError("PyTorch took a number for a gradient")
 
 
 def directly(function: type[Function]) -> Callable[..., Any]:
-    """``function.apply`` without its search for transforms such as ``vmap``, in which our nodes are not made;
-    and its nodes call ``function.backward`` without looking for what else might be meant.
+    """Return ``function.apply`` without its search for transforms such as ``vmap``, in which our nodes are
+    not made; and its nodes call ``function.backward`` without looking for alternatives.
 
-    These searches cost as much as making the node, and running it.
+    These searches cost as much as making and running the node.
     """
     node: Any = class_of_nodes(function)
     node.apply = function.backward
@@ -101,15 +100,15 @@ def run(
     """Run every node between ``roots`` and ``inputs`` once, on this thread.
 
     Args:
-        roots: where it begins.
+        roots: edges to start from.
         gradients: one for each root.
-        inputs: where it ends: leaves; or edges, whose nodes do not run, except for hooks on their tensors.
+        inputs: where to end: leaves, or edges, whose nodes do not run, except for hooks on their tensors.
         retain_graph: whether the graph can be run again.
-        accumulate: add the gradients of the inputs, which must be leaves, to their ``.grad``.
-        known_as: what ``running.known_as`` is to the nodes that run.
+        accumulate: whether to add the gradients of the inputs, which must be leaves, to their ``.grad``.
+        known_as: the value of ``running.known_as`` for the nodes that run.
 
     Returns:
-        The gradients of the inputs, None where there is none; nothing if ``accumulate``.
+        The gradients of the inputs, None for an input without one; empty if ``accumulate``.
     """
     outer = running.known_as
     running.known_as = known_as
@@ -129,12 +128,12 @@ def run(
 
 
 def is_running() -> bool:
-    """Whether this thread is in the middle of a backward, ours or any other."""
+    """Whether this thread is in the middle of a backward pass, distributed or local."""
     return current_task() != -1
 
 
 def keeps_graph() -> bool:
-    """Whether the graph of the backward that this thread is in the middle of can be run again."""
+    """Whether the graph of this thread's current backward pass can be run again."""
     return current_task_keeps_graph()
 
 
@@ -153,16 +152,16 @@ def refuse_transforms() -> None:
 
 
 def hold_back(node: Node) -> None:
-    """Have a node run when no other of its pass is ready."""
+    """Make a node run only when no other node of its pass is ready."""
     node._set_sequence_nr(0)  # type: ignore[attr-defined]
 
 
 def set_sequence_number(node: Node, number: int) -> None:
-    """Say when a node runs: of those that are ready, the one with the highest number is first."""
+    """Set when a node runs: of the nodes that are ready, the one with the highest number is first."""
     node._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
 def give_way(node: Node) -> None:
-    """See to it that a node runs before those that are held back."""
+    """Make a node run before those that are held back."""
     if node._sequence_nr() == 0:
         node._set_sequence_nr(1)  # type: ignore[attr-defined]

@@ -1,11 +1,11 @@
-"""What a backward reaches on one worker. Pure: it only follows the edges of the graph that it is given.
+"""The part of the graph that a backward pass reaches on one worker. Pure: it only follows the given edges.
 
-The graph on a worker ends in two kinds of nodes: *leaves*, whose gradients are wanted, and *recvs*, which
-stand for tensors that came from another worker, where the graph goes on from the *send* of that message.
-A walk does not go past a recv; it finds out which tensors of which messages take part there, the *marks*.
+The graph on a worker ends in two kinds of nodes: *leaves*, whose gradients are computed, and *recvs*, which
+represent tensors that came from another worker, where the graph continues at the *send* of that message. A
+walk does not go past a recv; it finds out which tensors of which messages take part there, the *marks*.
 
-The walk begins from *starts*: the roots together are one, and each message sent from here is another. Where
-nothing is reached from two of them, each can be run by itself, as soon as its gradients are there.
+The walk begins from *starts*: all roots together are one, and each message sent from here is another. If no
+node is reached from two of them, each can be run separately, as soon as its gradients are there.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any, Final, NamedTuple
 __all__ = ["ROOTS", "Edge", "Leaf", "Mark", "Reach", "marks_behind"]
 
 ROOTS: Final = 0
-"""The start that all roots together are; others are numbers of messages."""
+"""The start that all roots together form; others are numbers of messages."""
 
 _LEAF: Final = "torch::autograd::AccumulateGrad"
 
 _new_mark: Final = tuple.__new__
-"""Makes a named tuple without the Python function that it has for a constructor."""
+"""Makes a named tuple without calling its constructor, which is a Python function."""
 
 Edge = tuple[Any, int]
-"""A node, and which of its outputs."""
+"""A node, and the index of one of its outputs."""
 
 
 class Mark(NamedTuple):
-    """A tensor of a message, from the view of its receiver: the gradient of this one will be sent back."""
+    """A tensor of a message, as its receiver sees it: the gradient of this tensor will be sent back."""
 
     sender: int
-    """The incarnation of the worker that sent it."""
+    """Incarnation of the worker that sent it."""
     message: int
     tensor: int
-    """Which of the message's tensors."""
+    """Index of the tensor in the message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,23 +44,23 @@ class Leaf:
 
     tensor: Any
     node: Any
-    """What accumulates into it; None as long as no graph leads there, since it was sent itself."""
+    """The node that accumulates into it; None while no graph leads to it, since it was sent itself."""
     start: int
-    """Which has reached it first."""
+    """The start that reached it first."""
 
 
 class Reach:
-    """The nodes that the starts of one backward reach on one worker, as far as they are known.
+    """The nodes that the starts of one backward pass reach on one worker, as far as they are known.
 
     Args:
         recv: the class of recv nodes. Such a node has an ``origin`` with ``sender`` and ``message``.
 
     Attributes:
-        leaves: the leaves, under the start that has reached them first; each once, or once for each node that
-            accumulates into it, where its data was replaced by some of another type.
+        leaves: the leaves, under the start that reached them first; each once, or once for each node that
+            accumulates into it, if its data was replaced by data of another type.
         recvs: the recv nodes.
         marks: the tensors of recvs that take part.
-        separate: whether nothing is reached from two starts.
+        separate: whether no node is reached from two starts.
     """
 
     __slots__ = ("_known", "_recv", "_seen", "leaves", "marks", "recvs", "separate")
@@ -71,17 +71,21 @@ class Reach:
         self.separate = True
         self._recv = recv
         self._seen: dict[int, tuple[Any, int]] = {}
-        """By identity each node, which is so held that no other can get its identity, and its start."""
+        """Each node, by identity, and its start. The node is kept alive, so that its identity stays
+        unique.
+        """
         self._known: dict[int, Leaf] = {}
-        """By identity of its tensor each leaf."""
+        """Each leaf, by the identity of its tensor."""
         self.marks: set[Mark] = set()
 
     def nodes(self) -> list[Any]:
-        """All nodes that are reached, recvs included."""
+        """All nodes that are reached, including recvs."""
         return [node for node, _ in self._seen.values()]
 
     def extend(self, start: int, edges: Iterable[Edge]) -> list[Mark]:
-        """Take in what a start reaches, perhaps more than before; returns the marks that are new."""
+        """Add the nodes that a start reaches, which may have more edges than before; returns the
+        new marks.
+        """
         marks: list[Mark] = []
         todo = list(edges)
         mine = self.leaves.setdefault(start, [])
@@ -111,7 +115,7 @@ class Reach:
         return marks
 
     def add_leaf(self, start: int, tensor: Any, node: Any = None) -> None:
-        """Take in that a start reaches a leaf, through this node or by being it."""
+        """Add a leaf that a start reaches, through this node or because it is the start's own tensor."""
         before = self._known.get(id(tensor))
         if before is not None:
             if before.start != start:
@@ -135,18 +139,18 @@ class Reach:
 
 
 def marks_behind(node: Any, recv: type[Any], context_id: int, limit: int) -> tuple[list[Mark], int] | None:
-    """What a gradient of a tensor marks on other workers, found out when the tensor is sent.
+    """Return the marks on other workers that a gradient of a tensor leads to; called when the tensor is sent.
 
     The graph behind a node never changes: operations in place give a tensor another node.
 
     Args:
         node: the send node of the tensor.
         recv: the class of recv nodes.
-        context_id: the context that all of them must be of.
-        limit: look at no more nodes than this.
+        context_id: id of the context that all of them must belong to.
+        limit: maximum number of nodes to visit.
 
     Returns:
-        The marks, and how many nodes were looked at; None if it is too large a graph, or leads out of the
+        The marks, and the number of visited nodes; None if the graph is too large or leads out of the
         context.
     """
     marks: list[Mark] = []

@@ -1,4 +1,4 @@
-"""Makes an agent take part in distributed autograd."""
+"""Adds distributed autograd to an agent."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dist_autograd import engine
+from dist_autograd.backward_messages import SentMessages
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
-from dist_autograd.messages import Messages
-from dist_autograd.ports import Calls
+from dist_autograd.ports import BackwardCalls
 from dist_autograd.propagation import Propagation
 from dist_autograd.recording import anchor
 from dist_autograd.roots import checked
@@ -31,14 +31,16 @@ _EXTENSION: Final = "autograd"
 
 
 class Autograd:
-    """All of distributed autograd on one agent.
+    """Distributed autograd on one agent.
 
     Args:
         models, contexts, backwards: its parts.
         calls: makes calls.
     """
 
-    def __init__(self, models: Models, contexts: Contexts, backwards: Backwards, calls: Calls) -> None:
+    def __init__(
+        self, models: Models, contexts: Contexts, backwards: Backwards, calls: BackwardCalls
+    ) -> None:
         self.models = models
         self.contexts = contexts
         self.backwards = backwards
@@ -67,6 +69,10 @@ class Autograd:
         )
         call.result()
 
+    def observed(self) -> dict[str, int]:
+        """Return data for observers. From any thread, without waiting."""
+        return {"contexts": len(self.contexts), "backwards": len(self.backwards)}
+
     def debug_info(self) -> dict[str, int]:
         """Counts, for ``rpc.get_debug_info``."""
         return {
@@ -76,7 +82,7 @@ class Autograd:
 
 
 def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
-    """Begin a backward at an object of this worker."""
+    """Start a backward pass at an object of this worker."""
     root = rref.local_value()
     if not isinstance(root, Tensor):
         raise RRefError(
@@ -89,12 +95,12 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
 
 
 def install(agent: Agent) -> None:
-    """Make an agent that has not joined its group yet take part in distributed autograd."""
+    """Add distributed autograd to an agent that has not joined its group yet."""
     INTERNALS.check()
     if INTERNALS.is_missing(NO_AUTOGRAD):
         return
     engine.prepare()
-    anchor()  # before several threads ask for it, who might each make one
+    anchor()  # before several threads ask for it, each of which might make one
     agent.serializer.allow_function(backward_here)
     answers, workers, caller = agent.calls.answers, agent.group.peers, agent.calls.caller
     sender, hooks, serializer = agent.messages.sender, agent.lifecycle.hooks, agent.serializer
@@ -120,7 +126,7 @@ def install(agent: Agent) -> None:
         agent.lifecycle.activity,
         serializer,
         agent.executor,
-        Messages(caller, agent.calls.table, sender.send, serializer.load_exception),
+        SentMessages(caller, agent.calls.table, sender.send, serializer.load_exception),
         contexts,
         models,
     )
@@ -131,11 +137,11 @@ def install(agent: Agent) -> None:
 
 
 def autograd() -> Autograd:
-    """Distributed autograd of the current agent.
+    """Return the distributed autograd of the current agent.
 
     Raises:
-        NotInitializedError: there is no agent.
-        MissingInternalError: PyTorch does not have what distributed autograd needs.
+        NotInitializedError: ``rpc.init_rpc`` has not been called.
+        MissingInternalError: PyTorch lacks an internal function that distributed autograd needs.
     """
     INTERNALS.require(NO_AUTOGRAD)
     found: Autograd = extension(_EXTENSION)

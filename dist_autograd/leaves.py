@@ -1,4 +1,4 @@
-"""The gradients of leaves: as they leave the engine, and such as need not enter it."""
+"""Gradients of leaves: those that the engine computed, and those that need not go through it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["gradients_of_leaves", "owned"]
 
 
 def owned(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The same gradients, each with memory that nobody else refers to, and as large as it looks.
+    """Return the same gradients, each with memory of its own and as large as its shape requires.
 
     The engine passes one tensor to every input of an addition, and an expanded one out of a sum; such tensors
-    may also arrive from other workers. A hook may have kept what it was shown, and a function of the user's
-    may return what it goes on using. Whoever changes a gradient in place, as clipping does, must change that
-    one alone.
+    may also arrive from other workers. A hook may have kept its argument, and a user's function may return a
+    tensor that it goes on using. Code that changes a gradient in place, as clipping does, must change only
+    that one.
 
     Args:
         gradients: each referred to by this sequence and by nothing else, as far as the caller knows.
@@ -61,8 +61,8 @@ def owned(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 
 def _elements(gradient: Tensor) -> Tensor | None:
-    """What holds the elements of a gradient that is not strided, or is of a subclass; None for kinds that
-    share none, or have no memory of their own.
+    """Return the tensor that holds the elements of a gradient that is not strided, or is of a subclass; None
+    for kinds that share no elements, or have no memory of their own.
     """
     if gradient.layout is torch.strided:
         return gradient if type(gradient).__torch_dispatch__ is Tensor.__torch_dispatch__ else None
@@ -70,37 +70,38 @@ def _elements(gradient: Tensor) -> Tensor | None:
 
 
 def _references(tensors: Sequence[Tensor | None]) -> list[int]:
-    """How many references Python has to each."""
+    """Return the number of Python's references to each tensor."""
     return [sys.getrefcount(tensor) for tensor in tensors]
 
 
 def _is_held_by_others(gradient: Any, elements: Tensor, storage: Any) -> bool:
-    """Whether PyTorch refers to a gradient, or anybody to its memory, other than through these three."""
+    """Whether PyTorch refers to a gradient, or anything to its memory, other than through these three."""
     if gradient._use_count() > 1:
         return True
     if elements is not gradient:
-        return False  # PyTorch, too, takes no notice of who refers to the values of a sparse gradient
+        return False  # PyTorch, too, ignores other references to the values of a sparse gradient
     uses = uses_of_storage(storage._cdata)
     if uses <= _USES_ALONE:
         return False
-    # What a transposition returns, as for the weight of a `Linear`, refers to what was transposed.
+    # The result of a transposition, as for the weight of a `Linear`, refers to the tensor that was
+    # transposed.
     return uses > _USES_ALONE + 1 or gradient._base is None or _holders_of_base(gradient) > _alone()[1]
 
 
 def _holders_of_base(view: Any) -> int:
-    """How often Python and PyTorch refer to what a tensor is a view of."""
+    """Return the number of references of Python and PyTorch to the base of a view."""
     base = view._base
     return sys.getrefcount(base) + int(base._use_count())
 
 
 _USES_ALONE: Final = 2
-"""A tensor, and what ``untyped_storage`` returns."""
+"""Number of uses of a storage that is not shared: the tensor, and the object from ``untyped_storage``."""
 
 
 @functools.cache
 def _alone() -> tuple[int, int]:
-    """What ``_references`` and ``_holders_of_base`` say of a tensor that nobody else refers to."""
-    with torch.inference_mode(False):  # which may be anywhere
+    """Return ``_references`` and ``_holders_of_base`` of a tensor without other references."""
+    with torch.inference_mode(False):  # the caller may be in that mode
         view = torch.empty(1, device="cpu").view(1)
         return _references([torch.empty(1, device="cpu")])[0], _holders_of_base(view)
 
@@ -108,13 +109,13 @@ def _alone() -> tuple[int, int]:
 def gradients_of_leaves(
     sent: Sent, indices: Sequence[int], gradients: Sequence[Tensor | None], leaves: Sequence[Leaf]
 ) -> list[Tensor | None] | None:
-    """The gradients of leaves that were sent themselves, if there is nothing to run for a message at all.
+    """Return the gradients of leaves that were sent themselves, if no node needs to run for the message.
 
     Args:
         sent: the message.
-        indices: which of its tensors take part.
-        gradients: of all its tensors, as received.
-        leaves: that it reaches.
+        indices: indices of its tensors that take part.
+        gradients: gradients of all its tensors, as received.
+        leaves: the leaves that it reaches.
     """
     if len(leaves) != len(indices):
         return None
@@ -130,7 +131,7 @@ def gradients_of_leaves(
 
 
 def _is_usual(gradient: Tensor, leaf: Tensor) -> bool:
-    """Whether the engine would pass this gradient on as it is."""
+    """Whether the engine would pass this gradient on unchanged."""
     return (
         type(gradient) is Tensor
         and gradient.layout is torch.strided

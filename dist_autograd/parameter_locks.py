@@ -1,11 +1,11 @@
-"""Locks for parameters: who updates one in place, or lends it a gradient, holds its lock.
+"""Locks for parameters: code that updates one in place, or uses its ``.grad``, holds its lock.
 
 Each trainer may have an optimizer of its own for the same parameters, and the sets may overlap in any way.
-Parameters that are first named together share one lock, so an optimizer mostly has exactly one. Several are
-taken in the order in which they were made, so that no two can wait for each other.
+Parameters that are first named together share one lock, so an optimizer usually has exactly one. Several are
+taken in the order in which they were made, which prevents deadlock.
 
-Who holds a lock runs code of the user's: hooks, an optimizer. That must not wait for what needs a lock as
-well, here or on another worker, so it is refused what does.
+A thread that holds a lock runs user code: hooks, an optimizer. That code must not wait for anything that
+needs a lock as well, here or on another worker, so calls that might wait are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["LockTable", "ParameterLocks"]
 
 
 class _Lock:
-    """A lock with its place in the order. It knows its thread, but is never taken twice: that is refused."""
+    """A lock with a position in the order. It is not reentrant: taking it twice raises."""
 
     __slots__ = ("__weakref__", "lock", "number")
 
@@ -47,10 +47,10 @@ class ParameterLocks:
         self._locks = sorted(locks, key=lambda each: each.number)
 
     def held(self) -> AbstractContextManager[object]:
-        """Holds all of them.
+        """Return a context manager that holds all of them.
 
-        A single one is returned itself: so no exception of a signal handler comes between its being taken and
-        the block that lets go of it.
+        A single lock is returned itself, so that no exception of a signal handler can come between taking it
+        and entering the block that releases it.
 
         Raises:
             AutogradError: this thread holds one of them already.
@@ -80,17 +80,18 @@ class LockTable:
         return len(self._of)
 
     def of(self, parameters: Iterable[Tensor]) -> ParameterLocks:
-        """The locks of some parameters, as Python objects: two that share memory count as two."""
+        """Return the locks of some parameters, as Python objects: two that share memory count as two."""
         with self._lock:
             fresh = _Lock(next(self._numbers))
             self._made.add(fresh)
             return ParameterLocks({self._of.setdefault(parameter, fresh) for parameter in parameters})
 
     def check_none_held(self, doing: str) -> None:
-        """Raise ``AutogradError`` where a thread that holds locks is about to wait for who may need them.
+        """Raise ``AutogradError`` if this thread holds locks, as it is about to wait for code that may need
+        them.
 
         Args:
-            doing: what the user has called.
+            doing: name of the function that the user has called.
         """
         with self._lock:
             made = list(self._made)

@@ -1,4 +1,4 @@
-"""A backward as a worker sees it that another one, the root, has asked to take part."""
+"""A backward pass on a worker that the root has asked to take part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dist_autograd.messages import Key, Messages
+from dist_autograd.backward_messages import Key, SentMessages
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
 from dist_autograd.worker_pass import WorkerPass
@@ -20,17 +20,17 @@ __all__ = ["Participant"]
 
 
 class Participant:
-    """This worker's part of one backward, for its root.
+    """This worker's part of one backward pass, for its root.
 
     Args:
-        key: of the backward.
+        key: id of the backward pass.
         own: the part.
-        root: who has begun the backward.
-        messages: to others.
-        whole: all its gradients come with what begins it, so it waits for nobody.
+        root: the worker that started the backward pass.
+        messages: sends messages to others.
+        whole: whether all its gradients arrive with its start, so that it waits for no worker.
     """
 
-    def __init__(self, key: Key, own: WorkerPass, root: Peer, messages: Messages, *, whole: bool) -> None:
+    def __init__(self, key: Key, own: WorkerPass, root: Peer, messages: SentMessages, *, whole: bool) -> None:
         self.key = key
         self.own = own
         self.peer = root
@@ -38,13 +38,13 @@ class Participant:
         self._messages = messages
         self._whole = whole
         self._held_back: tuple[Origin, Sequence[Tensor | None], SharedWork | None] | None = None
-        """Of a whole part, gradients for the root, which the answer brings."""
+        """For a whole part, gradients for the root, which are sent in the answer."""
 
     def run(self, marks: Sequence[Any]) -> Payload:
-        """Run it; returns the answer, or raises what ended the backward.
+        """Run the part; returns the answer, or raises the error that ended the backward pass.
 
         Args:
-            marks: those that were not asked about.
+            marks: marks that this worker was not asked about before.
         """
         self.own.mark(marks, self.peer)
         self.own.run(self)
@@ -76,5 +76,5 @@ class Participant:
         self.own.progress.wait(ready)
 
     def fail(self, error: Error) -> Action:
-        """End the backward here; the first error counts."""
+        """End the backward pass here; only the first error is kept."""
         return self.own.progress.on(Event.FAIL, error)

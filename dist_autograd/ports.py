@@ -1,4 +1,4 @@
-"""What distributed autograd needs of the agent, by role; see ``rpc.agent.ports``."""
+"""The parts of the agent that distributed autograd uses, by role; see ``rpc.agent.ports``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rpc.group.peer import Peer
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 
-__all__ = ["Answers", "Calls", "Workers"]
+__all__ = ["Answers", "BackwardCalls", "Workers"]
 
 
-class Calls(Protocol):
+class BackwardCalls(Protocol):
     """Makes calls; see ``rpc.agent.caller.Caller``."""
 
     def call(
@@ -38,7 +38,7 @@ class Calls(Protocol):
 
 
 class Answers(Protocol):
-    """Runs requests, and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
+    """Runs requests and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
 
     @property
     def devices(self) -> RequestDevices | None: ...

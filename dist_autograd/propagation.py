@@ -1,12 +1,12 @@
-"""Context propagation: how a context follows the calls made inside it, and how what they send is recorded.
+"""Context propagation: how a context follows the calls made inside it, and how their tensors are recorded.
 
-The context rides in the header of each call, from the caller to round the function's run. The tensors of
-calls and answers that require grad are recorded, a send at one end and a recv at the other: the header then
-says the number of the message, too. An answer is recorded in the context of its call, whichever thread gives
-it or reads it.
+The context travels in the header of each call, and is current while the called function runs. The tensors of
+calls and answers that require grad are recorded, as a send on one side and a recv on the other; the header
+then has the number of the message, too. An answer is recorded in the context of its call, whichever thread
+sends or reads it.
 
-A call that is made under ``no_grad`` is not recorded, and neither is its answer: as in one process, what it
-takes and what it gives has no history. The context goes along all the same.
+A call made under ``no_grad`` is not recorded, and neither is its answer: as in one process, its inputs and
+outputs have no history. The context is sent all the same.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from rpc.runtime.interrupts import protected
 __all__ = ["Propagation", "Recorded"]
 
 _NOT_RECORDED: Final = 0
-"""In place of a message's number: its tensors have no history at the receiver."""
+"""Used in place of a message's number: its tensors have no history at the receiver."""
 
 
 @dataclass(slots=True, eq=False)
 class Recorded:
-    """One end of a call made in a context; see ``rpc.agent.tape.Recording``."""
+    """One side of a call made in a context; see ``rpc.agent.tape.Recording``."""
 
     context: Context
     tracks: bool
     source: Peer | None = None
-    """At the receiver of a message, who sent it."""
+    """At the receiver of a message, its sender."""
     number: int | None = None
-    """Of that message, if it has one."""
+    """Number of the message, if it has one."""
     behind: Sequence[Any] | None = None
-    """For each of its tensors what a gradient marks on other workers, if the sender says so."""
+    """For each of its tensors the marks that its gradient leads to, if the sender provides them."""
     answer: bool = False
     """Whether that message is an answer."""
     token: Token[Context | None] | None = None
@@ -65,7 +65,7 @@ class Recorded:
         sent = recording.send(tensors, to)
         number = sent.number
         context.sends[number] = sent
-        if to.incarnation == context.creator:  # who may begin a backward, and spares itself a question
+        if to.incarnation == context.creator:  # which may start a backward pass, and saves a round trip then
             behind = recording.behind(sent, context.id)
             if behind is not None:
                 return [context.id, context.creator, number, behind]
@@ -85,7 +85,7 @@ class Recorded:
 
 
 class Propagation:
-    """Carries the context along with calls, and has recorded what they carry; see ``rpc.agent.tape.Tape``."""
+    """Sends the context along with calls, and has their tensors recorded; see ``rpc.agent.tape.Tape``."""
 
     key = "context"
 
@@ -99,7 +99,7 @@ class Propagation:
             return None
         if to not in context.told and not to.is_self:
             context.told.add(to)
-        if context.over:  # looked at last, since nobody would tell that worker any more
+        if context.over:  # checked last, since no other code would notify that worker any more
             return None
         return Recorded(context, torch.is_grad_enabled())
 

@@ -1,11 +1,12 @@
-"""The edges between workers: a *send* at the worker that sends a tensor, a *recv* at the one that gets it.
+"""The edges between workers: a *send* at the worker that sends a tensor, a *recv* at the one that receives
+it.
 
-A send is for one tensor, since only some tensors of a message may take part in a backward. It hangs on an
-empty tensor that nobody but the context refers to, so that no backward of a user's ever runs it. Of a leaf
-the tensor itself is kept, and no node is made unless it is needed.
+A send is for one tensor, since only some tensors of a message may take part in a backward pass. It is the
+grad function of an empty tensor to which only the context refers, so that no backward pass of the user runs
+it. For a leaf, the tensor itself is kept, and no node is made unless it is needed.
 
-A recv is made for each message. All recvs lead to one leaf, the *anchor*: as one of the inputs of a pass, it
-makes the engine run every recv that the pass reaches, although nothing behind it is wanted here.
+One recv is made for each message. All recvs lead to one leaf, the *anchor*: as one of the inputs of a pass,
+it makes the engine run every recv that the pass reaches, although the gradient of the anchor is not used.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from rpc.group.peer import Peer
 __all__ = ["RECV_NODE", "SEND_NODE", "Origin", "Sent", "anchor", "behind", "computed_from", "receive", "send"]
 
 _LOOK_BEHIND: Final = 128
-"""So many nodes are looked at when a message is sent: about a tenth of a millisecond."""
+"""Maximum number of nodes visited when a message is sent; takes about a tenth of a millisecond."""
 
 clock: Final = itertools.count(1)
-"""Stamps what is recorded in this process: whatever has a later stamp was made later."""
+"""Numbers what is recorded in this process: later records have higher numbers."""
 
 
 @functools.cache
 def anchor() -> Tensor:
-    """The leaf that all recvs lead to; first asked for when an agent starts."""
-    with torch.inference_mode(False):  # which may be anywhere
+    """Return the leaf that all recvs lead to; it is made when an agent starts."""
+    with torch.inference_mode(False):  # the caller may be in that mode
         return torch.empty(0, device="cpu", requires_grad=True)
 
 
@@ -50,23 +51,24 @@ class Sent:
     """A message that was sent from here."""
 
     number: int
-    """Names it, and is the time at which it was recorded."""
+    """Number of the message, and the time at which it was recorded."""
     to: Peer
     ends: list[Tensor]
-    """For each of its tensors that require grad the tensor itself if it is a leaf, else the empty tensor
-    behind its send node."""
+    """For each of its tensors that require grad: the tensor itself if it is a leaf, else the empty tensor
+    whose grad function is its send node.
+    """
     nodes: list[Any]
-    """For each of them the send node, None for a leaf."""
+    """For each of these tensors its send node, None for a leaf."""
 
     def end(self, position: int) -> Tensor:
-        """The empty tensor behind a tensor's send node; that of a leaf is made now."""
+        """Return the empty tensor of a tensor's send node; for a leaf, it is made now."""
         if self.nodes[position] is not None:
             return self.ends[position]
         with torch.enable_grad():
             return _send(self.number, position, computed_from(self.ends[position]))
 
     def entry(self, position: int) -> GradientEdge:
-        """Where a tensor's gradient enters the graph: right behind its send."""
+        """Return the edge where a tensor's gradient enters the graph: right behind its send."""
         node = self.nodes[position]
         if node is None:
             with torch.enable_grad():
@@ -74,46 +76,47 @@ class Sent:
         return GradientEdge(*node.next_functions[0])
 
     def takes(self, position: int) -> bool:
-        """Whether a gradient of a tensor is wanted still: it may be a leaf that is frozen meanwhile."""
+        """Whether the gradient of a tensor is still needed: a leaf may have been frozen in the meantime."""
         return self.nodes[position] is not None or self.ends[position].requires_grad
 
 
 def computed_from(leaf: Tensor) -> Tensor:
-    """A tensor whose gradient is a leaf's, to use in the place of the leaf itself.
+    """Return a tensor whose gradient is a leaf's, to be used in place of the leaf.
 
-    PyTorch 2.13 hangs, with all of the process, where one thread makes a leaf's node in the middle of an
-    operation, which needs the interpreter for a moment, and another, with the interpreter in hand, applies a
-    custom function to the same leaf, or begins a backward at it, and waits for that node.
+    PyTorch 2.13 deadlocks the whole process if one thread makes a leaf's node in the middle of an operation,
+    for which it needs the GIL, while another thread that holds the GIL applies a custom function to the same
+    leaf, or starts a backward pass at it, and waits for that node.
     """
     if leaf.layout is torch.strided and not leaf.is_nested:
-        alias: Tensor = torch.ops.aten.alias(leaf)  # passes on sparse gradients, as no other view does
+        alias: Tensor = torch.ops.aten.alias(leaf)  # the only view that passes on sparse gradients
         return alias
     return leaf.clone()
 
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """Where a recv's tensors came from."""
+    """The origin of a recv's tensors."""
 
     context_id: int
     source: Peer
     sender: int
-    """The incarnation of the worker that sent it."""
+    """Incarnation of the worker that sent them."""
     message: int
-    """Its number there."""
+    """Number of the message at the sender."""
     received: int
-    """When it was recorded here."""
+    """Number at which it was recorded here; see ``clock``."""
     behind: Sequence[Any] | None
-    """For each of its tensors what a gradient marks on other workers, if the sender has said so; as it has
-    come, to be read by ``marks_behind``."""
+    """For each of its tensors the marks that its gradient leads to, if the sender provides them; not yet
+    checked, see ``marks_behind``.
+    """
     answer: bool = False
     """Whether they came in an answer."""
 
     def marks_behind(self, tensor: int) -> list[Mark] | None:
-        """What a gradient of a tensor marks on other workers; None if the sender has not said so.
+        """Return the marks that a tensor's gradient leads to; None if the sender has not provided them.
 
         Raises:
-            ProtocolError: it has said something else.
+            ProtocolError: what the sender has provided is malformed.
         """
         if self.behind is None:
             return None
@@ -126,7 +129,7 @@ class Origin:
 
 
 class Send(Function):
-    """Passes on the gradient that the receiver of a tensor has sent."""
+    """Passes on the gradient that the receiver of a tensor has sent back."""
 
     @staticmethod
     def forward(ctx: Any, message: int, position: int, tensor: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ class Send(Function):
 
 
 class Recv(Function):
-    """Sends the gradients of a message's tensors to where they came from."""
+    """Sends the gradients of a message's tensors to their sender."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], origin: Origin) -> tuple[Tensor, ...]:
@@ -175,7 +178,7 @@ def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return send(tensors, to)
-    if engine.is_transforming():  # where nodes cannot be made, though leaves need none
+    if engine.is_transforming():  # nodes cannot be made there; leaves need none
         engine.refuse_transforms()
     number = next(clock)
     ends: list[Tensor] = []
@@ -196,7 +199,7 @@ def send(tensors: Sequence[Tensor], to: Peer) -> Sent:
 
 
 def behind(sent: Sent, context_id: int) -> list[list[Mark]] | None:
-    """For each tensor that was sent what a gradient marks on other workers; None if that takes long."""
+    """Return the marks that the gradient of each sent tensor leads to; None if that takes too long."""
     limit = _LOOK_BEHIND
     found: list[list[Mark]] = []
     for node in sent.nodes:
@@ -220,7 +223,7 @@ def receive(
     *,
     answer: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Record tensors as received; returns what stands for them, with gradient history."""
+    """Record tensors as received; returns tensors in their place that have gradient history."""
     origin = Origin(context_id, source, source.incarnation, message, next(clock), behind, answer)
     try:
         if torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The part of another worker in a backward, as a call of the root: its answer says that it is done."""
+"""The part of another worker in a backward pass, as a call of the root that is answered when it is done."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class RemotePart(PendingCall):
     """A part under way.
 
     Attributes:
-        when_settled: called when it has ended, on whatever thread, except by the thread that waits for it.
-        whole: all gradients for it came with the question, so it waits for nobody.
+        when_settled: called when it has ended, on any thread but the one that waits for it.
+        whole: whether all its gradients are sent with its start, so that it waits for no worker.
     """
 
     when_settled: Callable[[RemotePart], None] | None = None

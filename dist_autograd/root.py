@@ -1,13 +1,13 @@
-"""A backward as its root sees it: mark, run, wait for the others.
+"""A backward pass as its root runs it: mark, run, wait for the others.
 
-The root alone knows who takes part. It asks each worker what the marks on it lead to, and passes on what it
-is told, round after round, until nothing new comes up. Then it has the others begin, runs its own pass, from
-which gradients flow to them, and waits until each has answered that it is done. The first error ends it
-everywhere.
+Only the root knows which workers take part. It asks each worker what the marks on it lead to, and passes on
+the answers, round after round, until there are no new marks. Then it starts the others' parts, runs its own
+pass, from which gradients flow to them, and waits until each has answered that it is done. The first error
+ends the backward pass on all workers.
 
-Mostly it need not ask. A message to whoever made the context says what lies behind its tensors, if that is
-soon found out. Where all that takes part at a worker is one message to the root, and it says so, the worker
-need not even be told before its gradients come: these begin its part, and they are all that it needs.
+Usually it need not ask. A message to the context's creator includes the marks that its tensors lead to, if
+they are found quickly. If all that takes part at a worker is one message to the root with such marks, its
+part is started by the gradients themselves: it needs nothing else.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dist_autograd import engine
+from dist_autograd.backward_messages import Key, SentMessages, failure_of, given_up
 from dist_autograd.graph import Mark
-from dist_autograd.messages import Key, Messages, failure_of, given_up
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
 from dist_autograd.remote_part import RemotePart
@@ -36,18 +36,18 @@ __all__ = ["Root"]
 
 
 class Root:
-    """Runs one backward. ``run`` is called once; ``fail`` from any thread.
+    """Runs one backward pass. ``run`` is called once; ``fail`` from any thread.
 
     Args:
-        key: of the backward.
+        key: id of the backward pass.
         own: this worker's own part.
         me: this worker.
-        messages: to the others.
-        find: returns the worker of an incarnation.
+        messages: sends messages to the others.
+        find: returns the worker with an incarnation.
     """
 
     def __init__(
-        self, key: Key, own: WorkerPass, me: Peer, messages: Messages, find: Callable[[int], Peer | None]
+        self, key: Key, own: WorkerPass, me: Peer, messages: SentMessages, find: Callable[[int], Peer | None]
     ) -> None:
         self.key = key
         self.own = own
@@ -58,15 +58,17 @@ class Root:
         self._marked: set[Mark] = set()
         self._asked: set[Peer] = set()
         self._told: dict[Peer, list[Mark]] = {}
-        """By worker the marks that it is still to be told, with what begins its part."""
+        """For each worker the marks that are to be sent with the start of its part."""
         self._parts: dict[Peer, RemotePart] = {}
-        """Those begun, of whose end nobody has taken note. Who takes one out does."""
+        """Parts that were started and whose end has not been handled. The thread that removes one
+        handles it.
+        """
         self._left: set[Peer] = set()
-        """Who is not done, or has not begun."""
+        """Workers that are not done, or have not started."""
         own.progress.on(Event.BEGIN)
 
     def run(self, roots: Sequence[Tensor]) -> None:
-        """Run the backward; raises what ended it."""
+        """Run the backward pass; raises the error that ended it."""
         try:
             self._mark_all(self.own.start(roots))
             self._left = self._asked | self._told.keys()
@@ -77,7 +79,7 @@ class Root:
                 self._wait_for(self._one_part(), lambda: not self._left)
             self.own.progress.check()
         except BaseException as error:
-            self.fail(given_up)  # a nested one's own part may go on after Ctrl-C
+            self.fail(given_up)  # the part of a nested one may go on after a KeyboardInterrupt
             for peer in self._asked | self._left:
                 self._messages.abort(self.key, peer, error)
             raise
@@ -87,7 +89,7 @@ class Root:
     # ---- mark
 
     def _mark_all(self, found: Sequence[Mark]) -> None:
-        """Follow marks to the ends of the graph, wherever they lead."""
+        """Follow marks to the ends of the graph, on all workers."""
         todo = list(found)
         key, own, messages = self.key, self.own, self._messages
         while todo:
@@ -101,7 +103,7 @@ class Root:
                 todo += messages.marks_in(answer)
 
     def _follow(self, todo: list[Mark]) -> dict[Peer, list[Mark]]:
-        """Follow marks as far as is known here; returns those at workers that must be asked what follows."""
+        """Follow marks as far as is known here; returns those whose workers must be asked."""
         own, marked = self.own, self._marked
         unknown: dict[Peer, list[Mark]] = {}
         while todo:
@@ -126,7 +128,7 @@ class Root:
     # ---- run
 
     def _begin_parts(self) -> None:
-        """Have the others begin, but for those whose part is one message: they begin with its gradients."""
+        """Start the others' parts, except for those of one message: they are started by its gradients."""
         for peer in self._asked:
             self._begin(peer, ())
         for peer, marks in list(self._told.items()):
@@ -169,7 +171,7 @@ class Root:
         return next(iter(tuple(self._parts.values())), None)
 
     def _wait_for(self, part: RemotePart | None, ready: Callable[[], bool]) -> None:
-        """Wait for the end of a part, if there is one to wait for, and else for any news."""
+        """Wait for the end of a part, or for any event if there is no part to wait for."""
         with waits.waiting("backward", lambda: [peer.name for peer in self._left.copy()]):
             if part is None:
                 self.own.progress.wait(ready)
@@ -178,7 +180,7 @@ class Root:
                 self._settled(part)
 
     def _settled(self, part: RemotePart) -> None:
-        """A worker has answered what began its part, or is gone, or is not waited for any more."""
+        """Handle the end of a part: it was answered, its worker is gone, or it was cancelled."""
         peer, outcome = part.peer, part.outcome
         if self._parts.pop(peer, None) is None:
             return
@@ -201,7 +203,7 @@ class Root:
         self.own.progress.on(Event.NEWS)
 
     def fail(self, error: Error) -> Action:
-        """End the backward; the first error counts."""
+        """End the backward pass; only the first error is kept."""
         action = self.own.progress.on(Event.FAIL, error)
         if action is Action.WAKE:
             for part in tuple(self._parts.values()):
@@ -214,7 +216,7 @@ def _itself(error: BaseException) -> BaseException:
 
 
 def _on_another_thread(run: Callable[[], Any]) -> None:
-    """Run a pass from within another, whose nodes the engine would mix with its own on this thread."""
+    """Run a pass from within another; on this thread, the engine would mix the nodes of the two."""
     errors: list[BaseException] = []
 
     def catch() -> None:

@@ -1,4 +1,4 @@
-"""What a backward can begin from."""
+"""Checks the roots of a backward pass."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["checked"]
 
 
 def checked(roots: Sequence[Any]) -> list[Tensor]:
-    """The roots, if a backward can begin from each of them.
+    """Return the roots, if a backward pass can start at each of them.
 
     Raises:
-        AutogradError, TypeError: there is none, or one that is not computed, or not a scalar.
+        AutogradError, TypeError: there is none, or one that was not computed, or is not a scalar.
     """
     if not roots:
         raise AutogradError("No tensors provided for gradient computation: roots is empty")

@@ -1,11 +1,11 @@
 """Tickets: how one run of the engine waits for the gradients of several messages.
 
 A message's ticket is a node that waits until the gradients of that message are there, and behind which its
-leaves and send nodes hang. Tickets are chained, so that only one is ready at any time, that of the newest
-message; and all other nodes that are ready run before it. So when it waits, everything that can run has run.
-Nothing waits for ever: a gradient that is on its way to a message depends only on nodes that were made after
-the message was sent. The run that waits for the newest of all, wherever it is, can thus always go on.
-``Pass.await_gradients`` holds this against the facts.
+leaves and send nodes are. Tickets are chained, so that only one is ready at any time, that of the newest
+message; all other nodes that are ready run before it. So when it waits, everything that can run has run.
+There is no deadlock: a gradient that is on its way to a message depends only on nodes that were made after
+the message was sent. So the run that waits for the newest message of all, on whichever worker, can always
+continue. ``Pass.await_gradients`` checks this.
 """
 
 from __future__ import annotations

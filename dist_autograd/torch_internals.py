@@ -1,6 +1,6 @@
-"""The private names of PyTorch that distributed autograd needs: their gate; see ``rpc/runtime/internals.py``.
+"""The private names of PyTorch that distributed autograd uses; see ``rpc/runtime/internals.py``.
 
-Without any of them, no context can be made. Calls work, without gradients.
+If one is missing, no context can be made. Calls work, without gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ run_backward: Final[Callable[..., Sequence[Tensor | None] | None]] = _find(
 current_task: Final[Callable[[], int]] = _find(
     "torch._C:_current_graph_task_id", NO_AUTOGRAD, instead=lambda: -1
 )
-"""The id of the backward that this thread is in the middle of, -1 for none."""
+"""Returns the id of the backward pass that this thread is in the middle of, or -1."""
 current_task_keeps_graph: Final[Callable[[], bool]] = _find(
     "torch._C:_autograd._get_current_graph_task_keep_graph", NO_AUTOGRAD
 )
@@ -45,7 +45,7 @@ are_transforms_active: Final[Callable[[], bool]] = _find(
 )
 uses_of_storage: Final[Callable[[int], int]] = _find("torch._C:_storage_Use_Count", NO_AUTOGRAD)
 """Takes the ``_cdata`` of a storage and returns the number of references to it. ``Tensor._use_count`` is the
-number of references that PyTorch has to a tensor.
+number of PyTorch's references to a tensor.
 """
 INTERNALS.expect(
     "torch:Tensor._use_count",
@@ -65,16 +65,16 @@ INTERNALS.expect(
 
 
 def class_of_nodes(function: type[Function]) -> type:
-    """The class of the nodes that a function of autograd makes."""
+    """Return the class of the nodes that a function of autograd makes."""
     found: type = getattr(function, "_backward_cls", _NoNode)
     return found
 
 
 class _NoNode:
-    """Stands for the class of nodes where PyTorch does not tell it."""
+    """Used as the class of nodes if PyTorch does not provide it."""
 
 
 def inputs_of(node: Any) -> Sequence[Any]:
-    """What a node knows of its inputs: their devices, dtypes and shapes."""
+    """Return a node's input metadata: devices, dtypes and shapes."""
     found: Sequence[Any] = node._input_metadata
     return found

@@ -1,12 +1,12 @@
-"""A worker's part of one backward: a pass of PyTorch's engine over all that takes part here.
+"""A worker's part of one backward pass: a pass of PyTorch's engine over all that takes part here.
 
-The marks say which tensors, sent from here, will get a gradient. Where the graphs behind the messages have
-no node in common, each is run by itself as soon as its gradients are there. Where they meet, one run of the
-engine must cover them all, or nodes would run twice and hooks see a part of a sum.
+The marks tell which tensors, sent from here, will get a gradient. If the graphs behind the messages have no
+node in common, each is run separately as soon as its gradients are there. If they meet, one run of the engine
+must cover them all, or nodes would run twice and hooks would see a part of a sum.
 
 In such a run each message has a *ticket*, a node that waits for its gradients (``tickets.py``).
 
-A pass knows the graph and the engine. Of other workers it knows what ``Links`` says.
+A pass knows the graph and the engine. It reaches other workers only through ``Links``.
 """
 
 from __future__ import annotations
@@ -39,27 +39,30 @@ from rpc.wire.frames import Frame
 __all__ = ["Links", "WorkerPass"]
 
 _DEVICE_POLL_SECONDS: Final = 0.0005
-"""Interval at which a pass looks whether nodes on device threads have made others ready on its own thread."""
+"""Interval at which a pass checks whether nodes on device threads have made others ready on its own
+thread.
+"""
 _MAX_DEVICE_POLLS: Final = 4000
 """Maximum number of polls, beyond the number of nodes. Each lets a device's thread run a node, unless a node
-has failed: then the engine runs no others, and raises what that one raised."""
+has failed: then the engine runs no others, and raises that node's error.
+"""
 
 
 class Links(Protocol):
-    """What a pass that runs asks of who runs it."""
+    """The interface of a running pass to the code that runs it."""
 
     def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        """Send the gradients of a message's tensors to where they came from."""
+        """Send the gradients of a message's tensors to their sender."""
 
     def load(self, peer: Peer, frame: Frame) -> Sequence[Tensor | None]:
-        """The gradients in a message that ``arrived``."""
+        """Load the gradients in a message that ``arrived``."""
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Block until something may have come that makes ``ready`` true, or the backward has failed."""
+        """Block until ``ready`` may have become true, or the backward pass has failed."""
 
 
 class WorkerPass:
-    """One worker's part of one backward.
+    """One worker's part of one backward pass.
 
     ``start``, ``mark`` and ``run`` are called on one thread at a time, everything else from any thread.
 
@@ -69,11 +72,11 @@ class WorkerPass:
         models: the models whose gradients are averaged over processes.
 
     Attributes:
-        progress: of the backward on this worker.
+        progress: progress of the backward pass on this worker.
     """
 
     _links: Links
-    """While it runs, and no longer: who runs it refers to it."""
+    """Set only while it runs, since the object that runs it refers to it."""
 
     def __init__(self, context: Context, retain_graph: bool, models: Models) -> None:
         self.context = context
@@ -88,16 +91,16 @@ class WorkerPass:
         self._arrived: dict[int, tuple[Peer, Frame]] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
         self._posting = threading.Lock()
-        """Held while a recv posts its gradients: recvs run on several threads where there are devices."""
+        """Lock held while a recv posts its gradients: recvs run on several threads if there are devices."""
 
     # ---- before it runs
 
     def start(self, roots: Sequence[Tensor]) -> list[Mark]:
-        """Begin from the roots themselves; returns what they mark on other workers, or on this one."""
+        """Start from the roots; returns the marks that they lead to on other workers, or on this one."""
         return self._extend(ROOTS, [(root.grad_fn, root.output_nr) for root in roots])
 
     def mark(self, marks: Iterable[tuple[int, int]], receiver: Peer) -> list[Mark]:
-        """Take in which tensors of which messages, sent from here, take part; returns what that marks.
+        """Record which tensors of messages sent from here take part; returns the marks that follow.
 
         Raises:
             AutogradError: there is no such message.
@@ -106,7 +109,7 @@ class WorkerPass:
         for number, index in marks:
             sent = self._sent.get(number) or self.context.sends.get(number)
             if sent is None or type(index) is not int or not 0 <= index < len(sent.ends):
-                self.progress.check()  # its context may be over, which says more
+                self.progress.check()  # if its context is over, that error is more specific
                 raise AutogradError(
                     f"worker '{receiver.name}' asks for tensor {index} of message {number}, which was not "
                     f"sent in context {self.context.id}"
@@ -139,18 +142,18 @@ class WorkerPass:
         return marks
 
     def behind(self, mark: Mark) -> list[Mark] | None:
-        """What follows from a mark, where its sender has said so to this worker."""
+        """Return what follows from a mark, if its sender has provided it to this worker."""
         origin = self._origins.get(mark[:2])
         return None if origin is None else origin.marks_behind(mark[2])
 
     # ---- while it runs
 
     def run(self, links: Links, roots: Sequence[Tensor] = (), gradients: Sequence[Tensor] = ()) -> None:
-        """Run all that takes part here, waiting for gradients that come from elsewhere, and put those of
-        the leaves into the context.
+        """Run all that takes part here, waiting for gradients from other workers, and accumulate those of the
+        leaves in the context.
 
         Raises:
-            BaseException: what a node raised, or what ended the backward elsewhere.
+            BaseException: the error of a node, or the error that ended the backward pass elsewhere.
         """
         self._links = links
         try:
@@ -177,13 +180,13 @@ class WorkerPass:
                 captured = self._average(leaves, captured, averaged)
         self._check_recvs_have_run(reach.recvs, "at the end")
         if leaves:
-            self._gradients.clear()  # else nothing that came through would be the leaves' alone
+            self._gradients.clear()  # or no gradient that came through would belong to the leaves alone
             self.context.accumulate(leaves, owned(captured))
 
     def _accumulates(self, leaves: list[Leaf], averaged: list[int]) -> bool:
-        """Whether the engine is to accumulate gradients while it runs, for models that average them.
+        """Whether the engine accumulates gradients while it runs, for models that average them.
 
-        That holds locks, so not while gradients of other workers are waited for; unless a parameter has a
+        That holds locks, so not if the pass waits for gradients of other workers; unless a parameter has a
         hook, which would run twice if its gradient were handed over later.
         """
         return not self._marked or any(leaves[position].tensor._backward_hooks for position in averaged)
@@ -191,7 +194,7 @@ class WorkerPass:
     def _average(
         self, leaves: list[Leaf], captured: list[Tensor | None], averaged: list[int]
     ) -> list[Tensor | None]:
-        """The gradients, with those of models that average them averaged."""
+        """Return the gradients, with those of models that average them averaged."""
         parameters = [leaves[position] for position in averaged]
         found = hand_over(
             [leaf.tensor for leaf in parameters],
@@ -212,14 +215,14 @@ class WorkerPass:
         *,
         accumulate: bool,
     ) -> list[Tensor | None]:
-        """One run of the engine over everything; the gradients of the leaves."""
+        """Run the engine once over everything; returns the gradients of the leaves."""
         if self._marked:
             roots = [*roots, self._tickets()]
             gradients = [*gradients, torch.empty(0, device="cpu")]
         return self._run_engine(roots, gradients, leaves, accumulate=accumulate)
 
     def _run_apart(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Each start by itself, as its gradients come: no node needs more than one of them."""
+        """Run each start separately, as its gradients arrive: no node needs more than one of them."""
         found: dict[int, list[Tensor | None]] = {}
         if roots:
             found[ROOTS] = self._run_engine(roots, gradients, self._reach.leaves[ROOTS])
@@ -235,12 +238,12 @@ class WorkerPass:
         return [gradient for start in self._reach.leaves for gradient in found[start]]
 
     def _run_message(self, number: int, leaves: list[Leaf]) -> list[Tensor | None]:
-        """What lies behind a message; the gradients of its leaves."""
+        """Run the graph behind a message; returns the gradients of its leaves."""
         sent, received = self._sent[number], self._gradients[number]
         indices = list(filter(sent.takes, sorted(self._marked[number])))
         if not indices:
             return [None] * len(leaves)
-        if not is_profiler_enabled():  # else the sends are to be seen
+        if not is_profiler_enabled():  # the profile must show the sends
             straight = gradients_of_leaves(sent, indices, received, leaves)
             if straight is not None:
                 return straight
@@ -271,12 +274,12 @@ class WorkerPass:
                 known_as=self,
             )
         found = list(captured[: len(leaves)])
-        if self.context.devices is not None:  # the engine has the current streams wait, and does no more
+        if self.context.devices is not None:  # the engine makes the current streams wait, and does no more
             self.context.devices.use(found)
         return found
 
     def _tickets(self) -> Tensor:
-        """The chain of tickets, oldest first; returns the newest, which is the first to run."""
+        """Make the chain of tickets, oldest first; returns the newest, which is the first to run."""
         for node in self._reach.nodes():
             engine.give_way(node)
         ticket = anchor()
@@ -300,8 +303,8 @@ class WorkerPass:
         """Wait for the gradients of a message; only when nothing else can run.
 
         Returns:
-            Those of its leaves among these tensors; for a tensor with a send node, which fetches its gradient
-            itself, anything.
+            The gradients of its leaves among these tensors; for a tensor with a send node, which fetches its
+            gradient itself, anything.
         """
         newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
         self._finish_on_devices(newer)
@@ -312,8 +315,8 @@ class WorkerPass:
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]
 
     def _finish_on_devices(self, recvs: list[Any]) -> None:
-        """Wait until all of these have run. Threads of devices go on while a node of this thread waits, and
-        what they run may make further nodes ready for this thread.
+        """Wait until all of these have run. Device threads continue while a node of this thread waits, and
+        the nodes that they run may make further nodes ready for this thread.
         """
         if self._run.issuperset(map(id, recvs)):
             return
@@ -343,11 +346,11 @@ class WorkerPass:
             )
 
     def gradient(self, number: int, index: int) -> Tensor | None:
-        """The gradient of a tensor that was sent; for its send node."""
+        """Return the gradient of a tensor that was sent; for its send node."""
         return self._gradients[number][index]
 
     def post(self, node: Any, gradients: Sequence[Tensor | None]) -> None:
-        """A recv node has run: its gradients go to where its tensors came from."""
+        """Send the gradients of a recv node that has run to the sender of its tensors."""
         with self._posting:
             if id(node) in self._run:
                 raise RpcError(
@@ -357,25 +360,27 @@ class WorkerPass:
             self._run.add(id(node))
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait for what others send; raises the error that ended the backward, if that comes first."""
+        """Wait for messages of other workers; raises the error that ended the backward pass, if that comes
+        first.
+        """
         while True:
             self.progress.check()
             if ready():
                 return
             self._links.wait(ready)
 
-    # ---- from elsewhere
+    # ---- called for messages from other workers
 
     def arrived(self, number: int, sender: Peer, frame: Frame) -> None:
-        """Gradients for a message that was sent from here have come, perhaps before it is marked.
+        """Handle gradients for a message that was sent from here, perhaps before it is marked.
 
         Raises:
-            ProtocolError: the sender never got such a message, so no mark will ever ask for them.
+            ProtocolError: the sender never received such a message, so no mark will ever refer to them.
         """
         sent = self._sent.get(number) or self.context.sends.get(number)
         if sent is None or sent.to is not sender:
             if self.context.over:
-                return  # nobody knows any more what was sent
+                return  # the record of what was sent is gone
             raise ProtocolError(
                 f"gradients for message {number}, which worker '{sender.name}' was not sent in context "
                 f"{self.context.id}"
@@ -385,7 +390,7 @@ class WorkerPass:
 
 
 def _end(leaf: Leaf) -> Tensor | GradientEdge:
-    """Where a run ends that reaches a leaf; one that is frozen since it was sent, nothing reaches."""
+    """Return where a run that reaches a leaf ends; nothing reaches one that was frozen after it was sent."""
     if leaf.node is not None:
         return GradientEdge(leaf.node, 0)
     tensor: Tensor = leaf.tensor

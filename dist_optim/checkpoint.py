@@ -1,9 +1,9 @@
-"""The state of a distributed optimizer as one dict, and that dict in parts. Pure.
+"""Merging the state of all local optimizers into one dict, and splitting it. Pure.
 
-The dict has the form of ``torch.optim.Optimizer.state_dict``. Parameters are named by their positions among
-the references that the distributed optimizer was given, over all parameter groups, so that it means the same
-wherever they live; and each owner's part of a group is a group here, since an optimizer may keep figures of
-its own in its groups.
+The dict has the form of ``torch.optim.Optimizer.state_dict``. Parameters are numbered by their position among
+the references that the distributed optimizer was given, over all parameter groups, so that the dict does not
+depend on where they live; and each owner's part of a group is a separate group, since an optimizer may keep
+state of its own in its groups.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["Placed", "merge", "split"]
 
 State = dict[str, Any]
 Placed = Sequence[Sequence[int]]
-"""An owner's parameters by their positions: for each parameter group those of it that it has, if any."""
+"""Positions of an owner's parameters: for each parameter group those that the owner has, if any."""
 
 
 def merge(parts: Sequence[tuple[Placed, State]]) -> State:
-    """One state out of those of all owners.
+    """Merge the states of all owners.
 
     Args:
-        parts: for each owner, its parameters, and its optimizer's state.
+        parts: for each owner its parameters, and the state of its optimizer.
     """
     state: dict[int, Any] = {}
     groups: list[State] = []
@@ -41,15 +41,15 @@ def merge(parts: Sequence[tuple[Placed, State]]) -> State:
 
 
 def split(state: State, parts: Sequence[Placed]) -> list[State]:
-    """The states of all owners out of one, which may come from another placement of the same parameters.
+    """Split a state into those of all owners; it may come from another placement of the same parameters.
 
     Args:
-        state: what ``merge`` gave, or the state of a single optimizer of all the parameters.
-        parts: for each owner, its parameters.
+        state: the result of ``merge``, or the state of a single optimizer of all the parameters.
+        parts: for each owner its parameters.
 
     Raises:
-        ValueError: the state is about other parameters, or has parameters in one group that are in several
-            now; or parameters of a group that one worker owns now had different options, such as learning
+        ValueError: the state is about other parameters, or has parameters in one group that are now in
+            several; or parameters of a group that one worker owns now had different options, such as learning
             rates.
     """
     group_of: dict[int, State] = {}
@@ -76,18 +76,18 @@ def split(state: State, parts: Sequence[Placed]) -> list[State]:
 
 
 def _part(placed: Placed, groups: Placed, group_of: Mapping[int, State], kept: Mapping[int, Any]) -> State:
-    """An owner's state.
+    """Return an owner's state.
 
     Args:
         placed: its parameters.
-        groups: the same for all owners together.
-        group_of: by position the saved group of each parameter.
-        kept: by position what is saved of each parameter, if anything is.
+        groups: the parameters of all owners together.
+        group_of: the saved group of each parameter, by position.
+        kept: the saved state of each parameter that has one, by position.
     """
     local: list[State] = []
     count = 0
     for positions, everywhere in zip(placed, groups, strict=True):
-        # Of a group of which nothing is here there are the options all the same, for the schedules.
+        # A group without parameters here still has its options, for the schedulers.
         options = _common_options([group_of[position] for position in positions or everywhere[:1]])
         local.append(options | {"params": list(range(count, count + len(positions)))})
         count += len(positions)
@@ -110,7 +110,7 @@ def _listed(positions: Any) -> str:
 
 
 def _common_options(groups: Sequence[State]) -> State:
-    """The options of some groups, which must agree."""
+    """Return the options of some groups, which must agree."""
     first = groups[0]
     for group in groups:
         for name in (group.keys() | first.keys()) - {"params"}:

@@ -1,4 +1,4 @@
-"""Doing something on all owners at once."""
+"""Calls to all owners at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 def on_all(parts: Mapping[str, T], doing: str, call: Callable[[T], Future[Any]]) -> list[Any]:
-    """Makes one call for each worker, and waits for all.
+    """Make one call for each worker, and wait for all.
 
     Args:
-        parts: what each worker's call is about, by the worker's name.
-        doing: what is done, for errors.
+        parts: the argument of each worker's call, by the worker's name.
+        doing: description of the operation, for errors.
         call: makes the call.
 
     Returns:
@@ -30,9 +30,9 @@ def on_all(parts: Mapping[str, T], doing: str, call: Callable[[T], Future[Any]])
     Raises:
         AutogradError: this thread holds locks of parameters.
         WorkerLostError: a worker is gone. Then the others are not waited for.
-        Exception: what a worker's function raised; nothing is under way any more.
+        Exception: the error raised on a worker; all calls have ended by then.
 
-        The notes name all workers on which it failed, and say how the others fared.
+        The notes of the exception name all workers on which it failed, and the outcome on the others.
     """
     autograd().models.locks.check_none_held(doing)
     calls = {worker: call(part) for worker, part in parts.items()}
@@ -51,12 +51,12 @@ def on_all(parts: Mapping[str, T], doing: str, call: Callable[[T], Future[Any]])
 def on_all_objects(
     objects: Mapping[str, RRef[Any]], doing: str, call: Callable[[RRefProxy], Any]
 ) -> list[Any]:
-    """The same, where each worker has an object, of which the same method is called.
+    """Like ``on_all``, for a method of one object on each worker.
 
     Args:
-        objects: references to them, by the worker's name.
+        objects: references to the objects, by the worker's name.
         doing: as for ``on_all``.
-        call: calls the method of the stand-in that it is given.
+        call: calls the method of the proxy that it is given.
     """
     if len(objects) > 1:
         return on_all(objects, doing, lambda each: call(each.rpc_async()))
@@ -90,7 +90,7 @@ def _add_failure(error: Exception, doing: str, worker: str, failure: Exception) 
 
 
 def _error_of(future: Future[Any]) -> Exception | None:
-    """Waits for a call; the error with which it ended."""
+    """Wait for a call and return its error, if any."""
     try:
         future.wait()
     except Exception as error:

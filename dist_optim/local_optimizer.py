@@ -1,4 +1,4 @@
-"""An owner's part of a distributed optimizer: the optimizer of the parameters that live there."""
+"""An owner's part of a distributed optimizer: the optimizer of its own parameters."""
 
 from __future__ import annotations
 
@@ -25,23 +25,26 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
 def mark_as_copy(parameter: Tensor) -> None:
-    """Tell that another worker has the same parameter with the same gradient, and counts it in norms."""
+    """Mark a parameter of which another worker has a copy with the same gradient, which is counted in norms
+    there.
+    """
     parameter.is_copy_of_another_workers = True  # type: ignore[attr-defined]
 
 
 class LocalOptimizer:
-    """Optimizes parameters of this worker with the gradients of a context. Called remotely, by many at once.
+    """Optimizes parameters of this worker with the gradients of a context. Called remotely, and concurrently.
 
     While it works, no other optimizer of this process works on the same parameters.
 
     Args:
-        optimizer_class: what makes the optimizer, out of the parameters and the arguments.
-        parameters: each once.
-        groups: for each parameter group how many of the parameters are in it, in this order, and its options;
-            None if there are no groups.
+        optimizer_class: makes the optimizer from the parameters and the arguments.
+        parameters: the parameters, without duplicates.
+        groups: for each parameter group its number of parameters, in this order, and its options; None if
+            there are no groups.
         args: positional arguments after the parameters.
         kwargs: keyword arguments.
-        stale_gradients: a backward under way may go on with parameters that a step has changed.
+        stale_gradients: whether a backward pass under way may continue with parameters that a step has
+        changed.
     """
 
     def __init__(
@@ -55,8 +58,8 @@ class LocalOptimizer:
         stale_gradients: bool = True,
     ) -> None:
         self._parameters = list(parameters)
-        # A tensor's `data` is the same memory, but what changes it there is not counted: a backward that
-        # needs the parameter does not see that it was changed.
+        # A tensor's `data` shares its memory but not its version counter: a backward pass that needs the
+        # parameter does not detect that it was changed.
         self._optimized = [each.data for each in parameters] if stale_gradients else self._parameters
         optimized = self._optimized if groups is None else _grouped(self._optimized, groups)
         self._optimizer = _steps_alone(optimizer_class(optimized, *args, **kwargs))
@@ -64,19 +67,19 @@ class LocalOptimizer:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[torch.optim.Optimizer]:
-        """The optimizer, while nobody else uses it."""
+        """Hold the optimizer exclusively inside the block."""
         with self._locks.held():
             yield self._optimizer
 
     def step(self, context_id: int) -> None:
-        """Takes one step with the gradients of a context. Parameters without one are left out."""
+        """Perform one step with the gradients of a context. Parameters without a gradient are skipped."""
         with self._locks.held(), _updates():
             gradients = _gradients(context_id)
             before = [parameter.grad for parameter in self._optimized]
             try:
                 for optimized, parameter in zip(self._optimized, self._parameters, strict=True):
                     if optimized is not parameter and optimized.data_ptr() != parameter.data_ptr():
-                        optimized.data = parameter.data  # the parameter has been given other memory
+                        optimized.data = parameter.data  # the parameter's memory was replaced
                     optimized.grad = gradients.get(parameter)
                 with spans.span("optimizer step", parameters=len(gradients)):
                     self._optimizer.step()
@@ -85,10 +88,11 @@ class LocalOptimizer:
                     optimized.grad = gradient
 
     def norms(self, context_id: int, norm_type: float) -> Tensor:
-        """The norm of each gradient that the context has for these parameters, of shape (gradients,).
+        """Return the norm of each gradient that the context has for these parameters; shape (number of
+        gradients,).
 
-        Gradients without elements are left out: they have no norm of every type. So are those of parameters
-        that another worker counts.
+        Gradients without elements are skipped, as some norms are not defined for them. So are those of
+        parameters that another worker counts.
         """
         gradients = _gradients(context_id)
         found = [
@@ -106,18 +110,18 @@ class LocalOptimizer:
         return torch.cat([torch.stack(each).cpu() for each in of_device.values()])
 
     def scale(self, context_id: int, factor: float) -> None:
-        """Multiplies the gradients that the context has for these parameters."""
+        """Multiply the gradients that the context has for these parameters by ``factor``."""
         if dist_autograd.has_context(context_id):
-            # Out of place: two leaves may have one tensor as their gradient.
+            # Out of place: two leaves may share one tensor as their gradient.
             dist_autograd.change_gradients(context_id, self._parameters, lambda gradient: gradient * factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the optimizer's state, as ``torch.optim.Optimizer.state_dict`` gives it."""
+        """Return a copy of the optimizer's state, as ``torch.optim.Optimizer.state_dict`` returns it."""
         with self.held() as optimizer:
             return copy.deepcopy(optimizer.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a state that ``state_dict`` gave."""
+        """Continue from a state that ``state_dict`` returned."""
         with self.held() as optimizer:
             optimizer.load_state_dict(state)
 
@@ -125,13 +129,13 @@ class LocalOptimizer:
 def _grouped(
     parameters: Iterable[Tensor], groups: Sequence[tuple[int, Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """The parameters as ``torch.optim`` takes them in groups."""
+    """Return the parameters in the form in which ``torch.optim`` takes groups."""
     rest = iter(parameters)
     return [{**options, "params": list(islice(rest, count))} for count, options in groups]
 
 
 def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer, if its ``step`` needs no argument. Raises ``TypeError`` if it does."""
+    """Return the optimizer if its ``step`` needs no argument, otherwise raise ``TypeError``."""
     needed = [
         parameter.name
         for parameter in inspect.signature(optimizer.step).parameters.values()
@@ -149,7 +153,9 @@ def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @contextlib.contextmanager
 def _updates() -> Iterator[None]:
-    """Changes parameters on devices in place, after earlier changes and before all that follows."""
+    """Change parameters on devices in place inside the block, ordered after earlier changes and before later
+    uses.
+    """
     devices = autograd().contexts.devices
     if devices is None:
         yield
@@ -162,7 +168,7 @@ def _updates() -> Iterator[None]:
 
 
 def _gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The context's gradients on this worker; none if nothing of the context was computed here."""
+    """Return the context's gradients on this worker; empty if nothing of the context was computed here."""
     if not dist_autograd.has_context(context_id):
         return {}
     return dist_autograd.get_gradients(context_id)
@@ -181,23 +187,23 @@ def make_local_optimizer(
     kwargs: Mapping[str, Any],
     stale_gradients: bool,
 ) -> tuple[RRef[LocalOptimizer], list[list[int]]]:
-    """Makes the optimizer for parameters of this worker. Called remotely.
+    """Make the optimizer for parameters of this worker. Called remotely.
 
     Args:
         optimizer_class: as for ``LocalOptimizer``.
-        references: to the parameters, one group after the other; a tied parameter may come several times.
+        references: references to the parameters, group by group; a tied parameter may occur several times.
         placed: for each group the positions of its references among those that the user gave.
-        options: of each group; None if the user gave no groups.
+        options: options of each group; None if the user gave no groups.
         args: as for ``LocalOptimizer``.
         kwargs: as for ``LocalOptimizer``.
         stale_gradients: as for ``LocalOptimizer``.
 
     Returns:
-        A reference to it, and for each group the positions of its parameters, the first one for a tied
-        parameter.
+        A reference to the optimizer, and for each group the positions of its parameters; for a tied parameter
+        the first one.
 
     Raises:
-        TypeError: a reference is to something else than a tensor.
+        TypeError: a reference is to something other than a tensor.
         ValueError: a parameter is in several groups.
     """
     found: dict[Tensor, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""Learning-rate schedules for distributed optimizers."""
+"""Learning-rate schedulers for distributed optimizers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SchedulerFactory = Callable[..., torch.optim.lr_scheduler.LRScheduler]
 
 
 class LocalScheduler:
-    """An owner's part of a schedule. Called remotely.
+    """An owner's part of a scheduler. Called remotely.
 
     Args:
-        optimizer: of this worker.
-        scheduler_class: what makes the schedule, out of the optimizer and the arguments.
+        optimizer: the local optimizer of this worker.
+        scheduler_class: makes the scheduler from the optimizer and the arguments.
         args: positional arguments after the optimizer.
         kwargs: keyword arguments.
     """
@@ -39,59 +39,59 @@ class LocalScheduler:
             self._scheduler = scheduler_class(own, *args, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Takes one step of the schedule."""
+        """Perform one step of the scheduler."""
         with self._local.held():
             self._scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         with self._local.held():
             return copy.deepcopy(self._scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the schedule's state."""
+        """Return a copy of the scheduler's state."""
         with self._local.held():
             return copy.deepcopy(self._scheduler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a state that ``state_dict`` gave."""
+        """Continue from a state that ``state_dict`` returned."""
         with self._local.held():
             self._scheduler.load_state_dict(state)
 
 
 class DistributedLRScheduler:
-    """A learning-rate schedule of a distributed optimizer. Made by ``DistributedOptimizer.lr_scheduler``.
+    """A learning-rate scheduler of a distributed optimizer. Made by ``DistributedOptimizer.lr_scheduler``.
 
-    All owners have the same schedule and take the same steps, so the state of one stands for all.
+    All owners have the same scheduler and perform the same steps, so their states are equal.
 
     Args:
-        parts: one on each owner.
+        parts: a reference to the local scheduler on each owner.
     """
 
     def __init__(self, parts: Mapping[str, RRef[LocalScheduler]]) -> None:
         self._parts = dict(parts)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Takes one step of the schedule on all owners, and waits for them.
+        """Perform one step of the scheduler on all owners, and wait for them.
 
         Args:
-            *args: what the schedule's own ``step`` takes: nothing, or the metric for ``ReduceLROnPlateau``.
-            **kwargs: the same.
+            *args: the arguments of the scheduler's own ``step``: none, or the metric for
+            ``ReduceLROnPlateau``. **kwargs: its keyword arguments.
         """
         on_all_objects(self._parts, "step", lambda local: local.step(*args, **kwargs))
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rate of each parameter group, as the latest step has left it."""
+        """Return the learning rate of each parameter group after the latest step."""
         rates: list[Any] = self._first().rpc_sync().get_last_lr()
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` takes: the schedule's own ``state_dict``."""
+        """Return the scheduler's own ``state_dict``, for ``load_state_dict``."""
         state: dict[str, Any] = self._first().rpc_sync().state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state, on all owners. Load the optimizer's as well: it has the rates."""
+        """Load a saved state on all owners. Load the optimizer's state as well: it has the learning rates."""
         on_all_objects(self._parts, "load_state_dict", lambda local: local.load_state_dict(state))
 
     def _first(self) -> RRef[LocalScheduler]:

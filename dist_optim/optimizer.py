@@ -24,39 +24,41 @@ __all__ = ["DistributedOptimizer", "check_context"]
 class DistributedOptimizer:
     """An optimizer for parameters that live on many workers; each owner has a local one for its own.
 
-    It takes the gradients that ``dist_autograd.backward`` has left in a context, and leaves ``.grad`` alone.
+    It uses the gradients that ``dist_autograd.backward`` has accumulated in a context, and does not use
+    ``.grad``.
 
     Several trainers may step at once, with this object (which can be sent) or each with its own: on each
-    owner one step runs at a time on the same parameters, no step is lost, and there is no common order of
-    steps on different owners. A step of one trainer may come between the forward and the backward of another,
-    as is usual in asynchronous training (Hogwild: Recht et al., NIPS 2011). That backward goes on with the
-    parameters as it finds them. Its gradients are approximate where it needs parameters, as that of a
-    ``Linear`` does that is not the first layer, and exact where nobody steps in between, as with one trainer.
-    With ``stale_gradients=False`` PyTorch's engine refuses such a backward: "modified by an inplace
+    owner, one step at a time runs on the same parameters, no step is lost, and there is no common order of
+    steps on different owners. A step of one trainer may come between the forward and the backward pass of
+    another, as is usual in asynchronous training (Hogwild: Recht et al., NIPS 2011). That backward pass
+    continues with the current parameters. Its gradients are approximate where it needs parameters, as for a
+    ``Linear`` that is not the first layer, and exact if there is no step in between, as with one trainer.
+    With ``stale_gradients=False``, PyTorch's engine refuses such a backward pass: "modified by an inplace
     operation".
 
     A parameter that is given several times, because modules share it, is optimized once.
 
     Attributes:
-        local_optimizers: by the names of the owners.
+        local_optimizers: references to the local optimizers, by the owner's name.
 
     Args:
-        optimizer_class: any class of ``torch.optim`` but ``LBFGS``, or one like them, or a function that
-            makes one. It runs on each owner, and must be something that can be sent.
-        params_rref: references to parameters, such as ``RemoteModule.remote_parameters()``; for those of
-            this worker, ``rpc.RRef(parameter)``. Or parameter groups, as in ``torch.optim``: dicts with such
+        optimizer_class: any class of ``torch.optim`` except ``LBFGS``, or a similar class, or a function that
+            returns an optimizer. It runs on each owner, and must be picklable.
+        params_rref: references to parameters, such as ``RemoteModule.remote_parameters()``; for those of this
+            worker, ``rpc.RRef(parameter)``. Or parameter groups, as in ``torch.optim``: dicts with such
             references under ``params``, and the group's own options.
-        args: for ``optimizer_class``, after the parameters.
-        stale_gradients: let backwards go on with parameters that another trainer's step has changed since
-            their forward (default); else such a backward raises.
-        kwargs: for ``optimizer_class``.
+        args: arguments of ``optimizer_class`` after the parameters.
+        stale_gradients: whether backward passes may continue with parameters that another trainer's step has
+            changed since their forward pass; if not, such a backward pass raises. Default: true.
+        kwargs: keyword arguments of ``optimizer_class``.
 
     Raises:
-        TypeError: one of ``params_rref`` is no reference, or one to something else than a tensor; or each
-            step of ``optimizer_class`` needs a closure that computes the loss again, as that of ``LBFGS``.
+        TypeError: one of ``params_rref`` is not a reference, or refers to something other than a tensor; or
+            each step of ``optimizer_class`` needs a closure that recomputes the loss, as that of ``LBFGS``
+            does.
         ValueError: there are no parameters, or none in some group, or one is in several groups.
         WorkerLostError: an owner is gone.
-        Exception: what ``optimizer_class`` raised on an owner, which the notes name.
+        Exception: the error that ``optimizer_class`` raised on an owner, which the exception's notes name.
 
     Example::
 
@@ -84,7 +86,7 @@ class DistributedOptimizer:
         given = parameter_groups.read(params_rref)
         placed = given.by_owner()
         if getattr(optimizer_class, "__module__", "").startswith("torch.optim"):
-            optimizer_class([torch.empty(1, 1)], *args, **kwargs)  # checks them: no need to ask the owners
+            optimizer_class([torch.empty(1, 1)], *args, **kwargs)  # checks the arguments here
         how = (given.options, args, kwargs, stale_gradients)
 
         def make(groups: list[list[int]]) -> Future[tuple[RRef[LocalOptimizer], list[list[int]]]]:
@@ -98,27 +100,27 @@ class DistributedOptimizer:
         made = on_all(placed, f"making a {getattr(optimizer_class, '__name__', optimizer_class)}", make)
         self.local_optimizers: dict[str, RRef[LocalOptimizer]] = {}
         self._positions: dict[str, list[list[int]]] = {}
-        """On each owner, which of the parameters its optimizer is for, group by group."""
+        """For each owner, the positions of its optimizer's parameters, group by group."""
         for owner, (optimizer, groups) in zip(placed, made, strict=True):
             self.local_optimizers[owner], self._positions[owner] = optimizer, groups
 
     def step(self, context_id: int) -> None:
-        """Takes one step on each owner, with the gradients that the context has there, and waits for all.
+        """Perform one step on each owner, with the gradients that the context has there, and wait for all.
 
-        Parameters without a gradient in this context are left as they are.
+        Parameters without a gradient in this context are not changed.
 
         Args:
-            context_id: what ``dist_autograd.context`` returned.
+            context_id: the id that ``dist_autograd.context`` returned.
 
         Raises:
             AutogradError: there is no such context.
             WorkerLostError: an owner is gone.
-            Exception: what an optimizer raised, with that worker's traceback. Its notes name the workers on
-                which the step failed, and those on which it was made.
+            Exception: the error of an optimizer, with that worker's traceback. Its notes name the workers on
+                which the step failed, and those on which it was performed.
         """
         check_context(context_id)
         devices = autograd().contexts.devices
-        if devices is not None:  # parameters of this worker: after what uses them here by now
+        if devices is not None:  # parameters of this worker: order the step after their current uses
             devices.updates.renew()
         on_all_objects(self.local_optimizers, "step", lambda local: local.step(context_id))
         if devices is not None:
@@ -127,19 +129,19 @@ class DistributedOptimizer:
     def clip_grad_norm_(
         self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scales the context's gradients so that their norm is at most ``max_norm``.
+        """Scale the context's gradients so that their norm is at most ``max_norm``.
 
-        As ``torch.nn.utils.clip_grad_norm_``, by the norm of the gradients of all parameters on all owners,
-        taken together as if they were one vector.
+        Like ``torch.nn.utils.clip_grad_norm_``, with the norm of the gradients of all parameters on all
+        owners, taken together as one vector.
 
         Args:
-            context_id: what ``dist_autograd.context`` returned.
-            max_norm: the most that the norm may be afterwards.
-            norm_type: which norm; ``inf`` for the largest element. No gradients have the norm 0.
-            error_if_nonfinite: raise if the norm is infinite or no number, and change nothing.
+            context_id: the id that ``dist_autograd.context`` returned.
+            max_norm: maximum norm after clipping.
+            norm_type: order of the norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: whether to raise if the norm is infinite or NaN, and change nothing.
 
         Returns:
-            The norm as it was before, of shape ().
+            The norm before clipping, of shape (); 0 if there are no gradients.
 
         Raises:
             AutogradError: there is no such context.
@@ -158,7 +160,7 @@ class DistributedOptimizer:
                 "clipped; to scale them anyway, set error_if_nonfinite=False"
             )
         factor = float(max_norm / (total + 1e-6))
-        if not factor >= 1:  # also where it is no number
+        if not factor >= 1:  # also true for NaN
             on_all_objects(
                 self.local_optimizers, "clip_grad_norm_", lambda local: local.scale(context_id, factor)
             )
@@ -167,13 +169,13 @@ class DistributedOptimizer:
     def lr_scheduler(
         self, scheduler_class: SchedulerFactory, *args: Any, **kwargs: Any
     ) -> DistributedLRScheduler:
-        """A learning-rate schedule, made and stepped on all owners alike.
+        """Make a learning-rate scheduler on all owners, which step together.
 
         Args:
             scheduler_class: any class of ``torch.optim.lr_scheduler``, or a function that takes an optimizer
-                and returns a schedule, as for ``SequentialLR``.
-            args: for ``scheduler_class``, after the optimizer.
-            kwargs: for ``scheduler_class``.
+                and returns a scheduler, as for ``SequentialLR``.
+            args: arguments of ``scheduler_class`` after the optimizer.
+            kwargs: keyword arguments of ``scheduler_class``.
 
         Example::
 
@@ -192,12 +194,12 @@ class DistributedOptimizer:
         return DistributedLRScheduler(dict(zip(self.local_optimizers, made, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all local optimizers, momentum and the like, to go on from later.
+        """Return the state of all local optimizers, such as momentum.
 
-        It has the form of ``torch.optim.Optimizer.state_dict``, with what each owner has of a parameter group
+        It has the form of ``torch.optim.Optimizer.state_dict``, with each owner's part of a parameter group
         as a group, and the parameters numbered as they were given, over all groups. It can be saved with
-        ``torch.save``. The parameters themselves are not in it. Each owner's part is taken between two steps
-        there.
+        ``torch.save``. It does not contain the parameters themselves. Each owner's part is taken between two
+        steps there.
 
         Example::
 
@@ -207,14 +209,15 @@ class DistributedOptimizer:
         return checkpoint.merge(list(zip(self._positions.values(), states, strict=True)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a saved state, in this group or in one formed anew, wherever the parameters live now.
+        """Load a saved state, in this group or a new one, wherever the parameters live now.
 
         Args:
-            state_dict: what ``state_dict`` gave for the same parameters in the same order; or the state of a
-                ``torch.optim`` optimizer of the same class with the same groups.
+            state_dict: the result of ``state_dict`` for the same parameters in the same order; or the state
+                of a ``torch.optim`` optimizer of the same class with the same groups.
 
         Raises:
-            ValueError: the state is about other parameters or groups, or no state. Nothing is changed then.
+            ValueError: the state is about other parameters or groups, or is not a state. Nothing is changed
+            then.
         """
         states = checkpoint.split(state_dict, list(self._positions.values()))
         parts = {

@@ -1,6 +1,6 @@
-"""What a user gives to be optimized: references, or groups of them with options of their own. Pure.
+"""The parameters to be optimized: references, or groups of them with options of their own. Pure.
 
-Parameters are numbered in the order in which they were given, over all groups, as ``torch.optim`` does it.
+Parameters are numbered in the order in which they were given, over all groups, as in ``torch.optim``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class GivenParameters(NamedTuple):
     """Parameters, numbered.
 
     Attributes:
-        references: to all of them.
-        options: of each group; None where the user made no groups, so that all are one.
+        references: references to all of them.
+        options: options of each group; None if the user gave no groups, so that all are one.
         group_of: for each reference the number of its group.
     """
 
@@ -31,7 +31,7 @@ class GivenParameters(NamedTuple):
     group_of: Sequence[int]
 
     def by_owner(self) -> dict[str, list[list[int]]]:
-        """For each owner's name the positions of its parameters, for each group: perhaps none of some."""
+        """For each owner's name the positions of its parameters in each group; a group may have none."""
         groups = 1 if self.options is None else len(self.options)
         placed: dict[str, list[list[int]]] = {}
         for position, (reference, group) in enumerate(zip(self.references, self.group_of, strict=True)):
@@ -41,10 +41,10 @@ class GivenParameters(NamedTuple):
 
 
 def read(given: Parameters) -> GivenParameters:
-    """Take in what ``DistributedOptimizer`` was given.
+    """Read the parameters that ``DistributedOptimizer`` was given.
 
     Raises:
-        TypeError: something in it is neither a reference nor, where all are such, a group.
+        TypeError: an entry is not a reference, or, where others are groups, not a group.
         ValueError: there are no parameters, or none in some group.
     """
     if isinstance(given, RRef):

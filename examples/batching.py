@@ -60,7 +60,7 @@ class Classifier:
         threading.Thread(target=self._answer_in_batches, daemon=True).start()
 
     def learn(self, steps: int) -> float:
-        """Trains the model, so many steps, and returns the share of held-out images that it gets right."""
+        """Trains the model for a number of steps, and returns its accuracy on held-out images."""
         images, held_out = load_images()
         optimizer = torch.optim.Adam(self._model.parameters(), 0.001)
         for _ in range(steps):
@@ -113,7 +113,9 @@ class Classifier:
 
 
 def ask(server: rpc.RRef[Classifier], method: str, first: int, requests: int, in_flight: int) -> list[int]:
-    """A caller's part: has images classified one by one, so many at a time, and returns the digits."""
+    """A caller's part: has images classified one by one, up to ``in_flight`` at a time, and returns the
+    digits.
+    """
     images = load_images()[1].pixels
     room = threading.Semaphore(in_flight)
     futures = []

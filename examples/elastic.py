@@ -8,7 +8,8 @@ dynamic group, which workers join and leave at any time. It starts trainers as p
 and send it gradients (asynchronous SGD, as in `parameter_server.py`). Now and then one of them is killed, as
 by `kill -9`. The server is notified of who joins and who is lost, marked (1) below: it replaces a lost
 trainer with another of the same name, and gives work to those that join. No work is repeated, since the
-server has the weights.
+server has the weights. At the end nobody is sent a message that it is over, which a trainer that is just
+starting would miss: each learns it from the server's next answer, marked (2).
 
 It ends after a fixed number of steps, and says how many trainers that took.
 
@@ -59,7 +60,7 @@ class Server:
             self._optimizer.load_state_dict(saved["optimizer"])
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to continue."""
+        """Return the state that a later run needs to continue."""
         with self._lock:
             return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
@@ -99,19 +100,22 @@ class Trainer:
     def train(self, batch: int) -> None:
         """Compute gradients and have the server use them, until it has had enough."""
         name = rpc.get_worker_info().name
-        weights = self._server.rpc_sync().update(name, None)
-        while weights:
-            with torch.no_grad():
-                for parameter, value in zip(self._model.parameters(), weights, strict=True):
-                    parameter.copy_(value)
-            chosen = self._images[torch.randint(len(self._images), (batch,), generator=self._random)]
-            loss = nn.functional.cross_entropy(self._model(chosen.pixels), chosen.labels)
-            gradients = list(torch.autograd.grad(loss, list(self._model.parameters())))
-            weights = self._server.rpc_sync().update(name, gradients)
+        try:
+            weights = self._server.rpc_sync().update(name, None)
+            while weights:
+                with torch.no_grad():
+                    for parameter, value in zip(self._model.parameters(), weights, strict=True):
+                        parameter.copy_(value)
+                chosen = self._images[torch.randint(len(self._images), (batch,), generator=self._random)]
+                loss = nn.functional.cross_entropy(self._model(chosen.pixels), chosen.labels)
+                gradients = list(torch.autograd.grad(loss, list(self._model.parameters())))
+                weights = self._server.rpc_sync().update(name, gradients)
+        finally:
+            finished.set()  # (2)
 
 
 def be_a_trainer(name: str, meeting: str) -> None:
-    """What a trainer's process does: it joins the group that is there, and does what it is asked to."""
+    """The main function of a trainer's process: joins the existing group, and serves requests."""
     torch.set_num_threads(1)
     rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(init_method=meeting, dynamic=True))
     finished.wait()
@@ -125,11 +129,7 @@ def be_a_started_trainer(name: str, meeting: str) -> None:
 
 
 finished = threading.Event()
-
-
-def finish() -> None:
-    """Called at each trainer: let its process end."""
-    finished.set()
+"""Set in a trainer's process when its training is over, or has failed."""
 
 
 class Crew:
@@ -140,6 +140,8 @@ class Crew:
         self._meeting = meeting
         self._options = options
         self._processes: dict[str, BaseProcess] = {}
+        self._lock = threading.Lock()
+        self._over = False
         self.started = 0
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -162,19 +164,21 @@ class Crew:
 
     def replace(self, worker: rpc.WorkerInfo, reason: str) -> None:
         """(1) Called when a worker is lost."""
-        self.lost.put(f"{worker.name}: {reason}")
-        self.start(worker.name)
+        with self._lock:
+            if not self._over:  # else it has left as it should
+                self.lost.put(f"{worker.name}: {reason}")
+                self.start(worker.name)
 
     def kill(self, name: str) -> None:
-        """What the cloud does to a preemptible machine. Those of other machines live on."""
+        """Kills a trainer, as a cloud does with a preemptible machine. Those of other machines live on."""
         if name in self._processes:
             self._processes[name].kill()
 
     def dismiss(self) -> None:
-        """Let all end."""
-        for worker in rpc.get_worker_infos():
-            if worker != rpc.get_worker_info():
-                rpc.rpc_async(worker, finish)
+        """(2) Let all end, those too that have been started and have not joined yet."""
+        self._server.local_value().enough = True
+        with self._lock:
+            self._over = True
         for process in self._processes.values():
             process.join(LOST_SECONDS)
 
@@ -206,14 +210,11 @@ def direct(options: argparse.Namespace, meeting: str) -> None:
                 if preempted(options):
                     stopped_at = step + 1
                     break
-        server.enough = True
-    if stopped_at is not None:
         crew.dismiss()
-        rpc.shutdown()
+    rpc.shutdown()
+    if stopped_at is not None:
         save(server.state() | {"steps": stopped_at}, options)
     accuracy = server.accuracy(held_out)
-    crew.dismiss()
-    rpc.shutdown()
     lost = [crew.lost.get() for _ in range(crew.lost.qsize())]
     print_figures(
         {

@@ -35,12 +35,10 @@ from example_run import Miss, ending
 from rpc.errors import UnknownWorkerError, WorkerLostError
 
 ROWS, SIZE, BATCH = 300, 8, 128
-PATIENCE = 60.0
-"""Seconds that a trainer waits for a server that is started again."""
 
 
 def ratings(users: Tensor, items: Tensor) -> Tensor:
-    """What users think of items, of shape (N,): what is to be learned."""
+    """Users' ratings of items, of shape (N,), from which the model learns."""
     random = torch.Generator().manual_seed(1)
     of_users, of_items = torch.randn(2, ROWS, 4, generator=random)
     learned: Tensor = (of_users[users] * of_items[items]).sum(1)
@@ -134,7 +132,7 @@ def ask(method: str, *args: Any) -> Any:
 
 
 def serve(checkpoint: Path, options: argparse.Namespace, changes: queue.SimpleQueue[str]) -> None:
-    """What rank 0 does."""
+    """The main function of rank 0."""
     global server
     server = Server(checkpoint, options)
     rpc.init_rpc("server")
@@ -146,7 +144,7 @@ def serve(checkpoint: Path, options: argparse.Namespace, changes: queue.SimpleQu
 
 
 def train(name: str, checkpoint: Path, options: argparse.Namespace, changes: queue.SimpleQueue[str]) -> None:
-    """What the others do, from their first start or from a later one."""
+    """The main function of the others, from their first start or from a later one."""
     if checkpoint.exists() and torch.load(checkpoint)["step"] >= options.steps:  # (4) the server may be gone
         print("the training is over", flush=True)
         return
@@ -163,23 +161,28 @@ def train(name: str, checkpoint: Path, options: argparse.Namespace, changes: que
             loss = ((rows[0] * rows[1]).sum(1) - ratings(*places)).square().mean()
             rpc.rpc_sync("server", ask, args=("update", places, list(torch.autograd.grad(loss, rows))))
         except (WorkerLostError, UnknownWorkerError):
-            await_server(changes)  # (2) then with another batch; the server may have used this one, or not
+            await_server(
+                changes, options.patience
+            )  # (2) then with another batch; the server may have used this one, or not
     rpc.shutdown()
 
 
-def await_server(changes: queue.SimpleQueue[str]) -> None:
+def await_server(changes: queue.SimpleQueue[str], seconds: float) -> None:
     """Wait until there is a server.
 
     Raises:
         Miss: it has not come.
     """
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + seconds
     while all(worker.name != "server" for worker in rpc.get_worker_infos()):
         try:
             changes.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             rpc.shutdown(graceful=False)
-            raise Miss(f"There is no server, and none has come for {PATIENCE:g} s.") from None
+            raise Miss(
+                f"There is no server, and none has come for {seconds:g} s. Start all again; training goes on "
+                "from the last checkpoint."
+            ) from None
 
 
 def main() -> None:
@@ -188,6 +191,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoint; all see it")
     parser.add_argument("--steps", type=positive, default=1500, help="in all (%(default)s)")
     parser.add_argument("--every", type=positive, default=100, help="steps between checkpoints (%(default)s)")
+    parser.add_argument(
+        "--patience", type=rate, default=60.0, help="seconds that trainers wait for a server (%(default)s)"
+    )
     parser.add_argument("--learning-rate", type=rate, default=0.03, help="at first (%(default)s)")
     options = parser.parse_args()
     if "RANK" not in os.environ:

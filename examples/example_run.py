@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Work = Callable[[argparse.Namespace], None]
-"""What each worker does, once it is in the group."""
+"""The main function of each worker, once it is in the group."""
 
 
 class Miss(Exception):
@@ -63,7 +63,7 @@ def preempted(options: argparse.Namespace) -> bool:
 
 
 def restored(options: argparse.Namespace) -> Any:
-    """What was saved by an earlier run, if there is such a file; else None."""
+    """Return the state that an earlier run saved, if there is such a file; else None."""
     if options.checkpoint is None or not os.path.exists(options.checkpoint):
         return None
     return torch.load(options.checkpoint)

@@ -78,7 +78,7 @@ def wrapped(model: nn.Module, mesh: spmd.Mesh) -> FSDPv2:
 
 
 def part(workers: int, folder: str, options: argparse.Namespace) -> Iterator[tuple[int, float]]:
-    """What one driver does: go on where the last checkpoint is, if there is one."""
+    """The main function of a driver: continues from the last checkpoint, if there is one."""
     spmd.use_spmd(workers=workers)
     mesh = spmd.Mesh(range(workers), (workers,), ("fsdp",))
     text = load_text()
@@ -112,7 +112,7 @@ def part(workers: int, folder: str, options: argparse.Namespace) -> Iterator[tup
 def in_a_process(
     workers: int, until: int, folder: str, options: argparse.Namespace
 ) -> Iterator[tuple[int, float]]:
-    """What a driver in a process of its own does, until it ends or is killed after a step."""
+    """The main function of a driver's process, until it ends or is killed after a step."""
     command = [sys.executable, __file__, "--folder", folder, "--workers", str(workers)]
     command += ["--steps", str(options.steps), "--every", str(options.every), "--seed", str(options.seed)]
     quiet = {

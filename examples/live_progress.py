@@ -33,7 +33,7 @@ class LiveProgress:
         self._next = 0.0
 
     def advance(self, note: str = "", steps: int = 1) -> None:
-        """So many steps more are done; ``note`` says how it goes, ``"loss 0.31"`` for one."""
+        """Record finished steps; ``note`` describes the progress, for example ``"loss 0.31"``."""
         self._done += steps
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=self._done, note=note)

@@ -88,7 +88,7 @@ class ParameterServer:
             future.set_result([])
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to continue."""
+        """Return the state that a later run needs to continue."""
         with self._lock:
             return {
                 "model": self._model.state_dict(),
@@ -160,7 +160,7 @@ class Trainer:
         return socket.gethostname(), os.getpid()
 
     def train(self, steps: int) -> None:
-        """Computes gradients and has the server use them, so many times."""
+        """Computes gradients and has the server use them, ``steps`` times."""
         # (4) Calls through a reference: server.rpc_sync().method(...) runs the method on the worker that
         # owns the object. There are rpc_async() and remote() as well.
         self._use(self._server.rpc_sync().weights())
@@ -187,7 +187,7 @@ class Trainer:
 
 
 def run_worker(options: argparse.Namespace) -> None:
-    """What each process does in the group."""
+    """The main function of each process in the group."""
     torch.manual_seed(options.seed)
     # (1) A group: every process has a name and a rank, and has met the others at one address. `rpc.spawn` or
     # `rpc.init_rpc` has seen to that, and `rpc.shutdown` ends it (in `example_run.py`). Rank 0 directs. The

@@ -115,7 +115,7 @@ class Pipeline:
         return loss.item()
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to continue: of both workers."""
+        """Return the state of both workers that a later run needs to continue."""
         stages = [stage.rpc_sync().state_dict() for stage in (self._first, self._second)]
         return {"stages": stages, "optimizer": self._optimizer.state_dict()}
 

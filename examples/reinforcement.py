@@ -107,7 +107,7 @@ class Observer:
 
 
 class Seen(NamedTuple):
-    """What an observer saw at one moment, of shape (carts, 4), and which way the agent pushed, (carts,)."""
+    """An observer's observations at one moment, of shape (carts, 4), and the agent's pushes, (carts,)."""
 
     states: Tensor
     pushes: Tensor

@@ -126,7 +126,7 @@ class LanguageModel(nn.Module):
 
 
 def in_columns(text: Tensor, columns: int) -> Tensor:
-    """A text as so many texts side by side, of shape (length, columns)."""
+    """Return a text as ``columns`` texts side by side, of shape (length, columns)."""
     return text[: len(text) // columns * columns].view(columns, -1).t().contiguous()
 
 

@@ -44,7 +44,7 @@ from transformer import HEADS, Transformer, load_text
 
 
 class Batch(NamedTuple):
-    """What a model learns from in a step: inputs, and what should come out."""
+    """The training data of a step: inputs and expected outputs."""
 
     inputs: Tensor
     targets: Tensor

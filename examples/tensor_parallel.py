@@ -64,7 +64,7 @@ from spmd.tensor_parallel import (
 )
 from transformer import HEADS, Text, Transformer, load_text
 
-# ---------------------------------------------------------------- training: plain PyTorch, but for averages
+# ------------------------------------------------------------ training: plain PyTorch, except for averages
 
 
 class Trainer:
@@ -95,7 +95,7 @@ class Trainer:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """This rank's part of it."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -153,7 +153,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def part(text: Text, step: int, mesh: DeviceMesh, options: argparse.Namespace) -> Tensor:
-    """What this rank learns from in a step: the same for all with the same place in dp."""
+    """This rank's training data of a step: the same for all ranks with the same place in dp."""
     return text.batch(step, options.batch, options.length).chunk(options.dp)[mesh["dp"].get_local_rank()]
 
 

@@ -27,7 +27,7 @@ class Text(NamedTuple):
         return len(self.alphabet)
 
     def spelled(self, characters: Tensor) -> str:
-        """What numbers, of shape (characters,), stand for."""
+        """Return the text for numbers of shape (characters,)."""
         return "".join(self.alphabet[number] for number in characters.tolist())
 
     def batch(self, step: int, size: int, length: int) -> Tensor:

@@ -7,6 +7,7 @@
     farcall doctor                                 # is this machine fit for farcall; can two communicate
     farcall serve digits.py:make_model             # a model for clients in any language
     farcall why                                    # what a job that hangs waits for
+    farcall page                                   # a job in a browser
     farcall env                                    # what a bug report needs
 """
 
@@ -16,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Final
 
 import click
@@ -24,6 +26,7 @@ from click.shell_completion import get_completion_class
 import farcall
 import farcall_guard
 from farcall.observe.commands import COMMANDS
+from farcall.page.command import page as page_command
 
 __all__ = ["main"]
 
@@ -78,7 +81,7 @@ def cli() -> None:
     """Distributed RPC and remote objects for PyTorch."""
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, page_command):
     cli.add_command(_command)
 
 _XLA_HELP = "Libraries find torch_xla too, as if the program imported it."
@@ -152,6 +155,7 @@ def run(xla: bool, module: bool, target: str, arguments: tuple[str, ...]) -> int
     is_flag=True,
     help="Workers keep running if this launcher is killed; with --log-dir, where alone their output goes.",
 )
+@click.option("--page", is_flag=True, help="Serve a page that shows the job, as `farcall page` does.")
 @click.option("--lend-names", is_flag=True, help="torch.distributed.rpc means farcall, as in `farcall run`.")
 @click.option("--xla", is_flag=True, help=f"With --lend-names: {_XLA_HELP[0].lower()}{_XLA_HELP[1:]}")
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
@@ -169,6 +173,7 @@ def launch(
     grace: float,
     log_dir: str | None,
     outlive: bool,
+    page: bool,
     lend_names: bool,
     xla: bool,
     module: bool,
@@ -187,20 +192,25 @@ def launch(
     srun --ntasks-per-node=1 farcall launch -n 4 train.py             # under Slurm
     farcall launch -n 4 --dynamic --restart 100 train.py              # restarts workers that fail
     """  # noqa: D301
+    # C++ prints a stack for each failed attempt to reach a store; the launcher says itself what it waits for.
+    # PyTorch reads this when it is loaded, which the next import does.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from farcall.launch.job import under_slurm
 
     given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job}
     if xla and not lend_names:
         raise click.UsageError("--xla needs --lend-names")
-    chosen = {"restarts": restart, "dynamic": dynamic, "timeout": timeout, "grace": grace}
+    chosen = {"restarts": restart, "dynamic": dynamic, "timeout": timeout, "grace": grace, "page": page}
     try:
         found = under_slurm(workers, os.environ, **given, **chosen, log_dir=log_dir, outlive=outlive)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if outlive and log_dir is None:
         raise click.UsageError(
-            "--outlive needs --log-dir: nobody reads the output of workers without a launcher"
+            "--outlive needs --log-dir: the output of workers without a launcher is not read"
         )
+    if page and find_spec("aiohttp") is None:
+        raise click.UsageError("--page needs aiohttp: pip install 'farcall[page]'")
     if (found.nodes > 1 or found.node_rank) and not found.rdzv:
         raise click.UsageError("several machines need --rdzv HOST:PORT, where they meet")
     if dynamic and found.rdzv and found.node_rank is None:
@@ -209,8 +219,6 @@ def launch(
         raise click.UsageError(f"--node-rank is from 0 to {found.nodes - 1} here, not {found.node_rank}")
     if not module and not os.path.exists(target):
         raise click.UsageError(f"there is no file {os.path.abspath(target)}")
-    # C++ prints a stack for each failed attempt to reach a store; the launcher says itself what it waits for.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from farcall.launch.launcher import launch as launch_job  # which takes a second
 
     return launch_job(found, target, arguments, module=module, lend_names=lend_names, xla=xla)

@@ -1,5 +1,5 @@
-"""Device maps: which of a callee's devices stands for which of the caller's, one to one, so that a result can
-travel back. Everything here only checks and normalizes; nothing moves a tensor.
+"""Device maps: for each of the caller's devices one of the callee's, one to one, so that results can be sent
+back. Everything here only checks and normalizes; no tensors are moved.
 """
 
 from __future__ import annotations

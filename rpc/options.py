@@ -1,4 +1,4 @@
-"""What a user can set about an agent. Every value is checked when it is set, not when it is first used."""
+"""The options of an agent. Every value is checked when it is set, not when it is first used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 DEFAULT_RPC_TIMEOUT = 60.0
 UNSET_TIMEOUT: Final = -1.0
-"""As a call's timeout: the agent's default."""
+"""Value of a call's timeout that means the agent's default."""
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 
@@ -183,7 +183,7 @@ class Token(bytes):
 
 
 def to_token(name: str, value: object) -> Token:
-    """Check a token, named in errors: text or bytes, long enough that nobody guesses it."""
+    """Check a token, which errors name: text or bytes, too long to be guessed."""
     if not isinstance(value, (str, bytes)):
         raise TypeError(f"incompatible constructor arguments: {name} must be a string or bytes")
     # Bytes in the environment that are no UTF-8 are surrogates here, and count as what they are.
@@ -257,10 +257,10 @@ class AgentOptions(RpcBackendOptions):
             all of them wait, so that calls which wait for calls make progress.
         max_worker_threads: up to this many threads are started as fast as calls block (default 512); beyond,
             20 a second.
-        device_maps: for each callee, which of its devices stands for which of ours, one to one.
+        device_maps: for each callee, a map of our devices to its devices, one to one.
         devices: the local devices to use, of any accelerator; default: those that the device maps name.
-        dynamic: ask for a group that workers join and leave at any time, also where ``WORLD_SIZE`` is set
-            in the environment (default ``False``: dynamic only if no world size is known).
+        dynamic: whether to form a group that workers join and leave at any time, even if ``WORLD_SIZE`` is
+            set in the environment (default ``False``: dynamic only if no world size is known).
         rendezvous_timeout: how long ``init_rpc`` waits for the store and the other workers, in seconds
             (default 300).
         switch_interval: the interpreter's thread switch interval while an agent runs, in seconds (default
@@ -284,12 +284,12 @@ class AgentOptions(RpcBackendOptions):
             the connection that everything else goes over. Two workers use the smaller number of theirs. More
             than 2 help where the network limits each connection. 0: everything goes over one connection, as
             it does where they cannot be opened; the log says so.
-        lost_after: how many seconds a worker may give no sign of life while something is awaited from it
-            (default 30); then it is lost, and all that waits for it ends in ``WorkerLostError``. A worker on
-            this host that computes is never lost this way, even while its interpreter lock is held. 0: never.
-        reconnect_within: a connection that breaks between two living workers is made again within so many
-            seconds (default 30), and messages go on where they were; then the worker is lost. One whose
-            address refuses, since its process has ended, is lost at once.
+        lost_after: time in seconds after which a worker that sends no heartbeat while something is awaited
+            from it is lost (default 30); all calls that wait for it then fail with ``WorkerLostError``. A
+            worker on this host that computes is never lost this way, even while its GIL is held. 0: never.
+        reconnect_within: time in seconds within which a connection that breaks between two living workers is
+            made again (default 30), and messages continue where they stopped; then the worker is lost. One
+            whose address refuses, since its process has ended, is lost at once.
         slow_call_seconds: a call without an answer for this many seconds (default 30) is reported in the log,
             as a warning that says which thread waits, for which worker and function, and what the callee is
             doing: the line that it runs, and what it waits for. The report is repeated after twice the time,
@@ -393,9 +393,9 @@ class GrpcRpcBackendOptions(AgentOptions):
             has the name which its worker has told the group.
         advertise: ``HOST:PORT`` under which other workers reach this one, where that is not where it listens:
             that of a proxy or load balancer (default ``None``: where it listens).
-        keepalive: after so many seconds without a sign of the other side, it is asked for one by a ping of
-            HTTP/2, which also keeps proxies from closing the connection (default 30); 0: never. What has
-            no answer within ``keepalive_timeout`` seconds (default 60) is made again.
+        keepalive: time in seconds without data from the other side after which a ping of HTTP/2 is sent,
+            which also keeps proxies from closing the connection (default 30); 0: never. A connection without
+            an answer within ``keepalive_timeout`` seconds (default 60) is made again.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""``serve``: an entry point of what is installed says what serves, since that stands above these packages."""
+"""``serve``: found by its entry point, since the implementation is in a package above this one."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any, Final, Protocol, Self
 
 from rpc.options import TlsOptions
 
-__all__ = ["Server", "serve"]
+__all__ = ["RunningServer", "serve"]
 
 _GROUP: Final = "rpc.serving"
 _NAME: Final = "serve"
 
 
-class Server(Protocol):
-    """A server that runs.
+class RunningServer(Protocol):
+    """A running server.
 
     Attributes:
-        port: where it listens.
-        metrics_port: where Prometheus finds its metrics; None without.
+        port: port at which it listens.
+        metrics_port: port for Prometheus to read its metrics; None without.
     """
 
     port: int
     metrics_port: int | None
 
     def stop(self, grace: float | None = None) -> int:
-        """Take no more calls, and return when those that were taken are answered, or after ``grace`` seconds:
-        how many still run, and keep the process.
+        """Accept no more calls, and return when all accepted ones are answered, or after ``grace`` seconds;
+        returns how many are still running, and keep the process alive.
         """
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -54,13 +54,13 @@ def serve(
     tracebacks: bool = False,
     metrics_port: int | None = None,
     metrics_host: str = "127.0.0.1",
-) -> Server:
-    """Serve functions and modules to clients in any language, over gRPC, in this process: ``farcall.serve``,
-    which tells what the arguments are.
+) -> RunningServer:
+    """Serve functions and modules to clients in any language, over gRPC, in this process; see
+    ``farcall.serve`` for the arguments.
 
     Raises:
-        ModuleNotFoundError: nothing is installed that serves, or what that needs is not.
-        ValueError: nothing is served, or whoever reaches the port could call.
+        ModuleNotFoundError: no installed package serves, or one of its dependencies is missing.
+        ValueError: nothing is served, or anyone who reaches the port could call.
         OSError: the port is taken.
 
     Example::
@@ -74,7 +74,7 @@ def serve(
             "nothing is installed that serves: pip install 'farcall[serve]', again where it was installed "
             "before it had rpc.serve"
         )
-    server: Server = next(iter(found)).load()(
+    server: RunningServer = next(iter(found)).load()(
         endpoints,
         host=host,
         port=port,

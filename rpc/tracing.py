@@ -1,4 +1,4 @@
-"""``trace``: an entry point of what is installed says what traces, since that stands above these packages."""
+"""``trace``: found by its entry point, since the implementation is in a package above this one."""
 
 from __future__ import annotations
 

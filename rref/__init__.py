@@ -15,12 +15,14 @@ __all__ = ["RRef", "RemoteModule", "debug_info", "install", "release_all_users",
 
 
 def debug_info() -> dict[str, int]:
-    """How many references are owned, forked and pending on this worker: ``num_owner_rrefs``, ``num_forks``,
-    ``num_pending_users`` and ``num_pending_futures``.
+    """Return the number of references owned, forked and pending on this worker: ``num_owner_rrefs``,
+    ``num_forks``, ``num_pending_users`` and ``num_pending_futures``.
     """
     return references().debug_info()
 
 
 def release_all_users() -> None:
-    """Give back every reference that this worker holds to objects of others; they are unusable then."""
+    """Release every reference that this worker holds to objects of other workers; it cannot be used
+    afterwards.
+    """
     references().release_all()

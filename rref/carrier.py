@@ -1,4 +1,4 @@
-"""How references travel: a descriptor in the message's header, adopted before the pickle is read."""
+"""How references travel: as descriptors in the message's header, adopted before the pickle is read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["RRefCarrier"]
 class RRefCarrier:
     """Carries ``RRef`` objects; see ``rpc.serialization.carriers.Carrier``.
 
-    A descriptor is ``[owner, rref, fork]``. In a dynamic group the owner's description follows, since the
-    receiver may not have heard of it.
+    A descriptor is ``[owner, rref, fork]``. In a dynamic group it also carries the owner's description, since
+    the receiver may not know the owner yet.
     """
 
     kind = "rref"
@@ -73,7 +73,9 @@ class RRefCarrier:
         return owner
 
     def ready(self, objects: list[RRef[Any]], when_ready: Callable[[], object]) -> bool:
-        """User code gets a reference when its owner has confirmed it, or it is known to be of no use."""
+        """User code gets a reference only when its owner has confirmed it, or when it is known to have
+        failed.
+        """
         for position, reference in enumerate(objects):
             rest = objects[position + 1 :]
 

@@ -1,4 +1,4 @@
-"""The call by which ``remote`` creates an object on another worker, as its creator sees it."""
+"""The call by which ``remote`` creates an object on another worker, seen from the creator's side."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ __all__ = ["Creation", "Creator"]
 
 
 class Creator(Protocol):
-    """Who is told how a creation ends: ``References``."""
+    """The object that is notified when a creation ends: ``References``."""
 
     @property
     def futures(self) -> AbstractContextManager[Any]:
-        """Held while the future of a creation is made."""
+        """A lock that is held while the future of a creation is made."""
 
     def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
-        """The owner has answered it."""
+        """Record that the owner has answered the creation."""
 
     def creation_failed(self, owner: int, rref: RRefId, fork: ForkId, reason: str) -> None:
-        """It timed out, or could not be sent."""
+        """Record that the creation timed out or could not be sent."""
 
 
 class Creation(PendingCall):
-    """A creation under way. Its answer tells the protocol that the owner has it, on whatever thread reads it.
+    """A creation under way. Its answer is reported to the protocol on whichever thread reads it.
 
-    When its time is over it fails, but keeps its place in the table of calls: the owner's answer, if it
-    comes after all, must still reach the protocol.
+    When the timeout expires, the creation fails but keeps its place in the table of calls, because a late
+    answer from the owner must still reach the protocol.
 
     Attributes:
-        error: why it failed; None while it has not.
+        error: why it failed, or None.
     """
 
     keeps_place = True
@@ -43,12 +43,12 @@ class Creation(PendingCall):
     __slots__ = ("_creator", "_fork", "_rref", "error")
 
     def begin(self, creator: Creator, rref: RRefId, fork: ForkId) -> None:
-        """Name what is created; before the call is sent."""
+        """Record the ids of what is created; called before the call is sent."""
         self._creator = creator
         self._rref = rref
         self._fork = fork
         self.error: BaseException | None = None
-        self.what = self.asked  # a function of the user's would die on the loop's thread
+        self.what = self.asked  # the user's function must not be destroyed on the loop's thread
 
     def settle(self, outcome: Frame | BaseException) -> bool:
         if isinstance(outcome, BaseException):
@@ -59,7 +59,7 @@ class Creation(PendingCall):
         else:
             self._creator.created(self.peer.incarnation, self._rref, self._fork)
         if self.outcome is not None:
-            return False  # it had timed out: who waited knows
+            return False  # it had timed out, and the waiting threads know
         unattended = super().settle(outcome)
         self.holds = None
         return unattended
@@ -70,7 +70,7 @@ class Creation(PendingCall):
     def hold(self, reference: object) -> None:
         """Keep a reference until the creation has ended."""
         self.holds = reference
-        if self.outcome is not None:  # on another thread, which may have looked before
+        if self.outcome is not None:  # set by another thread, which may have checked before
             self.holds = None
 
     def abandon(self, error: BaseException) -> None:
@@ -82,16 +82,16 @@ class Creation(PendingCall):
         return super().expired()
 
     def future_of_end(self) -> Future[None]:
-        """A future of the creation's end; the same one each time."""
-        with self._creator.futures:  # one thread makes it, others find it
+        """Return the future of the creation's end; the same one each time."""
+        with self._creator.futures:  # one thread makes it, the others find it
             return self.future or Future.for_call(self)
 
     def check(self) -> None:
-        """Raise if the creation failed: the reference is of no use then.
+        """Raise an error if the creation failed, since the reference cannot be used then.
 
         Raises:
             RpcTimeoutError: it was not done in time.
-            RRefError: it could not be sent, or the worker is gone; its ``__cause__`` says how.
+            RRefError: it could not be sent, or the worker is gone; its ``__cause__`` has the details.
         """
         error = self.error
         if error is not None:

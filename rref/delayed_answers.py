@@ -1,4 +1,6 @@
-"""Answers to creations, which nobody waits for: they go out with the answer to a fetch, or moments later."""
+"""Answers to creations. No thread waits for them: they are sent with the answer to a fetch, or
+shortly after.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class DelayedAnswers:
-    """What an owner has still to tell those who had it make objects. From any thread."""
+    """The answers that an owner has yet to send to the creators of its objects. From any thread."""
 
     def __init__(self, mailbox: Mailbox, hooks: Hooks) -> None:
         self._mailbox = mailbox
@@ -26,7 +28,7 @@ class DelayedAnswers:
         hooks.gone.append(self._peer_gone)
 
     def add(self, peer: Peer, call_id: int) -> None:
-        """Answer a creation of ``peer`` soon."""
+        """Queue the answer to a creation by ``peer``; it is sent soon."""
         delayed = self._delayed.get(peer)
         if delayed is None:
             delayed = self._delayed.setdefault(peer, deque())
@@ -34,11 +36,11 @@ class DelayedAnswers:
         self._mailbox.gathered(self.send, peer)
 
     def send(self, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
-        """Send the answers to ``peer`` that were delayed, and behind it ``frame``, at once.
+        """Send ``peer`` the answers that were delayed, followed by ``frame``, at once.
 
         Args:
             frame: at most 64 KiB.
-            wait: seconds to wait at most while too much is queued for that peer.
+            wait: maximum time in seconds to wait while the send queue for that peer is full.
         """
         delayed = self._delayed.get(peer)
         try:
@@ -46,7 +48,7 @@ class DelayedAnswers:
                 while delayed:
                     peer.send_small(delayed.popleft(), 0, coalesce=True)
             if frame:
-                peer.send_small(frame, wait)  # and with it what was coalesced
+                peer.send_small(frame, wait)  # together with the answers collected above
             else:
                 peer.flush()
         except WorkerLostError as error:

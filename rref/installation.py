@@ -1,4 +1,4 @@
-"""Makes an agent serve remote references."""
+"""Adds remote references to an agent."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from rpc.agent.agent import Agent
 from rref.carrier import RRefCarrier
 from rref.delayed_answers import DelayedAnswers
 from rref.reference import EXTENSION, RRef
+from rref.reference_server import ReferenceServer
 from rref.references import References
 from rref.remote_module.module import RemoteModule, reduce_remote_module
-from rref.serving import Server
 from rref.torch_internals import INTERNALS
 
 __all__ = ["install"]
 
 
 def install(agent: Agent) -> References:
-    """Make an agent that has not joined its group yet serve remote references, unless it does already.
+    """Add remote references to an agent that has not joined its group yet, unless they were added before.
 
     Returns:
-        Its references.
+        The agent's references.
     """
     if EXTENSION in agent.extensions:
         installed: References = agent.extensions[EXTENSION]
@@ -40,7 +40,7 @@ def install(agent: Agent) -> References:
     )
     agent.extensions[EXTENSION] = references
     agent.serializer.register_carrier(RRef, RRefCarrier(references))
-    Server(
+    ReferenceServer(
         references,
         agent.calls.answers,
         agent.messages,

@@ -1,4 +1,4 @@
-"""What remote references need of the agent, by role; see ``rpc.agent.ports``."""
+"""The parts of the agent that remote references use, by role; see ``rpc.agent.ports``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rpc.group.workers import Member
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 
-__all__ = ["Answers", "Calls", "View", "Workers"]
+__all__ = ["Answers", "ReferenceCalls", "View", "Workers"]
 
 
-class Calls(Protocol):
+class ReferenceCalls(Protocol):
     """Makes calls; see ``rpc.agent.caller.Caller``."""
 
     def dump_call(
@@ -51,7 +51,7 @@ class Calls(Protocol):
 
 
 class Answers(Protocol):
-    """Runs requests, and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
+    """Runs requests and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
 
     def ready(self, value: Any) -> Ready | None: ...
 
@@ -91,7 +91,7 @@ class Answers(Protocol):
 
 
 class View(Protocol):
-    """Who is in the group; see ``rpc.group.membership.Membership``."""
+    """The membership of the group; see ``rpc.group.membership.Membership``."""
 
     @property
     def static(self) -> bool: ...

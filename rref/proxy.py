@@ -1,4 +1,4 @@
-"""Calling the methods of a remote object as if it were here: ``rref.rpc_sync().method(...)``."""
+"""Calling methods of a remote object as if it were local: ``rref.rpc_sync().method(...)``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 __all__ = ["RRefProxy"]
 
 Invocation = Callable[[str, tuple[Any, ...], dict[str, Any], float], Any]
-"""Calls a method of one object: its name, the arguments, the timeout in seconds."""
+"""Calls a method of one object. Arguments: name, positional and keyword arguments, timeout in seconds."""
 
 
 class RRefProxy:
-    """Stands for a remote object; its attributes call the object's methods on the owner.
+    """A stand-in for a remote object; its attributes call the object's methods on the owner.
 
-    Made by ``RRef.rpc_sync``, ``RRef.rpc_async`` and ``RRef.remote``; can be used any number of times.
+    Returned by ``RRef.rpc_sync``, ``RRef.rpc_async`` and ``RRef.remote``; can be used any number of times.
 
     Args:
-        rref: refers to the object, for its ``repr``.
-        invoke: how to call.
-        timeout: seconds for each call.
+        rref: the reference to the object, shown in ``repr``.
+        invoke: calls a method.
+        timeout: timeout of each call, in seconds.
     """
 
     __slots__ = ("_invoke", "_rref", "_timeout")

@@ -29,11 +29,11 @@ __all__ = ["RRef", "references"]
 T = TypeVar("T")
 
 EXTENSION = "rref"
-"""Under this name an agent's extensions hold its ``References``."""
+"""Key of the ``References`` in an agent's extensions."""
 
 
 def references() -> References:
-    """The references of the current agent."""
+    """Return the references of the current agent."""
     found: References = extension(EXTENSION)
     return found
 
@@ -41,16 +41,16 @@ def references() -> References:
 class RRef(Generic[T]):
     """A reference to an object of type ``T`` on some worker, the *owner*.
 
-    ``RRef(value)`` refers to a local object; ``rpc.remote`` makes one on another worker. A reference can be
-    sent to any worker, as an argument or in a result, inside any container. The owner keeps the object for
-    as long as any worker refers to it, and frees it when the last reference is gone, or its holder died.
+    ``RRef(value)`` refers to a local object; ``rpc.remote`` creates one on another worker. A reference can be
+    sent to any worker, as an argument or in a result, inside any container. The owner keeps the object as
+    long as any worker refers to it, and frees it when the last reference is released or its holder has died.
 
     Args:
-        value: the object that is to be referred to; it stays on this worker.
-        type_hint: accepted for PyTorch's sake and not used.
+        value: the object to refer to, of any type; it stays on this worker and is not copied.
+        type_hint: accepted for compatibility with PyTorch and ignored.
 
     Raises:
-        NotInitializedError: there is no agent.
+        NotInitializedError: ``rpc.init_rpc`` has not been called.
 
     Example::
 
@@ -82,7 +82,7 @@ class RRef(Generic[T]):
     def _of(
         cls, shell: References, owner: Peer, rref: RRefId, ref: Ref, creation: Creation | None = None
     ) -> RRef[Any]:
-        """The Python object of a local reference, which it releases when it is destroyed."""
+        """Make the Python object of a local reference, which it releases when it is destroyed."""
         self: RRef[Any] = cls.__new__(cls)
         self._bind(shell, owner, rref, ref, creation)
         return self
@@ -101,29 +101,31 @@ class RRef(Generic[T]):
 
     @protected
     def __del__(self) -> None:
-        # May run anywhere, also in the middle of a step of the protocol: it is only queued.
+        # May run anywhere, also in the middle of a step of the protocol, so the release is only queued.
         try:
             shell, ref = self._references, self._ref
         except AttributeError:
-            return  # its making failed
+            return  # the constructor failed
         shell.release(ref)
 
-    # ---- whose it is
+    # ---- the owner
 
     def is_owner(self) -> bool:
-        """Whether the object lives on this worker."""
+        """Return whether the object lives on this worker."""
         return self._owner.is_self
 
     def owner(self) -> WorkerInfo:
-        """The worker that the object lives on."""
+        """Return the ``WorkerInfo`` of the worker that the object lives on."""
         return self._owner.member.info
 
     def owner_name(self) -> str:
-        """The name of the worker that the object lives on."""
+        """Return the name of the worker that the object lives on."""
         return self._owner.name
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to count this reference; for ``remote``, once the object is made."""
+        """Return whether the owner has confirmed this reference; for ``remote``, once the object is
+        created.
+        """
         shell = self._references
         if shell.released:
             return False
@@ -132,11 +134,11 @@ class RRef(Generic[T]):
     # ---- the object
 
     def local_value(self) -> T:
-        """The object itself, on its owner; waits until it is made.
+        """Return the object itself; only on its owner. Waits until it is created.
 
         Raises:
             RRefError: the object lives on another worker.
-            Exception: what making the object raised.
+            Exception: the error of the function that was to create the object.
         """
         if not self.is_owner():
             me = self._references.workers.own.member.info
@@ -148,16 +150,16 @@ class RRef(Generic[T]):
         return value
 
     def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
-        """The object: itself on its owner, a copy of it on every other worker.
+        """Return the object: the object itself on its owner, a copy of it on every other worker.
 
         Args:
-            timeout: seconds; 0 for none. Default: that of calls.
+            timeout: timeout in seconds; 0 for no limit. Default: the timeout of calls.
 
         Raises:
-            RpcTimeoutError: it is not made, or has not arrived, in time.
+            RpcTimeoutError: the object was not created, or did not arrive, in time.
             WorkerLostError: the owner is gone.
-            RRefError: the reference is not usable: its creation failed, or its agent is shut down.
-            Exception: what making the object raised.
+            RRefError: the reference cannot be used: its creation failed, or its agent is shut down.
+            Exception: the error of the function that was to create the object.
         """
         if self.is_owner():
             shell = self._references
@@ -172,7 +174,7 @@ class RRef(Generic[T]):
             fetched: T = shell.calls.inquire(self._owner, FETCH, payload, timeout, self.to_here)
         except RRefError:
             if self._creation is not None:
-                self._creation.check()  # it failed meanwhile, and knows why the owner has no object
+                self._creation.check()  # it has failed in the meantime, and its error is more specific
             raise
         return fetched
 
@@ -194,7 +196,7 @@ class RRef(Generic[T]):
         return shell
 
     def _usable(self, doing: str, timeout: float) -> References:
-        """Check that the owner may be asked about the object, once it has confirmed this reference."""
+        """Check that the owner can be asked about the object, once it has confirmed this reference."""
         shell = self._check_open(doing)
         if self._confirmed and self._owner.lost is None:
             return shell
@@ -202,7 +204,7 @@ class RRef(Generic[T]):
         if creation is not None:
             creation.check()
             if creation.outcome is None and self._owner.lost is None:
-                return shell  # nothing is known against it yet
+                return shell  # no failure is known yet
         elif self._owner.lost is None:
             shell.wait_settled(self._ref, shell.calls.effective_timeout(timeout), self._owner.name)
         if self._owner.lost is not None:
@@ -214,17 +216,16 @@ class RRef(Generic[T]):
             if reason.startswith(CREATOR_LOST) and creator is not None:
                 raise WorkerLostError(f"{self} is not usable: {reason}", creator.name, reason)
             raise RRefError(f"{self} is not usable: {reason}")
-        self._confirmed = state is State.CONFIRMED  # which only the owner's end can change
+        self._confirmed = state is State.CONFIRMED  # this can change only if the owner is lost
         return shell
 
     # ---- calling its methods
 
     def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
-        """A stand-in whose methods call those of the object, on its owner, and wait.
+        """Return a proxy whose methods call those of the object, on its owner, and wait for the result.
 
         Args:
-            timeout: seconds for each call; 0 for none. Default: that of calls.
-
+            timeout: timeout of each call in seconds; 0 for no limit. Default: the timeout of calls.
         Example::
 
             norm = rref.rpc_sync().norm()           # rpc_sync(rref.owner(), lambda: object.norm())
@@ -232,14 +233,14 @@ class RRef(Generic[T]):
         return RRefProxy(self, self._invoke_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
-        """As ``rpc_sync``, but the methods return futures at once."""
+        """Like ``rpc_sync``, but each method returns a future immediately."""
         return RRefProxy(self, self._invoke_async, timeout)
 
     def remote(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
-        """As ``rpc_sync``, but what the methods return stays on the owner, and they return an RRef to it."""
+        """Like ``rpc_sync``, but each result stays on the owner, and the method returns an RRef to it."""
         return RRefProxy(self, self._invoke_remote, timeout)
 
-    @protected  # what travels beside the payload is sent, or taken back
+    @protected  # references in the arguments are either sent or taken back
     def _invoke_sync(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Any:
         """Call a method of the object and wait for its value."""
         payload, what = self._message(name, args, kwargs, timeout)
@@ -249,12 +250,12 @@ class RRef(Generic[T]):
     def _invoke_async(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> Future[Any]:
-        """Call a method; a future of its value. What hinders the call is the future's error."""
+        """Call a method and return a future of its value. An error of the call is set on the future."""
         caller = self._references.calls
         try:
             payload, what = self._message(name, args, kwargs, timeout)
             call = caller.request(self._owner, INVOKE, payload, timeout, what)
-            call.holds = self  # or its end may overtake the message: one to oneself, or one in chunks
+            call.holds = self  # or its release may overtake the message: one to oneself, or one in chunks
             future = caller.future(call)
         except RuntimeError as error:
             future = Future()
@@ -266,10 +267,10 @@ class RRef(Generic[T]):
     def _invoke_remote(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> RRef[Any]:
-        """Call a method; a reference to its value, which stays on the owner.
+        """Call a method and return a reference to its value, which stays on the owner.
 
         Raises:
-            AttributeError: the object has no such attribute; its type is asked for once, to say so here.
+            AttributeError: the object has no such attribute; the owner is asked once for the object's type.
         """
         timeout = self._references.calls.effective_timeout(timeout)
         kind = self._get_type(timeout)
@@ -287,7 +288,7 @@ class RRef(Generic[T]):
     def _message(
         self, name: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: float
     ) -> tuple[Payload, str]:
-        """The message that calls a method of the object, and what that is to people."""
+        """Return the message that calls a method of the object, and its description for error messages."""
         self._usable(name, timeout)
         payload = self._dump_call(name, args, kwargs)
         payload.header.update(self._target(name))
@@ -300,16 +301,16 @@ class RRef(Generic[T]):
             return self._references.calls.dump_call(method_of_object, tuple(args), kwargs, self._owner)
         except SerializationError as error:
             reason = error
-        # To the pickler the method is what stands for it.
+        # The pickler sees this function in place of the method.
         text = str(reason).replace(f"{__package__}.requests.method_of_object", f"'{name}' of {self}")
         raise SerializationError(text) from reason.__cause__
 
     def _target(self, method: str) -> dict[str, Any]:
-        """What the header of a message says that calls a method of the object."""
+        """Return the header fields of a message that calls a method of the object."""
         return {"object": self._rref, "method": method}
 
     def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
-        """The object's type, asked for once; a future of it if not ``blocking``."""
+        """Return the object's type, which is asked for once; a future of it if not ``blocking``."""
         kind = self._type
         if kind is None:
             if self.is_owner():
@@ -328,11 +329,11 @@ class RRef(Generic[T]):
         try:
             return kind.wait()
         except BaseException:
-            self._type = None  # the next one may ask with more patience
+            self._type = None  # the next call may have a longer timeout
             raise
 
     def _get_future(self) -> torch.futures.Future[Any]:
-        """A future that is done when the object has been made, or failed to."""
+        """Return a future that is done when the object has been created, or creating it has failed."""
         creation = self._creation
         if creation is None:
             done: Future[None] = Future()
@@ -343,22 +344,21 @@ class RRef(Generic[T]):
         return creation.future_of_end()
 
     def _get_profiling_future(self) -> torch.futures.Future[Any]:
-        """As ``_get_future``: what a profile shows of a creation is there when that has ended."""
+        """Like ``_get_future``: when it is done, the profiler has all events of the creation."""
         return self._get_future()
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Begin a backward at the object, a tensor of one element, on its owner.
+        """Start a backward pass at the object, a tensor with one element, on its owner.
 
         Args:
-            dist_autograd_ctx_id: the distributed autograd context that gets the gradients; -1 for a local
-                backward on the owner, which puts them into ``.grad``.
-            retain_graph: keep what is needed to run the same graph once more.
+            dist_autograd_ctx_id: id of the distributed autograd context that accumulates the gradients; -1
+                for a local backward pass on the owner, which accumulates them into ``.grad``.
+            retain_graph: whether to keep the graph, so that it can be used once more.
 
         Raises:
-            RRefError: the object is no tensor.
-            AutogradError: the owner does not know the context, or the tensor is no possible root.
+            RRefError: the object is not a tensor.
+            AutogradError: the owner does not know the context, or the tensor cannot be a root.
             WorkerLostError: the owner, or another worker that takes part, is gone.
-
         Example::
 
             with dist_autograd.context() as context_id:
@@ -390,24 +390,24 @@ class RRef(Generic[T]):
         return f"<{self} to {of}, on worker '{self.owner_name()}', {made}>"
 
     def _described(self) -> str:
-        """What it refers to, for people."""
+        """Describe the object for error messages."""
         kind = self._known_type()
         if kind is not None:
             return with_article(kind)
         return "an object" if self._creation is None else f"the value of {self._creation.asked}(...)"
 
     def _known_type(self) -> type | None:
-        """The object's type, if it is known here by now."""
+        """Return the object's type, if it is known here already."""
         if self._type is not None and self._type.done():
             with contextlib.suppress(Exception):  # asking for it failed
                 return self._type.value()
         value = self._references.find(self._rref)
         return None if value is None or not value.is_ready or value.error is not None else type(value.content)
 
-    if not TYPE_CHECKING:  # which is to find wrong names
+    if not TYPE_CHECKING:  # so that type checkers find misspelled names
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Only called for what a reference does not have itself."""
+            """Called only for names that a reference does not define itself."""
             hint = ""
             if not name.startswith("_"):
                 hint = f": if the object has it, call rref.rpc_sync().{name}(...), or fetch it by to_here()"
@@ -418,11 +418,11 @@ class RRef(Generic[T]):
         return f"UserRRef(rref_id={shell.id_text(self._rref)}, fork_id={shell.id_text(self._ref)})"
 
     def deleted_error(self) -> RRefError:
-        """The error of whoever wants to send it when its agent is shut down."""
+        """Return the error for an attempt to send this reference after its agent is shut down."""
         return RRefError(f"Cannot call fork an UserRRef after deletion. {self} is no longer usable.")
 
     def _serialize(self) -> NoReturn:
-        """PyTorch's name of what makes a reference part of a message: here, only sending one does."""
+        """Raises an error: a reference can only be serialized by sending it. The name is PyTorch's."""
         if self._creation is not None:
             self._creation.check()
         self.__reduce_ex__(2)

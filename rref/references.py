@@ -1,6 +1,6 @@
-"""The shell round the reference protocol: one per agent. It holds the objects owned here, and turns the
-protocol's actions into messages. On which thread a step of the protocol is taken is the business of
-``steps``; who serves those that fetch or use an object, of ``serving``.
+"""The shell around the reference protocol: one per agent. It holds the objects owned here, and turns the
+protocol's actions into messages. ``steps`` decides which thread takes a step of the protocol; ``serving``
+answers the requests that fetch or use an object.
 
 Objects are dropped on an executor thread, since their destructors are user code.
 """
@@ -26,7 +26,7 @@ from rpc.runtime.interrupts import protected
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
-from rref.ports import Calls, Workers
+from rref.ports import ReferenceCalls, Workers
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Action, Fence, ForkId, Free, Ref, RRefId, Send, parse_descriptor
 from rref.requests import CREATE, name_creation, turns_of_object
@@ -38,19 +38,22 @@ __all__ = ["References"]
 
 TOPIC: Final = "rref"
 
+_MAX_OBSERVED: Final = 200
+"""Maximum number of objects that observers are told; the newest."""
+
 _SWEEP_SECONDS: Final = 60.0
 
 R = TypeVar("R")
 
 
 class References:
-    """All that one worker knows of remote references. From any thread, except where noted.
+    """The state of remote references on one worker. From any thread, except where noted.
 
     Args:
-        incarnation: of this worker, which has not joined a group yet.
+        incarnation: incarnation of this worker, which has not joined a group yet.
         calls, under_way, workers, control: see ``rref.ports``.
         lose: cuts off a worker; from any thread.
-        ready: returns the work on devices that makes an object; see ``RequestRunner.ready``.
+        ready: returns the device work that produces an object; see ``RequestRunner.ready``.
 
     Attributes:
         calls, workers: as given.
@@ -59,7 +62,7 @@ class References:
     def __init__(
         self,
         incarnation: int,
-        calls: Calls,
+        calls: ReferenceCalls,
         under_way: CallsUnderWay,
         workers: Workers,
         control: ControlMessages,
@@ -79,20 +82,22 @@ class References:
         self._ready = ready
         self._left = False
         self.released = False
-        """Whether all references have been given back, or the agent closes."""
+        """Whether all references have been released, or the agent is closing."""
         self.backward: Callable[[Any, int, bool], None] | None = None
         """Runs ``RRef.backward``; distributed autograd sets it, if it is installed."""
         self.futures = threading.RLock()
-        """Held while the future of a creation is made."""
+        """Lock that is held while the future of a creation is made."""
         self._protocol = Protocol(incarnation)
         self.steps = Steps(self._protocol, mailbox, self._act, self._malformed)
         self.state, self.when_settled = self.steps.state, self.steps.when_settled
         self.reason = self._protocol.reason
         self._values: dict[RRefId, Value] = {}
         self.find: Callable[[RRefId], Value | None] = self._values.get
-        """The object of a reference whose owner is this worker; None if it is not here (any more, or yet)."""
+        """Returns the object of a reference owned by this worker, or None if it is not here (yet, or any
+        more).
+        """
         self._waiting: set[LockType] = set()
-        """Threads that wait for a reference to be settled, each on its lock."""
+        """Threads that wait for a reference to be settled, each represented by the lock that it waits on."""
         self._sweeps_later = False
         control.on_batch(TOPIC, self._messages_arrived)
         hooks.joined.append(self._peer_joined)
@@ -103,7 +108,7 @@ class References:
         hooks.release.append(self.release_all)
         hooks.check.append(self.check_leaks)
 
-    # ---- what the protocol asks for, and what it hears
+    # ---- the protocol's actions and inputs
 
     def _act(self, actions: list[Action]) -> None:
         freed: list[Value] = []
@@ -124,10 +129,10 @@ class References:
                     self._mailbox.soon(self._fence, (incarnation, reason))
         if freed:
             self._executor.submit((list.clear, freed))
-            self._watch_late()  # a tombstone may be in its place
+            self._watch_late()  # its place may be taken by a tombstone
 
     def _watch_late(self) -> None:
-        """See to it that what waits for a late message is swept."""
+        """Start the sweep timer if the protocol waits for a late message."""
         if not self._sweeps_later and self._protocol.waits_for_sweep:
             self._mailbox.soon(self._set_sweep_timer, None)
 
@@ -136,7 +141,7 @@ class References:
         peer = self.workers.by_incarnation(incarnation)
         if peer is not None:
             self._lose(peer, f"another worker found it gone: {reason}")
-        else:  # in a dynamic group, it died before it came to introduce itself here: keep it out
+        else:  # in a dynamic group, it died before it could introduce itself here: never accept it
             self.workers.view.leave(incarnation, reason)
             self.steps.do(self._protocol.peer_lost, incarnation, reason)
 
@@ -168,16 +173,18 @@ class References:
             self._protocol.receive(peer, message)
 
     def _malformed(self, args: tuple[Any, ...], error: ProtocolError) -> None:
-        """A step that was left was of a peer, which stands last among its arguments."""
+        """Cut off the peer whose message was malformed, in a step that was queued. It is the last
+        argument.
+        """
         peer = self.workers.by_incarnation(args[-1])
         if peer is not None:
             reason = f"it sent a malformed message: {error}"
             self._mailbox.call(self._lose, peer, reason)
 
-    # ---- beginnings and ends
+    # ---- creating and releasing references
 
     def own(self, content: Any) -> tuple[RRefId, Ref]:
-        """An object of this worker that is to be referred to."""
+        """Register an object of this worker that references refer to."""
         rref = self._protocol.new_id()
         self._values[rref] = Value.of(content, self._ready(content))
         self.steps.do(self._protocol.own, rref)
@@ -193,12 +200,12 @@ class References:
         what: object,
         bind: Callable[[References, Peer, RRefId, Ref, Creation], R],
     ) -> R:
-        """Have an object made on a worker, this one included.
+        """Have an object created on a worker, which may be this one.
 
         Args:
             target: added to the payload's header: what to call, if it is a method; see ``RRef``.
-            timeout: seconds, 0 for none.
-            bind: makes what the user gets, which releases the reference in the end.
+            timeout: timeout in seconds, 0 for no limit.
+            bind: makes the user's object, which releases the reference when it is destroyed.
         """
         rref, fork = self._protocol.new_id(), self._protocol.new_id()
         payload.header.update(target)
@@ -210,7 +217,7 @@ class References:
         creation.begin(self, rref, fork)
         try:
             self.calls.transmit(creation, CREATE, payload)
-        except BaseException as error:  # such as Ctrl-C, while too much is queued
+        except BaseException as error:  # such as KeyboardInterrupt, while the send queue is full
             self.calls.drop(creation)
             self.creation_failed(peer.incarnation, rref, fork, f"it could not be sent: {error}")
             self.release(fork)
@@ -219,49 +226,51 @@ class References:
         return bind(self, peer, rref, fork, creation)
 
     def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
-        """The owner has answered a creation."""
+        """Record that the owner has answered a creation."""
         take = self.steps.do if self.steps.is_awaited(fork) else self.steps.later
         take(self._protocol.created, owner, rref, fork)
 
     def creation_failed(self, owner: int, rref: RRefId, fork: ForkId, reason: str) -> None:
-        """A creation timed out, or could not be sent."""
+        """Record that a creation timed out or could not be sent."""
         self.steps.do(self._protocol.creation_failed, owner, rref, fork, reason)
         self._watch_late()
 
     def fork(self, rref: RRefId, ref: Ref, owner: Peer, to: Peer) -> list[Any]:
-        """A descriptor for a message to ``to``."""
+        """Return a descriptor for a message to ``to``."""
         fork = self._protocol.new_id()
         self.steps.do(self._protocol.fork, ref, to.incarnation, fork)
         return [owner.incarnation, rref, fork]
 
     def take_back(self, descriptor: Any) -> None:
-        """The message with this descriptor was not sent."""
+        """Record that the message with this descriptor was not sent."""
         owner, rref, fork = descriptor
         self.steps.do(self._protocol.take_back, (owner, tuple(rref), tuple(fork)))
 
     def adopt(self, descriptor: Any, source: Peer) -> Ref:
-        """Take in a descriptor that came with a message."""
+        """Take the descriptor from a message that arrived."""
         ref = parse_descriptor(descriptor)[2]
         self.steps.do(self._protocol.adopt, descriptor, source.incarnation)
         self._watch_late()
         return ref
 
     def gone_owner(self, member: Member, reason: str) -> Peer:
-        """Whom a reference names that is gone and not known here: references to its objects have failed."""
+        """Register the owner of a reference that is gone and not known here: references to its objects have
+        failed.
+        """
         self.steps.do(
             self._protocol.peer_lost, member.incarnation, f"worker '{member.name}' is gone: {reason}"
         )
         return self.workers.gone(member, reason)
 
     def release(self, ref: Ref) -> None:
-        """The last Python object of a reference is gone. Safe in finalizers."""
+        """Release a reference whose last Python object is gone. Safe in finalizers."""
         self.steps.later(self._protocol.release, ref)
 
     def _closing(self) -> None:
         self.released = True
 
     def release_all(self) -> None:
-        """For a graceful shutdown: give back everything that this worker refers to elsewhere."""
+        """Release every reference to objects of other workers, for a graceful shutdown."""
         self.released = True
         self.steps.catch_up()
         self.steps.do(self._protocol.release_all)
@@ -270,10 +279,10 @@ class References:
         """Wait until a reference is confirmed or failed.
 
         Args:
-            owner: the name of the worker that is to confirm it.
+            owner: name of the worker that is to confirm it.
 
         Raises:
-            RpcTimeoutError: it is neither in time.
+            RpcTimeoutError: it is neither confirmed nor failed in time.
         """
         done = threading.Lock()
         done.acquire()
@@ -295,10 +304,10 @@ class References:
             self._waiting.discard(done)
 
     def _closed(self) -> None:
-        """This worker has left: wake the threads that wait for what will not come."""
+        """Wake the threads that wait for objects or confirmations: this worker has left the group."""
         self._left = True
         for lock in self._waiting.copy():
-            with contextlib.suppress(RuntimeError):  # it was released just now
+            with contextlib.suppress(RuntimeError):  # another thread has just released it
                 lock.release()
         error = NotInitializedError("RPC has been shut down before the object was made")
         for value in list(self._values.values()):
@@ -307,10 +316,12 @@ class References:
     # ---- objects
 
     def arrived(self, rref: RRefId, fork: ForkId, peer: Peer, turns: Turns | None = None) -> Value | None:
-        """A creation is here: where its object is to be put; None if it is not wanted."""
+        """Handle a creation that arrived: return the ``Value`` for its object, or None if it is not
+        wanted.
+        """
         fresh = Value(turns)
         value: Value | None = self.steps.do(self._arrived, rref, fork, fresh, peer.incarnation)
-        # If it turns out not to be wanted, it is run in vain.
+        # If it turns out not to be wanted, it is run although its value is not used.
         return self._values.setdefault(rref, fresh) if value is LEFT else value
 
     def _arrived(self, rref: RRefId, fork: ForkId, fresh: Value, peer: int) -> Value | None:
@@ -321,18 +332,20 @@ class References:
         return None
 
     def finished(self, rref: RRefId) -> None:
-        """A creation has been run: its object, or its error, is there."""
+        """Record that a creation has been run: its object, or its error, is set."""
         self.steps.do(self._protocol.finished, rref)
 
     def expect(self, rref: RRefId) -> Ref:
-        """A local reference to an object that this worker owns or will own, to be released."""
+        """Return a local reference to an object that this worker owns or will own; the caller releases it."""
         ref = self._protocol.new_id()
         self.steps.do(self._protocol.expect, rref, ref)
         self._watch_late()
         return ref
 
     def value(self, rref: RRefId) -> Value:
-        """The object of a reference whose owner is this worker; its error if it is not here (any more)."""
+        """Return the object of a reference owned by this worker; with an error if it is not here
+        (any more).
+        """
         value = self.find(rref)
         if value is None:
             value = Value()
@@ -343,11 +356,13 @@ class References:
     # ---- debug
 
     def counts(self) -> dict[str, int]:
-        """How much the protocol remembers, by kind (see ``Protocol.counts``), and how many ``objects``."""
+        """Return the number of the protocol's entries by kind (see ``Protocol.counts``), and of
+        ``objects``.
+        """
         return {**self.steps.ask(self._protocol.counts), "objects": len(self._values)}
 
     def debug_info(self) -> dict[str, int]:
-        """How many objects of this worker are shared, their forks elsewhere, and what waits for an answer."""
+        """Return the number of shared objects of this worker, of their forks, and of pending answers."""
         counts = self.counts()
         return {
             "num_owner_rrefs": counts["shared"],
@@ -357,6 +372,24 @@ class References:
                 isinstance(call, Creation) and call.outcome is None for call in self._under_way.waiting()
             ),
         }
+
+    def observed(self) -> dict[str, Any]:
+        """What observers are to know: objects of this worker, and the workers that hold references to them.
+
+        It takes no step of the protocol: a thread that is stopped in one does not stop the observing thread.
+        """
+        owned = []
+        for rref, state, forks in self._protocol.holders(_MAX_OBSERVED):
+            value = self._values.get(rref)
+            described = {
+                "creator": rref[0],
+                "number": rref[1],
+                "state": state.name,
+                "type": "" if value is None else value.type_name,
+                "holders": [list(each) for each in forks.items()],
+            }
+            owned.append(described)
+        return {"objects": len(self._values), "owned": owned}
 
     def check_leaks(self) -> None:
         """Raise ``RRefError`` if other workers still refer to objects of this one."""
@@ -369,7 +402,7 @@ class References:
             )
 
     def id_text(self, id_: tuple[int, int]) -> str:
-        """An id as people read it, in PyTorch's words."""
+        """Format an id in the way that PyTorch does."""
         incarnation, number = id_
         creator = self.workers.by_incarnation(incarnation)
         created_on = creator.member.id if creator is not None else f"incarnation {incarnation:x}"

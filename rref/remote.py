@@ -1,4 +1,4 @@
-"""``remote``: call a function on a worker and leave what it returns there."""
+"""``remote``: call a function on a worker and leave its return value there."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def remote(
     *,
     concurrency: int | None = None,
 ) -> RRef[T]: ...
-@protected  # what travels beside the payload is sent, or taken back
+@protected  # references in the arguments are either sent or taken back
 def remote(
     to: WorkerReference,
     func: Callable[..., Any],
@@ -60,29 +60,30 @@ def remote(
 ) -> RRef[Any]:
     """Call ``func`` on another worker and return a reference to its value, which stays there.
 
-    Returns at once. Arguments are as for ``rpc_sync``; with a class as ``func``, the reference is to a new
-    object of it. Calls of its methods run concurrently, each on its own thread, even those of one
-    caller: an object that is not thread-safe takes a lock in its methods, or is made with ``concurrency=1``.
+    Returns immediately. Arguments are as for ``rpc_sync``; if ``func`` is a class, the reference is to a new
+    instance of it. Calls of its methods run concurrently, each on its own thread, even those of one caller:
+    the methods of an object that is not thread-safe must take a lock, or the object is created with
+    ``concurrency=1``.
 
     Args:
-        timeout: seconds that creating the object may take; if it takes longer, the reference becomes
-            unusable, and ``to_here`` says so; the owner frees the object when the reference is dropped. 0
-            for none. Default: that of calls.
-        concurrency: how many methods of the object, called through references by any worker, run at a time,
-            at least 1; default: no limit. With 1, each begins when the one before has ended (for an
-            ``async def``, returned) and its value is on its way, in the order of each caller's calls.
-            But later ones may overtake one of more than 64 KiB and, at the caller's own worker, one that
-            carries references. A method that calls the object's methods through a reference, and waits,
-            waits for itself. ``to_here`` and ``local_value`` do not wait for a turn.
+        timeout: timeout in seconds for creating the object; if it takes longer, the reference cannot be used,
+            ``to_here`` raises, and the owner frees the object when the reference is released. 0 for no limit.
+            Default: the timeout of calls.
+        concurrency: maximum number of the object's methods, called through references by any worker, that run
+            at the same time, at least 1; default: no limit. With 1, each starts when the previous one has
+            ended (for an ``async def``, returned) and its value is being sent, in the order of each caller's
+            calls. But a call may overtake one with more than 64 KiB of arguments and, at the caller's own
+            worker, one that carries references. A method that calls the object's methods through a reference,
+            and waits, deadlocks. ``to_here`` and ``local_value`` do not count against the limit.
 
     Returns:
-        An ``RRef``, whose owner is ``to``. If ``func`` raises, ``to_here`` does.
+        An ``RRef`` whose owner is ``to``. If ``func`` raises, ``to_here`` raises the same error.
 
     Raises:
         UnknownWorkerError: there is no such worker.
-        SerializationError: an argument cannot be sent.
-        NotInitializedError: there is no agent.
-        ValueError: ``concurrency`` is not a number from 1 on.
+        SerializationError: an argument cannot be serialized.
+        NotInitializedError: ``rpc.init_rpc`` has not been called.
+        ValueError: ``concurrency`` is not a positive integer.
 
     Example::
 

@@ -1,9 +1,9 @@
-"""What one worker asks of another about objects that live there: the kinds of message, and their words.
+"""Requests about remote objects: the kinds of message, and their encoding.
 
-Requests to create and to fetch begin their first segment with two numbers, 64 bits each, little-endian: a
-creation those of its reference and of its fork, both made by the sender, and behind them comes the pickle of
-the call; a fetch the two numbers of the object's id. Where a method is called, the header names the
-``object`` and the ``method``.
+Requests to create and to fetch begin their first segment with numbers of 64 bits, little-endian: a creation
+with two for its reference and two for its fork, both made by the sender and followed by the pickle of the
+call; a fetch with the two of the object's id. If a method is called, the header contains the ``object`` and
+the ``method``.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ _NUMBERS: Final = Struct("<QQ")
 
 
 def method_of_object(*args: Any, **kwargs: Any) -> Any:
-    """Stands, in a message, for the method that the header names, of the object that it names."""
+    """Represents, in a message, the method that the header names, of the object that it names."""
     raise TypeError("the method of a remote object is called on its owner, in a message that names both")
 
 
 def object_id(header: dict[str, Any]) -> RRefId | None:
-    """The object that a request is for; none if it names none."""
+    """Return the object that a request is for, or None if it names none."""
     named = header.get("object")
     return None if named is None else _id(named)
 
 
 def turns_of_object(header: dict[str, Any]) -> Turns | None:
-    """Those of the object that a creation makes, if it says how many of its methods may run at a time."""
+    """Return the ``Turns`` of the object that a creation makes, if the number of concurrent methods is
+    limited.
+    """
     limit = header.get("concurrency")
     if limit is None:
         return None
@@ -62,15 +64,15 @@ def turns_of_object(header: dict[str, Any]) -> Turns | None:
 
 
 def name_creation(payload: Payload, rref: RRefId, fork: ForkId) -> None:
-    """Make the message of a call one of a creation, under these ids."""
+    """Turn the message of a call into a creation with these ids."""
     payload.buffers[0] = _NUMBERS.pack(rref[1], fork[1]) + payload.buffers[0]
 
 
 def creation(frame: Frame, creator: Peer) -> tuple[RRefId, ForkId, Frame]:
-    """The ids under which a creation is to be kept, and the call that it is.
+    """Return the ids under which the object of a creation is kept, and the call that creates it.
 
     Args:
-        creator: the sender's incarnation.
+        creator: incarnation of the sender.
     """
     kind, call_id, header, segments, codec = frame
     rref, fork = _numbers(segments)
@@ -79,12 +81,12 @@ def creation(frame: Frame, creator: Peer) -> tuple[RRefId, ForkId, Frame]:
 
 
 def fetch(rref: RRefId) -> Payload:
-    """The message that asks for an object."""
+    """Return the message that asks for an object."""
     return Payload({}, [_NUMBERS.pack(*rref)])
 
 
 def fetched_id(frame: Frame) -> RRefId:
-    """The object that a message asks for."""
+    """Return the id of the object that a message asks for."""
     return _numbers(frame.buffers)
 
 

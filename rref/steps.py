@@ -1,14 +1,14 @@
-"""The reference protocol, run by whichever thread has something for it; nobody ever waits for a turn.
+"""The reference protocol, run by whichever thread has an input for it; no thread ever waits for another.
 
-Whoever finds the protocol free takes a step at once. Whoever finds it taken leaves the step, in a queue, to
-the one who has it, and goes on: that is another thread, or this one, further up its stack. For in the middle
-of a step there may run a signal handler, or a destructor that the garbage collector calls, in which a user
-makes use of references. So steps never tear each other, and a thread stopped in one stops no other thread.
+A thread that finds the protocol free takes a step at once. A thread that finds it in use puts the step into a
+queue for the thread that uses it, and continues. That may be another thread, or the same one further up its
+stack: in the middle of a step, a signal handler or a destructor called by the garbage collector may run and
+use references. So steps never interleave, and a thread that is stopped in a step stops no other thread.
 
-Invariants: a step is taken after all those that were left before it began, or was put off for later: a
-reference is created before it is released. What a step asks for (actions, and callbacks of those who waited)
-is done after it, with the protocol free again. A step that was left returns nothing to whoever left it:
-callers make the ids themselves, before.
+Invariants: a step is taken after all steps that were queued or postponed before it began: a reference is
+created before it is released. The actions of a step, and callbacks of waiting threads, are run after the
+step, when the protocol is free again. A queued step returns nothing to its caller: callers make the ids
+beforehand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["LEFT", "Steps"]
 logger = logging.getLogger(__name__)
 
 LEFT: Final = object()
-"""What ``Steps.do`` returns if the step is left to whoever has the protocol."""
+"""Returned by ``Steps.do`` if the step is queued for the thread that uses the protocol."""
 
 T = TypeVar("T")
 Step = tuple[Callable[..., object], tuple[Any, ...]]
@@ -41,10 +41,10 @@ class Steps:
     """Takes the steps of one worker's protocol. From any thread, also in finalizers and signal handlers.
 
     Args:
-        protocol: used by nobody else, but for what may be used on any thread.
-        mailbox: of the agent.
-        act: does actions, other than ``Confirmed`` and ``Failed``; neither waits nor runs code of the user's.
-        malformed: told of a ``ProtocolError`` in a step that was left: the step's arguments, and the error.
+        protocol: used by nothing else, except for the methods that may be called from any thread.
+        mailbox: mailbox of the agent.
+        act: performs actions other than ``Confirmed`` and ``Failed``; it neither waits nor runs user code.
+        malformed: called on a ``ProtocolError`` in a queued step, with the step's arguments and the error.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Steps:
         self._later_is_due = False
         self._awaiting: dict[Ref, list[Callable[[], object]]] = {}
         self._callbacks: list[Callable[[], object]] = []
-        """Of those who wait for a reference that is settled now; called when the protocol is free."""
+        """Callbacks for references that have been settled, to be called when the protocol is free."""
 
     @protected
     def do(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Take a step, and have done what it asks for.
+        """Take a step, and perform its actions.
 
         Returns:
-            What the step returns; ``LEFT`` if somebody else takes it.
+            The step's return value; ``LEFT`` if another thread takes it.
 
         Raises:
-            What the step raises, unless it is left.
+            The step's error, unless it is queued.
         """
         if not self._free.acquire(blocking=False):
             self._left.put((step, args))
@@ -97,10 +97,10 @@ class Steps:
                     self._catch_up()
 
     def ask(self, question: Callable[[], T]) -> T:
-        """The answer to a question about the protocol, with the steps done that were for later.
+        """Return the answer to a question about the protocol, after taking the postponed steps.
 
         Raises:
-            RRefError: the caller interrupts a step of its own thread.
+            RRefError: the calling code interrupts a step of its own thread.
         """
         self.catch_up()
         answers: SimpleQueue[T] = SimpleQueue()
@@ -109,14 +109,14 @@ class Steps:
         return answers.get()
 
     def later(self, step: Callable[..., Any], *args: Any) -> None:
-        """Have a step taken within milliseconds, together with others."""
+        """Postpone a step by some milliseconds, to take it together with others."""
         self._later.put((step, args))
         if not self._later_is_due:
             self._later_is_due = True
             self._mailbox.gathered(self._do_later, None)
 
     def catch_up(self) -> None:
-        """Take the steps that were for later."""
+        """Take the postponed steps."""
         if not self._later.empty():
             self._do_later(None)
 
@@ -126,7 +126,7 @@ class Steps:
 
     @protected
     def _catch_up(self) -> None:
-        """Take the steps that were left, if the protocol has been let go of meanwhile."""
+        """Take the queued steps, if the protocol has become free."""
         while not self._left.empty():
             if not self._free.acquire(blocking=False):
                 return
@@ -134,7 +134,7 @@ class Steps:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Having the protocol: take what was left, and free it."""
+        """Take the queued steps and free the protocol, which this thread has."""
         self._take_left()
         actions = self._protocol.take_actions()
         for action in actions:
@@ -147,7 +147,7 @@ class Steps:
             self._act(actions)
         for callback in callbacks:
             callback()
-        self._catch_up()  # with what was left since the last look
+        self._catch_up()  # steps queued since the last check
 
     def _take_left(self) -> None:
         while not self._left.empty():
@@ -156,7 +156,7 @@ class Steps:
     def _take_later(self) -> None:
         while not self._later.empty():
             step = self._later.get_nowait()
-            self._take_left()  # also what was left since this began: it may have been before that was put off
+            self._take_left()  # also steps queued since this began: they may precede the postponed one
             self._take(*step)
 
     def _take(self, step: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -164,21 +164,23 @@ class Steps:
             step(*args)
         except ProtocolError as error:
             self._malformed(args, error)
-        except RRefError as error:  # such as: passing on a reference that has failed meanwhile
+        except RRefError as error:  # such as passing on a reference that has failed in the meantime
             logger.debug("%s", error)
 
     # ---- waiting for a reference
 
     def check_may_wait(self) -> None:
-        """Raise ``RRefError`` if the caller interrupts a step of its own thread, which cannot go on."""
+        """Raise ``RRefError`` if the calling code interrupts a step of its own thread: waiting would
+        deadlock.
+        """
         if self._taker == get_ident():
             raise RRefError(
-                "a destructor or signal handler that runs in the middle of what farcall does for references "
+                "a destructor or signal handler that interrupts farcall's handling of references "
                 "cannot wait for one to be confirmed: do it on another thread"
             )
 
     def state(self, ref: Ref) -> State:
-        """How a reference stands; ``PENDING`` if its first step is left."""
+        """Return the state of a reference; ``PENDING`` if its first step is queued."""
         self.catch_up()
         try:
             return self._protocol.state(ref)
@@ -186,7 +188,7 @@ class Steps:
             return State.PENDING
 
     def when_settled(self, ref: Ref, callback: Callable[[], object]) -> bool:
-        """Whether a reference is confirmed or failed; if not, ``callback`` is called when it is."""
+        """Return whether a reference is confirmed or failed; if not, ``callback`` is called when it is."""
         if self.state(ref) is not State.PENDING:
             return True
         self.do(self._await, ref, callback)
@@ -203,7 +205,7 @@ class Steps:
             self._awaiting.setdefault(ref, []).append(callback)
 
     def await_no_more(self, ref: Ref, callback: Callable[[], object]) -> None:
-        """``callback`` need not be called any more."""
+        """Forget ``callback``, which need not be called any more."""
         self.do(self._await_no_more, ref, callback)
 
     def _await_no_more(self, ref: Ref, callback: Callable[[], object]) -> None:
@@ -214,5 +216,5 @@ class Steps:
                 del self._awaiting[ref]
 
     def is_awaited(self, ref: Ref) -> bool:
-        """Whether anybody waits for a reference to be settled."""
+        """Whether any callback waits for a reference to be settled."""
         return ref in self._awaiting

@@ -1,4 +1,4 @@
-"""The private names of PyTorch that references need: their gate, see ``rpc/runtime/internals.py``."""
+"""The private names of PyTorch that references use; see ``rpc/runtime/internals.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns: so many requests at a time that use an object, in the order in which they came."""
+"""Turns: limit how many requests use an object at a time, and start them in the order of arrival."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Who comes is started at once or when another has left. Nobody is, before ``open``. From any thread.
+    """Starts each request at once, or when an earlier one has ended; none before ``open``. From any thread.
 
     Args:
-        limit: how many may be at it at a time.
+        limit: maximum number of requests that run at a time.
     """
 
     def __init__(self, limit: int) -> None:
@@ -23,19 +23,21 @@ class Turns:
         self._waiting: deque[Callable[[], object]] = deque()
 
     def open(self) -> None:
-        """The object is there."""
+        """Start requests from now on: the object is there."""
         with self._lock:
             self._opened = True
         self._start()
 
     def enter(self, start: Callable[[], object]) -> None:
-        """Have ``start`` called when it is its turn, on this thread or one that leaves; it may not block."""
+        """Have ``start`` called when its turn comes, on this thread or one that calls ``leave``; it must not
+        block.
+        """
         with self._lock:
             self._waiting.append(start)
         self._start()
 
     def leave(self) -> None:
-        """One that was started has ended."""
+        """End the turn of a request that was started."""
         with self._lock:
             self._free += 1
         self._start()

@@ -1,4 +1,4 @@
-"""An object that lives on this worker and others refer to: there already, or still being made."""
+"""The object of a remote reference on its owner: already there, or still being created."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
+
+import torch
 
 from rpc.agent.device_ports import Ready
 from rpc.errors import RemoteError, RpcTimeoutError
@@ -20,7 +22,7 @@ from rref.turns import Turns
 __all__ = ["Fetch", "Value"]
 
 Fetch = tuple[Peer, int]
-"""Who asks for the object, and the id of the call by which."""
+"""The peer that fetches the object, and the id of its call."""
 
 T = TypeVar("T")
 
@@ -28,7 +30,7 @@ _OWN_PACKAGES: Final = ("rpc.", "rref.")
 
 
 class Value:
-    """What a remote reference refers to, on its owner. From any thread.
+    """The object of a remote reference, on its owner. From any thread.
 
     ======  =========================  ========================  ======================
     state   a fetch                    a request that uses it    becomes
@@ -39,12 +41,12 @@ class Value:
     failed  is answered by the error   is answered by the error
     ======  =========================  ========================  ======================
 
-    Who waits is told on the thread that sets it, and parked fetches are handed to that thread. No lock is
-    taken: who is to wait is entered in a list first; if the state has changed by then, it is up to who takes
-    the entry out again, the one or the other, to go on with it.
+    Waiting requests are started by the thread that sets the value, and parked fetches are returned to it. No
+    lock is taken: a waiter is first entered in a list; if the state has changed by then, the one of the two
+    threads that takes the entry out again continues with it.
 
     Args:
-        turns: those of requests that call a method of the object, if not all may run at once.
+        turns: the turns of requests that call a method of the object, if their number is limited.
     """
 
     __slots__ = ("_content", "_error", "_made", "_parked", "_ready", "_waiting", "turns")
@@ -60,7 +62,7 @@ class Value:
 
     @classmethod
     def of(cls, content: Any, made: Ready | None = None) -> Value:
-        """One that is there already; ``made`` is as for ``set``."""
+        """Return a value that is set already; ``made`` is as for ``set``."""
         value = cls()
         value._content, value._made = content, made
         value._ready = True
@@ -68,12 +70,12 @@ class Value:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is set."""
+        """Whether the object is set, or creating it failed."""
         return self._ready
 
     @property
     def error(self) -> BaseException | None:
-        """The error of making the object, once there is one."""
+        """The error of creating the object, or None."""
         return self._error
 
     @property
@@ -81,23 +83,33 @@ class Value:
         """The object, whose tensors on devices may still be being computed; see ``get``."""
         return self._content
 
+    @property
+    def type_name(self) -> str:
+        """The object's type, of a tensor with dtype and shape; "" until it is made."""
+        content = self._content
+        if content is None:
+            return ""
+        if type(content) is torch.Tensor:
+            return f"{str(content.dtype).removeprefix('torch.')}{list(content.shape)}"
+        return type(content).__qualname__
+
     def set(self, content: Any, made: Ready | None = None) -> list[Fetch]:
-        """The object is there. Returns the fetches that were parked, for the caller to answer.
+        """Set the object. Returns the parked fetches, for the caller to answer.
 
         Args:
             content: the object.
-            made: the work on devices that makes it.
+            made: the device work that produces it.
         """
         self._made = made
         return self._finish(content, None)
 
     def fail(self, error: BaseException) -> list[Fetch]:
-        """Making the object failed: whoever asks for it gets ``error``. Returns the parked fetches."""
+        """Set the error of creating the object, which all requests for it get. Returns the parked fetches."""
         _let_go(error)
         return self._finish(None, error)
 
     def _finish(self, content: Any, error: BaseException | None) -> list[Fetch]:
-        if self._ready:  # it failed when this worker left
+        if self._ready:  # it was failed when this worker left
             return []
         self._content, self._error = content, error
         self._ready = True
@@ -108,21 +120,21 @@ class Value:
         return _taken(self._parked)
 
     def park(self, fetch: Fetch) -> bool:
-        """Leave a fetch to whoever makes the object; false if it is there, or failed."""
+        """Leave a fetch to the thread that creates the object; false if it is there, or has failed."""
         self._parked.append(fetch)
         return not (self._ready and _took_back(self._parked, fetch))
 
     def when_ready(self, callback: Callable[[], object]) -> bool:
-        """Whether the object is there or failed; if not, ``callback`` is called once it is."""
+        """Return whether the object is there or has failed; if not, ``callback`` is called once it is."""
         self._waiting.append(callback)
         return self._ready and _took_back(self._waiting, callback)
 
     def get(self) -> Any:
-        """The object; raises the error of making it. Only once it ``is_ready``. Current streams of devices
-        wait for the work that makes it.
+        """Return the object, or raise the error of creating it. Only once it ``is_ready``. The devices'
+        current streams wait for the work that produces it.
         """
         if self._error is not None:
-            raise twin(self._error)  # frames that it passes may hold the reference, and are not kept with it
+            raise twin(self._error)  # a copy: frames that it passes may hold the reference
         if self._made is not None:
             self._made.join()
         return self._content
@@ -131,13 +143,13 @@ class Value:
         """Wait for the object and return it.
 
         Args:
-            timeout: seconds, 0 for no limit.
-            what: what is waited for, for the error.
+            timeout: timeout in seconds, 0 for no limit.
+            what: description of the wait, for the error.
 
         Raises:
-            RpcTimeoutError: it is not there in time.
-            RemoteError: making it raised what is no ``Exception``.
-            Exception: the error of making it.
+            RpcTimeoutError: the object was not there in time.
+            RemoteError: creating it raised something other than an ``Exception``.
+            Exception: the error of creating it.
         """
         if not self._ready:
             check_may_block()
@@ -149,14 +161,14 @@ class Value:
                 waited = (time.monotonic() - began) * 1000
                 raise RpcTimeoutError(f"RPC ran for more than its timeout: {what}, waited {waited:.0f} ms")
         if self._error is not None and not isinstance(self._error, Exception):
-            # It was about the thread that made the object, and is not to end this one.
+            # It was meant for the thread that created the object, and must not end this one.
             kind, said = type(self._error).__name__, text_of(self._error)
             raise RemoteError(f"making the object raised {kind}: {said}", kind) from self._error
         return self.get()
 
 
 def _taken(entries: list[T]) -> list[T]:
-    """All entries, each of which only one thread gets."""
+    """Return all entries; each is given to only one thread."""
     taken: list[T] = []
     with contextlib.suppress(IndexError):
         while True:
@@ -165,7 +177,7 @@ def _taken(entries: list[T]) -> list[T]:
 
 
 def _took_back(entries: list[T], entry: T) -> bool:
-    """Whether nobody has taken an entry, which is out of the list now."""
+    """Remove an entry from the list; false if another thread has taken it."""
     try:
         entries.remove(entry)
     except ValueError:
@@ -174,7 +186,7 @@ def _took_back(entries: list[T], entry: T) -> bool:
 
 
 def _let_go(error: BaseException) -> None:
-    """Free what an error's frames hold: it may be kept for long, and frames of ours refer to its keeper."""
+    """Clear the frames of an error that may be kept for long: they hold objects, and refer to its owner."""
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:

@@ -25,7 +25,7 @@ from spmd import backend
 
 if TYPE_CHECKING:
     from spmd.collectives.start import dump_flight_recorder, init_process_group
-    from spmd.engine.start import (
+    from spmd.engine.driver.start import (
         device,
         global_device_count,
         is_spmd,
@@ -98,7 +98,7 @@ _PLACES: Final = {
     **dict.fromkeys(("dump_flight_recorder", "init_process_group"), "spmd.collectives.start"),
     **dict.fromkeys(
         ("device", "global_device_count", "is_spmd", "report", "shutdown", "strict", "sync"),
-        "spmd.engine.start",
+        "spmd.engine.driver.start",
     ),
     **dict.fromkeys(("distribute_module", "distribute_tensor"), "spmd.sharding.distribute"),
     **dict.fromkeys(("AutoPlan", "auto_plan", "auto_policy"), "spmd.sharding.auto"),

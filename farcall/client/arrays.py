@@ -13,7 +13,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from farcall.values import ITEM_SIZES, Elements
+from farcall.grpc.values import ITEM_SIZES, Elements
 
 __all__ = ["BCOMPLEX32", "COMPLEX32", "FLOAT4_PAIR", "NumpyTensors"]
 
@@ -39,11 +39,11 @@ _NAMES: Final = {dtype.newbyteorder("="): name for name, dtype in _DTYPES.items(
 
 
 _PLAIN: Final = (np.ndarray, np.memmap, np.matrix)
-"""Classes of arrays that are nothing but their elements."""
+"""Classes of arrays that have no state besides their elements."""
 
 
 class NumpyTensors:
-    """Arrays of any layout and byte order there, new contiguous arrays back."""
+    """Encodes arrays of any layout and byte order, decodes to new contiguous arrays."""
 
     kinds = "NumPy's arrays"
 

@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 
 from farcall.client.arrays import NumpyTensors
 from farcall.client.errors import ServedError, error_of, error_of_status
+from farcall.grpc.values import from_value, to_value
 from farcall.v1 import service_pb2 as pb
-from farcall.values import from_value, to_value
 
 __all__ = ["AsyncClient", "Client", "Tls", "connect", "connect_async"]
 
@@ -23,10 +23,10 @@ _OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_mess
 _TENSORS: Final = NumpyTensors()
 
 _LARGEST_FILE: Final = 4 << 20
-"""Bytes of a file in PEM."""
+"""Maximum size in bytes of a file in PEM."""
 
 _LONGEST: Final = 1e9
-"""Seconds, some thirty years: gRPC takes what is far more, such as infinity, for a time that is over."""
+"""Timeout in seconds, some thirty years, for no limit: gRPC treats infinity as expired."""
 
 _METHODS: Final[dict[str, tuple[type[Message], type[Message]]]] = {
     "Describe": (pb.DescribeRequest, pb.DescribeResponse),
@@ -38,11 +38,11 @@ _METHODS: Final[dict[str, tuple[type[Message], type[Message]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How to encrypt.
+    """Options for encryption.
 
     Args:
         ca: path of the certificate of the authority that has signed the server's.
-        cert: path of this client's certificate, if the server wants one.
+        cert: path of this client's certificate, if the server requires one.
         key: path of its private key.
 
     Raises:
@@ -58,13 +58,13 @@ class Tls:
             raise ValueError("cert and key belong together: give both, or none")
 
     def credentials(self) -> Any:
-        """For a channel."""
+        """Return the credentials of a channel."""
         key, cert = (None if each is None else _read(each) for each in (self.key, self.cert))
         return grpc.ssl_channel_credentials(_read(self.ca), key, cert)
 
 
 def _read(path: str) -> bytes:
-    """The content of a file in PEM; neither a fifo nor a device is waited for."""
+    """Return the content of a file in PEM; a FIFO or device is not waited for."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
         content = file.read(_LARGEST_FILE + 1) if is_regular else b""
@@ -78,11 +78,11 @@ def connect(address: str, *, token: str | None = None, tls: Tls | None = None) -
 
     Args:
         address: ``HOST:PORT``.
-        token: what shows that this client may call.
-        tls: encrypt.
+        token: token that authorizes this client.
+        tls: options for encryption.
 
     Raises:
-        ValueError: the address or the token cannot be as it is, or a file of ``tls`` is not in PEM.
+        ValueError: the address or the token is invalid, or a file of ``tls`` is not in PEM.
         OSError: a file of ``tls`` cannot be read.
 
     Example::
@@ -94,7 +94,7 @@ def connect(address: str, *, token: str | None = None, tls: Tls | None = None) -
 
 
 def connect_async(address: str, *, token: str | None = None, tls: Tls | None = None) -> AsyncClient:
-    """Make a client for asyncio; arguments as with ``connect``.
+    """Make a client for asyncio; arguments as for ``connect``.
 
     Example::
 
@@ -115,7 +115,7 @@ def _channel(kind: Any, address: str, tls: Tls | None) -> Any:
 
 
 class _Stubs:
-    """The service's methods on a channel, and the token that goes with each call."""
+    """The service's methods on a channel, and the token that is sent with each call."""
 
     def __init__(self, channel: Any, token: str | None) -> None:
         if token is not None and not (token.isascii() and token.isprintable()):
@@ -136,9 +136,10 @@ class _Stubs:
 
 
 class Client:
-    """Calls what is served. It may be used by several threads.
+    """Calls the functions of a server. It may be used by several threads.
 
-    All methods raise ``ServedError`` for what the server answers, and ``CallError`` where it does not.
+    All methods raise ``ServedError`` if the server answers with an error, and ``CallError`` if it does not
+    answer.
     """
 
     def __init__(self, channel: Any, token: str | None) -> None:
@@ -146,20 +147,20 @@ class Client:
         self._stubs = _Stubs(channel, token)
 
     def call(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """The result of a function; tensors are arrays there and back.
+        """Call a function and return its result; tensors are arrays in both directions.
 
         Args:
-            name: under which it is served.
-            args: its arguments.
-            timeout: seconds; None or 0: no limit, as for ``rpc.rpc_sync``.
-            kwargs: its arguments by name.
+            name: name under which it is served.
+            args: positional arguments.
+            timeout: timeout in seconds; None or 0 for no limit, as for ``rpc.rpc_sync``.
+            kwargs: keyword arguments.
         """
         request = pb.CallRequest()
         _put_call(request.call, name, args, kwargs)
         return from_value(self._ask("Call", request, timeout).value, _TENSORS)
 
     def stream(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Iterator[Any]:
-        """The results of a generator as they come; to end it early, close the iterator."""
+        """Yield the results of a generator as they arrive; to end it early, close the iterator."""
         request = pb.StreamCallRequest()
         _put_call(request.call, name, args, kwargs)
         answers = self._stubs("StreamCall", request, timeout)
@@ -177,20 +178,20 @@ class Client:
         *,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Several calls in one message. Each has its result in the list, or its ``ServedError``.
+        """Make several calls in one message. Each has its result in the list, or its ``ServedError``.
 
         Args:
-            calls: name, arguments and arguments by name of each.
-            timeout: seconds for all of them, as for ``call``.
+            calls: name, positional and keyword arguments of each.
+            timeout: timeout in seconds for all of them, as for ``call``.
         """
         return _results(self._ask("Batch", _batch(calls), timeout))
 
     def describe(self, name: str = "", *, timeout: float | None = None) -> list[pb.Description]:
-        """What is served: all, or what has a name."""
+        """Return descriptions of all that is served, or of one name."""
         return list(self._ask("Describe", pb.DescribeRequest(name=name), timeout).served)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._channel.close()
 
     def _ask(self, method: str, request: Any, seconds: float | None) -> Any:
@@ -207,14 +208,14 @@ class Client:
 
 
 class AsyncClient:
-    """As ``Client``, for asyncio. A cancelled call is cancelled at the server."""
+    """Like ``Client``, for asyncio. A cancelled call is cancelled at the server."""
 
     def __init__(self, channel: Any, token: str | None) -> None:
         self._channel = channel
         self._stubs = _Stubs(channel, token)
 
     async def call(self, name: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:  # noqa: ASYNC109
-        """As ``Client.call``."""
+        """Like ``Client.call``."""
         request = pb.CallRequest()
         _put_call(request.call, name, args, kwargs)
         return from_value((await self._ask("Call", request, timeout)).value, _TENSORS)
@@ -227,7 +228,7 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        """As ``Client.stream``."""
+        """Like ``Client.stream``."""
         request = pb.StreamCallRequest()
         _put_call(request.call, name, args, kwargs)
         answers = self._stubs("StreamCall", request, timeout)
@@ -245,15 +246,15 @@ class AsyncClient:
         *,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> list[Any]:
-        """As ``Client.batch``."""
+        """Like ``Client.batch``."""
         return _results(await self._ask("Batch", _batch(calls), timeout))
 
     async def describe(self, name: str = "", *, timeout: float | None = None) -> list[pb.Description]:  # noqa: ASYNC109
-        """As ``Client.describe``."""
+        """Like ``Client.describe``."""
         return list((await self._ask("Describe", pb.DescribeRequest(name=name), timeout)).served)
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         await self._channel.close()
 
     async def _ask(self, method: str, request: Any, seconds: float | None) -> Any:

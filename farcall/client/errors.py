@@ -1,4 +1,4 @@
-"""What a call raises at the client."""
+"""Errors of calls at the client."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class CallError(Exception):
     """A call had no result.
 
     Attributes:
-        code: gRPC's, such as ``grpc.StatusCode.UNAVAILABLE``.
-        text: what the server, or gRPC, says.
+        code: gRPC's status code, such as ``grpc.StatusCode.UNAVAILABLE``.
+        text: the text of the server, or of gRPC.
     """
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
@@ -31,8 +31,8 @@ class ServedError(CallError):
     """The server answered with an error.
 
     Attributes:
-        type: the type of the exception there, as text.
-        traceback: where it was raised; empty unless the server shows it.
+        type: name of the exception's class at the server.
+        traceback: its traceback; empty unless the server sends it.
     """
 
     def __init__(self, code: grpc.StatusCode, text: str, kind: str, traceback: str) -> None:
@@ -46,7 +46,7 @@ class ServedError(CallError):
 
 
 def error_of(error: Any) -> CallError:
-    """What to raise for an error of gRPC's."""
+    """Return the exception to raise for an error of gRPC's."""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS:
             return error_of_status(status_pb2.Status.FromString(value))
@@ -54,7 +54,7 @@ def error_of(error: Any) -> CallError:
 
 
 def error_of_status(status: status_pb2.Status) -> ServedError:
-    """What to raise for an error that a server has described."""
+    """Return the exception to raise for an error that a server has described."""
     info, debug = error_details_pb2.ErrorInfo(), error_details_pb2.DebugInfo()
     for detail in status.details:
         for each in (info, debug):

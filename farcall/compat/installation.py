@@ -49,7 +49,7 @@ _FACADES: Final = {
     "torch.distributed.nn.jit": "farcall.compat.torch_nn_jit",
     "torch.distributed.optim.optimizer": "farcall.compat.torch_optim",
 }
-"""What stands in for which of PyTorch's modules. Modules of these without a facade cannot be imported."""
+"""The facade of each of PyTorch's modules. Submodules of these without a facade cannot be imported."""
 
 _SHOWN_BY: Final = {
     "torch.distributed.nn": ("RemoteModule", "farcall.compat.torch_nn"),
@@ -58,7 +58,7 @@ _SHOWN_BY: Final = {
 """Packages of PyTorch's that stay, but offer a name of a module that is replaced."""
 
 _NAMES_HELD: Final = frozenset({"RRef", "init_rpc", "remote", "rpc_async", "rpc_sync", "shutdown"})
-"""What programs import by name."""
+"""Modules that programs import by name."""
 
 _MISSING: Final = object()
 

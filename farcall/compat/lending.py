@@ -73,7 +73,7 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.utils.checkpoint": f"{_OURS}.rematerialization",
     "torch_xla.utils.utils": f"{_OURS}.sampling",
 }
-"""What stands in for which module; None for a package that only holds others."""
+"""The facade of each module; None for a package that only contains others."""
 
 
 class _Lender(MetaPathFinder, Loader):

@@ -1,7 +1,7 @@
-"""Does a program itself import ``torch_xla``, or does only a library look whether it could?
+"""Finds out whether a program itself imports ``torch_xla``, or only a library checks whether it could.
 
-Libraries such as accelerate and transformers take any program in whose process ``torch_xla`` can be imported
-for one that is to run on a TPU. So it is not enough that somebody imports it: a module of the program must.
+Libraries such as accelerate and transformers assume that a program runs on a TPU if ``torch_xla`` can be
+imported in its process. So an import by a library is not enough: a module of the program must import it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def is_available() -> bool:
 
 
 class SendRpcBackward:
-    """What a message sent from here is to those who look at the graph: one node for all its tensors."""
+    """A message that was sent from here, for code that inspects the graph: one node for all its tensors."""
 
     def __init__(self, sent: Sent) -> None:
         self._sent = sent
@@ -50,7 +50,7 @@ class SendRpcBackward:
 
 
 class DistAutogradContext:
-    """A context, for those who look into it."""
+    """A context, for code that inspects it."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -88,7 +88,7 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
 
 
 _entered: Final[dict[int, dist_autograd.context]] = {}
-"""The blocks of new contexts, by their ids: a block that nobody refers to is left."""
+"""The blocks of new contexts, by their ids: a block without other references is left."""
 
 
 def _new_context() -> DistAutogradContext:

@@ -37,6 +37,6 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
     "module_rref",
     "_interface",
 )
-"""The attributes of a remote module that has just arrived in a message, but for those methods."""
+"""The attributes of a remote module that has just arrived in a message, except for those methods."""
 
 __getattr__ = without_counterpart("torch.distributed.nn.api.remote_module")

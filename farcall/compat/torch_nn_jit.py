@@ -12,6 +12,6 @@ from farcall.compat.torch_rpc.without_counterpart import without_counterpart
 __all__: list[str] = []
 
 __path__: Final[list[str]] = []
-"""A package, as PyTorch's: who imports a module of it is told that there is none."""
+"""Marks it as a package, like PyTorch's, so that importing a submodule fails with the usual error."""
 
 __getattr__ = without_counterpart("torch.distributed.nn.jit")

@@ -27,7 +27,7 @@ from farcall.launch.terminal import name_ranks, say
 from farcall.launch.watch import JobWatch
 from farcall.observe.jobs import job_id
 from rpc.rendezvous.init_method import open_store
-from rpc.rendezvous.store import SharedStore, Waiting, start
+from rpc.rendezvous.store import SharedStore, StoreWait, start
 from rpc.runtime.preemption import REQUEUE_STATUS
 
 __all__ = ["DynamicGroup"]
@@ -68,7 +68,7 @@ class DynamicGroup:
         Raises:
             RendezvousError: the store cannot be served where it should.
         """
-        opened = start(lambda _: _serve(self._job), Waiting(self._job.timeout))
+        opened = start(lambda _: _serve(self._job), StoreWait(self._job.timeout))
         while not opened.done():
             self._take_in_news()
             if self._end is not None:

@@ -29,6 +29,7 @@ class Job:
         timeout: seconds to wait for the other machines.
         log_dir: folder for a file with the output of each rank; None: there are none.
         outlive: workers keep running if their launcher is killed.
+        page: serve the page of the job.
     """
 
     workers: int
@@ -42,6 +43,7 @@ class Job:
     timeout: float = 900.0
     log_dir: str | None = None
     outlive: bool = False
+    page: bool = False
 
     @property
     def run_id(self) -> str:

@@ -84,6 +84,7 @@ def launch(
                 guard.close()
             output.close()
             _wait_for_output(output, news)
+            watch.close()
     status = _sum_up(job, end)
     if end.failure is not None:
         watch.explain(end.failure)

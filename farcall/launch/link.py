@@ -40,7 +40,7 @@ from rpc.group.handshake import legible
 from rpc.options import AgentOptions
 from rpc.rendezvous.address import is_loopback
 from rpc.rendezvous.init_method import ServedTCPStore, open_store
-from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, Waiting
+from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, StoreWait
 from rpc.rendezvous.token import WAYS, Credential, find_credential
 from rpc.runtime.notices import Notices
 
@@ -89,9 +89,10 @@ class Link:
         self._environ = dict(os.environ)
         self._report = Report(State.WAITING)
         self._wake = threading.Event()
-        self._waiting = Waiting(job.timeout)
+        self._waiting = StoreWait(job.timeout)
         self._exchanged_at: float | None = None
         self._quiet = Quiet()
+        self._refused = b""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="farcall-link", daemon=True)
         self._thread.start()
@@ -210,6 +211,7 @@ class Link:
             if not alone and now >= beat_at:
                 beat, beat_at = beat + 1, now + _BEAT_SECONDS
                 board.set("order", json.dumps({"beat": beat, "said": told.to_json()}).encode())
+                self._tell_of_refused(store)
             self._wake.wait(_LOOK_SECONDS)
             self._wake.clear()
             for index, each in others.items():
@@ -223,7 +225,7 @@ class Link:
     ) -> tuple[tuple[Launcher, ...], str]:
         """The launchers that make up the job, placed; or those that have come and why they are none."""
         job, notices = self._job, Notices()
-        came, arrivals, since, refused = {me.index: me}, 0, 0.0, b""
+        came, arrivals, since = {me.index: me}, 0, 0.0
         while True:
             if self._report.leaves:
                 return tuple(came.values()), f"{me} {self._report.leaves}"
@@ -232,7 +234,7 @@ class Link:
                     arrivals, since = arrivals + 1, time.monotonic()
                     came[arrivals], others[arrivals] = Launcher.unpack(packed), Heard()
                     continue
-                refused = self._tell_of_refused(store, refused)
+                self._tell_of_refused(store)
                 for index in list(others):
                     others[index].hear(board.get(f"report/{index}"))
                     if others[index].has_left:
@@ -253,18 +255,18 @@ class Link:
                 )
             if not self._waiting.pause(_LOOK_SECONDS):
                 missing = f"not all {job.nodes} launchers have come to {job.rdzv} within {job.timeout:g} s"
-                return tuple(came.values()), f"{missing}: {there}"
+                return tuple(came.values()), f"{missing}: {there}{_warning(job.rdzv)}"
 
-    def _tell_of_refused(self, store: SharedStore, told: bytes) -> bytes:
+    def _tell_of_refused(self, store: SharedStore) -> None:
         """Say that a launcher has been here that is not of this job, as it has noted itself."""
         try:
             note = store.get("refused") or b""
         except ForeignRecordError as error:
             note = error.claimed
-        if note != told:
+        if note != self._refused:
+            self._refused = note
             why = legible(note.decode(errors="replace"))
             say(f"a launcher has come to {self._job.rdzv} and was refused: {why}")
-        return note
 
     def _follow(self, store: SharedStore, me: Launcher) -> bool:
         """Do as ordered, until this launcher has left.

@@ -16,6 +16,7 @@ from typing import Final
 
 from farcall.launch.failures import Failure
 from farcall.launch.job import Job
+from farcall.launch.page_process import PageProcess
 from farcall.launch.terminal import say
 from farcall.observe.analysis import Report, analyze
 from farcall.observe.jobs import JOB, find_job, jobs_folder
@@ -51,6 +52,7 @@ class JobWatch:
         self._look_at = self._next
         self._at_failure: Report | None = None
         self._noted = False
+        self._page: PageProcess | None = None
 
     def begin(self, job_id: str) -> None:
         """The job has a name in the folder of all jobs."""
@@ -66,6 +68,13 @@ class JobWatch:
             log_dir=log_dir,
             began=time.time(),
         )
+        if job.page and self._page is None:
+            self._page = PageProcess(job_id)
+
+    def close(self) -> None:
+        """The job is over: end its page."""
+        if self._page is not None:
+            self._page.close()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -110,9 +119,10 @@ class JobWatch:
         if report is None:
             return
         worker = next((each for each in report.job if each.rank == failure.rank), None)
-        place = failure.place or (None if worker is None else last_place(worker))
-        if worker is not None and place is not None:
+        if worker is not None and (place := failure.place) is not None:
             say(f"{worker.name} failed in {place.function}, at {place}")
+        elif worker is not None and (place := last_place(worker)) is not None:
+            say(f"{worker.name} was last seen in {place.function}, at {place}")
         for line in waiting_in_words(report, {failure.rank}):
             say(line)
 

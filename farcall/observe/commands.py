@@ -1,4 +1,4 @@
-"""The commands that look at jobs: ``why``, ``trace``, ``ps``, ``top``, ``stacks`` and ``logs``."""
+"""The commands that look at jobs: ``why``, ``ps``, ``top``, ``stacks``, ``logs``, ``trace``, ``metrics``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def trace(job: str | None, seconds: float, output: str) -> int:
     """
     from farcall.observe.trace_command import trace_job
 
-    click.echo(trace_job(_find(job), seconds, output))
+    click.echo("\n".join(trace_job(_find(job), seconds, output)))
     return 0
 
 
@@ -140,7 +140,7 @@ def top(job: str | None) -> int:
 @click.command(short_help="Show the stacks of the threads of workers.")
 @_job_option
 @click.option("--all", "everything", is_flag=True, help="Idle threads, too.")
-@click.option("--native", is_flag=True, help="Frames of C and C++ too, by py-spy, where that is installed.")
+@click.option("--native", is_flag=True, help="With frames of C and C++: needs farcall[stacks].")
 @click.argument("workers", nargs=-1)
 def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, ...]) -> int:
     """Show the stacks of the threads of WORKERS, by name or rank; of all by default.
@@ -148,7 +148,7 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
     Those of a worker that is dead are from the last look at it. Those of one whose interpreter does not run
     are written by its process without it.
     """
-    from farcall.observe.stacks import chosen, native_stacks, stack_lines
+    from farcall.observe.stacks import chosen, native_stack_lines, stack_lines
 
     found = _read(_find(job))
     try:
@@ -157,7 +157,7 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
         raise click.ClickException(str(error)) from error
     for worker in picked:
         try:
-            lines = native_stacks(worker) if native else stack_lines(worker, everything=everything)
+            lines = native_stack_lines(worker) if native else stack_lines(worker, everything=everything)
             for line in lines:
                 click.echo(line)
         except OSError as error:
@@ -186,4 +186,30 @@ def logs(job: str | None, lines: int, workers: tuple[str, ...]) -> int:
     return 0
 
 
-COMMANDS: Final = (why, ps, top, stacks, logs, trace)
+@click.command(short_help="Serve the metrics of a job's workers to Prometheus.")
+@_job_option
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port on the loopback interface.  [one that is free]",
+)
+def metrics(job: str | None, port: int) -> int:
+    """Serve the metrics of all workers of a job at one address of this host, for Prometheus; Ctrl-C ends it.
+
+    Readers need the token in the file that is named: `authorization: {credentials_file: FILE}` in a scrape
+    configuration of Prometheus. Needs farcall[metrics].
+    """
+    try:
+        from farcall.observe.metrics_endpoint import serve_metrics
+    except ModuleNotFoundError as error:
+        text = f"{error.name} is not installed: pip install 'farcall[metrics]'"
+        raise click.ClickException(text) from error
+    try:
+        serve_metrics(_find(job), port, click.echo)
+    except OSError as error:
+        raise click.ClickException(error.strerror or str(error)) from error
+    return 0
+
+
+COMMANDS: Final = (why, ps, top, stacks, logs, trace, metrics)

@@ -13,9 +13,11 @@ import os
 from collections.abc import Iterable
 from typing import Any, Final
 
+from farcall.observe.counters import COUNT
 from farcall.observe.gathered import GATHERED, ORDER, pack_states
 from farcall.observe.jobs import JobFolder, job_id
 from farcall.observe.observer import Observer
+from farcall.observe.orders import give_order
 from farcall.observe.reader import read_job
 from rpc.agent.agent import Agent
 from rpc.errors import ProtocolError, RpcError
@@ -63,11 +65,19 @@ class FarHosts:
             return
         for peer in one_of_each_host(self._agent.group.peers.all()):
             self._asked.add(peer)
-            self._agent.messages.control.post(peer, TOPIC, None)
+            self._agent.messages.control.post(peer, TOPIC, COUNT if order.get("count") is True else None)
 
-    def _question(self, peer: Peer, _: object) -> None:
+    def _question(self, peer: Peer, body: object) -> None:
         """On the loop's thread."""
+        if body == COUNT:
+            self._observer.soon(self._count)
         self._observer.soon(lambda: self._answer(peer))
+
+    def _count(self) -> None:
+        """Have the workers of this host count what they do; on the observing thread."""
+        path = self._observer.path
+        if path is not None:
+            give_order(path.parent, COUNT)
 
     def _answer(self, peer: Peer) -> None:
         """Send the state of all workers of this host; on the observing thread."""

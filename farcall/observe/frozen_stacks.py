@@ -148,10 +148,16 @@ class Stack:
     Attributes:
         thread: identifier of the thread.
         frames: function, file and line of each frame, the innermost first.
+        name: name of the thread; "" if that is not known.
+        holds_interpreter: it is known to hold the interpreter lock.
+        native: the functions in C that it is in, the innermost first, as far as they are known.
     """
 
     thread: int
     frames: tuple[tuple[str, str, int], ...]
+    name: str = ""
+    holds_interpreter: bool = False
+    native: tuple[str, ...] = ()
 
 
 def read_stacks(text: str) -> Mapping[int, Stack]:

@@ -38,7 +38,14 @@ def pack_states(job: JobState) -> bytes:
             "process": asdict(each.process),
             "now": each.now,
             "frozen": [
-                [ident, [list(frame) for frame in stack.frames]] for ident, stack in each.frozen.items()
+                [
+                    ident,
+                    [list(frame) for frame in stack.frames],
+                    stack.name,
+                    stack.holds_interpreter,
+                    list(stack.native),
+                ]
+                for ident, stack in each.frozen.items()
             ],
         }
         for each in job
@@ -89,16 +96,20 @@ def _worker(found: Mapping[str, Any], age: float, file: str) -> WorkerState:
 
 def _stack(value: object) -> tuple[int, Stack] | None:
     match value:
-        case [int(ident), list(frames)]:
+        case [int(ident), list(frames), str(name), bool(holds), list(native)]:
             places = [(f[0], f[1], f[2]) for f in frames if isinstance(f, list) and len(f) == 3]
             known = [each for each in places if list(map(type, each)) == [str, str, int]]
-            return ident, Stack(ident, tuple(known))
+            functions = tuple(each for each in native if isinstance(each, str))
+            return ident, Stack(ident, tuple(known), name, holds, functions)
     return None
 
 
-def gather(folder: Path, job: JobState) -> bool:
+def gather(folder: Path, job: JobState, *, count: bool = False) -> bool:
     """Have the state of the workers of other hosts put into the folder, if there are any and one is here that
     can ask. Returns when it is there, or has not come in time: whether there is any.
+
+    Args:
+        count: have the workers there count what they do, for metrics.
     """
     asker, hosts = None, set[str]()
     for worker in job:
@@ -111,7 +122,7 @@ def gather(folder: Path, job: JobState) -> bool:
     if asker is None:
         return any(folder.glob(f"*{GATHERED}"))
     given = time.time()
-    give_order(folder, ORDER, by=asker.pid)
+    give_order(folder, ORDER, by=asker.pid, count=count)
     until = time.monotonic() + _WAIT_SECONDS
     while hosts and time.monotonic() < until:
         time.sleep(0.02)

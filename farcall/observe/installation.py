@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
-from farcall.observe import tracing
+from farcall.observe import telemetry, tracing
+from farcall.observe.counters import COUNT, EXTENSION, SWITCH, Counters
 from farcall.observe.far_hosts import FarHosts, ignore
 from farcall.observe.jobs import JOB, job_id
 from farcall.observe.observer import Observer, program_name
@@ -41,11 +42,13 @@ def install(agent: Agent) -> None:
     """Have this process observed for as long as the agent lives."""
     global _observer
     tracing.install(agent)
+    telemetry.install(agent)
     if os.environ.get(_SWITCH) == "0":
         ignore(agent)
         return
     with _lock:
-        if _observer is None:
+        # In a child of a process that was observed before it had an agent, the observing thread is not there.
+        if _observer is None or _observer.identity["pid"] != os.getpid():
             facts = _identity() | {"incarnation": agent.incarnation}
             _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
             _observer.add(agent)
@@ -58,16 +61,16 @@ def install(agent: Agent) -> None:
             _observer.add(agent)
         found = _observer
     agent.extensions["observe"] = found
+    counters = agent.extensions[EXTENSION] = Counters(agent)
+    found.orders.on(COUNT, lambda _: counters.begin())
+    if os.environ.get(SWITCH) == "1":
+        counters.begin()
     FarHosts(found, agent)
     agent.events.listen(PeerLost, lambda lost: found.record("lost", who=lost.name, why=lost.reason))
     agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
-    identify = partial(_identify, found, agent)
-    found.beats.append(identify)
     hooks = agent.lifecycle.hooks
-    # On the loop, and not at the next look: the interpreter may not run until then.
-    hooks.joined.append(lambda _: agent.mailbox.call(identify))
+    hooks.formed.append(partial(_identify, found, agent))
     hooks.close.append(lambda: found.identify(phase="leaving"))
-    hooks.closed.append(lambda: found.beats.remove(identify))
     hooks.closed.append(lambda: _ended(found, agent))
     hooks.forked.append(_forked)
 
@@ -117,10 +120,9 @@ def _place(agent: Agent) -> str:
     return job_id("joining", getattr(agent.options, "init_method", ""), *address)
 
 
-def _identify(found: Observer, agent: Agent) -> None:
-    """Say who this is, once the group is known."""
-    key = agent.group.connections.group
-    if not key or found.identity["phase"] != "joining":
+def _identify(found: Observer, agent: Agent, key: str) -> None:
+    """Say who this is before any other worker can call: the interpreter may not run again after that."""
+    if found.identity["phase"] != "joining":
         return
     given = os.environ.get(JOB)
     facts = {
@@ -131,6 +133,7 @@ def _identify(found: Observer, agent: Agent) -> None:
         "phase": "running",
     }
     found.identify(given or job_id(key), **facts)
+    found.look_now()
 
 
 def _ended(found: Observer, agent: Agent) -> None:

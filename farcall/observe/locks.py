@@ -20,6 +20,9 @@ __all__ = ["Awaited", "Holder", "awaited_object", "holder_of", "is_lock", "kind_
 
 _OWNER: Final = re.compile(r"owner=(\d+)")
 _MISSING: Final = object()
+_MRO: Final[Any] = vars(type)["__mro__"]
+"""Descriptor of a class's own order of resolution, which no code of a metaclass answers."""
+
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 
 _VARIABLES: Final = frozenset(
@@ -138,7 +141,7 @@ def _attribute(value: Any, name: str) -> Any:
         own = None
     if isinstance(own, dict | Mapping) and name in own:
         return own[name]
-    for kind in type.__mro__.__get__(value if isinstance(value, type) else type(value)):
+    for kind in _MRO.__get__(value if isinstance(value, type) else type(value)):
         found = kind.__dict__.get(name, _MISSING)
         if found is not _MISSING:
             return found.__get__(value) if type(found).__name__ == "member_descriptor" else found

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import process_time
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, Final, Protocol
 
 from farcall.observe.jobs import job_id
@@ -221,7 +221,7 @@ def _text(text: object) -> str:
 
 def _call(call: PendingCall, began: float) -> dict[str, Any]:
     peer = call.peer
-    return {
+    found = {
         "id": call.call_id,
         "to": peer.name,
         "incarnation": peer.incarnation,
@@ -229,6 +229,10 @@ def _call(call: PendingCall, began: float) -> dict[str, Any]:
         "began": began,
         "timeout": call.timeout,
     }
+    code = getattr(call.what, "__code__", None) if isinstance(call.what, FunctionType | MethodType) else None
+    if code is not None:
+        found["defined"] = [code.co_qualname, code.co_filename, code.co_firstlineno]
+    return found
 
 
 def _request(request: Request, executor: Executor) -> dict[str, Any]:

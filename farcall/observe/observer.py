@@ -2,7 +2,8 @@
 
 No call writes anything: that would cost each of them more than is allowed. What is in flight when the process
 hangs, or is killed, was seen by a look; the interval of the looks is the shortest hang that is sure to be
-seen. If the file cannot be written, the process works on without.
+seen. The file says who this is before others can reach the process: ``start`` and ``look_now`` return when
+that is written. If the file cannot be written, the process works on without.
 """
 
 from __future__ import annotations
@@ -43,9 +44,6 @@ _MAX_LOOK_SECONDS: Final = 1.5
 _MAX_SHARE: Final = 0.01
 """Maximum share of the time that looks take; where threads are many, looks are rarer."""
 
-_JOINING_SECONDS: Final = 0.1
-"""Seconds between two looks until the worker has a name, which the file needs before anything happens."""
-
 _LEAST_COMPUTED: Final = 0.02
 """Minimum share of a core, used since the last look, from which a process counts as computing."""
 
@@ -54,6 +52,11 @@ _MAX_RECORDS: Final = 512
 
 _MAX_TASKS: Final = 64
 """Maximum number of tasks that wait for the observing thread; the newest."""
+
+_LOOK_NOW_SECONDS: Final = 1.0
+"""Maximum number of seconds for which a thread waits for a look: its file system may be slow."""
+
+_NOT_WRITTEN: Final = "the state file %s, which commands such as `farcall why` read, cannot be written: %s"
 
 _MAX_SEEN: Final = 2000
 """Maximum number of calls and requests that are followed until they end."""
@@ -68,13 +71,11 @@ class Observer:
 
     Attributes:
         extra: adds parts to each snapshot, by name; called at each look, on the observing thread.
-        beats: called at each look, on the observing thread.
     """
 
     def __init__(self, identity: dict[str, Any], job: str) -> None:
         self.identity = identity
         self.extra: dict[str, Callable[[], Any]] = {}
-        self.beats: list[Callable[[], object]] = []
         self.job = job
         self.orders = Orders()
         self._agents: list[Any] = []
@@ -82,7 +83,9 @@ class Observer:
         self._tasks: deque[Callable[[], object]] = deque(maxlen=_MAX_TASKS)
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._stopping = False
+        self._looks = threading.Condition()
+        self._looks_begun = self._looks_written = 0
+        self._stopping = self._closed = False
         self._changed = True
         self._file: StateFile | None = None
         self._stacks: FrozenStacks | None = None
@@ -107,8 +110,32 @@ class Observer:
         return None if self._file is None else self._file.path
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to look; returns when the first look is in the file."""
         self._thread.start()
+        self.look_now()
+
+    def look_now(self, seconds: float = _LOOK_NOW_SECONDS) -> bool:
+        """Have the observing thread look, and wait until that look is in the file.
+
+        Args:
+            seconds: maximum time to wait.
+
+        Returns:
+            Whether it is in the file: false if that took longer, or the file cannot be written.
+        """
+        with self._looks:
+            self._changed = True
+            self._wake.set()
+            return self.next_look(seconds)
+
+    def next_look(self, seconds: float) -> bool:
+        """Wait until a look that begins from now on is in the file; as ``look_now``, which does not wait for
+        its time to come.
+        """
+        with self._looks:
+            before = self._looks_begun
+            self._looks.wait_for(lambda: self._closed or self._looks_written > before, seconds)
+            return self._looks_written > before
 
     def add(self, agent: Any) -> None:
         """Observe an agent, too."""
@@ -163,12 +190,26 @@ class Observer:
     def _run(self) -> None:
         try:
             self._open()
+            failed = has_removed = False
             while True:
-                interval = self._look()
+                with self._looks:
+                    self._looks_begun += 1
+                try:
+                    interval = self._look()
+                except OSError as error:  # a full disk, for one, may have room again later
+                    logger.log(logging.DEBUG if failed else logging.INFO, _NOT_WRITTEN, self.path, error)
+                    interval, failed, self._changed = _MAX_LOOK_SECONDS, True, True
+                else:
+                    with self._looks:
+                        self._looks_written = self._looks_begun
+                        self._looks.notify_all()
                 if self._stopping:
                     break
-                self._wake.wait(interval)
+                is_hurried = self._wake.wait(interval)
                 self._wake.clear()
+                if not is_hurried and not has_removed and self.identity["phase"] == "running":
+                    remove_old(jobs_folder(os.environ), self.job)
+                    has_removed = True
         except OSError as error:
             logger.info("this process cannot be observed: its state file: %s", error)
         except Exception:  # the program goes on without
@@ -189,7 +230,6 @@ class Observer:
             }
             self.identity = self.identity | facts
         self._looker.ignored.add(threading.get_ident())
-        remove_old(folder, self.job)
 
     def _path(self, folder: Path, job: str) -> Path:
         host = "".join(each if each.isalnum() or each in "-." else "_" for each in str(self.identity["host"]))
@@ -200,6 +240,9 @@ class Observer:
             self._stacks.close()
         if self._file is not None:
             self._file.close()
+        with self._looks:
+            self._closed = True
+            self._looks.notify_all()
 
     def _look(self) -> float:
         """Look once; returns the seconds until the next look."""
@@ -224,21 +267,18 @@ class Observer:
         if progress:
             self._counted, self._moved_at, self._called_at = counted, now, now
         self.orders.look(self._file.path.parent)
-        for beat in list(self.beats):
-            beat()
         while self._tasks:
             self._tasks.popleft()()
         if busy or moved or self._changed or self._stopping:
             self._changed = False
-            self._write(agents, now, progress=progress)
+            if self._write(agents, now, progress=progress):
+                self._changed = True  # else what was said of a thread on its way to a wait would stay
             self._stacks.clear()
         if self._records:
             newest = [self._records.popleft() for _ in range(len(self._records))][-_MAX_RECORDS:]
             self._file.record(newest)
         self._number += 1
         self._file.beat(Beat(self._number, now, time(), *counted, used, *rates))
-        if self.identity["phase"] == "joining":
-            return _JOINING_SECONDS
         interval = _LOOK_SECONDS if busy or moved else _IDLE_SECONDS
         return min(max(interval, (monotonic() - now) / _MAX_SHARE), _MAX_LOOK_SECONDS)
 
@@ -253,7 +293,8 @@ class Observer:
         with contextlib.suppress(OSError):
             before.rmdir()  # if nobody else is there
 
-    def _write(self, agents: list[Any], now: float, *, progress: bool) -> None:
+    def _write(self, agents: list[Any], now: float, *, progress: bool) -> bool:
+        """Write a snapshot; returns whether a thread that runs code of the program has moved or computes."""
         assert self._file is not None
         snapshot: dict[str, Any] = {
             "worker": self.identity | {"job": self.job},
@@ -262,7 +303,8 @@ class Observer:
             **self._looker.look(agents, now, progress=progress),
         }
         changed = self._follow(snapshot)
-        if changed or any(_moves(each, now) for each in snapshot["threads"]):
+        moves = any(_moves(each, now) for each in snapshot["threads"])
+        if changed or moves:
             self._moved_at = now
         if changed:
             self._called_at = now
@@ -271,9 +313,9 @@ class Observer:
             for name, part in list(agent.extensions.items()):
                 observed = getattr(part, "observed", None)
                 if observed is not None:
-                    snapshot[name] = observed()
+                    snapshot[name] = _part(observed)
         for name, make in list(self.extra.items()):
-            snapshot[name] = make()
+            snapshot[name] = _part(make)
         # At the end the state from before that stays: it shows what was waited for when another failed.
         is_ending = self.identity["phase"] in ("leaving", "left")
         while not self._file.snapshot(snapshot, keep=is_ending):
@@ -284,6 +326,7 @@ class Observer:
             for each in threads:
                 each.pop("stack", None)
             snapshot["threads"] = sorted(threads, key=lambda each: "idle" in each)[: len(threads) // 2]
+        return moves
 
     def _follow(self, snapshot: dict[str, Any]) -> bool:
         """Record calls and requests that a look has seen, as they begin and end; returns whether any did."""
@@ -298,6 +341,14 @@ class Observer:
             if which not in self._seen:
                 self.record(f"{which[0]} ended", **_named(each))
         return before.keys() != self._seen.keys()
+
+
+def _part(observed: Callable[[], Any]) -> Any:
+    """A part of a snapshot."""
+    try:
+        return observed()
+    except Exception as error:  # the state that it reads changes while it is read
+        return {"unknown": type(error).__name__}
 
 
 def _moves(thread: dict[str, Any], now: float) -> bool:

@@ -40,7 +40,10 @@ class Orders:
 
     def look(self, folder: Path) -> None:
         """Follow orders that have come. Costs one call of ``stat`` if there are none."""
-        changed = os.stat(folder).st_mtime_ns
+        try:
+            changed = os.stat(folder).st_mtime_ns
+        except FileNotFoundError:  # the files have just been moved
+            return
         if folder == self._folder and changed == self._changed:
             return
         self._folder, self._changed = folder, changed

@@ -6,6 +6,7 @@ is no state file at all, is skipped and named. Control characters in texts are e
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -32,6 +33,7 @@ from farcall.observe.layout import (
     unpack_records,
     unpack_snapshot,
 )
+from farcall.observe.native_stacks import NativeStacksError, native_stacks, spy_program
 from farcall.observe.processes import Signs, ask_for_stacks, signs_of
 from farcall.observe.state import JobState, Process, WorkerState
 
@@ -44,6 +46,12 @@ _MAX_DEPTH: Final = 12
 
 _SAMPLE_SECONDS: Final = 0.15
 """Time over which processes are watched to see whether they compute, in seconds."""
+
+_MAX_SPIED: Final = 2
+"""Maximum number of processes that ``py-spy`` looks at for one reading."""
+
+_SPY_SECONDS: Final = 5.0
+"""Maximum time that it may take for each, in seconds."""
 
 _DUMP_SECONDS: Final = 1.0
 """Maximum time to wait for stacks that were asked for, in seconds."""
@@ -197,13 +205,27 @@ def settled(workers: Sequence[WorkerState]) -> list[WorkerState]:
         time.sleep(_SAMPLE_SECONDS)
     until = time.monotonic() + _DUMP_SECONDS
     found = []
+    spied = 0
     for n, each in enumerate(workers):
         stacks = each.frozen
         while n in asked and not stacks and time.monotonic() < until:
             time.sleep(0.01)
             stacks = _read_stacks(Path(each.file).with_suffix(".stacks"))
-        found.append(_with_process(each, before[n], here, stacks))
+        state = _with_process(each, before[n], here, stacks)
+        if spied < _MAX_SPIED and state.process.alive and state.is_frozen and spy_program() is not None:
+            spied += 1
+            state = _with_native_stacks(state)
+        found.append(state)
     return found
+
+
+def _with_native_stacks(worker: WorkerState) -> WorkerState:
+    """The worker with the stacks that ``py-spy`` sees, if the kernel lets it."""
+    with contextlib.suppress(NativeStacksError):
+        if not worker.process.stopped and not worker.process.traced:
+            stacks = native_stacks(worker.pid, seconds=_SPY_SECONDS)
+            return replace(worker, frozen={each.thread: each for each in stacks})
+    return worker
 
 
 def _signs(worker: WorkerState, here: str) -> Signs | None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from collections.abc import Iterator, Sequence
-from typing import Final
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 
+from farcall.observe.frozen_stacks import Stack
+from farcall.observe.native_stacks import native_stacks
 from farcall.observe.places import Place
 from farcall.observe.state import JobState, ThreadState, WorkerState, items
 
-__all__ = ["chosen", "native_stacks", "stack_lines"]
-
-_NATIVE_SECONDS: Final = 30.0
+__all__ = ["chosen", "native_stack_lines", "stack_lines"]
 
 
 def chosen(job: JobState, names: Sequence[str]) -> list[WorkerState]:
@@ -36,11 +34,12 @@ def chosen(job: JobState, names: Sequence[str]) -> list[WorkerState]:
 def stack_lines(worker: WorkerState, *, everything: bool = False) -> Iterator[str]:
     """The threads of a worker, the innermost place of each first."""
     if worker.is_frozen and worker.frozen:
-        yield f"{worker.name}: its interpreter does not run; stacks written without it"
+        is_spied = any(each.native for each in worker.frozen.values())
+        how = "as of now, by py-spy" if is_spied else "written without it"
+        yield f"{worker.name}: its interpreter does not run; stacks {how}"
         names = {each.id: each.name for each in worker.threads}
-        for ident, stack in worker.frozen.items():
-            yield f"  {names.get(ident, f'thread {ident:#x}')}"
-            yield from _places([Place(*each) for each in stack.frames])
+        for stack in worker.frozen.values():
+            yield from _stack(stack, names)
         return
     when = f"as of {worker.silent:.1f} s ago" if worker.process.alive else "at its last look"
     yield f"{worker.name} ({when})"
@@ -73,26 +72,21 @@ def _places(places: Sequence[Place]) -> Iterator[str]:
         yield f"    {place.function}  {place.file}:{place.line}"
 
 
-def native_stacks(worker: WorkerState) -> list[str]:
-    """The stacks of a living worker with native frames.
+def native_stack_lines(worker: WorkerState) -> Iterator[str]:
+    """The threads of a living worker with their frames of C and C++, by ``py-spy``.
 
     Raises:
-        OSError: py-spy is not installed, or fails; says why.
+        OSError: it is not installed, or cannot look at the process; says why.
     """
-    program = shutil.which("py-spy")
-    if program is None:
-        raise OSError("--native needs py-spy: pip install py-spy")
-    done = subprocess.run(
-        [program, "dump", "--native", "--pid", str(worker.pid)],
-        capture_output=True,
-        text=True,
-        timeout=_NATIVE_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        raise OSError(f"py-spy cannot look at {worker.name}: {done.stderr.strip()}")
-    shown = [
-        "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
-        for line in done.stdout.splitlines()
-    ]
-    return [worker.name, *(f"  {line}" for line in shown)]
+    if worker.host != socket.gethostname():
+        raise OSError(f"{worker.name} runs on {worker.host}: run `farcall stacks --native` there")
+    names = {each.id: each.name for each in worker.threads}
+    yield f"{worker.name} (now)"
+    for stack in native_stacks(worker.pid):
+        yield from _stack(stack, names)
+
+
+def _stack(stack: Stack, names: Mapping[int, str]) -> Iterator[str]:
+    name = names.get(stack.thread) or stack.name or f"thread {stack.thread:#x}"
+    yield f"  {name}{': holds the interpreter lock' if stack.holds_interpreter else ''}"
+    yield from _places([Place(*each) for each in stack.frames])

@@ -12,34 +12,83 @@ import click
 
 from farcall.observe.jobs import JobFolder
 from farcall.observe.orders import give_order
+from farcall.observe.processes import signs_of
 from farcall.observe.reader import read_job
-from farcall.observe.tracing import merge_files, write_trace
+from farcall.observe.trace_merge import merge
+from farcall.observe.tracing import parts_in, write_trace
 
 __all__ = ["trace_job"]
+
+_SECONDS_TO_BEGIN: Final = 1.5
+"""Maximum time until a worker finds the order, in seconds."""
 
 _SECONDS_TO_LEAVE: Final = 30.0
 """Maximum time to wait for workers to write their parts, in seconds."""
 
+_SECONDS_OF_STOPPED: Final = 1.0
+"""Time to wait for workers that are stopped or dead, once all others have written, in seconds."""
 
-def trace_job(job: JobFolder, seconds: float, output: str) -> str:
-    """Trace a job on this host; returns a line that says what was written.
+_INTERVAL: Final = 0.05
+
+
+def trace_job(job: JobFolder, seconds: float, output: str) -> list[str]:
+    """Trace a job on this host; returns lines that say what was written, and whose part is missing.
 
     Raises:
-        click.ClickException: nothing of the job runs, or no worker has left its part.
+        click.ClickException: nothing of the job runs, no worker has left its part, or the trace cannot be
+            written.
     """
     here = socket.gethostname()
-    alive = [worker for worker in read_job(job).living if worker.host == here]
-    if not alive:
+    awaited = {worker.pid: worker.name for worker in read_job(job).living if worker.host == here}
+    if not awaited:
         raise click.ClickException(f"no worker of job {job.id} runs on this host")
-    with tempfile.TemporaryDirectory(prefix="farcall-trace-") as folder:
-        give_order(job.path, "trace", seconds=seconds, parts=folder)
-        time.sleep(seconds)
-        deadline = time.monotonic() + _SECONDS_TO_LEAVE
-        while len(list(Path(folder).glob("*.part"))) < len(alive) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        found = len(list(Path(folder).glob("*.part")))
-        made = merge_files(Path(folder))
-    if not found:
-        raise click.ClickException(f"no worker of job {job.id} has answered within {_SECONDS_TO_LEAVE:.0f} s")
-    write_trace(Path(output), made)
-    return f"{output}: {found} of {len(alive)} workers, {len(made['traceEvents'])} events"
+    try:
+        with tempfile.TemporaryDirectory(prefix="farcall-trace-") as name:
+            folder = Path(name)
+            until = time.time() + _SECONDS_TO_BEGIN + seconds
+            give_order(job.path, "trace", until=until, parts=name)
+            time.sleep(max(0.0, until - time.time()))
+            _wait_for(folder, set(awaited))
+            parts = parts_in(folder)
+            missing = [_why(process, awaited[process]) for process in sorted(set(awaited) - _left(folder))]
+            if not parts:
+                reasons = ", ".join(missing)
+                raise click.ClickException(f"no worker of job {job.id} has left its part: {reasons}")
+            count = write_trace(Path(output), merge(parts, missing))
+    except OSError as error:
+        raise click.ClickException(f"the trace cannot be written: {error}") from error
+    found = len(awaited) - len(missing)
+    lines = [f"{output}: {found} of {len(awaited)} workers, {count} events"]
+    return lines + [f"missing: {each}" for each in missing]
+
+
+def _wait_for(folder: Path, awaited: set[int]) -> None:
+    """Wait until all processes have left their parts, or cannot."""
+    begin = time.monotonic()
+    while (passed := time.monotonic() - begin) < _SECONDS_TO_LEAVE:
+        missing = awaited - _left(folder)
+        if not missing or (passed > _SECONDS_OF_STOPPED and not any(map(_runs, missing))):
+            return
+        time.sleep(_INTERVAL)
+
+
+def _left(folder: Path) -> set[int]:
+    """The processes that have left a part."""
+    numbers = [path.name.partition(".")[0] for path in folder.glob("*.part")]
+    return {int(number) for number in numbers if number.isdecimal()}
+
+
+def _runs(process: int) -> bool:
+    signs = signs_of(process)
+    return signs is not None and not signs.is_stopped
+
+
+def _why(process: int, worker: str) -> str:
+    signs = signs_of(process)
+    if signs is None:
+        reason = "it has died"
+    elif signs.is_stopped:
+        reason = "it is stopped"
+    else:
+        reason = f"it has not answered within {_SECONDS_TO_LEAVE:.0f} s"
+    return f"{worker or 'a worker'} (process {process}): {reason}"

@@ -1,164 +1,147 @@
-"""Merges what processes have recorded into one trace, in the JSON format that Perfetto reads. Pure.
+"""Merges what processes have recorded into one trace, in the JSON format that Perfetto and Chrome read. Pure.
 
-Processes of one host share a monotonic clock. The clocks of hosts are aligned by the calls between them: a
-request cannot come before it was sent, nor an answer before it was given. Each call bounds the offset of two
-clocks from one side, each answer from the other; the middle of the tightest bounds is taken, and half their
-distance is the error. Hosts that have not called each other are aligned by the time of day.
+Viewers drop a slice that begins inside of another one of its thread and ends after it, and an arrow that
+begins or ends outside of slices. So times are whole nanoseconds, slices are made to nest before they are
+given, outer ones first, and arrows are at slices.
+
+Events of one process are held at a time, since there may be a million.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgpack
+from farcall.observe.trace_clocks import align
+from farcall.observe.trace_parts import Part
 
-__all__ = ["Alignment", "Part", "align", "merge", "read_part"]
+__all__ = ["MAX_EVENTS", "Trace", "merge"]
 
-_MIN_US: Final = 0.5
-"""Shortest slice that is written, in microseconds: an arrow needs one to end at."""
+MAX_EVENTS: Final = 4_000_000
+"""Maximum number of records that become events of one trace, about 200 bytes each in the file; each process
+gets the same share, and later records are dropped."""
 
+_MIN_NS: Final = 500
+"""Shortest slice that is written, in nanoseconds, unless the next one begins before."""
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one process has recorded; see ``trace_recorder.Recorder.stop``."""
+_MAX_NAME: Final = 200
+"""Maximum number of characters of a name."""
 
-    worker: str
-    workers: list[str]
-    host: str
-    boot: str
-    pid: int
-    wall: float
-    threads: dict[str, str]
-    records: list[Any]
-    dropped: int
+_Sent = dict[tuple[str, str, int], tuple[str, float, int]]
+"""The host, time and size in bytes of requests and answers that were sent: by the kind of the record that
+they have arrived, "came" or "called", the caller, and the number of the call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alignment:
-    """The clock of a host.
+class Trace:
+    """A trace.
 
     Attributes:
-        offset: seconds to add to its monotonic clock.
-        error: largest possible error of it, in seconds; infinite if it is by the time of day.
+        metadata: of the whole.
+        parts: of processes.
+        offsets: nanoseconds to add to the monotonic clock of each host.
+        sent: see ``_Sent``.
+        names: the functions that requests have run, by caller and number of the call.
+        limit: maximum number of records of each process.
     """
 
-    offset: float
-    error: float
+    metadata: dict[str, Any]
+    parts: Sequence[Part]
+    offsets: dict[str, int]
+    sent: _Sent
+    names: dict[tuple[str, int], str]
+    limit: int
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The events of all processes, one after another."""
+        for number, part in enumerate(self.parts, 1):
+            yield from _Process(self, part, number).events()
 
 
-def read_part(packed: bytes) -> Part:
-    """What a process has recorded.
+def merge(parts: Sequence[Part], missing: Sequence[str] = ()) -> Trace:
+    """One trace of all parts.
 
-    Raises:
-        ValueError: these bytes are nothing that a recorder has made.
+    Args:
+        missing: workers that have left no part, and why, as texts.
     """
-    try:
-        found = msgpack.unpackb(packed, strict_map_key=False)
-        return Part(**{name: found[name] for name in Part.__dataclass_fields__})
-    except (msgpack.UnpackException, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"this is not a part of a trace: {error}") from error
-
-
-def align(parts: Sequence[Part]) -> dict[str, Alignment]:
-    """The clocks of all hosts, by their boot identifier; that of the first is the reference."""
-    if not parts:
-        return {}
-    bounds = _bounds(parts)
-    first = parts[0]
-    found = {first.boot: Alignment(first.wall, 0.0)}
-    walls = {part.boot: part.wall for part in reversed(parts)}
-    missing = [boot for boot in walls if boot not in found]
-    while missing:
-        best: tuple[float, str, float] | None = None
-        for known, alignment in found.items():
-            for boot in missing:
-                low = bounds.get((known, boot), -math.inf)
-                high = -bounds.get((boot, known), -math.inf)
-                error = alignment.error + abs(high - low) / 2
-                if math.isfinite(error) and (best is None or error < best[0]):
-                    best = error, boot, alignment.offset + (low + high) / 2
-        if best is None:
-            found |= {boot: Alignment(walls[boot], math.inf) for boot in missing}
-            break
-        error, boot, offset = best
-        found[boot] = Alignment(offset, error)
-        missing.remove(boot)
-    return found
-
-
-def _bounds(parts: Sequence[Part]) -> dict[tuple[str, str], float]:
-    """For two hosts, the largest of ``sent at the one - received at the other``, on their own clocks."""
-    seen: dict[tuple[str, int], dict[str, tuple[str, float]]] = {}
-    for part in parts:
-        for record in part.records:
-            kind, at, _, *rest = record
-            if kind in ("call", "called"):
-                key = part.workers[rest[0]], rest[1]
-            elif kind in ("came", "answered"):
-                key = rest[0], rest[1]
-            else:
-                continue
-            seen.setdefault(key, {}).setdefault(kind, (part.boot, at))
-    found: dict[tuple[str, str], float] = {}
-    for call in seen.values():
-        for sent, received in (("call", "came"), ("answered", "called")):
-            if sent in call and received in call and call[sent][0] != call[received][0]:
-                hosts = call[sent][0], call[received][0]
-                found[hosts] = max(found.get(hosts, -math.inf), call[sent][1] - call[received][1])
-    return found
-
-
-def merge(parts: Sequence[Part]) -> dict[str, Any]:
-    """One trace of all parts."""
+    limit = MAX_EVENTS // max(1, len(parts))
     clocks = align(parts)
-    base = clocks[parts[0].boot].offset if parts else 0.0  # what is far from 0 loses digits
-    sent: dict[tuple[str, str, int], tuple[float, int]] = {}
+    sent: _Sent = {}
+    names: dict[tuple[str, int], str] = {}
+    begins: list[float] = []
+    dropped: dict[str, int] = {}
     for part in parts:
-        sent |= _sent(part, clocks[part.boot].offset - base)
-    events: list[dict[str, Any]] = []
-    flows: dict[tuple[str, int], int] = {}
-    for number, part in enumerate(parts, 1):
-        events += _Process(part, number, clocks[part.boot].offset - base, flows, sent).events()
-    begin = min((event["ts"] for event in events if "ts" in event), default=0.0)
-    for event in events:
-        if "ts" in event:
-            event["ts"] = round(event["ts"] - begin, 3)
+        begin, count = _survey(part, sent, names, limit)
+        begins.append(begin + clocks[part.boot].offset)
+        if part.dropped or count > limit:
+            dropped[part.worker] = part.dropped + max(0, count - limit)
+    began = min((each for each in begins if math.isfinite(each)), default=0.0)
     hosts = {part.boot: part.host for part in reversed(parts)}
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ns",
-        "metadata": {
-            "began": base + begin / 1e6,
-            "clocks": {
-                hosts[boot]: "by the time of day" if math.isinf(each.error) else f"±{each.error * 1e6:.1f} us"
-                for boot, each in clocks.items()
-            },
-            "dropped": {part.worker: part.dropped for part in parts if part.dropped},
-        },
+    metadata: dict[str, Any] = {
+        "began": began,
+        "clocks": {hosts[boot]: str(each) for boot, each in clocks.items()},
+        "dropped": dropped,
+        "missing": list(missing),
     }
+    offsets = {boot: round((each.offset - began) * 1e9) for boot, each in clocks.items()}
+    return Trace(metadata, parts, offsets, sent, names, limit)
 
 
-def _sent(part: Part, offset: float) -> dict[tuple[str, str, int], tuple[float, int]]:
-    """When requests and answers were sent, on the common clock, and their sizes in bytes: by the kind of the
-    record that they have arrived, "came" or "called", the caller, and the number of the call.
+def _survey(part: Part, sent: _Sent, names: dict[tuple[str, int], str], limit: int) -> tuple[float, int]:
+    """The time at which a part begins, and the number of its records; adds what was sent, and what ran."""
+    begin, count = math.inf, 0
+    for count, (kind, at, _, *rest) in enumerate(part.records, 1):
+        if count > limit:
+            continue
+        earliest = at
+        if kind == "sent":
+            sent["came", part.workers[rest[0]], rest[1]] = part.boot, at, rest[2]
+        elif kind == "answered":
+            sent["called", rest[0], rest[1]] = part.boot, at, rest[3]
+        elif kind == "serialized":
+            earliest -= rest[1]
+        elif kind == "run":
+            names[rest[0], rest[1]] = rest[2]
+            earliest -= rest[3] + rest[4]
+        begin = min(begin, earliest)
+    return begin, count
+
+
+@dataclass(slots=True, eq=False)
+class _Slice:
+    """A slice of a thread, with times in nanoseconds.
+
+    Attributes:
+        arrows: phase and identifier of those that begin or end here, and whether at its end.
+        momentary: it has no duration of its own.
     """
-    found: dict[tuple[str, str, int], tuple[float, int]] = {}
-    calls: dict[int, tuple[str, int]] = {}
-    answers: dict[int, tuple[float, int]] = {}
-    for kind, at, thread, *rest in part.records:
-        if kind == "call":
-            calls[thread] = part.workers[rest[0]], rest[1]
-        elif kind == "sent":
-            message = at + offset, rest[2]
-            if thread in calls:
-                found["came", *calls.pop(thread)] = message
-            else:
-                answers[thread] = message
-        elif kind == "answered" and thread in answers:
-            found["called", rest[0], rest[1]] = answers.pop(thread)
+
+    name: str
+    category: str
+    begin: int
+    end: int
+    facts: dict[str, Any]
+    arrows: list[tuple[str, str, bool]] = field(default_factory=list)
+    momentary: bool = False
+
+
+def _nested(slices: Iterable[_Slice]) -> list[_Slice]:
+    """Slices of one thread, outer ones first, which nest: one that does not ends with the one around it."""
+    found = sorted(slices, key=lambda each: (each.begin, -each.end))
+    around: list[_Slice] = []
+    for each in found:
+        while around:
+            last = around[-1]
+            if last.momentary and last.begin < each.begin < last.end:
+                last.end = each.begin
+            if each.begin < last.end:
+                break
+            around.pop()
+        if around:
+            each.end = min(each.end, around[-1].end)
+        around.append(each)
     return found
 
 
@@ -167,61 +150,67 @@ class _Process:
 
     Args:
         number: its identifier in the trace, as those of hosts may coincide.
-        offset: seconds to add to its clock.
-        flows: identifiers of the arrows, by caller and call.
-        sent: see ``_sent``.
     """
 
-    def __init__(
-        self,
-        part: Part,
-        number: int,
-        offset: float,
-        flows: dict[tuple[str, int], int],
-        sent: dict[tuple[str, str, int], tuple[float, int]],
-    ) -> None:
-        self._sent = sent
+    def __init__(self, trace: Trace, part: Part, number: int) -> None:
+        self._trace = trace
         self._part = part
         self._number = number
-        self._offset = offset
-        self._flows = flows
+        self._threads: dict[int, list[_Slice]] = {}
+        self._numbers: dict[int, int] = {}
 
     def events(self) -> Iterator[dict[str, Any]]:
         part = self._part
-        yield self._named("process_name", 0, f"{part.worker} ({part.host}, process {part.pid})")
-        threads = dict.fromkeys(int(record[2]) for record in part.records)
-        numbers = {ident: place for place, ident in enumerate(threads, 1)}
-        for ident, place in numbers.items():
-            yield self._named("thread_name", place, part.threads.get(str(ident), f"thread {ident}"))
-        for event in self._slices():
-            event["tid"] = numbers[event["tid"]]
-            yield event
+        name = f"{part.worker} ({part.host}, process {part.pid})"
+        yield self._named("process_name", 0, name)
+        yield from self._read()
+        for thread, place in self._numbers.items():
+            yield self._named("thread_name", place, part.threads[thread])
+        for thread, slices in self._threads.items():
+            for each in _nested(slices):
+                event = self._event("X", each.name, each.begin, thread, each.category)
+                yield event | {"dur": (each.end - each.begin) / 1000, "args": each.facts}
+                for phase, identity, at_end in each.arrows:
+                    at = max(each.begin, each.end - 1) if at_end else each.begin
+                    yield self._event(phase, "call", at, thread, "flow") | {"id": identity, "bp": "e"}
 
-    def _named(self, kind: str, thread: int, name: str) -> dict[str, Any]:
-        return {"ph": "M", "pid": self._number, "tid": thread, "name": kind, "args": {"name": name}}
-
-    def _slices(self) -> Iterator[dict[str, Any]]:
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """Collect the slices; yields the events that belong to no thread."""
         begun: dict[tuple[str, int], Any] = {}
         runs: dict[tuple[str, int], Any] = {}
         returned: dict[tuple[str, int], Any] = {}
-        last_call: dict[int, dict[str, Any]] = {}
-        for record in self._part.records:
+        last_serialized: dict[int, _Slice] = {}
+        last = 0.0
+        for count, record in enumerate(self._part.records):
+            if count >= self._trace.limit:
+                break
             kind, at, thread, *rest = record
+            last = max(last, at)
             if kind == "span":
                 name, end, waits, details = rest
-                yield self._slice(name, at, end, thread, "wait" if waits else "span", **details)
+                last = max(last, end)
+                made = self._slice(name, at, end, thread, "wait" if waits else "span", **details)
+                if "source" in details and "call" in details:
+                    self._lead(made, (details["source"], details["call"]))
             elif kind == "serialized":
                 what, seconds, size = rest
-                yield self._slice(f"serialize {what}", at - seconds, at, thread, "serialize", bytes=size)
+                last_serialized[thread] = self._slice(
+                    f"serialize {what}", at - seconds, at, thread, "serialize", bytes=size
+                )
             elif kind == "call":
                 agent, call_id, to, what, how = rest
                 facts = {"to": to, "call": call_id, "how": how}
-                begun[self._part.workers[agent], call_id] = at, thread, what, facts
-                last_call[thread] = facts
-            elif kind == "sent" and thread in last_call:
-                last_call.pop(thread)["bytes"] = rest[2]
+                key = self._part.workers[agent], call_id
+                begun[key] = at, thread, what, facts
+                serialized = last_serialized.pop(thread, None)
+                if serialized is not None and key in self._trace.names:
+                    serialized.name = f"serialize {self._trace.names[key]}"
+            elif kind == "sent":
+                found = begun.get((self._part.workers[rest[0]], rest[1]))
+                if found is not None:
+                    found[3]["bytes"] = rest[2]
             elif kind == "called":
-                agent, call_id, _, error = rest
+                agent, call_id, error = rest
                 key = self._part.workers[agent], call_id
                 yield from self._transfer(kind, key, at, thread)
                 found = begun.pop(key, None)
@@ -230,29 +219,40 @@ class _Process:
             elif kind == "came":
                 yield from self._transfer(kind, (rest[0], rest[1]), at, thread)
             elif kind == "run":
-                source, call_id, _, what, queued, loaded = rest
+                source, call_id, what, queued, loaded = rest
                 runs[source, call_id] = at, thread, what
                 taken = at - loaded
-                yield from self._waited((source, call_id), what, taken - queued, taken, thread)
+                facts = {"source": source}
+                yield from self._apart(
+                    "queue", f"queue {what}", f"q/{source}/{call_id}", taken - queued, taken, thread, facts
+                )
                 if loaded > 0:
-                    yield self._slice(f"deserialize {what}", taken, at, thread, "serialize", source=source)
+                    self._slice(f"deserialize {what}", taken, at, thread, "serialize", source=source)
             elif kind == "ran":
-                source, call_id, _ = rest
+                source, call_id = rest
                 run = runs.pop((source, call_id), None)
-                if isinstance(run, tuple):
+                if run is not None:
                     returned[source, call_id] = at, thread, run[2]
-                    facts = {"source": source, "call": call_id}
-                    yield self._slice(run[2], run[0], at, thread, "run", **facts)
-                    yield self._arrow("t", (source, call_id), run[0], thread)
+                    made = self._slice(run[2], run[0], at, thread, "run", source=source, call=call_id)
+                    self._lead(made, (source, call_id))
             elif kind == "answered":
-                source, call_id, _, failed = rest
+                source, call_id, failed, size = rest
                 run = returned.pop((source, call_id), None)
                 if run is not None and run[1] == thread:
-                    facts = {"source": source, "call": call_id, "failed": failed}
-                    yield self._slice(f"answer {run[2]}", run[0], at, thread, "answer", **facts)
-        end = max((record[1] for record in self._part.records), default=0.0)
+                    facts = {"source": source, "call": call_id, "failed": failed, "bytes": size}
+                    self._slice(f"answer {run[2]}", run[0], at, thread, "answer", **facts)
         for key, found in begun.items():  # still under way
-            yield from self._call(key, found, end, found[1], "not answered yet", answered=False)
+            yield from self._call(key, found, last, found[1], "not answered yet", answered=False)
+        for (source, call_id), (at, thread, what) in runs.items():  # still running
+            made = self._slice(
+                what, at, last, thread, "run", source=source, call=call_id, error="not over yet"
+            )
+            self._lead(made, (source, call_id))
+
+    def _lead(self, made: _Slice, key: tuple[str, int]) -> None:
+        """Lead the arrow of a call to a slice, if the trace has the call."""
+        if ("came", *key) in self._trace.sent:
+            made.arrows.append(("t", _flow(key), False))
 
     def _call(
         self,
@@ -267,65 +267,89 @@ class _Process:
         """A call: a slice on the thread that waits for it; else one where it begins, one where it ends, and a
         span of its own between them.
         """
-        at, caller, what, facts = begun
+        at, caller, asked, facts = begun
+        what = self._trace.names.get(key, asked)  # of a method of a remote object, the caller has less
         facts = {**facts, **({"error": error} if error else {})}
-        name = f"call {what}"
+        name, flow = f"call {what}", _flow(key)
         if facts["how"] == "sync":
-            yield self._slice(name, at, end, caller, "call", **facts)
-            yield self._arrow("s", key, at, caller)
+            made = self._slice(name, at, end, caller, "call", **facts)
+            made.arrows.append(("s", flow, False))
             if answered:
-                yield self._arrow("f", key, end - _MIN_US / 2e6, caller)
+                made.arrows.append(("f", flow, True))
             return
-        yield self._slice(name, at, at, caller, "call", **facts)
-        yield self._arrow("s", key, at, caller)
-        for phase, when in (("b", at), ("e", end)):
-            event = self._event(phase, name, when, caller, "call under way")
-            yield event | {"id": self._flow(key), **({"args": facts} if phase == "b" else {})}
+        made = self._slice(name, at, at, caller, "call", **facts)
+        made.arrows.append(("s", flow, False))
+        yield from self._apart("call under way", name, f"c/{flow}", at, end, caller, facts)
         if answered:
-            yield self._slice(f"answer of {what}", end, end, thread, "call", call=key[1])
-            yield self._arrow("f", key, end, thread)
-
-    def _waited(
-        self, key: tuple[str, int], what: str, at: float, end: float, thread: int
-    ) -> Iterable[dict[str, Any]]:
-        name = f"queue {what}"
-        identity = f"q{self._flow(key)}"
-        begin = self._event("b", name, at, thread, "queue")
-        return (
-            begin | {"id": identity, "args": {"source": key[0]}},
-            self._event("e", name, end, thread, "queue") | {"id": identity},
-        )
+            made = self._slice(f"answer of {what}", end, end, thread, "call", call=key[1])
+            made.arrows.append(("f", flow, False))
 
     def _transfer(self, kind: str, key: tuple[str, int], at: float, thread: int) -> Iterator[dict[str, Any]]:
         """The way of a message from its sender to here."""
-        sent = self._sent.get((kind, *key))
+        sent = self._trace.sent.get((kind, *key))
         if sent is None:
             return
+        boot, when, size = sent
+        offsets = self._trace.offsets
+        shift = (offsets[boot] - offsets[self._part.boot]) / 1e9
         name = "transfer of a request" if kind == "came" else "transfer of an answer"
-        identity = f"{kind}{self._flow(key)}"
-        begin = self._event("b", name, min(sent[0] - self._offset, at), thread, "transfer")
-        yield begin | {"id": identity, "args": {"bytes": sent[1], "caller": key[0], "call": key[1]}}
-        yield self._event("e", name, at, thread, "transfer") | {"id": identity}
+        facts = {"bytes": size, "caller": key[0], "call": key[1]}
+        yield from self._apart("transfer", name, f"{kind}/{_flow(key)}", when + shift, at, thread, facts)
 
-    def _flow(self, key: tuple[str, int]) -> int:
-        return self._flows.setdefault(key, len(self._flows) + 1)
-
-    def _arrow(self, phase: str, key: tuple[str, int], at: float, thread: int) -> dict[str, Any]:
-        event = self._event(phase, "call", at + _MIN_US / 4e6, thread, "flow")
-        return event | {"id": self._flow(key), "bp": "e"}
+    def _apart(
+        self,
+        category: str,
+        name: str,
+        identity: str,
+        begin: float,
+        end: float,
+        thread: int,
+        facts: dict[str, Any],
+    ) -> Iterator[dict[str, Any]]:
+        """A span that may overlap with others, on a track of its own."""
+        last = self._ns(end)
+        first = self._event("b", name, min(self._ns(begin), last), thread, category)
+        yield first | {"id": identity, "args": facts}
+        yield self._event("e", name, last, thread, category) | {"id": identity}
 
     def _slice(
-        self, name: str, at: float, end: float, thread: int, category: str, /, **facts: Any
-    ) -> dict[str, Any]:
-        event = self._event("X", name, at, thread, category)
-        return event | {"dur": round(max((end - at) * 1e6, _MIN_US), 3), "args": facts}
+        self, name: str, begin: float, end: float, thread: int, category: str, /, **facts: Any
+    ) -> _Slice:
+        first, last = self._ns(begin), self._ns(end)
+        momentary = last - first < _MIN_NS
+        made = _Slice(name, category, first, max(last, first + _MIN_NS), facts, momentary=momentary)
+        self._number_of(thread)
+        self._threads.setdefault(thread, []).append(made)
+        return made
 
-    def _event(self, phase: str, name: str, at: float, thread: int, category: str) -> dict[str, Any]:
+    def _ns(self, at: float) -> int:
+        """Time on the common clock; the first record of the trace is at 0."""
+        return max(0, round(at * 1e9) + self._trace.offsets[self._part.boot])
+
+    def _named(self, kind: str, thread: int, name: str) -> dict[str, Any]:
+        return {"ph": "M", "pid": self._number, "tid": thread, "name": kind, "args": {"name": _shown(name)}}
+
+    def _event(self, phase: str, name: str, at: int, thread: int, category: str) -> dict[str, Any]:
         return {
             "ph": phase,
-            "name": name,
+            "name": _shown(name),
             "cat": category,
-            "ts": (at + self._offset) * 1e6,
+            "ts": at / 1000,
             "pid": self._number,
-            "tid": thread,
+            "tid": self._number_of(thread),
         }
+
+    def _number_of(self, thread: int) -> int:
+        """Identifier of a thread in the trace: what processes say is too large for some viewers."""
+        return self._numbers.setdefault(thread, len(self._numbers) + 1)
+
+
+def _flow(key: tuple[str, int]) -> str:
+    """Identifies the arrows of a call: by the caller and the number of the call."""
+    return f"{key[0]}/{key[1]}"
+
+
+def _shown(name: str) -> str:
+    """A name for a viewer: of no more than a line, without control characters."""
+    name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…"
+    return name if name.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)

@@ -5,52 +5,60 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from threading import get_ident
 from time import monotonic, time
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgpack
 
 from rpc.agent.agent import Agent
 from rpc.agent.calls import name_of
-from rpc.runtime import spans
-from rpc.runtime.events import (
-    CallBegun,
-    CallEnded,
-    CallSerialized,
-    MessageSent,
-    RequestBegun,
-    RequestEnded,
-    RunBegun,
-    RunEnded,
-)
+from rpc.runtime import events, spans
+from rpc.wire.frames import Kind
 
 __all__ = ["MAX_RECORDS", "Recorder"]
 
-MAX_RECORDS: Final = 1_000_000
-"""Maximum number of records of one process in a trace; later ones are counted and dropped."""
+_FAILURE: Final = int(Kind.FAILURE)
+_ANSWERS: Final = (int(Kind.REPLY), _FAILURE)
 
-E = TypeVar("E")
+MAX_RECORDS: Final = 1_000_000
+"""Maximum number of records of one process in a trace, about 100 bytes each; it is exceeded by the records of
+calls that are under way then."""
+
+_MEAN_FIELDS: Final = 5
+"""Mean number of fields of a record."""
+
+_BATCH: Final = 50_000
+"""Number of fields that are packed at once: the interpreter lock is held for a few milliseconds."""
+
+_MAX_DETAIL: Final = 200
+"""Maximum number of characters of a detail of a span."""
 
 
 class Recorder:
-    """Records until ``stop``. Each record is a tuple: kind, time on the monotonic clock, thread, and more.
+    """Records until ``stop``. A record is a kind, a time on the monotonic clock, a thread, and more fields.
+
+    Recorders stand in the way of each call, so what they do is short, and what they leave is small: all
+    records lie in one list, field after field, since a page of memory that is touched first takes longer than
+    a record. Only what begins something asks whether there is room.
 
     Args:
         agents: those of this process, with their extensions.
+        limit: maximum number of records.
     """
 
     def __init__(self, agents: list[Agent], limit: int = MAX_RECORDS) -> None:
-        self._records: list[tuple[Any, ...]] = []
-        self._limit = limit
+        self._records: list[Any] = []
+        self._limit = limit * _MEAN_FIELDS
         self._dropped = 0
-        self._began = monotonic()
+        self._counted: int | None = None
         self._subscriptions = ExitStack()
-        self._threads: dict[int, str] = {}
+        self._spans = spans.listen(self._span)
+        self._threads = _Threads()
         self._agents: list[Agent] = []
-        self._subscriptions.enter_context(spans.listen(self._span))
         for agent in agents:
             self.follow(agent)
 
@@ -58,64 +66,126 @@ class Recorder:
         """Record the events of an agent, too."""
         own = len(self._agents)  # its name is known once it has joined its group
         self._agents.append(agent)
-        put = self._put
+        records, threads, limit, full = self._records, self._threads, self._limit, self._full
+        add = records.extend
 
-        def listen(kind: type[E], handler: Callable[[E], object]) -> None:
-            self._subscriptions.enter_context(agent.events.listen(kind, handler))
+        def serialized(to: str, what: object, seconds: float, size: int) -> None:
+            add(("serialized", monotonic(), threads[get_ident()], name_of(what), seconds, size))
 
-        listen(CallSerialized, lambda e: put("serialized", name_of(e.what), e.seconds, e.size))
-        listen(CallBegun, lambda e: put("call", own, e.call_id, e.to, e.what, e.how))
-        listen(MessageSent, lambda e: put("sent", e.to, e.kind, e.size))
-        listen(CallEnded, lambda e: put("called", own, e.call_id, e.seconds, _error(e.error)))
-        listen(RequestBegun, lambda e: put("came", e.source, e.call_id, own))
-        listen(RunBegun, lambda e: put("run", e.source, e.call_id, own, name_of(e.what), e.queued, e.loaded))
-        listen(RunEnded, lambda e: put("ran", e.source, e.call_id, own))
-        listen(RequestEnded, lambda e: put("answered", e.source, e.call_id, own, e.failed))
+        def call(call_id: int, to: str, what: str, asked: object, how: str, header: object) -> None:
+            add(("call", monotonic(), threads[get_ident()], own, call_id, to, what, how))
+            if len(records) > limit:
+                full()
 
-    def stop(self) -> bytes:
-        """End recording; returns the records as bytes, for ``trace_merge``."""
+        def sent(to: str, kind: int, size: int, call_id: int) -> None:
+            if kind in _ANSWERS:
+                failed = kind == _FAILURE
+                add(("answered", monotonic(), threads[get_ident()], to, call_id, failed, size))
+            elif call_id:
+                add(("sent", monotonic(), threads[get_ident()], own, call_id, size))
+
+        def called(
+            call_id: int, to: str, what: str, seconds: float, error: BaseException | None, header: object
+        ) -> None:
+            why = "" if error is None else type(error).__name__
+            add(("called", monotonic(), threads[get_ident()], own, call_id, why))
+
+        def came(source: str, call_id: int) -> None:
+            add(("came", monotonic(), threads[get_ident()], source, call_id))
+            if len(records) > limit:
+                full()
+
+        def run(source: str, call_id: int, what: object, queued: float, loaded: float) -> None:
+            add(("run", monotonic(), threads[get_ident()], source, call_id, name_of(what), queued, loaded))
+
+        def ran(source: str, call_id: int) -> None:
+            add(("ran", monotonic(), threads[get_ident()], source, call_id))
+
+        for kind, recorder in (
+            (events.CallSerialized, serialized),
+            (events.CallBegun, call),
+            (events.MessageSent, sent),
+            (events.CallEnded, called),
+            (events.RequestBegun, came),
+            (events.RunBegun, run),
+            (events.RunEnded, ran),
+        ):
+            self._subscriptions.enter_context(agent.events.record(kind, recorder))
+
+    def stop(self) -> Iterator[bytes]:
+        """End recording; returns the pieces of this process's part, for ``trace_parts``."""
         self._subscriptions.close()
+        self._spans.close()
+        if self._counted is not None:
+            self._dropped += self._count() - self._counted
         workers = [agent.info.name for agent in self._agents]
-        names = {each.ident: each.name for each in threading.enumerate() if each.ident is not None}
-        names |= self._threads
-        return bytes(
-            msgpack.packb(
-                {
-                    "worker": ", ".join(workers) or f"process {os.getpid()}",
-                    "workers": workers,
-                    "host": socket.gethostname(),
-                    "boot": _boot(),
-                    "pid": os.getpid(),
-                    "began": self._began,
-                    "ended": monotonic(),
-                    "wall": time() - monotonic(),
-                    "threads": {str(ident): name for ident, name in names.items()},
-                    "records": self._records,
-                    "dropped": self._dropped,
-                },
-                unicode_errors="backslashreplace",
-                default=str,
-            )
-        )
+        header = {
+            "worker": ", ".join(workers) or f"process {os.getpid()}",
+            "workers": workers,
+            "host": socket.gethostname(),
+            "boot": _boot(),
+            "pid": os.getpid(),
+            "wall": time() - monotonic(),
+            "threads": self._threads.names,
+            "dropped": self._dropped,
+        }
+        return _packed(header, self._records)
 
-    def _put(self, kind: str, *rest: Any) -> None:
-        self._add((kind, monotonic(), get_ident(), *rest))
+    def _full(self) -> None:
+        """There is no room for more: calls, requests and spans are only counted from now on."""
+        self._subscriptions.close()
+        self._counted = self._count()
 
-    def _add(self, record: tuple[Any, ...]) -> None:
-        if len(self._records) >= self._limit:
-            self._dropped += 1
-            return
-        if record[2] not in self._threads:  # now: the thread may be gone at the end
-            self._threads[record[2]] = threading.current_thread().name
-        self._records.append(record)
+    def _count(self) -> int:
+        """Number of calls made and requests taken in so far."""
+        calls = [agent.calls for agent in self._agents]
+        return sum(each.table.opened + each.answers.requests_begun for each in calls)
 
     def _span(self, ended: spans.Span) -> None:
-        details = {name: str(value)[:200] for name, value in ended.details.items()}
-        self._add(("span", ended.began, ended.thread, ended.name, ended.ended, ended.waits, details))
+        if len(self._records) > self._limit:
+            self._dropped += 1
+            return
+        details = {name: _detail(value) for name, value in ended.details.items()}
+        thread = self._threads[ended.thread]
+        self._records.extend(("span", ended.began, thread, ended.name, ended.ended, ended.waits, details))
 
 
-def _error(error: BaseException | None) -> str:
-    return "" if error is None else type(error).__name__
+class _Threads(dict[int, int]):
+    """Numbers of threads, by their identifiers. A thread that is asked for first is this one.
+
+    Attributes:
+        names: names of threads, by number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __missing__(self, ident: int) -> int:
+        names = {each.ident: each.name for each in threading.enumerate()}
+        self.names.append(names.get(ident) or _native_name())  # now: it may be gone at the end
+        self[ident] = number = len(self.names) - 1
+        return number
+
+
+def _packed(header: dict[str, Any], records: list[Any]) -> Iterator[bytes]:
+    packer = msgpack.Packer(unicode_errors="backslashreplace", default=str)
+    yield packer.pack(header)
+    for first in range(0, len(records), _BATCH):
+        yield packer.pack(records[first : first + _BATCH])
+    yield packer.pack(None)  # a part without it is not whole
+
+
+def _detail(value: object) -> int | str:
+    return value if type(value) is int and abs(value) < 1 << 63 else str(value)[:_MAX_DETAIL]
+
+
+def _native_name() -> str:
+    """Name of this thread, which Python has not begun, as the kernel has it."""
+    try:
+        return Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return f"thread {get_ident()}"
 
 
 def _boot() -> str:

@@ -13,18 +13,28 @@ import json
 import logging
 import os
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from farcall.observe.trace_merge import merge, read_part
+from farcall.observe.trace_merge import Trace, merge
+from farcall.observe.trace_parts import Part, open_part, read_part
 from farcall.observe.trace_recorder import Recorder
 from rpc.agent.agent import Agent
 from rpc.runtime.current import current_agent
 
-__all__ = ["VARIABLE", "begin_tracing", "end_tracing", "follow_orders", "merge_files", "trace", "write_trace"]
+__all__ = [
+    "VARIABLE",
+    "begin_tracing",
+    "end_tracing",
+    "follow_orders",
+    "parts_in",
+    "trace",
+    "write_trace",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +44,8 @@ VARIABLE: Final = "FARCALL_TRACE"
 _SECONDS_TO_GATHER: Final = 60.0
 """Maximum time to wait for a worker to begin or end recording, in seconds."""
 
-_MAX_SECONDS: Final = 3600.0
+MAX_SECONDS: Final = 3660.0
+"""Maximum duration of a trace that ``farcall trace`` orders, in seconds."""
 
 _lock: Final = threading.Lock()
 _recorders: Final[dict[str, Recorder]] = {}
@@ -47,30 +58,55 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     agent: Agent = current_agent()
     identity = uuid.uuid4().hex
     names = [info.name for info in agent.get_worker_infos()]
-    begun = _on_all(agent, names, begin_tracing, identity)
+    missing: dict[str, str] = {}
+    begun = _on_all(agent, names, begin_tracing, identity, missing)
     try:
         yield
-    finally:
-        ended = _on_all(agent, list(begun), end_tracing, identity)
-        write_trace(Path(path), merge([read_part(each) for each in ended.values() if each]))
+    except BaseException:
+        with contextlib.suppress(OSError):  # the program's exception says more
+            _gather(agent, Path(path), list(begun), identity, missing)
+        raise
+    _gather(agent, Path(path), list(begun), identity, missing)
+
+
+def _gather(agent: Agent, path: Path, names: list[str], identity: str, missing: dict[str, str]) -> None:
+    """End recording on workers, and write what they have recorded."""
+    parts = []
+    names.sort(key=lambda name: name == agent.info.name)  # itself last: it records how the others end
+    for name, packed in _on_all(agent, names, end_tracing, identity, missing).items():
+        try:
+            parts.append(read_part(packed))
+        except ValueError as error:
+            logger.warning("the trace lacks worker '%s': %s", name, error)
+            missing[name] = str(error)
+    parts.sort(key=lambda part: (part.worker, part.pid))
+    write_trace(path, merge(parts, [f"{name}: {why}" for name, why in missing.items()]))
 
 
 def _on_all(
-    agent: Agent, names: Iterable[str], function: Callable[..., Any], identity: str
+    agent: Agent,
+    names: Iterable[str],
+    function: Callable[..., Any],
+    identity: str,
+    missing: dict[str, str],
 ) -> dict[str, Any]:
-    """Call a function on workers; returns the values of those that answered."""
+    """Call a function on workers; returns the values of those that answered, and adds to ``missing`` why
+    others did not.
+    """
     calls, found = {}, {}
     for name in names:
         try:
             calls[name] = agent.calls.caller.call(name, function, (identity,), {}, _SECONDS_TO_GATHER)
         except Exception as error:
             logger.warning("the trace lacks worker '%s': %s", name, error)
+            missing[name] = str(error)
     for name, call in calls.items():
         try:
             call.wait()
             found[name] = call.result()
         except Exception as error:
             logger.warning("the trace lacks worker '%s': %s", name, error)
+            missing[name] = str(error)
     return found
 
 
@@ -84,17 +120,24 @@ def end_tracing(identity: str) -> bytes:
     """Called remotely: end that, and return the part of this worker."""
     with _lock:
         recorder = _recorders.pop(identity, None)
-    return b"" if recorder is None else recorder.stop()
+    return b"" if recorder is None else b"".join(recorder.stop())
 
 
-def write_trace(path: Path, made: dict[str, Any]) -> None:
-    """Write a trace, whole or not at all."""
+def write_trace(path: Path, made: Trace) -> int:
+    """Write a trace, whole or not at all; returns the number of its events."""
     written = path.with_name(f".{path.name}.{os.getpid()}")
+    count = 0
     try:
-        written.write_text(json.dumps(made))
+        with open(written, "w", encoding="ascii") as file:
+            about = json.dumps(made.metadata)
+            file.write(f'{{"displayTimeUnit": "ns", "metadata": {about}, "traceEvents": [\n')
+            for count, event in enumerate(made.events(), 1):
+                file.write(f"{',' if count > 1 else ''}{json.dumps(event)}\n")
+            file.write("]}\n")
         written.replace(path)
     finally:
         written.unlink(missing_ok=True)
+    return count
 
 
 # ---- parts in files
@@ -111,12 +154,11 @@ def follow_orders(
     """
 
     def order(given: dict[str, Any]) -> None:
-        seconds, folder = given.get("seconds"), given.get("parts")
-        if (
-            not isinstance(seconds, int | float)
-            or not 0 < seconds <= _MAX_SECONDS
-            or not isinstance(folder, str)
-        ):
+        until, folder = given.get("until"), given.get("parts")
+        if not isinstance(until, int | float) or not isinstance(folder, str):
+            return
+        seconds = until - time.time()
+        if not 0 < seconds <= MAX_SECONDS:
             return
         recorder = Recorder(agents())
         timer = threading.Timer(seconds, lambda: _leave_part(Path(folder), recorder))
@@ -144,7 +186,7 @@ def _leave_whole(path: Path, recorder: Recorder) -> None:
         _leave_part(folder, recorder)
         with open(folder / ".lock", "w", encoding="ascii") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            write_trace(path, merge_files(folder))
+            write_trace(path, merge(parts_in(folder)))
     except OSError as error:
         logger.warning("the trace %s lacks this worker: %s", path, error)
     except Exception:  # the agent ends all the same
@@ -152,24 +194,26 @@ def _leave_whole(path: Path, recorder: Recorder) -> None:
 
 
 def _leave_part(folder: Path, recorder: Recorder) -> None:
-    packed = recorder.stop()
-    path = folder / f"{uuid.uuid4().hex}.part"
+    pieces = recorder.stop()
+    path = folder / f"{os.getpid()}.{uuid.uuid4().hex}.part"
     written = path.with_suffix(".new")
     try:
         descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:
-            file.write(packed)
+            file.writelines(pieces)
         written.rename(path)
     except OSError as error:
         logger.warning("the trace of this worker is lost: %s", error)
+        with contextlib.suppress(OSError):
+            written.unlink(missing_ok=True)
 
 
-def merge_files(folder: Path) -> dict[str, Any]:
-    """One trace of all parts in a folder; what is none is logged and skipped."""
+def parts_in(folder: Path) -> Sequence[Part]:
+    """All parts in a folder, which must stay; a file that is none is logged and skipped."""
     parts = []
     for path in sorted(folder.glob("*.part")):
         try:
-            parts.append(read_part(path.read_bytes()))
+            parts.append(open_part(path))
         except (OSError, ValueError) as error:
             logger.warning("%s: %s", path, error)
-    return merge(sorted(parts, key=lambda part: (part.worker, part.pid)))
+    return sorted(parts, key=lambda part: (part.worker, part.pid))

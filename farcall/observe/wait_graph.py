@@ -7,10 +7,12 @@ others wait.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from farcall.observe.native_stacks import is_native
 from farcall.observe.state import (
     JobState,
     Place,
@@ -36,6 +38,9 @@ _EARLIER_SECONDS: Final = 3.0
 
 _MAX_RANKS: Final = 1 << 16
 """Maximum size of a group whose missing ranks are listed."""
+
+_MAX_NATIVE: Final = 4
+"""Maximum number of functions in C that are named: the innermost."""
 
 _CONNECTED: Final = frozenset(("ESTABLISHED", "UNCONNECTED"))
 
@@ -200,15 +205,20 @@ class _Builder:
     def _frozen_process(self, index: int, worker: WorkerState) -> Node:
         """Its interpreter does not run: find the thread that is in C code and holds the interpreter lock."""
         known = {each.id: each for each in worker.threads}
-        best: tuple[int, str, list[Place]] | None = None
+        best: tuple[int, str, list[Place], tuple[str, ...]] | None = None
         for ident, stack in worker.frozen.items():
             places = [Place(name, _short(file, worker.folder), line) for name, file, line in stack.frames]
             thread = known.get(ident)
             score = _holds_interpreter(places, thread, worker)
+            score += 100 * stack.holds_interpreter
+            name = thread.name if thread is not None else stack.name or f"thread {ident}"
             if best is None or score > best[0]:
-                best = score, thread.name if thread is not None else f"thread {ident}", places
+                best = score, name, places, stack.native
         doing = "computes" if worker.process.computes else "waits or computes"
         text = f"holds the interpreter lock in C code, and {doing}"
+        serves = "" if best is None else self._served(worker, best[2])
+        if serves:
+            text = f"runs {serves}, {text}"
         if best is None or best[0] < 1:
             text = "its interpreter does not run: a thread holds the interpreter lock in C code"
             return self._node(
@@ -228,8 +238,21 @@ class _Builder:
             text=text,
             seconds=worker.silent,
             place=_users(best[2], worker),
+            remark=f"in C: {' ← '.join(best[3][:_MAX_NATIVE])}" if best[3] else "",
             stack=best[2],
         )
+
+    def _served(self, worker: WorkerState, places: list[Place]) -> str:
+        """What a thread runs for another worker, by the calls that the others wait for and the names of the
+        functions on its stack: the request may have come after the last look at this worker.
+        """
+        names = {place.function for place in places}
+        for other in self._workers:
+            for call in other.calls:
+                what = str(call.get("what"))
+                if call.get("incarnation") == worker.incarnation and what.rpartition(".")[2] in names:
+                    return f"{what} for {other.name}"
+        return ""
 
     # ---- threads
 
@@ -292,6 +315,11 @@ class _Builder:
             node.remark = f"nothing is known of {to} on this host"
         else:
             self._at_callee(node, callee, (worker.incarnation, which[1]))
+            unseen = 0.0 if call is None else _seconds_unseen(worker, call, self._workers[callee])
+            if node.kind == "unanswered" and unseen and call is not None:
+                node.remark = f"{to} last wrote its state {unseen:.1f} s before this call"
+                defined = Place.of(call.get("defined"), worker.folder)
+                node.remark += f"; {what} is defined at {defined}" if defined is not None else ""
 
     def _at_callee(self, node: Node, callee: int, request: tuple[int, int]) -> None:
         key = self._running.get((callee, request))
@@ -480,18 +508,28 @@ def last_place(worker: WorkerState) -> Place | None:
     return next((each.at for each in threads if each.at is not None), None)
 
 
+def _seconds_unseen(caller: WorkerState, call: Mapping[str, Any], callee: WorkerState) -> float:
+    """Seconds between the last look at a callee and the begin of a call; 0 if that look came later."""
+    if caller.beat is None or callee.beat is None:
+        return 0.0
+    began = caller.beat.wall - caller.beat.monotonic + number(call.get("began"), -math.inf)
+    return max(0.0, began - callee.beat.wall)
+
+
 def _short(file: str, folder: str) -> str:
     return file.removeprefix(folder.rstrip("/") + "/") if folder else file
 
 
 def _users(places: list[Place], worker: WorkerState) -> Place | None:
     """The innermost place in the program's own code."""
+    places = [place for place in places if not is_native(place.file)]
     own = [place for place in places if not worker.is_library(place.file)]
     return own[0] if own else places[0] if places else None
 
 
 def _holds_interpreter(places: list[Place], thread: ThreadState | None, worker: WorkerState) -> int:
     """How likely a thread of a frozen process is the one that holds the interpreter lock."""
+    places = [place for place in places if not is_native(place.file)]
     if not places:
         return 0
     before = [] if thread is None else thread.stack
@@ -547,6 +585,8 @@ def _link_in_words(peer: Mapping[str, Any]) -> str:
     name = peer.get("name")
     if state == "LOST":
         return f"{name} is lost: {peer.get('lost', '')}"
+    if state in ("HANDSHAKING", "CROSSED"):
+        return f"the connection to {name} is being made again, and {name} has not answered the handshake yet"
     tries = whole(peer.get("failures"))
     return f"the connection to {name} is down; {tries} attempts to make it again have failed so far"
 

@@ -23,7 +23,7 @@ from rpc.lifecycle.own_backend import admit, start_storeless_agent
 from rpc.options import AgentOptions
 from rpc.rendezvous.address import listen_address
 
-__all__ = ["Endpoint", "Node", "enter", "leave"]
+__all__ = ["Endpoint", "TransferNode", "enter", "leave"]
 
 _GROUP = "farcall one-sided"
 
@@ -36,7 +36,7 @@ class Endpoint(Protocol):
     def get(self, region: int, length: int) -> torch.Tensor: ...
 
 
-class Node:
+class TransferNode:
     """The agent, and the transports of this process by name. From any thread."""
 
     def __init__(self) -> None:
@@ -79,15 +79,15 @@ class Node:
 
 
 _lock = threading.Lock()
-_node: Node | None = None
+_node: TransferNode | None = None
 
 
-def enter(name: str, endpoint: Endpoint) -> Node:
+def enter(name: str, endpoint: Endpoint) -> TransferNode:
     """Make a transport known to this process's node, which the first of them starts."""
     global _node
     with _lock:
         if _node is None:
-            _node = Node()
+            _node = TransferNode()
         _node.endpoints[name] = endpoint
         return _node
 

@@ -6,7 +6,7 @@ import farcall_guard
 
 farcall_guard.check(*farcall_guard.PACKAGES)
 
-from farcall import forking as _forking  # noqa: F401  # before gRPC
+from farcall.grpc import forking as _forking  # noqa: F401  # before gRPC
 from farcall.serving.admission import Limits
 from farcall.serving.endpoint import Batching, Endpoint, TensorSpec
 

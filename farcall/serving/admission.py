@@ -1,4 +1,4 @@
-"""How many calls a server takes at once, and from whom."""
+"""Admission: limits the number of calls of a server, and of each caller."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ __all__ = ["Admission", "Limits"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server takes at once. What is more is refused at once, as ``RESOURCE_EXHAUSTED``.
+    """The limits of a server. Calls beyond them are refused at once, with ``RESOURCE_EXHAUSTED``.
 
     Args:
-        in_flight: calls, or batches of calls, that run at once.
-        queue: calls that wait for that, or for others of their batch.
-        per_caller: calls of one caller that run or wait; default: no limit of his own.
-        message_bytes: of one request, and of the memory that its values may take when it is read.
-        compressed: take compressed requests. One of 300 KB can fill ``message_bytes`` of memory before
-            anything of it can be checked.
+        in_flight: maximum number of calls, or batches of calls, that run at once.
+        queue: maximum number of calls that wait to run, or for others of their batch.
+        per_caller: maximum number of one caller's calls that run or wait; default: no limit per caller.
+        message_bytes: maximum size in bytes of one request, and of the memory that its values take when it is
+        read.
+        compressed: whether to accept compressed requests. One of 300 KB can fill ``message_bytes`` of memory
+            before any of it can be checked.
     """
 
     in_flight: int = 16
@@ -42,7 +43,7 @@ class Limits:
 
 
 class Admission:
-    """Counts the calls that a server has taken and not answered."""
+    """Counts the calls that a server has accepted and not answered."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -53,14 +54,14 @@ class Admission:
 
     @property
     def admitted(self) -> int:
-        """Calls that run or wait."""
+        """Number of calls that run or wait."""
         return self._callers.total()
 
     def check_together(self, count: int) -> None:
-        """Check the number of calls in one message, before anything is made of them.
+        """Check the number of calls in one message, before they are read.
 
         Raises:
-            Refused: they would be too many if there were no others.
+            Refused: they are too many, even if there were no others.
         """
         most = self._limits.in_flight + self._limits.queue
         if count > most:
@@ -75,7 +76,7 @@ class Admission:
 
     @contextmanager
     def admit(self, caller: str) -> Iterator[None]:
-        """Take a call, for as long as the context lasts.
+        """Accept a call, for as long as the context lasts.
 
         Raises:
             Refused: there are too many, or the server is about to end.

@@ -1,9 +1,9 @@
-"""Calls that come together are run as one.
+"""Batching: calls that arrive together are run as one.
 
-A batch is open for calls of one kind: the same structure, dtypes and sizes beside the first. It is closed
-when it is full, or its first call has waited long enough and there is a place for it to run: until then, it
-can as well take more. A batch that fails is run again call by call, so that what is wrong with one is that
-one's error. A run for which nobody waits any more is cancelled.
+A batch is open for calls of one kind: the same structure, dtypes and sizes, except for the first dimension.
+It is closed when it is full, or when its first call has waited long enough and there is a slot for it to run:
+until then, it may as well accept more. A batch that fails is run again call by call, so that an error is
+returned only to the call that causes it. A run whose callers have all gone is cancelled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Run:
-    """What runs for some calls."""
+    """The run of one or several calls."""
 
     calls: list[_Call]
     task: asyncio.Task[None]
@@ -53,10 +53,10 @@ class Batcher:
     """Joins the calls of one endpoint.
 
     Args:
-        batching: how many, and how long they wait.
+        batching: batch size and delay.
         run: makes one call.
-        observe: told how many calls a batch has.
-        when_free: calls back as soon as there is a place to run.
+        observe: called with the number of calls in each batch.
+        when_free: calls back as soon as there is a free slot.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Batcher:
         self._running: set[asyncio.Task[None]] = set()
 
     async def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of one call; as from ``run``."""
+        """Return the result of one call, as from ``run``."""
         given = JoinableCall.of(args, kwargs)
         if given is None or given.rows > self._batching.max_batch_size:
             self._observe(1)

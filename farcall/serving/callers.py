@@ -1,4 +1,4 @@
-"""Who may call: bearer tokens, and certificates that TLS has checked."""
+"""Identification of callers: bearer tokens, and certificates that TLS has checked."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _HEADER: Final = "authorization"
 _SCHEME: Final = "bearer "
 
 _NAMES: Final = ("x509_common_name", "x509_subject_alternative_name")
-"""Where gRPC has the names in a certificate; many have nothing in the first."""
+"""Keys under which gRPC has the names in a certificate; the first is often empty."""
 
 OPEN: Final = ("/grpc.health.v1.Health/", "/inference.GRPCInferenceService/Server")
-"""Methods that need no token: probes ask them, and they tell nothing but that the server lives."""
+"""Methods that need no token: probes call them, and they only reveal that the server lives."""
 
 
 class Callers:
-    """Tells callers apart.
+    """Identifies callers.
 
     Args:
-        tokens: by the name of who has it; empty: none is asked for.
-        certificates: TLS has asked for a certificate, whose name is the caller's.
+        tokens: tokens by the owner's name; empty if none are required.
+        certificates: whether TLS requires a certificate, whose name is the caller's.
 
     Raises:
-        ValueError: a token is too short, or no client could send it.
+        ValueError: a token is too short, or cannot be sent in a header.
     """
 
     def __init__(self, tokens: Mapping[str, str | bytes], *, certificates: bool) -> None:
@@ -43,19 +43,19 @@ class Callers:
 
     @property
     def have_tokens(self) -> bool:
-        """Who calls must have one."""
+        """Whether callers must have a token."""
         return bool(self._tokens)
 
     def has_token(self, authorization: str) -> bool:
-        """The value of the header ``authorization`` has one of the tokens."""
+        """Whether the value of the header ``authorization`` has one of the tokens."""
         return self.known([(_HEADER, authorization)])
 
     def known(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """The metadata of a call has one of the tokens."""
+        """Whether the metadata of a call has one of the tokens."""
         return self._owner(metadata) is not None
 
     def name(self, context: Any) -> str:
-        """Who calls: the token's owner, the certificate's name, or the address."""
+        """Return the caller's name: the token's owner, the certificate's name, or the address."""
         if self._tokens and (owner := self._owner(context.invocation_metadata() or ())) is not None:
             return owner
         if self._certificates:
@@ -63,7 +63,7 @@ class Callers:
             names: Iterable[bytes] = (each for kind in _NAMES for each in shown.get(kind, ()) if each)
             for each in names:
                 name = each.decode(errors="replace")
-                return name if name.isprintable() else repr(name)  # it is a line of a log
+                return name if name.isprintable() else repr(name)  # it is written to a log line
         peer: str = context.peer()
         return peer.rpartition(":")[0]
 
@@ -78,7 +78,7 @@ class Callers:
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Refuses calls without a token before their message is read, and notes them."""
+    """Refuses calls without a token before their message is read, and logs them."""
 
     def __init__(self, callers: Callers, metrics: Metrics) -> None:
         self._callers = callers
@@ -87,7 +87,7 @@ class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ha
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        """Let it through, or answer that it is not."""
+        """Continue the call, or answer that it is refused."""
         method: str = handler_call_details.method
         if method.startswith(OPEN) or self._callers.known(handler_call_details.invocation_metadata or ()):
             return await continuation(handler_call_details)

@@ -1,6 +1,6 @@
-"""What all methods of the server share: who calls, until when, how errors go back, and what is noted.
+"""The common part of the server's methods: caller, deadline, errors, and logging.
 
-Handlers get requests as bytes and parse them themselves, so that what cannot be parsed is the caller's error.
+Handlers get requests as bytes and parse them themselves, so that a malformed request is the caller's error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError, Message
 
+from farcall.grpc.values import Malformed
 from farcall.serving.callers import Callers
 from farcall.serving.errors import details_of, status_of, text_of
 from farcall.serving.host import Host
 from farcall.serving.memory import check_memory
 from farcall.serving.metrics import NOT_SERVED
-from farcall.values import Malformed
 
 __all__ = ["Caller", "Calls", "beside_the_loop", "parse", "size_of"]
 
@@ -30,14 +30,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _AT_ONCE_BYTES: Final = 64 << 10
-"""So much is read in less than a handful of milliseconds, whatever it says."""
+"""Number of bytes that are parsed in a few milliseconds, whatever they contain."""
 
 _BYTES_OF_A_VALUE: Final = 16
 
 _TURN: Final = 0.02
 _QUIET_TURNS: Final = 5
-"""Turns of the loop, of so many seconds at least, without a new call, after which gRPC has handed over all
-that came. Turns, since a machine that is busy may give the loop no time for seconds.
+"""Number of iterations of the loop, with a minimum duration each, without a new call, after which gRPC has
+delivered all received calls. Iterations, since on a busy machine the loop may get no time for seconds.
 """
 
 _DETAILS: Final = "grpc-status-details-bin"
@@ -45,13 +45,13 @@ _DETAILS: Final = "grpc-status-details-bin"
 
 @dataclass(slots=True)
 class Caller:
-    """One call that has come.
+    """One call that has arrived.
 
     Attributes:
-        name: who makes it.
-        seconds: that he waits; None: for ever.
-        began: when it came, by ``perf_counter``.
-        served: the name that he calls, for logs and metrics.
+        name: name of its caller.
+        seconds: the caller's timeout in seconds; None for no limit.
+        began: arrival time, by ``perf_counter``.
+        served: the name that it calls, for logs and metrics.
     """
 
     name: str
@@ -61,15 +61,15 @@ class Caller:
 
 
 def parse(kind: type[M], request: bytes, limit: int) -> M:
-    """Read a request.
+    """Parse a request.
 
     Args:
-        kind: of message that it is.
+        kind: class of the message.
         request: its bytes.
-        limit: bytes of memory that its values may take.
+        limit: maximum memory in bytes for its values.
 
     Raises:
-        Malformed: it is none.
+        Malformed: it is not such a message.
         Refused: its values take more memory.
     """
     check_memory(kind.DESCRIPTOR, request, limit)
@@ -80,8 +80,8 @@ def parse(kind: type[M], request: bytes, limit: int) -> M:
 
 
 async def beside_the_loop(size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What a function returns that reads or writes about ``size`` bytes: of many, on a thread, so that others
-    need not wait for a message of a million values.
+    """Return the result of a function that reads or writes about ``size`` bytes; large ones on a thread, so
+    that others need not wait for a message of a million values.
     """
     if size <= _AT_ONCE_BYTES:
         return function(*args, **kwargs)
@@ -89,7 +89,7 @@ async def beside_the_loop(size: int, function: Callable[P, R], *args: P.args, **
 
 
 def size_of(value: Any) -> int:
-    """About how many bytes a value takes as a message, if not more than are written at once."""
+    """Return a value's approximate size in bytes as a message, up to the size that is written at once."""
     size, ahead = 0, [value]
     while ahead and size <= _AT_ONCE_BYTES:
         each = ahead.pop()
@@ -111,9 +111,9 @@ class Calls:
     """Makes gRPC handlers.
 
     Args:
-        host: where calls go.
-        callers: tells who calls.
-        tracebacks: errors carry them.
+        host: runs the calls.
+        callers: identifies callers.
+        tracebacks: whether errors contain tracebacks.
     """
 
     def __init__(self, host: Host, callers: Callers, *, tracebacks: bool) -> None:
@@ -128,13 +128,13 @@ class Calls:
         self._open.set()
 
     async def gather(self, longest: float) -> None:
-        """Have calls that come wait until ``release``; returns when no more come.
+        """Make arriving calls wait until ``release``; returns when no more arrive.
 
-        gRPC answers ``CANCELLED`` for what it has not handed over when a server is stopped. Who waits for an
-        answer makes no more calls, so that after this there is nothing of that kind.
+        When a server is stopped, gRPC answers ``CANCELLED`` to calls that it has not delivered. A client that
+        waits for an answer makes no more calls, so that after this there are no such calls.
 
         Args:
-            longest: seconds after which it returns whatever comes.
+            longest: maximum time in seconds, even if calls still arrive.
         """
         self._open.clear()
         loop = asyncio.get_running_loop()
@@ -145,11 +145,11 @@ class Calls:
             quiet = quiet + 1 if self._came == before else 0
 
     def release(self) -> None:
-        """Let those go on that wait since ``gather``."""
+        """Continue the calls that wait since ``gather``."""
         self._open.set()
 
     async def all_answered(self) -> None:
-        """Wait until every call that has come is answered, to the last byte."""
+        """Wait until every call that has arrived is answered completely."""
         await self._idle.wait()
 
     def unary(self, answer: Callable[[bytes, Caller], Awaitable[Message]]) -> Any:
@@ -201,7 +201,7 @@ class Calls:
             self._idle.set()
 
     async def _fails(self, caller: Caller, context: Any, error: BaseException) -> None:
-        """Answer with an error, which is raised; unless nobody waits for an answer."""
+        """Answer with an error, which is raised; unless the caller is gone."""
         if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             self._ends(caller, grpc.StatusCode.CANCELLED)
             return
@@ -221,7 +221,7 @@ async def _send(context: Any, data: bytes) -> None:
     """Send one of many answers.
 
     Raises:
-        CancelledError: the client is gone, which gRPC may find out here first; it would log it as an error.
+        CancelledError: the client is gone, which gRPC may find out here first, and would log as an error.
     """
     try:
         await context.write(data)

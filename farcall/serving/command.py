@@ -1,4 +1,4 @@
-"""``farcall serve``: a server in the foreground, which SIGTERM and Ctrl-C end in order."""
+"""``farcall serve``: a server in the foreground, which SIGTERM and SIGINT end gracefully."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def run(
     grace: float,
     tracebacks: bool,
 ) -> int:
-    """Serve until a signal comes; options are those of the command. A second signal ends the process at once.
+    """Serve until a signal arrives; options are those of the command. A second signal ends the process at
+    once.
 
     Returns:
         The exit status.
@@ -83,7 +84,7 @@ def run(
     asked.wait()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_DFL)
-    click.echo("ending: no more calls are taken; another signal ends it at once")
+    click.echo("ending: no more calls are accepted; another signal ends it at once")
     left = server.stop(grace)
     if left:
         click.echo(f"cut off: {left} calls that were still running after {grace:g} s")

@@ -1,4 +1,4 @@
-"""What is served: something to call, and what is known of it."""
+"""Endpoints: what is served, and its description."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYW
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor must be.
+    """The required dtype and shape of a tensor.
 
     Args:
-        dtype: PyTorch's, or its name, such as ``"float32"``.
+        dtype: PyTorch's dtype, or its name, such as ``"float32"``.
         shape: sizes; -1 for any.
 
     Raises:
@@ -75,16 +75,16 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """Calls that come together are run as one, their tensors joined along the first dimension.
+    """Run calls that arrive together as one, with their tensors concatenated along the first dimension.
 
-    It is for functions of tensors whose rows do not depend on each other, such as a model in evaluation: all
-    arguments are tensors with as many rows, and so are the results. Calls with other dtypes, other sizes
-    beside the first, or arguments that are not tensors are not joined.
+    It is for functions of tensors whose rows are independent, such as a model in evaluation: all arguments
+    are tensors with the same number of rows, and so are the results. Calls with other dtypes, other sizes
+    (except for the first), or arguments that are not tensors are not combined.
 
     Args:
-        max_batch_size: rows at most; a call with more runs alone.
-        max_delay: seconds that the first call waits for others, or longer if the server has no place to run
-            it. If clients need longer than that for all their calls to come, batches stay small.
+        max_batch_size: maximum number of rows; a call with more runs alone.
+        max_delay: time in seconds that the first call waits for others, or longer if the server has no free
+            slot. If clients need longer than that for all their calls to arrive, batches stay small.
     """
 
     max_batch_size: int = 32
@@ -103,10 +103,10 @@ class Endpoint:
         call: a function, ``async def``, generator (for streams), module, or any callable; an ``RRef`` to one,
             a ``RemoteModule`` or a sharded model, which are called where they are. Modules run in
             ``torch.inference_mode``.
-        inputs: what tensors the arguments must be, by name.
-        outputs: what tensors come back, by name, in order.
-        batching: run calls that come together as one.
-        doc: for ``Describe``; default: the docstring.
+        inputs: required tensors among the arguments, by name.
+        outputs: tensors of the result, by name, in order.
+        batching: run calls that arrive together as one.
+        doc: text for ``Describe``; default: the docstring.
 
     Example::
 
@@ -114,7 +114,7 @@ class Endpoint:
 
     Raises:
         TypeError: it cannot be called.
-        ValueError: ``inputs`` has a name that is none of its parameters'.
+        ValueError: ``inputs`` has a name that is not one of its parameters.
     """
 
     call: Any
@@ -133,7 +133,7 @@ class Endpoint:
 
     @cached_property
     def streams(self) -> bool:
-        """It has many results, one after the other."""
+        """Whether it has many results, one after the other."""
         return _is(inspect.isgeneratorfunction, self.call) or _is(inspect.isasyncgenfunction, self.call)
 
     @cached_property
@@ -142,7 +142,7 @@ class Endpoint:
 
     @cached_property
     def signature(self) -> inspect.Signature | None:
-        """Of what is called, if that can be seen from here."""
+        """The signature of ``call``, if it is available here."""
         if isinstance(self.call, (RRef, RemoteModule)):
             return None
         target = self.call.forward if isinstance(self.call, nn.Module) else self.call
@@ -153,8 +153,8 @@ class Endpoint:
 
     @cached_property
     def order(self) -> list[str]:
-        """The names of arguments by position: of parameters, and then of those of ``inputs`` that are no
-        parameters, which ``*args`` takes.
+        """The names of arguments by position: of parameters, and then those of ``inputs`` that are not
+        parameters, which ``*args`` accepts.
         """
         seen = self.signature
         parameters: Iterable[inspect.Parameter] = () if seen is None else seen.parameters.values()
@@ -164,7 +164,7 @@ class Endpoint:
 
     @property
     def text(self) -> str:
-        """What it does, for people."""
+        """A description of what it does."""
         if self.doc or isinstance(self.call, (RRef, RemoteModule)):
             return self.doc
         call = self.call.func if isinstance(self.call, partial) else self.call
@@ -188,9 +188,9 @@ class Endpoint:
     async def run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None, slots: Slots
     ) -> Any:
-        """The result of one call.
+        """Return the result of one call.
 
-        Who is cancelled cancels an ``async def`` and a remote call; a function in a thread runs to its end.
+        Cancelling it cancels an ``async def`` and a remote call; a function in a thread runs to its end.
         """
         call = self.call.get_module_rref() if isinstance(self.call, RemoteModule) else self.call
         if isinstance(call, RRef):
@@ -205,10 +205,10 @@ class Endpoint:
     async def stream(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Slots
     ) -> AsyncIterator[Any]:
-        """The results of a generator. It is closed when nobody takes more.
+        """Yield the results of a generator, which is closed when no more results are requested.
 
-        Each step takes a place. A plain generator has a thread of its own, which ends with the executor:
-        PyTorch's modes, such as ``torch.no_grad``, are those of a thread, and last from step to step.
+        Each step takes a slot. A plain generator has a thread of its own, which ends with the executor:
+        PyTorch's modes, such as ``torch.no_grad``, belong to a thread, and last from step to step.
         """
         if _is(inspect.isasyncgenfunction, self.call):
             results = self.call(*args, **kwargs)
@@ -221,7 +221,7 @@ class Endpoint:
             return
         generator: Generator[Any, Any, Any] = self.call(*args, **kwargs)
         own = ThreadPoolExecutor(1, thread_name_prefix="farcall stream")
-        own.submit(int)  # a stream for which there is no thread fails here, before it has a place
+        own.submit(int)  # a stream for which no thread can be started fails here, before it has a slot
         in_own = partial(slots.in_thread, abandoned=generator.close, executor=own)
         while (each := await in_own(next, generator, _END)) is not _END:
             try:

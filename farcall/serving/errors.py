@@ -1,4 +1,4 @@
-"""Errors as gRPC's clients get them."""
+"""Errors as gRPC's clients receive them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from farcall.values import Malformed
+from farcall.grpc.values import Malformed
 from rpc.errors import RpcTimeoutError, WorkerLostError
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 DOMAIN: Final = "farcall"
-"""Of the reasons in ``google.rpc.ErrorInfo``."""
+"""Domain of the reasons in ``google.rpc.ErrorInfo``."""
 
 _OURS: Final = (
     str(Path(__file__).parent),
@@ -45,12 +45,13 @@ _OURS: Final = (
 _LONGEST_NAME: Final = 200
 _LONGEST_TEXT: Final = 1500
 _LONGEST_TRACEBACK: Final = 3000
-"""Bytes, as ``_cut`` counts them. All are sent in headers, the text twice, some of it as base64; clients take
-8 KiB of headers."""
+"""Maximum number of bytes of a traceback, as ``_cut`` counts them. All is sent in headers, the text twice,
+some of it as base64; clients accept 8 KiB of headers.
+"""
 
 
 class BadArguments(TypeError):
-    """What is served does not take these arguments."""
+    """The endpoint does not accept these arguments."""
 
 
 class Unknown(LookupError):
@@ -58,7 +59,9 @@ class Unknown(LookupError):
 
 
 class Refused(Exception):
-    """The server is too busy for this call, or about to end; it was not begun, and can be made again."""
+    """The server is too busy for this call, or about to end; the call did not begin, and can be
+    made again.
+    """
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -66,16 +69,16 @@ class Refused(Exception):
 
 
 class Ended(Exception):
-    """What is served tried to end the process or the task that it ran in."""
+    """The endpoint tried to end the process or the task that it ran in."""
 
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Let nothing but an ``Exception`` out of what is served, on the loop.
+    """Let nothing but an ``Exception`` escape from an endpoint, on the loop.
 
-    ``SystemExit`` would end it. ``CancelledError`` and ``StopIteration`` mean something to asyncio, so that
-    nobody would be answered; a task that is cancelled is cancelled as ever, and a coroutine that is closed is
-    closed.
+    ``SystemExit`` would end the loop. ``CancelledError`` and ``StopIteration`` have a meaning for asyncio, so
+    that the call would not be answered; a task that is cancelled is still cancelled, and a coroutine that is
+    closed is closed.
 
     Raises:
         Ended: one of these was raised.
@@ -89,7 +92,7 @@ def contained() -> Iterator[None]:
 
 
 def answerable(error: BaseException) -> Exception:
-    """What a call ends with whose function has raised this: itself, or ``Ended``."""
+    """Return the error that a call ends with if its function raised this: the same, or ``Ended``."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     ended = Ended(f"what is served raised {type(error).__name__}: {text_of(error)}")
@@ -98,7 +101,7 @@ def answerable(error: BaseException) -> Exception:
 
 
 def _is_told_by_asyncio(error: BaseException) -> bool:
-    """This task has been cancelled; or there is none, and a coroutine is closed that has not ended."""
+    """Whether this task has been cancelled; or there is none, and a coroutine is closed before its end."""
     task = asyncio.current_task()
     if task is None:
         return isinstance(error, GeneratorExit)
@@ -114,18 +117,18 @@ _CODES: Final[tuple[tuple[type[BaseException], grpc.StatusCode], ...]] = (
     (WorkerLostError, grpc.StatusCode.UNAVAILABLE),
     (NotImplementedError, grpc.StatusCode.UNIMPLEMENTED),
 )
-"""What an error of a call is to the client; the first that fits. All others are INTERNAL."""
+"""The status code of an error; the first class that fits. All others are INTERNAL."""
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
-    """The code of an error."""
+    """Return the status code of an error."""
     if isinstance(error, Refused):
         return error.code
     return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 def details_of(error: BaseException, *, tracebacks: bool) -> status_pb2.Status:
-    """An error for a client: its type, its text and, if asked for, where it was raised."""
+    """Describe an error for a client: its type, its text and, if requested, its traceback."""
     kind = type(error)
     text = _cut(text_of(error), _LONGEST_TEXT)
     own = kind.__module__.split(".")[0] == DOMAIN
@@ -148,14 +151,14 @@ def details_of(error: BaseException, *, tracebacks: bool) -> status_pb2.Status:
 
 
 def beyond_the_server(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames before the user's code, which say nothing; None where there are no others."""
+    """Remove the frames before the user's code; None if there are no others."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     return trace
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says; its ``__str__`` is the user's, and may fail."""
+    """Return an error's text; its ``__str__`` is user code, and may fail."""
     try:
         return str(error)
     except Exception as other:
@@ -163,9 +166,9 @@ def text_of(error: BaseException) -> str:
 
 
 def _cut(text: str, longest: int) -> str:
-    """The end of a text that is too long: where a traceback says what was raised.
+    """Return the end of a text that is too long: a traceback ends with the error.
 
-    gRPC writes three bytes for each byte of UTF-8 that is not printable ASCII, and so they are counted.
+    gRPC writes three bytes for each byte of UTF-8 that is not printable ASCII; they are counted accordingly.
     """
     end = text[-longest:].encode(errors="replace").decode()
     size = 0

@@ -1,4 +1,4 @@
-"""Runs calls by name: what both of the server's protocols stand on. It knows no gRPC messages."""
+"""Runs calls by name, for both of the server's protocols. It does not depend on gRPC messages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Host:
     """Endpoints by name, under the limits of a server.
 
     Args:
-        endpoints: what is served, by name.
-        limits: of all of them together.
+        endpoints: the endpoints, by name.
+        limits: limits for all of them together.
     """
 
     def __init__(self, endpoints: Mapping[str, Endpoint], limits: Limits) -> None:
@@ -43,10 +43,10 @@ class Host:
         }
 
     def find(self, name: str, *, streams: bool | None = None) -> Endpoint:
-        """What is served under a name.
+        """Return the endpoint with a name.
 
         Raises:
-            Unknown: nothing is.
+            Unknown: there is none.
             BadArguments: it is called in the other way.
         """
         endpoint = self.endpoints.get(name)
@@ -65,21 +65,21 @@ class Host:
     async def call(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, caller: str, seconds: float | None
     ) -> Any:
-        """The result of one call.
+        """Return the result of one call.
 
         Args:
-            name: of what is called.
-            args: by position.
-            kwargs: by name.
-            caller: whom limits count it for.
-            seconds: that the caller waits; None: for ever.
+            name: name of the endpoint.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            caller: caller for which limits count it.
+            seconds: the caller's timeout in seconds; None for no limit.
 
         Raises:
-            Unknown: nothing is served under that name.
-            BadArguments: it does not take these.
+            Unknown: there is no endpoint with that name.
+            BadArguments: it does not accept these arguments.
             Refused: there are too many calls.
             TimeoutError: it took longer.
-            Exception: what it raised.
+            Exception: the error that it raised.
         """
         with self.admission.admit(caller):
             endpoint = self.find(name, streams=False)
@@ -96,7 +96,9 @@ class Host:
     async def stream(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, caller: str, seconds: float | None
     ) -> AsyncIterator[Any]:
-        """The results of one call of a generator, as they come; arguments and errors as with ``call``."""
+        """Yield the results of one call of a generator as they arrive; arguments and errors as for
+        ``call``.
+        """
         with self.admission.admit(caller):
             endpoint = self.find(name, streams=True)
             endpoint.bind(args, kwargs)

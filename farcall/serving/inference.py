@@ -1,7 +1,8 @@
-"""The open inference protocol, version 2, over the same endpoints: what existing clients speak.
+"""The open inference protocol, version 2, for the same endpoints: for existing clients.
 
-An input goes to the parameter of its name; where no parameter has the name of any, inputs go by position.
-Results are named by the endpoint's ``outputs``, by the keys of a dict, or ``output0``, ``output1`` and so on.
+An input is passed to the parameter with its name; if no parameter has the name of an input, inputs are passed
+by position. Results are named by the endpoint's ``outputs``, by the keys of a dict, or ``output0``,
+``output1`` and so on.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import numpy as np
 import torch
 
 import farcall
+from farcall.grpc.values import Malformed, byte_count, shape_of
 from farcall.kserve import inference_pb2 as pb
 from farcall.serving.calls import Caller, Calls, beside_the_loop, parse, size_of
 from farcall.serving.endpoint import Endpoint, TensorSpec
 from farcall.serving.errors import Unknown
 from farcall.serving.host import Host
 from farcall.serving.tensors import TorchTensors
-from farcall.values import Malformed, byte_count, shape_of
 
 __all__ = ["handlers"]
 
@@ -53,11 +54,11 @@ _CONTENTS: Final = {
     "UINT64": "uint64_contents",
     _BYTES: "bytes_contents",
 }
-"""Where a tensor's elements are if they are not raw."""
+"""Fields with a tensor's elements if they are not raw."""
 
 
 def handlers(host: Host, calls: Calls) -> Any:
-    """The methods of the service, for a gRPC server."""
+    """Return the methods of the service, for a gRPC server."""
     service = _Service(host)
     methods = {
         "ServerLive": service.server_live,
@@ -124,7 +125,7 @@ def _metadata(name: str, spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMet
     return pb.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=spec.shape)
 
 
-# ---- what comes
+# ---- requests
 
 
 def _inputs(message: pb.ModelInferRequest) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def _strings(name: str, raw: bytes) -> Iterator[bytes]:
         at += length
 
 
-# ---- what goes back
+# ---- answers
 
 
 def _response(message: pb.ModelInferRequest, endpoint: Endpoint, result: Any) -> pb.ModelInferResponse:

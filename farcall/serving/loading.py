@@ -1,4 +1,4 @@
-"""What ``farcall serve`` serves: ``module.py:make_model``."""
+"""Loads what ``farcall serve`` serves: ``module.py:make_model``."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _MAKE_NOTHING: Final = (
 
 
 def load(target: str) -> dict[str, Endpoint]:
-    """Find what a command line names.
+    """Load what a command line names.
 
     Args:
-        target: ``FILE.py:NAME`` or ``MODULE:NAME``. What has that name is served: a module of PyTorch's, an
-            ``Endpoint``, or a dict of these and functions by name. A function or class is called, without
-            arguments, and what it returns is served.
+        target: ``FILE.py:NAME`` or ``MODULE:NAME``. The object with that name is served: a module of
+            PyTorch's, an ``Endpoint``, or a dict of these and functions by name. A function or class is
+            called, without arguments, and its result is served.
 
     Returns:
-        What is served, by name; ``make_model`` is served as ``model``.
+        The endpoints, by name; ``make_model`` is served as ``model``.
 
     Raises:
-        ValueError: there is no such thing, it fails, or it cannot be served; says why.
+        ValueError: it does not exist, fails, or cannot be served; the text says why.
 
     Example::
 
@@ -88,7 +88,7 @@ def _module(place: str) -> ModuleType:
                 return importlib.import_module(place)
             except ModuleNotFoundError as error:
                 if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                    raise  # it is there, and imports what is not
+                    raise  # it exists, and one of its imports does not
         raise ValueError(f"there is no module {place!r} to import")
     path = Path(place).resolve()
     if not path.is_file():
@@ -106,7 +106,7 @@ def _module(place: str) -> ModuleType:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Have what the user's code raises told with its place there.
+    """Add the position to errors that the user's code raises.
 
     Raises:
         ValueError: it raised something.

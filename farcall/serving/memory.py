@@ -1,8 +1,8 @@
-"""How much memory a request takes once it is parsed, found without parsing it.
+"""Determines how much memory a request takes once it is parsed, without parsing it.
 
-A field of two bytes becomes an object of many, so a parser would fill memory that is a multiple of the
-request's size before anything could be checked. Here the fields are only counted, message by message, as
-protobuf's wire format has them. What is malformed is left to the parser, which refuses it.
+A field of two bytes becomes an object of many, so a parser would use a multiple of the request's size before
+anything could be checked. Here the fields are only counted, message by message, in protobuf's wire format.
+Malformed requests are left to the parser, which refuses them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from farcall.serving.errors import Refused
 __all__ = ["check_memory"]
 
 _FIELD_BYTES: Final = 64
-"""Memory of a field, whatever is in it."""
+"""Memory of a field in bytes, whatever its content."""
 _PACKED_FACTORS: Final = {
     FieldDescriptor.CPPTYPE_INT64: 16,
     FieldDescriptor.CPPTYPE_UINT64: 16,
     FieldDescriptor.CPPTYPE_INT32: 8,
     FieldDescriptor.CPPTYPE_UINT32: 8,
 }
-"""Memory of a byte of packed numbers, while the parser makes room for more. A small integer has one byte."""
+"""Memory per byte of packed numbers, while the parser grows its buffer. A small integer has one byte."""
 _PACKED_FACTOR: Final = 2
-"""That of other numbers."""
+"""The same for other numbers."""
 _GROWTH: Final = _FIELD_BYTES // 2
-"""The most by which a request can grow, if it has nothing but fields of two bytes."""
+"""Maximum factor of growth, for a request that consists of fields of two bytes."""
 _SMALL: Final = 64 << 10
-"""Bytes of a request that is not worth counting."""
+"""Size in bytes up to which a request is not checked."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _GROUPS: Final = (3, 4)
@@ -42,9 +42,9 @@ def check_memory(descriptor: Any, request: bytes, limit: int) -> None:
     """Check how much memory a request takes when it is parsed.
 
     Args:
-        descriptor: of the message that it is.
+        descriptor: descriptor of the message.
         request: its bytes.
-        limit: bytes of memory that its fields may take.
+        limit: maximum memory in bytes for its fields.
 
     Raises:
         Refused: they take more.
@@ -77,7 +77,7 @@ def check_memory(descriptor: Any, request: bytes, limit: int) -> None:
             _, at = _varint(request, at, end)
         elif wire in (_FIXED64, _FIXED32):
             at += 8 if wire == _FIXED64 else 4
-        elif wire not in _GROUPS:  # what is in a group counts as if it were not
+        elif wire not in _GROUPS:  # the content of a group counts as if it were outside
             at = end
         if left < 0:
             raise Refused(
@@ -88,7 +88,7 @@ def check_memory(descriptor: Any, request: bytes, limit: int) -> None:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """A number, and where it ends; beyond ``end`` if it is malformed."""
+    """Return a number, and where it ends; beyond ``end`` if it is malformed."""
     if at < end and data[at] < 128:
         return data[at], at + 1
     value = shift = 0

@@ -1,4 +1,4 @@
-"""What a server tells of itself: Prometheus metrics, and one line of log for each call."""
+"""A server's metrics for Prometheus, and its access log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACCESS: Final = logging.getLogger("farcall.access")
 """One line for each call, at INFO."""
 
 NOT_SERVED: Final = "-"
-"""The name of calls of what is not served."""
+"""Name of calls without an endpoint."""
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _CALLS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -26,7 +26,7 @@ class Metrics:
     """The metrics of one server.
 
     Args:
-        admitted: how many calls run or wait.
+        admitted: returns the number of calls that run or wait.
     """
 
     def __init__(self, admitted: Callable[[], int]) -> None:
@@ -50,11 +50,13 @@ class Metrics:
         gauge.set_function(admitted)
 
     def batch(self, name: str, calls: int) -> None:
-        """Note a batch."""
+        """Record a batch."""
         self._batches.labels(name).observe(calls)
 
     def ended(self, name: str, caller: str, code: grpc.StatusCode, seconds: float, text: str = "") -> None:
-        """Note a call. ``name`` is one that is served, or ``NOT_SERVED``: strangers make up no labels."""
+        """Record a call. ``name`` is an endpoint's, or ``NOT_SERVED``, so that strangers cannot create
+        labels.
+        """
         self._calls_of(name, code.name).inc()
         self._seconds_of(name).observe(seconds)
         ACCESS.info("%s %s %s %.1f ms%s", caller, name, code.name, seconds * 1e3, f": {text}" if text else "")

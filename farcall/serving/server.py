@@ -1,4 +1,4 @@
-"""The server: one port, a thread with an event loop, and an orderly end."""
+"""The server: one port, a thread with an event loop, and a graceful end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, Final, Self
 
 import grpc
 
-from farcall.grpc_server import OPTIONS, Probes, bind, server_credentials
+from farcall.grpc.server import OPTIONS, Probes, bind, server_credentials
+from farcall.scraping import Admits, published
 from farcall.serving import inference, service
 from farcall.serving.admission import Limits
 from farcall.serving.callers import BearerTokens, Callers
 from farcall.serving.calls import Calls
 from farcall.serving.endpoint import Endpoint
 from farcall.serving.host import Host
-from farcall.serving.scraping import Admits, published
 from rpc import TlsOptions
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import new_loop
@@ -34,20 +34,23 @@ _SERVICES: Final = (service.SERVICE, inference.SERVICE)
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 """Names of this host that other hosts cannot reach."""
 _NO_END: Final = 1e9
-"""Seconds; gRPC takes none to be 0."""
+"""Timeout in seconds for no limit; gRPC does not accept None."""
 
 _PARTING: Final = 1.0
-"""Seconds for calls that came as the server was stopped to hear so. Streams without an end, such as those of
-who watches its health, are cut off then."""
+"""Time in seconds for calls that arrived when the server was stopped to be refused. Streams without an end,
+such as those of health watchers, are cut off then.
+"""
 
 _GATHERING: Final = 3.0
-"""Seconds at most for calls to cease, once all that were taken are answered."""
+"""Maximum time in seconds for calls to cease, once all accepted ones are answered."""
 
 _UNCOMPRESSED: Final = (("grpc.compression_enabled_algorithms_bitset", 1),)
-"""Only the first algorithm, which is none. Others are refused as UNIMPLEMENTED, and nothing is expanded."""
+"""Only the first algorithm, which is none. Others are refused as UNIMPLEMENTED, and nothing is
+decompressed.
+"""
 
 _STREAMS: Final = 1000
-"""Calls that one connection may have under way."""
+"""Maximum number of calls that one connection may have under way."""
 
 
 def serve(
@@ -67,24 +70,24 @@ def serve(
     """Serve functions and modules to clients in any language, over gRPC, in this process.
 
     Args:
-        endpoints: what is served, by name: an ``Endpoint``, or what it takes as ``call``.
-        host: the address to listen at.
-        port: 0: one that is free, see ``Server.port``.
-        tokens: what callers must have, one for all or one each by the caller's name.
-        tls: encrypt; callers need certificates of the same authority.
+        endpoints: what is served, by name: an ``Endpoint``, or a value for its ``call``.
+        host: the address to listen on.
+        port: the port to listen on; 0 for any, see ``Server.port``.
+        tokens: the tokens that callers must have, one for all or one each by the caller's name.
+        tls: encrypts; callers need certificates of the same authority.
         client_certificates: False: with TLS, callers need no certificate, only a token if there are any.
-        insecure: listen beyond this host although whoever reaches the port may call.
-        limits: how many calls are taken at once.
-        tracebacks: errors carry them to callers.
-        metrics_port: serve Prometheus metrics at this port; 0: one that is free.
-        metrics_host: the address to serve them at. Beyond this host, they need one of ``tokens``, or a
-            certificate where callers need one, and are encrypted where calls are.
+        insecure: whether to listen beyond this host although anyone who reaches the port may call.
+        limits: how many calls are accepted at once.
+        tracebacks: whether errors for callers contain tracebacks.
+        metrics_port: port for Prometheus metrics; 0 for any.
+        metrics_host: the address for metrics. Beyond this host, they need one of ``tokens``, or a certificate
+            if callers need one, and are encrypted if calls are.
 
     Returns:
-        The server, which has begun; it ends with ``stop()`` or the end of its ``with``.
+        The running server; it ends with ``stop()`` or at the end of its ``with`` block.
 
     Raises:
-        ValueError: an argument cannot be as it is, or whoever reaches the port could call.
+        ValueError: an argument is invalid, or anyone who reaches the port could call.
         OSError: the port is taken.
 
     Example::
@@ -105,12 +108,12 @@ def serve(
     trusted = bool(tokens) or (tls is not None and client_certificates)
     if host not in LOOPBACK and not trusted and not insecure:
         raise ValueError(
-            f"whoever reaches {host} could call what is served. Give tokens (--token-file), or TLS with "
+            f"anyone who reaches {host} could call what is served. Give tokens (--token-file), or TLS with "
             "certificates for callers (--cert, --key and --ca), or say insecure=True (--insecure)"
         )
     if metrics_port is not None and metrics_host not in LOOPBACK and not trusted and not insecure:
         raise ValueError(
-            f"whoever reaches {metrics_host} could read the metrics. Give tokens (--token-file), or TLS with "
+            f"anyone who reaches {metrics_host} could read metrics. Give tokens (--token-file), or TLS with "
             "certificates for callers (--cert, --key and --ca), or say insecure=True (--insecure)"
         )
     named = tokens if isinstance(tokens, Mapping) else {"caller": tokens} if tokens else {}
@@ -135,11 +138,11 @@ def _https(tls: TlsOptions, client_certificates: bool) -> ssl.SSLContext:
 
 
 class Server:
-    """A server that runs; made by ``serve``.
+    """A running server; made by ``serve``.
 
     Attributes:
-        port: where it listens.
-        metrics_port: where Prometheus finds its metrics; None without.
+        port: port at which it listens.
+        metrics_port: port for Prometheus to read its metrics; None without.
     """
 
     port: int
@@ -159,13 +162,14 @@ class Server:
         self._grace: Future[float | None] = Future()
 
     def stop(self, grace: float | None = None) -> int:
-        """Take no more calls, and return when those that were taken are answered.
+        """Accept no more calls, and return when all accepted ones are answered.
 
         Args:
-            grace: seconds until the rest are cut off; None: there is no end.
+            grace: time in seconds until the rest are cut off; None for no limit.
 
         Returns:
-            How many functions still run in threads, which cannot be ended: the process ends after them.
+            The number of functions that still run in threads, which cannot be ended: the process ends after
+            them.
         """
         with self._stopping:
             if not self._grace.done():
@@ -174,10 +178,10 @@ class Server:
         return self._cut_off
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until somebody has stopped it.
+        """Wait until the server is stopped.
 
         Returns:
-            False: it still runs after ``timeout`` seconds.
+            False if it is still running after ``timeout`` seconds.
         """
         return self._ended.wait(timeout)
 
@@ -255,7 +259,7 @@ class Server:
         served.admission.draining = True
         await probes.ending()
         deadline = math.inf if grace is None else self._loop.time() + grace
-        with contextlib.suppress(TimeoutError):  # new calls still come, and hear that they are refused
+        with contextlib.suppress(TimeoutError):  # new calls still arrive, and are refused
             async with asyncio.timeout(grace):
                 await served.admission.empty()
         await calls.gather(min(deadline - self._loop.time(), _GATHERING))

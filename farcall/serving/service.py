@@ -10,6 +10,7 @@ from typing import Any, Final
 import grpc
 
 import farcall
+from farcall.grpc.values import Malformed, dtype_number, from_value, to_value
 from farcall.serving.calls import Caller, Calls, beside_the_loop, parse, size_of
 from farcall.serving.endpoint import Endpoint, TensorSpec
 from farcall.serving.errors import details_of
@@ -17,7 +18,6 @@ from farcall.serving.host import Host
 from farcall.serving.tensors import TorchTensors
 from farcall.v1 import service_pb2 as pb
 from farcall.v1 import value_pb2
-from farcall.values import Malformed, dtype_number, from_value, to_value
 
 __all__ = ["handlers"]
 
@@ -115,7 +115,7 @@ async def _put(into: value_pb2.Value, result: Any) -> None:
 def _read(
     kind: type[pb.CallRequest | pb.StreamCallRequest], request: bytes, limit: int, caller: Caller
 ) -> tuple[str, list[Any], dict[str, Any]]:
-    """What is called, and its arguments."""
+    """Return the endpoint's name, and the arguments."""
     invocation = parse(kind, request, limit).call
     caller.served = invocation.name
     return invocation.name, *_arguments(invocation)

@@ -1,4 +1,4 @@
-"""Where calls run: so many at once, on the loop or in threads."""
+"""Slots: limit how many calls run at once, on the loop or in threads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Slots"]
 
 
 class Slots:
-    """Places for calls. As ``async with slots`` for what runs on the loop, ``in_thread`` for what does not.
+    """Slots for calls. ``async with slots`` for coroutines on the loop, ``in_thread`` for functions.
 
     Args:
-        count: of places.
+        count: number of slots.
     """
 
     def __init__(self, count: int) -> None:
@@ -26,18 +26,18 @@ class Slots:
         self._free = asyncio.Semaphore(count)
         self._loop = asyncio.get_running_loop()
         self._executor = IsolatingThreadPool(count, thread_name_prefix="farcall serving")
-        self._executor.submit(int)  # one thread at least, for what waits where no other can be started
+        self._executor.submit(int)  # one thread at least, in case that no other can be started later
         self._in_threads = 0
         self._closed = False
         self._told: list[Callable[[], None]] = []
 
     @property
     def in_threads(self) -> int:
-        """Calls that run in threads, also those for which nobody waits any more."""
+        """Number of calls that run in threads, including those whose callers are gone."""
         return self._in_threads
 
     def when_free(self, tell: Callable[[], None]) -> None:
-        """Call back, once, as soon as there may be a place: now, or when a call ends."""
+        """Call back, once, as soon as there may be a free slot: now, or when a call ends."""
         if self._free.locked():
             self._told.append(tell)
         else:
@@ -47,7 +47,7 @@ class Slots:
         try:
             await self._free.acquire()
         except asyncio.CancelledError:
-            self._tell()  # it may have had a place already
+            self._tell()  # it may have had a slot already
             raise
 
     def _release(self) -> None:
@@ -74,13 +74,13 @@ class Slots:
         abandoned: Callable[[], object] | None = None,
         executor: Executor | None = None,
     ) -> Any:
-        """The result of a function that may block.
+        """Return the result of a function that may block.
 
-        A thread cannot be cancelled: if who waits is, the call keeps its place until it has ended, and
-        ``abandoned``, which is run then; at once if the call has not begun.
+        A thread cannot be cancelled: if the caller is, the call keeps its slot until it has ended, and
+        ``abandoned``, which is called then; at once if the call has not begun.
 
         Args:
-            executor: whose threads run it; default: those that all calls share.
+            executor: runs it; default: the threads that all calls share.
         """
         executor = self._executor if executor is None else executor
         try:
@@ -132,14 +132,16 @@ class Slots:
                 answer.set_exception(error)
 
     def close(self) -> None:
-        """Let threads end; those that run a call are not waited for."""
+        """End the threads; those that run a call are not waited for."""
         self._closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _outcome(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
-    """What a call ends with; apart, so that no frame of the error's traceback holds the error."""
+    """Return the outcome of a call; a separate function, so that no frame of the error's traceback holds the
+    error.
+    """
     try:
         return call(*args), None
-    except BaseException as error:  # whatever it is, somebody waits for it
+    except BaseException as error:  # returned to the caller, whatever it is
         return None, answerable(error)

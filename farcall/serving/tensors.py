@@ -8,19 +8,19 @@ from typing import Final
 import torch
 
 from farcall.client.arrays import NumpyTensors
-from farcall.values import ITEM_SIZES, Elements
+from farcall.grpc.values import ITEM_SIZES, Elements
 
 __all__ = ["DTYPES", "TorchTensors"]
 
 DTYPES: Final = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
-"""PyTorch's dtypes by name; those that are newer than the installed PyTorch are left out."""
+"""PyTorch's dtypes by name, except those that the installed PyTorch lacks."""
 
 _IN_NUMPY: Final = {
     **{DTYPES[name]: torch.uint8 for name in DTYPES if name.startswith(("float8", "float4"))},
     torch.bfloat16: torch.int16,
     **{DTYPES[name]: torch.int32 for name in ("complex32", "bcomplex32") if name in DTYPES},
 }
-"""What has the same size as the dtypes that NumPy lacks."""
+"""NumPy types of the same size as the dtypes that NumPy lacks."""
 
 _ARRAYS: Final = NumpyTensors()
 
@@ -28,7 +28,9 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TorchTensors:
-    """Tensors of any layout and device there, dense CPU tensors back. NumPy's arrays are taken too."""
+    """Encodes tensors of any layout and device, decodes to dense CPU tensors. NumPy arrays are
+    encoded too.
+    """
 
     kinds = "tensors, PyTorch's or NumPy's"
 

@@ -1,4 +1,5 @@
-"""The agent: calls at both ends.
+"""The agent: both ends of calls.
 
-``agent.py`` composes it; ``caller.py``, ``dispatcher.py`` and ``request_runner.py`` tell the story of a call.
+``agent.py`` composes it; ``caller.py``, ``dispatcher.py`` and ``request_runner.py`` implement the path of a
+call.
 """

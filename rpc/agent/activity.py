@@ -1,4 +1,4 @@
-"""How much is under way on an agent: what ``departure`` waits for the end of."""
+"""Counts the operations under way on an agent, whose end ``departure`` waits for."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Count = Callable[[], int]
 
 
 class Activity:
-    """How much is under way on an agent; notifies its listener when that may be nothing. From any thread.
+    """The operations under way on an agent; notifies its listener when there may be none. From any thread.
 
-    Nothing can be on its way between two workers that is not under way at its sender: a call is until it is
-    answered, a control message until it is acknowledged.
+    Everything in flight between two workers is under way at its sender: a call until it is answered, a
+    control message until it is acknowledged.
 
     Attributes:
-        postponed: requests that no task works on, but which are still to be run or answered.
-        listener: called when something ended; None while it interests nobody.
+        postponed: requests without a task that are still to be run or answered.
+        listener: called when an operation has ended; None if there is no listener.
         inquiries: requests that only asked for the state of a wait.
     """
 
@@ -38,52 +38,52 @@ class Activity:
         mailbox.when_emptied(self._look)
 
     def add(self, under_way: Count, begun: Count) -> None:
-        """Count what another part of the agent has under way, and how much it has ever begun."""
+        """Add another part's number of operations under way, and the number that have ever begun."""
         self._parts.append((under_way, begun))
 
     def serve(self, requests: Count) -> None:
-        """Count how many requests of others have ever begun here; see ``serving``."""
+        """Add a count of requests of other workers that have ever begun here; see ``serving``."""
         self._requests = requests
         self.add(int, requests)
 
     def inquired(self) -> None:
-        """A request has come that only asks for the state of a wait."""
+        """Count a request that only asks for the state of a wait."""
         with self._lock:
             self.inquiries += 1
 
     def begun(self) -> int:
-        """How much has ever begun."""
+        """Number of operations that have ever begun."""
         return sum(begun() for _, begun in self._parts)
 
     def under_way(self) -> int:
-        """How much is under way: calls and requests not answered yet, tasks, callbacks, control messages not
-        acknowledged.
+        """Number of operations under way: calls and requests not answered yet, tasks, callbacks, control
+        messages not acknowledged.
         """
         # In this order: calls and postponed requests become tasks, and tasks leave things in the mailbox.
         count = sum(under_way() for under_way, _ in self._parts) + self.postponed.value
         return count + self._executor.active() + self._mailbox.pending()
 
     def serving(self, waiting: int = 0) -> bool:
-        """Whether this worker serves others: it runs something for them, or has since this was asked last.
+        """Whether this worker serves others: it runs a request, or has since the last call of this.
 
         Args:
-            waiting: so many of the tasks that it runs only wait.
+            waiting: number of its tasks that only wait.
         """
         before, self._seen = self._seen, self._requests() - self.inquiries
         return before != self._seen or self._executor.active() > waiting
 
     def listen(self, listener: Callable[[], object] | None) -> None:
-        """On the loop's thread: have ``listener`` called there whenever something may have ended, from now
-        on, or nobody any longer. (Only then is it worth the time to say so.)
+        """Have ``listener`` called whenever an operation may have ended, from now on; None to stop. On the
+        loop's thread, where it is called as well.
         """
         if listener == self.listener:
             return
         self.listener = listener
         self._executor.when_idle(None if listener is None else self.ended)
-        self.ended()  # what has ended since it was last counted could not say so
+        self.ended()  # reports those that ended before there was a listener
 
     def ended(self) -> None:
-        """Something ended: this worker may have become idle."""
+        """Notify the listener that an operation has ended: this worker may have become idle."""
         if self.listener is not None:
             self._mailbox.call(self._look)
 

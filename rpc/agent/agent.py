@@ -1,15 +1,14 @@
-"""The agent: one per process, on which everything else is built. It composes its parts.
+"""The agent: one per process; everything else is built on it. It composes its parts.
 
-A call goes out on the caller's thread: ``caller`` serializes it, enters it into the table of ``calls``, and
-``dispatcher`` hands the frame to the peer, which writes it to the socket. There all frames come in, too: a
-request goes to the executor (``request_runner``), a reply to the thread that waits for it (``calls``,
-``futures``). The loop moves bytes and nothing else: no user code runs on it, no pickle is read on it.
+A call is sent on the caller's thread: ``caller`` serializes it, enters it into the table of ``calls``, and
+``dispatcher`` passes the frame to the peer, which writes it to the socket. All received frames go through
+``dispatcher``, too: a request goes to the executor (``request_runner``), a reply to the thread that waits for
+it (``calls``, ``futures``). The loop only moves bytes: it runs no user code and reads no pickles.
 
-The parts have four faces: ``Agent.calls``, ``messages``, ``group`` and ``lifecycle``. What is built on the
-agent extends it at four points: message kinds (``messages.on``, and ``messages.control`` for small messages
-that must arrive), the turns of its life (``lifecycle.hooks``), the tape (``tracing``), and carriers and
-reducers (``serializer``). Other packages are given the parts that they use, as ports (``ports``), and not the
-agent.
+The parts have four interfaces: ``Agent.calls``, ``messages``, ``group`` and ``lifecycle``. Packages above the
+agent extend it at four points: message kinds (``messages.on``, and ``messages.control`` for small messages
+that must arrive), hooks (``lifecycle.hooks``), the tape (``tracing``), and carriers and reducers
+(``serializer``). Other packages are given the parts that they use, as ports (``ports``), and not the agent.
 """
 
 from __future__ import annotations
@@ -76,17 +75,17 @@ _MOVED: Final = {
     "reply": "calls.answers.reply",
     "send": "messages.sender.send",
 }
-"""Earlier names that extensions may use, and where each is now."""
+"""Earlier names that extensions may use, with their present locations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of one agent, and those that others make to it.
+    """The calls of one agent, and the requests of other workers.
 
     Attributes:
         caller: makes calls, and the futures of calls.
         table: the calls under way.
-        answers: runs the requests of others, and answers them.
+        answers: runs requests of other workers, and answers them.
         completions: runs tasks, and completes futures, on executor threads.
         gathering: ``all_gather`` and ``barrier``.
     """
@@ -99,32 +98,32 @@ class Calls:
 
 
 class Agent:
-    """Sends calls, runs the calls of others, and knows who is there: an ``AgentInterface``.
+    """Sends calls, runs the calls of others, and knows the group's members: an ``AgentInterface``.
 
-    Made in two steps, since peers must know where it listens before the group is known:
-    ``Agent(...)`` listens, ``join`` makes it part of a group.
+    Made in two steps, since peers must know where it listens before the group is known: ``Agent(...)``
+    listens, ``join`` makes it part of a group.
 
     Args:
-        options: of the backend.
-        listen_host: where to listen for other hosts, a host name or address.
-        listen_port: 0 for any.
-        authenticator: has other workers prove that they belong to the job; None to ask nothing.
-        transports: which to use; default: those for this system.
-        tls: encrypts what goes over a network.
+        options: options of the backend.
+        listen_host: host name or address to listen on for other hosts.
+        listen_port: port to listen on; 0 for any.
+        authenticator: has other workers prove that they belong to the job; None for no authentication.
+        transports: names of the transports to use; default: those for this system.
+        tls: encrypts network connections.
         ground: its threads and transports; default: threads of its own and the transports named.
-        incarnation: distinguishes this worker from all others, earlier ones of its name included; default: a
-            random one.
+        incarnation: distinguishes this worker from all others, including earlier ones with its name; default:
+            a random number.
 
     Attributes:
         info: this worker's name and id, once it has joined its group.
-        addresses: where it listens, best first.
+        addresses: addresses at which it listens, best first.
         calls, messages, group, lifecycle: its parts.
-        tracing: what follows calls: the tape, and observers of requests.
+        tracing: the tape, and observers of requests.
         serializer: serializes calls and values.
-        events: what ``rpc.events.listen`` listens to.
+        events: the events for ``rpc.events.listen``.
         mailbox: has functions called on the loop's thread.
         executor: runs tasks.
-        extensions: what is built on this agent, by name: each one's own object, where it finds that again.
+        extensions: for each extension, by name, the object that belongs to it.
     """
 
     info: WorkerInfo
@@ -209,7 +208,7 @@ class Agent:
         gathering = Gathering(caller, peers, executor, activity, departure, hooks, serializer)
         self.calls = Calls(caller, table, answers, completions, gathering)
 
-        # What is noticed: silent workers, slow calls, workers that are gone.
+        # Detection of silent workers, slow calls, lost workers.
         heartbeat = Heartbeat(
             loop,
             peers.all,
@@ -289,17 +288,19 @@ class Agent:
             return attrgetter(_MOVED[name])(self)
 
     def join(self, me: Member, members: Sequence[Member], group: str, *, static: bool) -> None:
-        """Take part in a group: from now on calls can be made and are answered.
+        """Join a group: from now on calls can be made and are answered.
 
         Args:
-            members: everybody known so far, with or without ``me``.
+            members: all members known so far, with or without ``me``.
             group: a key that all members of this group, and no others, share.
-            static: nobody joins later.
+            static: whether no worker can join later.
         """
         self.info = me.info
         self.group.form(me, static=static)
         self.lifecycle.departure.form(me, members if static else None)
         self._ground.process.apply()
+        for handler in self.lifecycle.hooks.formed:
+            handler(group)
 
         def form() -> None:
             self.group.join(members, group)
@@ -307,7 +308,7 @@ class Agent:
 
         self._ground.loop_thread.call(form)
 
-    # ---- what the API needs (AgentInterface)
+    # ---- the AgentInterface
 
     @property
     def rpc_timeout(self) -> float:
@@ -326,7 +327,7 @@ class Agent:
         kwargs: dict[str, Any],
         timeout: float,
     ) -> Any:
-        """Call a function on a worker, wait, and return its value or raise."""
+        """Call a function on a worker, wait, and return its value or raise its error."""
         return self.calls.caller.ask(to, function, args, kwargs, timeout)
 
     def call_async(
@@ -337,7 +338,7 @@ class Agent:
         kwargs: dict[str, Any],
         timeout: float,
     ) -> Future[Any]:
-        """As ``call``, but return at once, with a future of the value."""
+        """Like ``call``, but return a future of the value immediately."""
         return self.calls.caller.call_async(to, function, args, kwargs, timeout)
 
     def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
@@ -345,16 +346,16 @@ class Agent:
         return self.calls.gathering.all_gather(value, worker_names, timeout)
 
     def get_worker_info(self, worker: WorkerReference | None = None) -> WorkerInfo:
-        """This worker's name and id, or those of the one that ``worker`` names."""
+        """Return this worker's name and id, or those of another worker."""
         return self.info if worker is None else self.group.peers.view.resolve(worker).info
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """Name and id of everybody in the group, by id."""
+        """Return name and id of all workers in the group, by id."""
         return self.group.peers.view.infos()
 
     def get_debug_info(self) -> dict[str, int]:
-        """Counts of threads, tasks, calls and messages right now, under keys that begin ``agent.``, and of
-        what is built on the agent.
+        """Return the current numbers of threads, tasks, calls and messages, under keys that begin with
+        ``agent.``, and those of extensions.
         """
         table = self.calls.table
         counts = self.executor.counts()
@@ -377,14 +378,14 @@ class Agent:
 
     @property
     def is_static_group(self) -> bool:
-        """Whether nobody joins the group any more."""
+        """Whether no worker can join the group any more."""
         return self.group.peers.view.static
 
-    # ---- the end
+    # ---- closing
 
     @property
     def closed(self) -> bool:
-        """Whether this worker leaves, or has left."""
+        """Whether this worker is leaving, or has left."""
         return self.lifecycle.closed
 
     def shutdown(
@@ -401,16 +402,16 @@ class Agent:
         )
 
     def close(self, reason: str) -> None:
-        """Leave now; see ``Lifecycle.close``."""
+        """Leave immediately; see ``Lifecycle.close``."""
         self.lifecycle.close(reason)
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: let go of the parent's connections without disturbing them."""
+        """Release the parent's connections without disturbing them, in a forked child."""
         self.lifecycle.abandon_after_fork()
 
 
 def _under_way(calls: CallTable, executor: Executor) -> str:
-    """Which calls an agent waits for, and which it runs, in words."""
+    """Describe the calls that an agent waits for, and those that it runs."""
     made = [f"{call.asked} on worker '{call.peer.name}'" for call in calls.waiting()]
     parts = [
         f"{words}: {', '.join(which[:_SHOWN])}"

@@ -1,4 +1,6 @@
-"""Which calls the threads of this process wait for, and which requests they run, as their frames show."""
+"""Finds the calls that the threads of this process wait for, and the requests that they run, in
+their frames.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ __all__ = ["awaited_call", "awaited_in", "request_of", "running"]
 _RUNS: Final = frozenset(
     each.__code__ for each in (RequestRunner.run, RequestRunner.start, RequestRunner._finish)
 )
-"""Code that has a local variable ``request`` while it runs that."""
+"""Code that runs a request, which is its local variable ``request``."""
 
 
 def _call_of(future: object) -> PendingCall | None:
@@ -32,12 +34,12 @@ _WAITS: Final[dict[CodeType, Callable[[dict[str, Any]], PendingCall | None]]] = 
     Future.__await__.__code__: lambda values: _call_of(values.get("self")),
     as_completed.__code__: lambda values: next(filter(None, map(_call_of, values.get("awaited", ()))), None),
 }
-"""Code that waits for a call, and which call, given its local variables."""
+"""Code that waits for a call, and a function that returns the call, given its local variables."""
 
 
 def awaited_call(frame: FrameType | None) -> PendingCall | None:
-    """The call that a thread waits for, given its innermost frame: not one further out, whose code has been
-    interrupted by a signal handler or a finalizer of the user's.
+    """Return the call that a thread waits for, given its innermost frame. Outer frames do not count: their
+    code has been interrupted by a signal handler or a finalizer of the user.
     """
     while frame is not None and not is_users(frame.f_code.co_filename):
         find = _WAITS.get(frame.f_code)
@@ -49,13 +51,13 @@ def awaited_call(frame: FrameType | None) -> PendingCall | None:
 
 
 def awaited_in(frame: FrameType) -> PendingCall | None:
-    """The call that this frame itself waits for: the innermost one of a suspended coroutine."""
+    """Return the call that this frame itself waits for: the innermost one of a suspended coroutine."""
     find = _WAITS.get(frame.f_code)
     return None if find is None else find(frame.f_locals)
 
 
 def request_of(frame: FrameType | None) -> tuple[Request, FrameType] | None:
-    """The request that a thread runs, given its innermost frame, and the frame that has begun it."""
+    """Return the request that a thread runs, given its innermost frame, and the frame that started it."""
     while frame is not None:
         if frame.f_code in _RUNS:
             request = frame.f_locals.get("request")
@@ -66,9 +68,9 @@ def request_of(frame: FrameType | None) -> tuple[Request, FrameType] | None:
 
 
 def running(threads: Iterable[threading.Thread]) -> list[str]:
-    """The functions that other threads of these run for other workers, and for which, in words."""
+    """Describe the functions that others of these threads run for other workers."""
     frames = sys._current_frames()
-    # Else this one would keep itself, its callers and what they have in hand until garbage is collected.
+    # Otherwise this frame would keep itself and its callers alive until garbage is collected.
     del frames[threading.get_ident()]
     found: list[str] = []
     for thread in threads:

@@ -1,8 +1,8 @@
 """The caller's side: make a call of a function and its arguments, send it, and wait.
 
 A call is serialized on the caller's thread, entered into the table of calls, and sent (``dispatcher``). All
-calls begin in ``request``, or in ``inquire`` where the thread waits for the answer at once. What comes of it
-is the business of ``calls``; how it is run, of ``request_runner``.
+calls begin in ``request``, or in ``inquire`` if the thread waits for the answer at once. ``calls`` handles
+their outcome, ``request_runner`` runs them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, is_grad_enabled
 from rpc.agent.activity import Activity
 from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
-from rpc.agent.ports import CANCEL, Send
+from rpc.agent.ports import CANCEL, SendMessage
 from rpc.agent.tape import Tracing, note
 from rpc.errors import MessageLostError, WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import this_thread
-from rpc.runtime.events import CallSerialized, Events
+from rpc.runtime.events import Events, Tell
 from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.runtime.tasks import COMPLETION, Task
 from rpc.serialization.payload import Connect, Payload
@@ -36,23 +36,23 @@ from rpc.wire.frames import Frame, Kind
 __all__ = ["UNSET_TIMEOUT", "Caller"]
 
 UNSET_TIMEOUT: Final = -1.0
-"""As a call's timeout: the agent's default."""
+"""Value of a call's timeout that means the agent's default."""
 
 _FEW: Final = 16
-"""With more calls under way, it matters how many go out at once more than how soon."""
+"""Number of calls under way above which throughput matters more than latency."""
 
 
 def _as_leaves(tensors: list[Tensor]) -> list[Tensor]:
-    """What stands for the tensors of an answer that nobody wants gradients for; see ``Connect``."""
+    """Return leaves for the tensors of an answer whose gradients are not needed; see ``Connect``."""
     return [tensor.requires_grad_() for tensor in tensors]
 
 
 class Caller:
-    """Makes the calls of one agent, from any thread. It is the ``CallOwner`` of all.
+    """Makes the calls of one agent, from any thread. It is the ``CallOwner`` of all calls.
 
     Args:
-        rpc_timeout: default timeout, in seconds; 0 for none.
-        find: returns the peer that a callee names.
+        rpc_timeout: default timeout in seconds; 0 for none.
+        find: returns the peer for a callee.
         send: sends a message; see ``Sender.send``.
         post: sends a control message; see ``Control.post``.
         run_soon: has tasks run on executor threads.
@@ -72,7 +72,7 @@ class Caller:
         activity: Activity,
         *,
         find: Callable[[WorkerReference], Peer],
-        send: Send,
+        send: SendMessage,
         post: Callable[[Peer, str, object], object],
         run_soon: Callable[[Sequence[Task]], object],
     ) -> None:
@@ -92,7 +92,7 @@ class Caller:
         """Set the default timeout of calls."""
         self.rpc_timeout = seconds
 
-    @protected  # what travels beside the payload is sent, or taken back
+    @protected  # objects beside the payload are either sent or taken back
     def call(
         self,
         to: WorkerReference,
@@ -103,12 +103,12 @@ class Caller:
         *,
         coalesce: bool = False,
     ) -> PendingCall:
-        """Send a call of a function; what cannot be sent raises here.
+        """Send a call of a function; raises if it cannot be sent.
 
         Args:
-            timeout: seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
-            coalesce: nobody waits for it now: where many are under way, it may be sent with those that
-                follow.
+            timeout: timeout in seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
+            coalesce: no thread waits for it yet: if many calls are under way, it may be sent together with
+            the following.
         """
         peer = self._find(to)
         payload = self.dump_call(function, args, kwargs, peer)
@@ -124,13 +124,15 @@ class Caller:
         kwargs: dict[str, Any],
         timeout: float,
     ) -> Any:
-        """Send a call of a function, wait, and return its value or raise; arguments are as for ``call``."""
+        """Send a call of a function, wait, and return its value or raise its error; arguments are as for
+        ``call``.
+        """
         peer = self._find(to)
         payload = self.dump_call(function, args, kwargs, peer)
         return self.inquire(peer, Kind.CALL, payload, timeout, function)
 
     def call_async(self, *call: Any) -> Future[Any]:
-        """As ``call``, but return a future."""
+        """Like ``call``, but return a future."""
         return self.future(self.call(*call, coalesce=True))
 
     @protected
@@ -144,9 +146,10 @@ class Caller:
         *,
         coalesce: bool = False,
     ) -> PendingCall:
-        """Send any message that is answered by a reply or a failure; ``what`` is asked, for error messages.
+        """Send any message that is answered by a reply or a failure; ``what`` describes it for error
+        messages.
 
-        That a worker is gone is the call's outcome.
+        If the worker is gone, the call fails with ``WorkerLostError``.
         """
         ensure_deferred()
         call = self._begin(peer, payload, timeout, what, "async")
@@ -156,9 +159,9 @@ class Caller:
 
     @protected
     def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any:
-        """As ``request``, but wait for the answer, and return its value or raise."""
+        """Like ``request``, but wait for the answer, and return its value or raise its error."""
         call = self._begin(peer, payload, timeout, what, "sync")
-        if len(payload.buffers) <= 1:  # to send much takes long, and the loop reads
+        if len(payload.buffers) <= 1:  # sending much data takes long, and the loop reads meanwhile
             peer.stand_by(call)
         try:
             self.transmit(call, kind, payload)
@@ -192,7 +195,8 @@ class Caller:
             if self.drop(call):
                 call.settle(call.timeout_error())
         except WorkerLostError:
-            # If the loop has not noted why the connection is closed, it is about to, and ends the call then.
+            # If the loop has not recorded why the connection is closed, it is about to, and ends the call
+            # then.
             if call.peer.lost is not None and self.drop(call):
                 call.settle(call.lost_error())
         except BaseException as error:
@@ -201,7 +205,7 @@ class Caller:
             raise
 
     def drop(self, call: PendingCall) -> bool:
-        """Remove a call to which no answer will come, and say so; false if it has ended already."""
+        """Remove and settle a call that will not be answered; false if it has ended already."""
         dropped = self.table.take(call.call_id) is not None
         self._activity.ended()
         return dropped
@@ -209,19 +213,23 @@ class Caller:
     def dump_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
     ) -> Payload:
-        """The message of a call, and what the tape says of it."""
-        if self._events.call_serialized:
-            return self._dump_told(function, args, kwargs, peer)
+        """Return the message of a call, and the tape's recording of it."""
+        tell = self._events.call_serialized
+        if tell is not None:
+            return self._dump_told(function, args, kwargs, peer, tell)
         return self._dump_call(function, args, kwargs, peer)
 
     def _dump_told(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        peer: Peer,
+        tell: Tell,
     ) -> Payload:
         began = monotonic()
         payload = self._dump_call(function, args, kwargs, peer)
-        size = sum(map(len, payload.buffers))
-        told = CallSerialized(peer.name, function, monotonic() - began, size)
-        self._events.tell(self._events.call_serialized, told)
+        tell(peer.name, function, monotonic() - began, sum(map(len, payload.buffers)))
         return payload
 
     def _dump_call(
@@ -247,8 +255,8 @@ class Caller:
             note(tape, recording, [], header, peer, self._serializer)
 
     def effective_timeout(self, timeout: float) -> float:
-        """A timeout as the user gave it, or the default; ``TypeError`` or ``ValueError`` if it is no number
-        of seconds.
+        """Return the timeout that the user gave, or the default; ``TypeError`` or ``ValueError`` if it is not
+        a number of seconds.
         """
         try:
             if timeout == UNSET_TIMEOUT:
@@ -263,7 +271,7 @@ class Caller:
         raise ValueError(f"a timeout is a number of seconds, 0 for none, not {timeout}")
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
-        """A frame of kind ``REPLY`` or ``FAILURE``."""
+        """Handle a frame of kind ``REPLY`` or ``FAILURE``."""
         arrivals = self._adopt(frame[2], peer) if frame[2] else None
         call = self.table.answered(frame[1], peer)
         if call is None:
@@ -275,7 +283,7 @@ class Caller:
         return None
 
     def request_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
-        """A request that was to be sent later could not be sent: see ``Sender.on_unsent``."""
+        """Handle that a request that was to be sent later could not be sent: see ``Sender.on_unsent``."""
         call = self.table.answered(call_id, peer)
         if call is not None:
             if isinstance(error, QueueFull):
@@ -284,19 +292,19 @@ class Caller:
                 self._run_soon([(call.future.complete, COMPLETION)])
 
     def request_lost(self, peer: Peer, call_id: int, what: str) -> None:
-        """A large request has not arrived, so it does not run: see ``Dispatcher.on_lost``."""
+        """Handle that a large request has not arrived, so it does not run: see ``Dispatcher.on_lost``."""
         call = self.table.answered(call_id, peer)
         error = MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)
         if call is not None and call.settle(error) and call.future is not None:
             self._run_soon([(call.future.complete, COMPLETION)])
 
     def future(self, call: PendingCall) -> Future[Any]:
-        """The future of a call just made."""
+        """Return the future of a call that was just made."""
         future = Future.for_call(call)
         self.table.watch(call)
         return future
 
-    # ---- what pending calls need (CallOwner)
+    # ---- the CallOwner
 
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         kind, _, header, buffers, codec = frame
@@ -315,7 +323,7 @@ class Caller:
 
     def expire(self, call: PendingCall) -> BaseException | None:
         error = self.table.expire(call)
-        self._activity.ended()  # if its callee is gone, or its answer has just come
+        self._activity.ended()  # in case its callee is gone, or its answer has just arrived
         return error
 
     def cancel(self, call: PendingCall) -> bool:

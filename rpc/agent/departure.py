@@ -1,7 +1,7 @@
-"""Waiting for the end of all work, everywhere or here: the shell round ``termination``.
+"""Waiting for the end of all work, on all workers or here: the shell around ``termination``.
 
-Everything but ``wait`` runs on the loop's thread. What may have become idle is looked at when something
-ended: a task, a call, a request, or a control message that was acknowledged.
+Everything except ``wait`` runs on the loop's thread. Idleness is checked when an operation has ended: a task,
+a call, a request, or a control message that was acknowledged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from rpc.agent.hooks import Hooks
 from rpc.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from rpc.group.connections import Connections
 from rpc.group.peer import Peer, PeerTable
-from rpc.group.termination import CutOff, Failed, Leave, Quiescent, Report, Send, Termination, Waits
+from rpc.group.termination import (
+    ActivityReport,
+    CutOff,
+    Failed,
+    Leave,
+    Quiescent,
+    SendToWorker,
+    Termination,
+    Waits,
+)
 from rpc.group.workers import Member
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, wait_for_event
@@ -33,8 +42,9 @@ __all__ = ["SHUT_DOWN", "Departure"]
 logger = logging.getLogger(__name__)
 
 ROUNDS: Final = 3
-"""The first ends when no call is under way anywhere, the second when all references are given back, the
-third when everybody has seen what was not given back. Then all leave."""
+"""Number of rounds. The first ends when no call is under way anywhere, the second when all references are
+released, the third when all workers have checked what was not released. Then all leave.
+"""
 
 SHUT_DOWN: Final = "it has shut down"
 """Reason that a worker gives to the others when its graceful shutdown ends."""
@@ -43,10 +53,10 @@ _CLOSED: Final = "another thread has ended the agent"
 
 
 class Departure:
-    """One agent's way out of its group.
+    """One agent's departure from its group.
 
     Args:
-        describe: says in words which calls are under way here.
+        describe: returns a description of the calls under way here.
     """
 
     def __init__(
@@ -74,8 +84,8 @@ class Departure:
         hooks.closed.append(self._closed)
 
     def form(self, me: Member, members: Sequence[Member] | None) -> None:
-        """The group is formed of ``members``; None in a dynamic one, where each leaves when its own work is
-        done.
+        """Set the group's ``members``; None for a dynamic group, in which each worker leaves when its own
+        work is done.
         """
         self._me = me
         self._termination = None if members is None else Termination(me, members, ROUNDS)
@@ -98,10 +108,11 @@ class Departure:
             self.wait(timeout)
 
     def wait(self, timeout: float) -> None:
-        """Wait for the end of a round (in a dynamic group: of this worker's own work). Ctrl-C interrupts.
+        """Wait for the end of a round (in a dynamic group: of this worker's own work). ``KeyboardInterrupt``
+        interrupts it.
 
-        ``RpcTimeoutError`` if it takes more than ``timeout`` seconds (0 for no limit); it says who is not in
-        shutdown, or still busy. Also if another thread has ended the agent.
+        ``RpcTimeoutError`` if it takes more than ``timeout`` seconds (0 for no limit), or if another thread
+        has ended the agent; the text names the workers that are not in shutdown, or still busy.
         """
         ended = threading.Event()
         failure: list[str | None] = [None]
@@ -124,8 +135,8 @@ class Departure:
             )
 
     def begin(self, end: Callable[[str | None], None], timeout: float) -> None:
-        """Enter a round as ``wait`` does, and have ``end`` called when that is over: with None, or with why
-        this worker has left without waiting any longer.
+        """Enter a round like ``wait``, and have ``end`` called when it is over: with None, or with the reason
+        why this worker has left without waiting any longer.
         """
         self._waiting = end
         self._await_notice()
@@ -136,32 +147,32 @@ class Departure:
             self._watch_over_all()
         else:
             self._activity.listen(self.look)
-            self._cancel_timer()  # of the round before
+            self._cancel_timer()  # of the previous round
             if timeout:
                 self._timer = self._loop_thread.loop.call_later(timeout, self._expire)
             self.look()
 
     @property
     def under_way(self) -> bool:
-        """Whether somebody waits here. From any thread."""
+        """Whether a thread waits here. From any thread."""
         return self._waiting is not None
 
     def look(self) -> None:
-        """This worker may have become idle."""
+        """Check whether this worker has become idle."""
         if self._termination is not None:
             self._act(self._termination.became_idle(self._report()))
         elif self._waiting is not None and not self._report().active:
             self._end(None)
 
     def received(self, peer: Peer, frame: Frame) -> None:
-        """A frame of kind ``SHUTDOWN``."""
+        """Handle a frame of kind ``SHUTDOWN``."""
         if self._termination is None:
             raise ProtocolError("a shutdown message in a dynamic group, whose members leave one by one")
         message = frame.header.get("message")
         self._act(self._termination.receive(peer.incarnation, message, monotonic(), self._report()))
 
     def worker_gone(self, peer: Peer) -> None:
-        """A worker is gone, for whatever reason."""
+        """Record that a worker is gone, for any reason."""
         if self._termination is not None:
             self._act(self._termination.lost(peer.incarnation, monotonic(), self._report()))
             self._watch_over_all()
@@ -170,11 +181,13 @@ class Departure:
 
     @property
     def leader(self) -> int | None:
-        """By its incarnation, who leads; None in a dynamic group."""
+        """Incarnation of the leader; None in a dynamic group."""
         return None if self._termination is None else self._termination.leader
 
     def awaited(self) -> list[Peer]:
-        """For whom this worker waits here: the leader for everybody, everybody else for the leader."""
+        """Return the workers that this one waits for here: the leader for all others, the others for the
+        leader.
+        """
         if self._waiting is None or self.leader is None:
             return []
         if self.leader == self._me.incarnation:
@@ -188,16 +201,16 @@ class Departure:
         return self._claimed.locked()
 
     def expect_long(self) -> None:
-        """It is usual that this worker waits here for long: the log says so at level DEBUG only."""
+        """Have long waits logged at level DEBUG only, since they are usual for this worker."""
         self._expects_long = True
 
     def claim(self) -> bool:
-        """Whether the caller is the first that wants to wait here."""
+        """Whether this call is the first to claim the wait."""
         return self._claimed.acquire(blocking=False)
 
     def _closed(self) -> None:
-        """On the closing thread. This sets a flag and then ends the wait, ``begin`` notes the wait and then
-        looks at the flag: whichever comes first, nobody waits on.
+        """End the wait, on the closing thread. This sets a flag and then ends the wait, ``begin`` records the
+        wait and then checks the flag: in either order, no thread waits for ever.
         """
         self._is_closed = True
         self._end(_CLOSED)
@@ -212,7 +225,7 @@ class Departure:
         return self._loop_thread.loop.time() + max(0.0, at - monotonic())
 
     def _give_notice(self) -> None:
-        """The wait lasts: say in the log for whom."""
+        """Log which workers this one has waited for, after a long wait."""
         if self._waiting is None:
             return
         if self._notices.due():
@@ -224,7 +237,7 @@ class Departure:
 
     def _tell_of_waiting(self, for_whom: str) -> None:
         own = self._describe()
-        # That a worker serves until the others leave as well is usual.
+        # It is usual that a worker serves until the others leave as well.
         usual = self._expects_long or (self._activity.serving() and "not in shutdown" in for_whom)
         logger.log(
             logging.DEBUG if usual else logging.WARNING,
@@ -236,20 +249,22 @@ class Departure:
         )
 
     def _watch_over_all(self) -> None:
-        """The leader waits for everybody, so it must notice if somebody dies who never had to do with it."""
+        """Stay connected to all workers, as the leader: it must notice the death of workers it never talked
+        to.
+        """
         if self._waiting is not None and self.leader == self._me.incarnation:
             for peer in self._peers.present():
                 self._peers.watch_over(peer)
 
-    def _report(self) -> Report:
-        begun = self._activity.begun()  # first: what begins after it was read is missed by neither number
-        return Report(self._activity.under_way(), begun)
+    def _report(self) -> ActivityReport:
+        begun = self._activity.begun()  # first: what begins later is then counted by one of them
+        return ActivityReport(self._activity.under_way(), begun)
 
     def _act(self, actions: Sequence[Any]) -> None:
         find = self._peers.by_incarnation
         for action in actions:
             match action:
-                case Send(incarnation, message):
+                case SendToWorker(incarnation, message):
                     peer = find(incarnation)
                     if peer is not None:
                         _send(peer, message)
@@ -268,8 +283,8 @@ class Departure:
         self._set_timer()
 
     def _expire(self) -> None:
-        """In a dynamic group."""
-        self.look()  # nobody may have looked yet, after a while in which this process was stopped
+        """Handle the timeout in a dynamic group."""
+        self.look()  # there may have been no check since, if this process was stopped
         if self._waiting is not None:
             self._end(f"this worker still has {self._report().active} calls or tasks under way")
 
@@ -298,5 +313,5 @@ class Departure:
 
 def _send(peer: Peer, message: list[Any]) -> None:
     buffers, size = encode(Kind.SHUTDOWN, 0, {"message": message}, ())
-    with contextlib.suppress(WorkerLostError):  # ``worker_gone`` is on its way then
+    with contextlib.suppress(WorkerLostError):  # ``worker_gone`` will follow
         peer.send(buffers, size, wait=False)

@@ -1,4 +1,4 @@
-"""What the agent's parts need of ``rpc.devices``, which is not imported where messages use no devices."""
+"""Interfaces of ``rpc.devices`` to the agent, which does not import it unless messages use devices."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ class RequestStreams(Protocol):
     """Streams of devices that a request runs on; see ``rpc.devices.streams``."""
 
     def share(self) -> None:
-        """Have what uses the same objects from now on wait for the work so far."""
+        """Have later uses of the same objects wait for the work so far."""
 
     def follow(self, coroutine: Coroutine[Any, Any, Any], /) -> Coroutine[Any, Any, Any]:
-        """A coroutine whose every step is on these streams."""
+        """Return a coroutine whose every step is on these streams."""
 
     def around(self, function: Callable[..., Any], /) -> Callable[..., Any]:
-        """A function that runs on these streams."""
+        """Return a function that runs on these streams."""
 
 
 class Ready(Protocol):
-    """Work on devices that must be done before something is used."""
+    """Device work that must be done before something is used."""
 
     def join(self) -> None:
         """Make the current streams wait for the work."""
 
 
 class SharedWork(Protocol):
-    """Work on devices that several streams add to, one after another. From any thread."""
+    """Device work that several streams add to, one after another. From any thread."""
 
     def join(self, tensors: Iterable[Tensor] = (), /) -> None:
         """Make the current streams wait for the work, and keep the memory of tensors until they are done."""
@@ -41,27 +41,27 @@ class SharedWork(Protocol):
 
 
 class ArrivedTensors(Ready, Protocol):
-    """Tensors on devices that a future has, and the work that brought them."""
+    """Tensors on devices in a future's value, and the work that brought them."""
 
     def streams(self) -> Any:
-        """Streams of their own on the same devices, as a context manager."""
+        """Return a context manager with separate streams on the same devices."""
 
 
 class RequestDevices(Protocol):
-    """What an agent does with devices; see ``rpc.devices.installation``."""
+    """An agent's use of devices; see ``rpc.devices.installation``."""
 
     def around(self, run: Callable[[Any], None], /) -> Callable[[Any], None]:
-        """What runs requests, on streams of their own."""
+        """Return a function that runs requests on separate streams."""
 
     @property
     def updates(self) -> SharedWork:
         """The work that changes parameters in place."""
 
     def streams(self) -> Any:
-        """Streams of their own on all devices that messages use, as a context manager."""
+        """Return a context manager with separate streams on all devices that messages use."""
 
     def use(self, tensors: Iterable[Tensor | None], /) -> None:
-        """Keep the memory of tensors, where they are on devices, until the current streams have used it."""
+        """Keep the memory of tensors on devices until the current streams have used it."""
 
     def ready(self, value: Any, /) -> SharedWork:
-        """What streams must join before they use a value that was made on the current ones."""
+        """Return the work that streams must join before they use a value made on the current ones."""

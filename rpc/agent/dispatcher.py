@@ -1,12 +1,12 @@
-"""Messages: how they go out, and to whom each goes that comes in.
+"""Messages: how they are sent, and which handler takes each received one.
 
-A message goes out as one small frame, through memory that both workers share, or as its buffers lie,
+A message is sent as one small frame, through memory that both workers share, or as separate buffers,
 whichever suits its size and its receiver.
 
-Every frame comes in by one door, and goes to the handler of its kind: on the loop's thread, or on a thread
-that has read it itself, or made the call to its own worker. What nobody but the loop may take in, such as
-references, is left to it. What is to be done about a frame, such as to run a request, is a task for an
-executor thread.
+Every received frame goes to the handler of its kind: on the loop's thread, or on a thread that has read it
+itself, or made the call to its own worker. Frames that only the loop may handle, such as those with
+references, are left to it. Further work for a frame, such as running a request, is a task for an executor
+thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rpc.agent.activity import Activity
 from rpc.errors import ProtocolError, RpcError, SerializationError
 from rpc.group.connections import SMALL_FRAME_BYTES
 from rpc.group.peer import Peer
-from rpc.runtime.events import Events, MessageReceived, MessageSent
+from rpc.runtime.events import Events
 from rpc.runtime.interrupts import protected
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import EXCEPTION, Payload, Staging
@@ -32,16 +32,16 @@ __all__ = ["Dispatcher", "KindHandler", "Sender"]
 logger = logging.getLogger(__name__)
 
 KindHandler = Callable[[Peer, Frame], Task | None]
-"""Takes in a frame; may return a task for an executor thread."""
+"""Handles a frame; may return a task for an executor thread."""
 
 LostHandler = Callable[[Peer, int, str], object]
-"""Called with the receiver of a large message that was lost, its call id, and what happened, in words."""
+"""Called with the receiver of a large message that was lost, its call id, and a description."""
 
 UnsentHandler = Callable[[Peer, int, BaseException], object]
 """Called with the receiver of a message that could not be sent, its call id, and why."""
 
 _UNNUMBERED: Final = frozenset((Kind.ALIVE, Kind.STREAMS))
-"""They belong to one connection, and are not part of the session."""
+"""Kinds of frames that belong to one connection, and are not part of the session."""
 
 _FEW: Final = 4
 """Maximum number of entries in the header of a small frame."""
@@ -51,9 +51,9 @@ class Sender:
     """Sends the messages of one agent. From any thread.
 
     Args:
-        share: sends a message through shared memory, if it can.
-        sent_large: called with a peer and the bytes of a message that was sent on its connection.
-        lose: cuts off a worker that cannot be sent what it must have.
+        share: sends a message through shared memory, if possible.
+        sent_large: called with a peer and the size in bytes of a message that was sent on its connection.
+        lose: cuts off a worker to which a necessary message cannot be sent.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Sender:
         wait: float = INFINITE,
         coalesce: bool = False,
     ) -> None:
-        """Send one message; if that fails, what travels beside its buffers is taken back.
+        """Send one message; if that fails, objects beside its buffers are taken back.
 
-        An exception that is larger than what the peer accepts goes out as its description alone.
+        An exception that is larger than the peer accepts is replaced by its description.
 
         Args:
-            wait: seconds to wait at most while too much is queued for that peer.
+            wait: maximum time in seconds to wait while the queue for that peer is full.
             coalesce: see ``Connection.send_small``.
         """
         if payload.staging is not None:
@@ -98,8 +98,9 @@ class Sender:
         header, buffers = payload.header, payload.buffers
         count = len(buffers)
         events = self._events
-        if events.message_sent:
-            events.tell(events.message_sent, MessageSent(peer.name, kind, sum(map(len, buffers))))
+        tell = events.message_sent
+        if tell is not None:
+            tell(peer.name, kind, sum(map(len, buffers)), call_id)
         try:
             if not count or (count == 1 and len(buffers[0]) <= SMALL_BYTES and len(header) <= _FEW):
                 frame = encode_small(kind, call_id, header, buffers, payload.codec)
@@ -109,7 +110,7 @@ class Sender:
             elif count == 1 or not self._share(peer, kind, call_id, payload, wait):
                 pieces, size = encode(kind, call_id, header, buffers, payload.codec)
                 peer.check_size(size)
-                aliased = count > 1  # others may be the caller's own memory
+                aliased = count > 1  # the other buffers may be the caller's own memory
                 peer.send(pieces, size, aliased=aliased, wait=wait)
                 self._sent_large(peer, size)
         except BaseException as error:
@@ -120,15 +121,15 @@ class Sender:
             self.send(peer, kind, call_id, described, wait=wait, coalesce=coalesce)
 
     def on_unsent(self, kinds: Collection[int | None], handler: UnsentHandler) -> None:
-        """Have ``handler`` called for messages of these kinds that were to be sent later and could not be;
-        None: for requests of all kinds that have no handler.
+        """Register ``handler`` for messages of these kinds that were to be sent later and could not be; None:
+        for requests of all kinds without a handler.
         """
         self._unsent_handlers |= dict.fromkeys(kinds, handler)
 
     def _send_when_staged(
         self, peer: Peer, kind: int, call_id: int, payload: Payload, staging: Staging, wait: float
     ) -> None:
-        """Send a message once copies of its tensors have been made; the thread goes on meanwhile."""
+        """Send a message once copies of its tensors have been made; the thread continues in the meantime."""
         payload.staging = None
         self._activity.postponed.begin()
 
@@ -150,7 +151,7 @@ class Sender:
         staging.when_done(staged)
 
     def _not_sent(self, peer: Peer, kind: int, call_id: int, error: BaseException) -> None:
-        """A message could not be sent, and the thread that wanted to send it has gone on."""
+        """Handle that a message could not be sent, after the sending thread has continued."""
         handler = self._unsent_handlers.get(kind)
         if handler is None and call_id:
             handler = self._unsent_handlers.get(None)
@@ -161,14 +162,14 @@ class Sender:
 
 
 class Dispatcher:
-    """Takes in the messages of one agent.
+    """Handles the received messages of one agent.
 
     Args:
         run_soon: has tasks run on executor threads.
-        lose: cuts off a worker that sends what is malformed, or cannot be sent what it must have.
+        lose: cuts off a worker that sends malformed messages, or to which a necessary message cannot be sent.
 
     Attributes:
-        followed: kinds of frames behind which another most likely comes at once.
+        followed: kinds of frames that another frame usually follows at once.
     """
 
     def __init__(
@@ -196,12 +197,12 @@ class Dispatcher:
     def on(
         self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
     ) -> None:
-        """Have frames of a kind passed to ``handler``. It must neither block nor run user code.
+        """Register ``handler`` for frames of a kind. It must neither block nor run user code.
 
         Args:
-            any_thread: it may be called on any thread, and its frames be overtaken by those that follow. The
-                loop takes in those beside whose buffers something travels.
-            followed: another frame most likely comes right behind.
+            any_thread: whether it may be called on any thread, and its frames overtaken by later ones. Frames
+                with objects beside their buffers are handled by the loop.
+            followed: whether another frame usually follows at once.
 
         Raises:
             ValueError: the kind has a handler.
@@ -214,13 +215,13 @@ class Dispatcher:
             self.followed.add(kind)
 
     def on_lost(self, kinds: Collection[int | None], handler: LostHandler) -> None:
-        """Have ``handler`` called for large messages of these kinds that were lost; None: for requests of all
-        kinds that have no handler.
+        """Register ``handler`` for large messages of these kinds that were lost; None: for requests of all
+        kinds without a handler.
         """
         self._lost_handlers |= dict.fromkeys(kinds, handler)
 
     def unwrap(self, kind: int, opener: Callable[[Peer, Frame], Frame]) -> None:
-        """Have frames of a kind replaced by the messages that they stand for, on any thread."""
+        """Have frames of a kind replaced by the messages that they refer to, on any thread."""
         self._check_free(kind)
         self._openers[kind] = opener
 
@@ -228,27 +229,27 @@ class Dispatcher:
         if kind in self._handlers or kind in self._openers:
             raise ValueError(f"message kind {kind} is taken")
 
-    # ---- messages that have come
+    # ---- received messages
 
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
-        """On the loop's thread: take in frames of one worker, in order."""
+        """Handle frames of one worker, in order. On the loop's thread."""
         tasks: list[Task] = []
         try:
             for frame in frames:
                 opener = self._openers.get(frame[0])
                 frame = frame if opener is None else opener(peer, frame)  # noqa: PLW2901
-                if type(frame) is LargeFrame and frame.kind != Kind.BULK:  # whose credit says that it is here
+                if type(frame) is LargeFrame and frame.kind != Kind.BULK:  # those have credits
                     peer.large_came(frame.number)
                 self._take_in(peer, frame, tasks)
         except Exception as error:
             self._refuse(peer, error)
         if tasks:
             self._run_soon(tasks)
-        if self._activity.listener is not None:  # whom it interests that this worker may have become idle
+        if self._activity.listener is not None:  # waits for this worker to become idle
             self._activity.ended()
 
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool = False) -> Task | None:
-        """On any thread: see ``Receiver.take_inline``."""
+        """See ``Receiver.take_inline``. On any thread."""
         tasks: list[Task] = []
         try:
             while frames:
@@ -276,7 +277,7 @@ class Dispatcher:
         return mine
 
     def take_bulk(self, peer: Peer, frame: LargeFrame) -> None:
-        """On any thread: take in a bulk message that came on a stream of its own."""
+        """Handle a bulk message that arrived on a separate stream. On any thread."""
         tasks: list[Task] = []
         try:
             self._take_in(peer, frame, tasks)
@@ -286,12 +287,12 @@ class Dispatcher:
             self._run_soon(tasks)
 
     def _take_in(self, peer: Peer, frame: Frame, tasks: list[Task]) -> None:
-        """Take in one frame; what is to be done goes to ``tasks``. Raises if it is malformed."""
+        """Handle one frame; further work is added to ``tasks``. Raises if the frame is malformed."""
         kind = frame[0]
         events = self._events
-        if events.message_received:
-            size = sum(map(len, frame.buffers))
-            events.tell(events.message_received, MessageReceived(peer.name, kind, size))
+        tell = events.message_received
+        if tell is not None:
+            tell(peer.name, kind, sum(map(len, frame.buffers)))
         handler = self._handlers.get(kind)
         if handler is None:
             raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
@@ -307,10 +308,9 @@ class Dispatcher:
             peer.acknowledge()
 
     def message_lost(self, peer: Peer, head: bytes) -> None:
-        """A large message to a worker was lost with its connection; ``head`` is prefix, table and header.
+        """Handle that a large message was lost with its connection; ``head`` is prefix, table and header.
 
-        It has not arrived. What comes of that is for a handler (``on_lost``); without one, the worker is cut
-        off.
+        It has not arrived. A handler (``on_lost``) deals with that; without one, the worker is cut off.
         """
         kind, call_id, header = describe(head)
         self._take_back(header, peer)
@@ -324,7 +324,7 @@ class Dispatcher:
             handler(peer, call_id, what)
 
     def _refuse(self, peer: Peer, error: Exception) -> None:
-        """Whatever a malformed message makes fail, it ends this connection and nothing else."""
+        """Close a connection because of a malformed message, whatever the error, and nothing else."""
         if isinstance(error, RpcError):
             reason = f"it sent a malformed message: {error}"
         else:

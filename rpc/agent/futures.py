@@ -1,9 +1,9 @@
-"""The future of a call that users hold, and waiting for many of them.
+"""The futures of calls, and waiting for several of them.
 
-When a reply arrives, it is only stored (see ``calls``). If a thread waits for it, that thread is
-woken, decodes it and completes the future, at no cost of a further hand-over; where nobody waits, an executor
-thread does it. Both may try: the second waits until the first has decoded. If Ctrl-C ends the wait of the
-first, an executor thread takes over.
+When a reply arrives, it is only stored (see ``calls``). If a thread waits for it, that thread is woken,
+decodes it and completes the future, without a further hand-over; otherwise an executor thread does so. Both
+may try: the second waits until the first has decoded. If ``KeyboardInterrupt`` ends the wait of the first, an
+executor thread takes over.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ _call_when_done = BaseFuture.add_done_callback
 
 class _ThreadState(threading.local):
     interruption: KeyboardInterrupt | None = None
-    """Ctrl-C that has hit a callback on this thread, where PyTorch would only print it."""
+    """A ``KeyboardInterrupt`` in a callback on this thread, which PyTorch would only print."""
 
 
 _thread_state: Final = _ThreadState()
 
 collected_futures: Final = threading.local()
-"""Inside ``wait_all``, its attribute ``future_list`` holds this thread's futures so far."""
+"""Inside ``wait_all``, its attribute ``future_list`` has this thread's futures so far."""
 
 
 class Future(torch.futures.Future[T]):
-    """A ``torch.futures.Future`` that Ctrl-C interrupts and that can be awaited.
+    """A ``torch.futures.Future`` that ``KeyboardInterrupt`` interrupts and that can be awaited.
 
     ``rpc_async`` returns one, and so does its ``then``. All of PyTorch's methods work, from any thread.
 
@@ -102,9 +102,9 @@ class Future(torch.futures.Future[T]):
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
-        """The future of a call."""
+        """Make the future of a call."""
         future: Future[Any] = cls.__new__(cls)
-        _construct(future, _NO_DEVICES)  # what PyTorch's constructor does, at half the cost
+        _construct(future, _NO_DEVICES)  # does what PyTorch's constructor does, at half the cost
         future._asked = call.what, call.peer
         future._call = call
         future._claim = allocate_lock()
@@ -116,7 +116,7 @@ class Future(torch.futures.Future[T]):
 
     @protected
     def complete(self, _: object = None) -> None:
-        """Decode the reply, which has arrived, and complete the future, unless somebody else has."""
+        """Decode the reply, which has arrived, and complete the future, unless another thread has."""
         call = self._call
         if call is None:
             return
@@ -132,7 +132,7 @@ class Future(torch.futures.Future[T]):
         interruption: KeyboardInterrupt | None = None
         while (ending := self._ending) is None:
             if not self._claim.acquire(blocking=False):
-                _until_free(self._claim)  # another thread decodes
+                _until_free(self._claim)  # another thread is decoding
                 continue
             try:
                 value = call.result()
@@ -140,7 +140,7 @@ class Future(torch.futures.Future[T]):
                     self._arrived = streams.ready()
                 self._ending = value, None
             except BaseException as error:
-                self._ending = None, error.with_traceback(None)  # whose frames refer to this future
+                self._ending = None, error.with_traceback(None)  # its frames refer to this future
                 if isinstance(error, KeyboardInterrupt):
                     interruption = error
             self._claim.release()
@@ -153,22 +153,22 @@ class Future(torch.futures.Future[T]):
         """Block until the future is completed.
 
         Args:
-            timeout: seconds to wait; default: no limit but the call's own. The call goes on when they are
-                over, and one may wait again.
+            timeout: timeout in seconds; default: only the call's own. The call continues when it has expired,
+                and the future can be waited for again.
 
         Returns:
             Its value.
 
         Raises:
-            The error that it was completed with; ``RpcTimeoutError`` when the timeout is over;
-            ``KeyboardInterrupt`` at once on Ctrl-C; ``BlockingCallError`` inside an ``async def`` callee,
-            where it must be awaited instead.
+            The error that it was completed with; ``RpcTimeoutError`` when the timeout has expired;
+            ``KeyboardInterrupt`` at once; ``BlockingCallError`` inside an ``async def`` callee, where it must
+            be awaited instead.
         """
         if not _is_done(self):
             check_may_block()
             if self._call is not None and timeout is None:
                 self._wait_for(self._call)
-            if not _is_done(self):  # it is no call's, or another thread is about to complete it
+            if not _is_done(self):  # it does not belong to a call, or another thread is about to complete it
                 done = allocate_lock()
                 done.acquire()
                 _call_when_done(self, functools.partial(_release, done))
@@ -179,13 +179,13 @@ class Future(torch.futures.Future[T]):
         return cast("T", _value_of(self))
 
     def value(self) -> T:
-        """The value of a future that is completed; raises its error."""
+        """Return the value of a completed future; raises its error."""
         if self._arrived is not None:
             self._arrived.join()
         return super().value()
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # as PyTorch means it
-        """Complete it with an exception; whoever waits is raised one like it."""
+        """Complete it with an exception; waiting threads raise a copy."""
         if isinstance(result, Exception):
             self._set_unwrap_func(_raise_twin)
             self.set_result(cast("T", result))
@@ -193,23 +193,23 @@ class Future(torch.futures.Future[T]):
             super().set_exception(result)  # type: ignore[arg-type]  # PyTorch's own error
 
     def result(self, timeout: float | None = None) -> T:
-        """As ``wait``, under the name that ``concurrent.futures`` has."""
+        """Like ``wait``, under the name that ``concurrent.futures`` uses."""
         return self.wait(timeout)
 
     @protected
     def cancel(self) -> bool:
-        """Give the call up, and tell its callee. Does not wait.
+        """Cancel the call, and notify its callee. Does not wait.
 
-        An ``async def`` there is cancelled: ``asyncio.CancelledError`` is raised where it awaits. A call that
-        has not begun is dropped. A function that runs already goes on, as one cannot stop a thread, and its
-        value is dropped.
+        An ``async def`` callee is cancelled: ``asyncio.CancelledError`` is raised where it awaits. A call
+        that has not begun is dropped. A function that is already running continues, as a thread cannot be
+        stopped, and its value is dropped.
 
-        Whoever waits for the future, also by ``await``, gets ``concurrent.futures.CancelledError``, at once.
+        Threads and coroutines that wait for the future get ``concurrent.futures.CancelledError`` at once.
         Callbacks run on the thread that cancels.
 
         Returns:
-            True if the call was cancelled. False if it had ended before, and for a future that is no call's,
-            such as that of ``then``.
+            True if the call was cancelled. False if it had ended before, and for a future that does not
+            belong to a call, such as that of ``then``.
 
         Example::
 
@@ -252,7 +252,7 @@ class Future(torch.futures.Future[T]):
             raise
 
     def _complete_here(self) -> None:
-        """Complete it on a thread that hears of Ctrl-C, also of one that has hit a callback."""
+        """Complete it on a thread that handles ``KeyboardInterrupt``, including one raised in a callback."""
         try:
             self.complete()
         except KeyboardInterrupt:
@@ -261,26 +261,27 @@ class Future(torch.futures.Future[T]):
         _raise_interruption()
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future of what ``callback`` returns, given this future once it is completed.
+        """Return a future of the result of ``callback``, which is called with this future once it is
+        completed.
 
         The callback runs on the thread that completes the future: one that waits, or cancels, or an
         executor's, never the agent's loop, so it may make blocking calls. It sees the context variables of
         the thread that calls ``then``; calls that it makes belong to the same distributed autograd context.
-        Whatever thread it runs on, it has PyTorch's default modes: gradients are on, autocast is off. Modes
-        that it leaves changed are not in force after it.
+        On any thread, it has PyTorch's default modes: gradients are enabled, autocast is disabled. Changes of
+        modes that it leaves are undone after it.
         """
         if not callable(callback):
             super().then(callback)  # type: ignore[unreachable]  # PyTorch's own error
         continuation = _Continuation(self, callback)
         _call_when_done(self, continuation)
-        _raise_interruption()  # of the callback, if it has run here and now
+        _raise_interruption()  # of the callback, if it has run here
         return cast("Future[S]", continuation.future)
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Have ``callback`` called with this future once it is completed, on a thread, with context variables
-        and with modes as for ``then``.
+        and modes as for ``then``.
 
-        What it raises is printed; Ctrl-C that hits it is raised in the thread that waits.
+        Its exceptions are printed; a ``KeyboardInterrupt`` in it is raised in the waiting thread.
         """
         if not callable(callback):
             super().add_done_callback(callback)  # type: ignore[unreachable]  # PyTorch's own error
@@ -297,7 +298,7 @@ class Future(torch.futures.Future[T]):
                     waiter.set_result(None)
 
             def wake(_: object) -> None:
-                with contextlib.suppress(RuntimeError):  # that loop has ended: nobody waits any more
+                with contextlib.suppress(RuntimeError):  # that loop has ended: nothing waits any more
                     loop.call_soon_threadsafe(completed)
 
             _call_when_done(self, wake)
@@ -308,7 +309,7 @@ class Future(torch.futures.Future[T]):
 
 
 class _Continuation:
-    """What ``then`` has added to a future: it completes the next one."""
+    """The continuation that ``then`` has added to a future: it completes the next one."""
 
     __slots__ = ("_callback", "_context", "_source", "future")
 
@@ -330,16 +331,16 @@ class _Continuation:
                 _fail(self.future, RuntimeError(f"{type(error).__name__}: {text_of(error)}"), error)
             if isinstance(error, KeyboardInterrupt):
                 _thread_state.interruption = error
-        self._source = None  # which refers to this object
+        self._source = None  # the source refers to this object
 
     def _tell_of(self, error: Exception) -> None:
-        """Log an error of the callback's own: hardly anybody looks at the future that ``then`` returns."""
+        """Log an error of the callback itself: the future that ``then`` returns is often ignored."""
         try:
             _value_of(cast("Future[Any]", self._source))
         except Exception:
-            return  # what it was given has failed, and its caller knows
+            return  # its input has failed, and its caller is notified of that
         if isinstance(error, NotInitializedError) and not is_initialized():
-            return  # since this worker has ended, by Ctrl-C for one
+            return  # because this worker has ended, for example by KeyboardInterrupt
         callback = self._callback
         name = getattr(callback, "__qualname__", type(callback).__qualname__)
         logger.warning("%s, given to then(), raised %s", name, type(error).__name__, exc_info=error)
@@ -355,7 +356,7 @@ class _Continuation:
 
 
 def _own_context() -> Context:
-    """A copy of the current context, for a callback. A decimal context can be changed: it has its own."""
+    """Return a copy of the current context, for a callback. A decimal context is mutable, so it is copied."""
     context = copy_context()
     context.run(lambda: decimal.setcontext(decimal.getcontext().copy()))
     return context
@@ -401,14 +402,14 @@ def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | N
         else:
             _fail(future, error)
     except Exception as refusal:
-        if not future.done():  # PyTorch does not take this value
+        if not future.done():  # PyTorch does not accept this value
             with contextlib.suppress(RuntimeError):
                 _fail(future, refusal)
 
 
 def _raise_twin(error: Exception) -> NoReturn:
-    """Raise an error like the one that a future has: by its traceback, what is raised refers to the frames of
-    the waiting thread, and these mostly refer to the future, into which the garbage collector cannot look.
+    """Raise a copy of a future's error: with its traceback, a raised error refers to the frames of the
+    waiting thread, which usually refer to the future, and the garbage collector cannot inspect futures.
     """
     raise twin(error)
 
@@ -419,7 +420,7 @@ def _fail(
     if cause is not None:
         error.__cause__ = cause
     if not isinstance(error, Exception):
-        # PyTorch's futures hold Exceptions only; and it is not this thread that was interrupted or ends.
+        # PyTorch's futures accept only Exceptions; and this thread was not interrupted and does not end.
         wrapped = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
         wrapped.__cause__ = error
         error = wrapped
@@ -433,12 +434,12 @@ class Completions:
         self._executor = executor
 
     def run_soon(self, tasks: Sequence[Task]) -> None:
-        """Run tasks on executor threads; when these have ended, only futures are completed still."""
+        """Run tasks on executor threads; after their end, only futures are completed."""
         if not self._executor.submit_batch(tasks):
             self._complete(tasks)
 
     def stop(self, timeout: float) -> None:
-        """End the executor; what it has not begun is dropped, but futures are completed."""
+        """End the executor; tasks that have not begun are dropped, but futures are completed."""
         dropped = self._executor.drop_backlog()
         try:
             self._executor.stop(timeout=timeout)
@@ -446,7 +447,7 @@ class Completions:
             self._complete(dropped)
 
     def _complete(self, tasks: Sequence[Task]) -> None:
-        with contextlib.ExitStack() as all_of_them:  # also when the callbacks of one raise
+        with contextlib.ExitStack() as all_of_them:  # even if the callbacks of one raise
             for function, argument in reversed(tasks):
                 if isinstance(getattr(function, "__self__", None), Future):
                     all_of_them.callback(function, argument)
@@ -479,12 +480,11 @@ def wait_all() -> Iterator[None]:
 
 
 def as_completed(futures: Iterable[F], timeout: float | None = None) -> Iterator[F]:
-    """The futures, each as soon as it is completed; Ctrl-C interrupts at once.
+    """Yield the futures, each as soon as it is completed; ``KeyboardInterrupt`` interrupts at once.
 
     Args:
-        futures: what ``rpc_async`` or ``then`` returned; each comes once.
-        timeout: seconds from now after which ``RpcTimeoutError`` is raised; default: no limit.
-
+        futures: futures from ``rpc_async`` or ``then``; each is yielded once.
+        timeout: time in seconds from now after which ``RpcTimeoutError`` is raised; default: no limit.
     Example::
 
         for future in rpc.as_completed([rpc.rpc_async(worker, evaluate) for worker in workers]):
@@ -517,13 +517,13 @@ def wait_any(futures: Iterable[F], timeout: float | None = None) -> F:
 
 
 def wait_futures(futures: list[Any]) -> list[Any]:
-    """Wait for all futures, or until one fails; Ctrl-C interrupts at once.
+    """Wait for all futures, or until one fails; ``KeyboardInterrupt`` interrupts at once.
 
     Returns:
         Their values, in order.
 
     Raises:
-        The error of the first one that is seen to fail.
+        The error of the first one that is found to have failed.
     """
     for future in as_completed(futures):
         future.value()

@@ -1,9 +1,9 @@
 """``all_gather`` and ``barrier`` among workers, by name.
 
-The worker whose name is smallest leads. The others send it their object; when all are there, it sends the
-whole to everybody. Rounds of the same set of names are numbered on each worker, so that several threads and
-several sets can be at it at once. If the leader gives a round up, because a worker that takes part is lost or
-does not come in time, it tells the others.
+The worker with the smallest name leads. The others send it their object; when all have arrived, it sends all
+of them to every worker. Rounds of the same set of names are numbered on each worker, so that several threads
+and several sets can be active at once. If the leader gives a round up, because a worker that takes part is
+lost or does not arrive in time, it notifies the others.
 """
 
 from __future__ import annotations
@@ -49,17 +49,19 @@ Names = tuple[str, ...]
 Key = tuple[Names, int]
 
 _MOST_ROUNDS: Final = 1 << 16
-"""Maximum number of rounds that are under way, or were begun by others only, who choose names and numbers."""
+"""Maximum number of rounds that are under way, or were begun by others only; others choose names
+and numbers.
+"""
 
 _ANSWER_SECONDS: Final = 5.0
-"""Time that another worker may take to say what it waits for, in seconds."""
+"""Timeout in seconds for another worker to answer what it waits for."""
 
 _MOST_ASKED: Final = 8
 """Maximum number of missing workers that are asked whether they are in shutdown."""
 
 
 class _Round:
-    """What one worker knows of one round."""
+    """One worker's state of one round."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
@@ -90,11 +92,11 @@ class Gathering:
         self._activity = activity
         self._departure = departure
         self._waiting_tasks = 0
-        """Tasks of the executor that wait for a round."""
-        self._lock = threading.RLock()  # a finalizer may come back here
+        """Number of the executor's tasks that wait for a round."""
+        self._lock = threading.RLock()  # reentrant: a finalizer may call this object again
         self._next: dict[Names, int] = {}
         self._rounds: dict[Key, _Round] = {}
-        self._given_up: dict[Names, tuple[int, RpcError]] = {}  # by this worker, the last time that it led
+        self._given_up: dict[Names, tuple[int, RpcError]] = {}  # the last one, as leader
         for function in (_contribute, _publish, _fail, _missing, _is_leaving):
             serializer.allow_function(function)
         hooks.gone.append(self._worker_gone)
@@ -121,7 +123,7 @@ class Gathering:
                 self._check_present(names, peers)
                 self._follow(key, value, call_timeout)
         except BaseException as error:
-            if not entered or (isinstance(error, RpcTimeoutError) and not leads):  # it may arrive yet
+            if not entered or (isinstance(error, RpcTimeoutError) and not leads):  # it may still arrive
                 self._forget(entered)
                 raise
             raise self._give_up(entered[0][0], error, names[1:] if leads else names[:1]) from error.__cause__
@@ -135,7 +137,7 @@ class Gathering:
 
     @protected
     def _enter(self, names: Names, entered: list[tuple[Key, _Round]]) -> None:
-        """Begin the next round of some workers, and note it where Ctrl-C does not lose it."""
+        """Begin the next round of some workers, and record it where KeyboardInterrupt does not lose it."""
         with self._lock:
             number = self._next.get(names, 0)
             self._next[names] = number + 1
@@ -162,7 +164,7 @@ class Gathering:
         call_timeout: float,
         wait_timeout: float | None,
     ) -> tuple[dict[str, Any], dict[str, Future[Any]]]:
-        """Returns what was gathered, and for each follower the call that tells it."""
+        """Return the gathered objects, and for each follower the call that sends them."""
         names, number = key
         self.contribute(names, number, names[0], value)
         for peer in peers:
@@ -183,7 +185,7 @@ class Gathering:
         caller.call(names[0], _contribute, contribution, {"value": value}, call_timeout).result()
 
     def _give_up(self, key: Key, error: BaseException, others: Names) -> BaseException:
-        """Tell others that the round fails; who contributes from now on is told then. Returns the error."""
+        """Notify others that the round fails; later contributors are notified then. Returns the error."""
         names, number = key
         me = self._peers.own.name
         headline, _, what = text_of(error).partition(": ")
@@ -207,7 +209,7 @@ class Gathering:
         names, _ = key
         deadline = time.monotonic() + timeout if timeout else INFINITE
         with self._counted(), waits.waiting("barrier", lambda: self._awaited_by(key)):
-            self._serving()  # from now on
+            self._serving()  # resets the count
             done = wait_telling(state.complete, deadline, logger, lambda waited: self._tell(key, waited))
         if not done:
             me = self._peers.own.name
@@ -222,7 +224,7 @@ class Gathering:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """The current thread waits, so if it runs a task, it serves nobody."""
+        """Count the current thread as waiting: if it runs a task, it serves no other worker."""
         task = self._executor.owns_current_thread()
         with self._lock:
             self._waiting_tasks += task
@@ -236,8 +238,8 @@ class Gathering:
         return self._activity.serving(self._waiting_tasks)
 
     def _tell(self, key: Key, waited: str) -> str | None:
-        """The workers that this one waits for, and which of them are in shutdown, in words; None if it serves
-        others meanwhile.
+        """Describe the workers that this one waits for, and which of them are in shutdown; None if it serves
+        others in the meantime.
         """
         names, number = key
         if self._serving():
@@ -262,12 +264,12 @@ class Gathering:
         return f"{said}, for {for_whom}{hint}"
 
     def _ask(self, name: str, function: Callable[..., T], *args: Any) -> T:
-        """Ask another worker about the state of a wait, by a function that says ``inquired`` there."""
+        """Ask another worker about the state of a wait, by a function that calls ``inquired`` there."""
         answer: Future[T] = self._caller.call_async(name, function, args, {}, _ANSWER_SECONDS)
         return answer.wait()
 
     def inquired(self) -> None:
-        """Another worker asks about the state of a wait: this serves it with nothing."""
+        """Record that another worker asks about the state of a wait, which does not count as serving."""
         self._activity.inquired()
 
     def is_leaving(self) -> bool:
@@ -275,18 +277,20 @@ class Gathering:
         return self._departure.under_way
 
     def _awaited_by(self, key: Key) -> list[str]:
-        """The workers that this one waits for in a round: those missing if it leads, else the leader."""
+        """Return the workers that this one waits for in a round: those missing if it leads, else
+        the leader.
+        """
         names, number = key
         return self.missing(names, number) if names[0] == self._peers.own.name else [names[0]]
 
     def missing(self, names: Names, number: int) -> list[str]:
-        """On the leader: who has not come yet."""
+        """Return the workers that have not arrived yet. On the leader."""
         with self._lock:
             state = self._rounds.get((names, number))
             return [] if state is None else [name for name in names if name not in state.objects]
 
     def contribute(self, names: Names, number: int, name: str, value: Any) -> None:
-        """On the leader: somebody's object has come."""
+        """Record an object that has arrived. On the leader."""
         with self._lock:
             key = (names, number)
             state = self._rounds.get(key)
@@ -302,7 +306,7 @@ class Gathering:
                 state.complete.set()
 
     def publish(self, names: Names, number: int, objects: dict[str, Any]) -> None:
-        """On a follower: the round is complete."""
+        """Complete a round. On a follower."""
         with self._lock:
             state = self._rounds.get((names, number))
         if state is not None:
@@ -310,7 +314,7 @@ class Gathering:
             state.complete.set()
 
     def fail(self, names: Names, number: int, error: RpcError) -> None:
-        """Another worker has given the round up, which may not have begun here."""
+        """Fail a round that another worker has given up, which may not have begun here."""
         with self._lock:
             key = (names, number)
             state = self._rounds.get(key)
@@ -320,7 +324,7 @@ class Gathering:
             state.fail(error)
 
     def _begun_elsewhere(self, key: Key) -> _Round:
-        """A round that others have begun before this worker."""
+        """Return a round that others have begun before this worker."""
         if len(self._rounds) >= _MOST_ROUNDS:
             raise RpcError(f"more than {_MOST_ROUNDS} rounds of all_gather wait for this worker")
         state = self._rounds[key] = _Round()
@@ -333,7 +337,7 @@ class Gathering:
         self._end_rounds(peer.name, peer.lost_error)
 
     def _end_rounds(self, member: str | None, error: Callable[[str], RpcError]) -> None:
-        """Fail those in which a worker takes part; None for all."""
+        """Fail the rounds in which a worker takes part; None for all."""
         with self._lock:
             rounds = [(names, state) for (names, _), state in self._rounds.items()]
         for names, state in rounds:
@@ -342,7 +346,7 @@ class Gathering:
 
 
 def _check_told(followers: dict[str, Future[Any]], timeout: float) -> None:
-    """Wait until all followers have what was gathered, or raise the first's error."""
+    """Wait until all followers have the gathered objects, or raise the error of the first that does not."""
     errors: dict[str, BaseException] = {}
     for name, call in followers.items():
         try:
@@ -359,7 +363,7 @@ def _check_told(followers: dict[str, Future[Any]], timeout: float) -> None:
 
 
 def _check_is_round(names: Any, number: Any, *taking_part: Any) -> None:
-    """Raise unless these can name a round, in which some others take part: members may say anything."""
+    """Raise unless these can identify a round in which the others take part: members may send anything."""
     are_names = type(names) is tuple and all(type(name) is str for name in names)
     if not are_names or type(number) is not int or not all(name in names for name in taking_part):
         raise ProtocolError("there is no such round of all_gather")
@@ -397,7 +401,7 @@ def _fail(names: Names, number: int, kind: str, text: str, attributes: dict[str,
 
 
 def _described(error: RpcError) -> tuple[str, str, dict[str, str]]:
-    """An error in what also a worker in safe mode takes."""
+    """Describe an error in a form that a worker in safe mode accepts."""
     attributes = {name: value for name, value in vars(error).items() if type(value) is str}
     return type(error).__name__, text_of(error), attributes
 

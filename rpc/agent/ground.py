@@ -1,4 +1,4 @@
-"""What an agent stands on: its threads, its ways to others, the settings of its process."""
+"""The platform of an agent: its threads, its transports, the settings of its process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Ground"]
 
 @dataclass(frozen=True)
 class Ground:
-    """Everything of an agent that has threads, sockets or a clock. A simulation has others in their place."""
+    """The threads, sockets and clock that an agent runs on. A simulation replaces them."""
 
     loop_thread: LoopThread
     executor: Executor
     transports: Mapping[str, Transport]
-    """By scheme, best first."""
+    """The transports by scheme, best first."""
     process: ProcessTuning
 
     @classmethod
@@ -36,7 +36,7 @@ class Ground:
         tls: TlsContexts | None,
         authenticator: Authenticator | None,
     ) -> Self:
-        """The real one; arguments as for ``Agent``."""
+        """Make the platform for a real process; arguments as for ``Agent``."""
         process = ProcessTuning(options.switch_interval, options.kept_memory_bytes)
         thread = LoopThread("farcall-loop", "a blocking call on the agent's thread would stop it")
         executor = Executor(options.num_worker_threads, "farcall", options.max_worker_threads)

@@ -1,4 +1,4 @@
-"""The group as one agent sees it: its other workers, the connections to them, and what they bring."""
+"""The group as one agent sees it: its other workers, the connections to them, and received messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.options import AgentOptions
 from rpc.runtime.blocking import INFINITE
-from rpc.runtime.events import Events, PeerLost
+from rpc.runtime.events import Events
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.serializer import Serializer
 
@@ -31,8 +31,8 @@ class AgentGroup:
     """The workers of an agent's group, and the connections to them.
 
     Attributes:
-        connections: to all workers; for the loop's thread.
-        peers: all workers, this one included.
+        connections: connections to all workers; for the loop's thread.
+            peers: all workers, including this one.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AgentGroup:
             ground.transports,
             options.max_message_bytes,
             authenticator,
-            handshake_seconds=INFINITE,  # the heartbeat decides
+            handshake_seconds=INFINITE,  # heartbeats apply a timeout
             reconnect_seconds=options.reconnect_within,
         )
         self.peers = PeerTable(self._make_peer, self._connect, hooks.joined, events, ground.loop_thread.call)
@@ -68,27 +68,27 @@ class AgentGroup:
             raise OSError(error.errno, reason) from error
 
     def form(self, me: Member, *, static: bool) -> None:
-        """The group is formed, of which this worker is ``me``; ``join`` follows."""
+        """Set the group that was formed, in which this worker is ``me``; ``join`` follows."""
         own = Peer(me, self._serializer.between(me.safe), self._connect, is_self=True)
         self.connections.loop_back(own)
         self.peers.form(Membership(me, static=static), own)
 
     def join(self, members: Sequence[Member], key: str) -> None:
-        """On the loop's thread: take part in the group, with the members known so far."""
+        """Join the group, with the members known so far. On the loop's thread."""
         for member in members:
             self.peers.view.join(member)
         self.peers.present()
         self.connections.join_group(self.peers.view, key)
 
     def lose(self, peer: Peer, reason: str) -> None:
-        """Cut a worker off. From any thread; on the loop's at once."""
+        """Cut a worker off. From any thread; immediately if on the loop's."""
         if self._loop_thread.is_current():
             self.connections.lose(peer, reason)
         else:
             self._mailbox.call(self.connections.lose, peer, reason)
 
     def on_loop(self, function: Callable[..., T], *args: object) -> T:
-        """Call a function on the loop's thread, and return what it returns; see ``LoopThread.call``."""
+        """Call a function on the loop's thread, and return its result; see ``LoopThread.call``."""
         return self._loop_thread.call(function, *args)
 
     def _make_peer(self, member: Member) -> Peer:
@@ -105,7 +105,7 @@ class AgentGroup:
 
 
 class Reception:
-    """Passes on what connections bring: the ``ConnectionEvents`` of an agent."""
+    """Handles what connections receive: the ``ConnectionEvents`` of an agent."""
 
     def __init__(
         self,
@@ -129,15 +129,16 @@ class Reception:
         self._events = events
 
     def peer_broke(self, peer: Peer) -> None:
-        """The connection to a worker broke, and is made again."""
+        """Handle that the connection to a worker broke, and is made again."""
         for handler in self._hooks.broke:
             handler(peer)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
-        """A worker is gone for good: end what was under way with it."""
+        """End everything under way with a worker that is gone for good."""
         self._peers.leave(peer, reason)
-        for handler in list(self._hooks.gone):  # one may be removed meanwhile
+        for handler in list(self._hooks.gone):  # one may be removed in the meantime
             handler(peer, reason)
         self._departure.worker_gone(peer)
-        if self._events.peer_lost:
-            self._events.tell(self._events.peer_lost, PeerLost(peer.name, peer.member.id, reason))
+        tell = self._events.peer_lost
+        if tell is not None:
+            tell(peer.name, peer.member.id, reason)

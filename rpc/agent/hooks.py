@@ -1,4 +1,4 @@
-"""What is called at the turns of an agent's life."""
+"""Hooks: handlers for stages of an agent's life."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ __all__ = ["Hooks"]
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Handlers at the turns of an agent's life, each kind called in the order in which they were added.
+    """Handlers for stages of an agent's life, each kind called in the order of registration.
 
+    ``formed`` is called on the joining thread with the key of the group, before any other worker can be met.
     ``joined``, ``broke`` and ``gone`` are called on the loop's thread: when another worker has become known,
     when the connection to it broke and is made again, and when it is gone for good, with the reason.
-    ``close`` is called on the closing thread, when this worker leaves, ``closed`` when it has left: nobody it
-    waits for will answer any more. ``forked`` in a forked child, where it may wait for no lock.
+    ``close`` is called on the closing thread, when this worker leaves, ``closed`` when it has left: no worker
+    that it waits for will answer any more. ``forked`` is called in a forked child, where it must not wait for
+    a lock.
 
     ``release`` and ``check`` belong to a graceful shutdown and are called on its thread: ``release`` after
-    the first round, to give back what this worker holds on others; ``check`` after the second, to raise if
+    the first round, to release what this worker holds on others; ``check`` after the second, to raise if
     others still hold something here.
     """
 
+    formed: list[Callable[[str], object]] = field(default_factory=list)
     joined: list[Callable[[Peer], object]] = field(default_factory=list)
     broke: list[Callable[[Peer], object]] = field(default_factory=list)
     gone: list[Callable[[Peer, str], object]] = field(default_factory=list)

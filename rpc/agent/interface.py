@@ -1,4 +1,4 @@
-"""What the functions of ``rpc`` need of an agent: whoever has these is a backend."""
+"""The interface of an agent to the functions of ``rpc``; any object that implements it can be a backend."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["AgentInterface"]
 
 
 class AgentInterface(Protocol):
-    """An agent: what ``init_backend_handler`` of a backend returns (see ``register_backend``).
+    """An agent, as a backend's ``init_backend_handler`` returns it (see ``register_backend``).
 
     Timeouts are in seconds; 0 for none, ``UNSET_TIMEOUT`` for the agent's default. Arguments have been
-    checked: ``function`` is callable, ``args`` a tuple, ``kwargs`` a dict of the call's own. All methods may
-    be called from any thread. Remote references and distributed autograd need more: farcall's own ``Agent``.
+    checked: ``function`` is callable, ``args`` a tuple, ``kwargs`` a dict that belongs to the call. All
+    methods may be called from any thread. Remote references and distributed autograd need more: farcall's own
+    ``Agent``.
 
     Attributes:
         rpc_timeout: default timeout of calls; ``set_rpc_timeout`` sets it.
-        events: what ``rpc.events.listen`` listens to.
+        events: the events for ``rpc.events.listen``.
     """
 
     rpc_timeout: float
@@ -32,7 +33,7 @@ class AgentInterface(Protocol):
 
     @property
     def call(self) -> Callable[..., Any]:
-        """``call(to, function, args, kwargs, timeout)``: returns the value or raises."""
+        """``call(to, function, args, kwargs, timeout)``: returns the value or raises the error."""
 
     def call_async(
         self,
@@ -42,19 +43,19 @@ class AgentInterface(Protocol):
         kwargs: dict[str, Any],
         timeout: float,
     ) -> Future[Any]:
-        """As ``call``, but return at once, with a future of the value."""
+        """Like ``call``, but return a future of the value immediately."""
 
     def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         """See ``rpc.all_gather``."""
 
     def get_worker_info(self, worker: WorkerReference | None = None) -> WorkerInfo:
-        """Name and id of a worker, by default of this one."""
+        """Return name and id of a worker, by default of this one."""
 
     def get_worker_infos(self) -> Sequence[WorkerInfo]:
-        """Name and id of everybody in the group, by id."""
+        """Return name and id of all workers in the group, by id."""
 
     def get_debug_info(self) -> dict[str, int]:
-        """Counts of what there is right now, by name."""
+        """Return current counts, by name."""
 
     def shutdown(
         self, graceful: bool, timeout: float, *, release_references: bool, raise_on_leaks: bool

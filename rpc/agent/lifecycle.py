@@ -1,4 +1,4 @@
-"""How an agent ends: with the rest of its group, at once, or in a forked child."""
+"""The end of an agent: together with the rest of its group, at once, or in a forked child."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from rpc.runtime.mailbox import Mailbox
 __all__ = ["Lifecycle"]
 
 _STOP_SECONDS: Final = 1.0
-"""Time that ``close`` waits for user code that still runs, in seconds; its threads are daemons, and go on."""
+"""Time in seconds that ``close`` waits for running user code; its threads are daemons, and continue."""
 
 
 class Lifecycle:
-    """Begins and ends the work of an agent's parts.
+    """Starts and ends the work of an agent's parts.
 
     Args:
-        forget: called when the agent is not the process's current one any more.
+        forget: called when the agent is no longer the process's current one.
 
     Attributes:
-        hooks: what is called at the turns of the agent's life.
-        activity: how much is under way.
+        hooks: handlers for stages of the agent's life.
+        activity: counts operations under way.
         departure: waits for the end of all work.
         closed: whether ``close`` has begun.
     """
@@ -74,11 +74,11 @@ class Lifecycle:
         self._forget = forget
 
     def begin(self) -> None:
-        """On the loop's thread: the agent has joined its group."""
+        """Start, after the agent has joined its group. On the loop's thread."""
         self._heartbeat.begin()
         self._waiting.begin()
 
-    @protected  # except the waiting: once that has ended, however it has, nothing may keep it from closing
+    @protected  # except the waiting: once that has ended, in any way, nothing may keep it from closing
     def shutdown(
         self, graceful: bool, timeout: float, *, release_references: bool, raise_on_leaks: bool
     ) -> None:
@@ -104,9 +104,9 @@ class Lifecycle:
 
     @protected
     def close(self, reason: str) -> None:
-        """Leave now: say goodbye to all, fail what is under way, end the threads. Idempotent.
+        """Leave immediately: say goodbye to all, fail what is under way, end the threads. Idempotent.
 
-        What interrupts a step, such as Ctrl-C while a peer does not read, is raised after the last one.
+        An exception that interrupts a step, such as ``KeyboardInterrupt``, is raised after the last step.
         """
         if self.closed:
             return
@@ -131,8 +131,8 @@ class Lifecycle:
             self._ground.loop_thread.wait_for(self.say_goodbye(reason))
 
     async def say_goodbye(self, reason: str) -> None:
-        """The part of ``close`` on the loop's thread. Once cancelled it waits for no peer, and only closes
-        what is open.
+        """The part of ``close`` on the loop's thread. If it is cancelled, it waits for no peer, and only
+        closes what is open.
         """
         self._heartbeat.stop()
         self._waiting.stop()
@@ -146,10 +146,10 @@ class Lifecycle:
                 await self._messages.bulk_streams.close()
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: let go of the parent's connections without disturbing them.
+        """Release the parent's connections without disturbing them, in a forked child.
 
-        No lock may be taken: threads may hold it that are not there. Descriptors are closed, or the parent's
-        peers would not notice its death while the child lives.
+        No lock may be taken: threads may hold it that do not exist here. Descriptors are closed, or the
+        parent's peers would not notice its death while the child lives.
         """
         self.closed = True
         self._mailbox.close()

@@ -1,4 +1,4 @@
-"""The messages of one agent: kinds, how they go out, control messages, and bulk data."""
+"""The messages of one agent: kinds, sending, control messages, and bulk data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Messages:
     """The messages of one agent.
 
     Attributes:
-        dispatcher: takes messages in.
+        dispatcher: handles received messages.
         sender: sends messages.
         control: small messages that must arrive.
         bulk: messages into buffers that are posted for them.
-        shared_memory, bulk_streams: ways of large messages.
+        shared_memory, bulk_streams: transports for large messages.
     """
 
     dispatcher: Dispatcher
@@ -36,7 +36,7 @@ class Messages:
     def on(
         self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
     ) -> None:
-        """Have messages of a further kind passed to ``handler``; see ``Dispatcher.on``.
+        """Register ``handler`` for messages of another kind; see ``Dispatcher.on``.
 
         Raises:
             ValueError: the kind has a handler, or is below ``Kind.EXTENSION``.

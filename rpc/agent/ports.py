@@ -1,6 +1,6 @@
-"""What the agent's parts need of each other, and packages that build on the agent of it.
+"""Interfaces between the agent's parts, and of the agent to packages that build on it.
 
-Each port is a role that one part fills, and names methods: ``CallTable`` has the ``CallsUnderWay``. ``rref``
+Each port is a role that one part has, and names methods: ``CallTable`` implements ``CallsUnderWay``. ``rref``
 and ``dist_autograd`` define further ones for themselves, and are given those that they use and not the agent.
 """
 
@@ -14,15 +14,15 @@ from rpc.agent.dispatcher import KindHandler
 from rpc.group.peer import Peer
 from rpc.serialization.payload import Payload
 
-__all__ = ["CANCEL", "CallsUnderWay", "ControlMessages", "Kinds", "Send"]
+__all__ = ["CANCEL", "CallsUnderWay", "ControlMessages", "Kinds", "SendMessage"]
 
 C = TypeVar("C", bound=PendingCall)
 
 CANCEL: Final = "cancel"
-"""Topic of control messages: the id of a call that its caller gives up."""
+"""Topic of control messages with the id of a call that its caller cancels."""
 
 
-class Send(Protocol):
+class SendMessage(Protocol):
     """``Sender.send``."""
 
     def __call__(
@@ -39,7 +39,7 @@ class Send(Protocol):
 
 
 class Kinds(Protocol):
-    """Kinds of messages, to define further ones; see ``Messages``."""
+    """Registers further kinds of messages; see ``Messages``."""
 
     def on(
         self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False

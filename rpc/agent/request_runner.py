@@ -1,8 +1,8 @@
-"""The callee's side: run what others ask for, and answer.
+"""The callee's side: run requests, and answer them.
 
-Requests run on executor threads; ``async def`` functions run as coroutines on a loop of their own. Whatever
-a request does, it is answered exactly once: with its value, or with the exception. If the value cannot be
-sent, with the error that says why; an exception that is too large is described.
+Requests run on executor threads; ``async def`` functions run as coroutines on a separate loop. Each request
+is answered exactly once: with its value, or with an exception. If the value cannot be sent, the answer is the
+error that says why; an exception that is too large is replaced by its description.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rpc.errors import (
 from rpc.functions import ASYNC_EXECUTION_MARK
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.current import is_initialized
-from rpc.runtime.events import Events, RequestBegun, RequestEnded, RunBegun, RunEnded
+from rpc.runtime.events import Events
 from rpc.runtime.executor import Executor
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
@@ -56,14 +56,15 @@ logger = logging.getLogger(__name__)
 
 
 class Request:
-    """A call that has arrived: who asks, what, and what travelled beside the pickle.
+    """A call that has arrived: its caller, its message, and the objects beside the pickle.
 
-    ``recording`` is what it is noted in, once it is loaded; ``task`` runs its coroutine, if it has one.
-    ``cancelled``: its caller wants no value any more. ``began``: when it came, on the monotonic clock.
-    ``streams``: those of devices that it runs on; None where messages use no devices.
+    ``recording`` is its recording, once it is loaded; ``task`` runs its coroutine, if it has one.
+    ``cancelled``: whether its caller has cancelled it. ``began``: when it arrived, on the monotonic clock.
+    ``streams``: the device streams that it runs on; None if messages use no devices.
+    ``taken``: when a thread began to load it, if there is a listener for runs.
     """
 
-    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "streams", "task")
+    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "streams", "taken", "task")
 
     def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
         self.peer = peer
@@ -72,12 +73,15 @@ class Request:
         self.recording: Recording | Observation | None = None
         self.cancelled = False
         self.began = monotonic()
+        self.taken = 0.0
         self.task: asyncio.Task[None] | None = None
         self.streams: RequestStreams | None = None
 
     def cancel(self) -> None:
-        """Have it not begin, or cancel its coroutine; what runs on a thread goes on. From any thread."""
-        self.cancelled = True  # first: a coroutine that begins now says what its task is, then looks here
+        """Keep it from beginning, or cancel its coroutine; a function on a thread continues. From
+        any thread.
+        """
+        self.cancelled = True  # first: a coroutine that begins now sets its task, then checks this
         task = self.task
         if task is not None:
             with suppress(RuntimeError):  # the loop has ended
@@ -91,28 +95,28 @@ Answer = Callable[[Any, BaseException | None], None]
 """Called once, with the value or the exception."""
 
 LATER: Final = object()
-"""What ``RequestRunner.start`` returns when the answer is given later."""
+"""Returned by ``RequestRunner.start`` if the answer is given later."""
 
 
 _QUICK_BYTES: Final = 1 << 20
-"""So much is copied in the time of a few hand-overs between threads."""
+"""Number of bytes that are copied in the time of a few hand-overs between threads."""
 
 _WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor))
-"""Values of just these types end without running code of the user's, unless hung onto a tensor."""
+"""Exact types whose values are destroyed without running user code, unless attached to a tensor."""
 
 
 class RequestRunner:
-    """Runs requests, on executor threads, and answers them, from any.
+    """Runs requests, on executor threads, and answers them, from any thread.
 
     Args:
-        peers: has this worker's name, for messages.
-        activity: counts the requests that no task works on.
+        peers: the workers; has this worker's name, for messages.
+        activity: counts the requests without a task.
         send: sends an answer.
         run_soon: has tasks run on executor threads.
 
     Attributes:
-        requests_begun: how many requests were ever taken in; of several simultaneous ones, some may be
-            counted late.
+        requests_begun: number of requests ever accepted; of several simultaneous ones, some may be counted
+        late.
     """
 
     def __init__(
@@ -146,63 +150,62 @@ class RequestRunner:
     # ---- devices
 
     def use_devices(self, devices: RequestDevices) -> None:
-        """Run requests on streams of devices from now on; see ``rpc.devices``."""
+        """Run requests on device streams from now on; see ``rpc.devices``."""
         self.devices = devices
 
     def ready(self, value: Any) -> Ready | None:
-        """What streams of devices must join before they use a value that was made on the current ones; None
-        where messages use no devices.
+        """Return the work that device streams must join before they use a value made on the current ones;
+        None if messages use no devices.
         """
         return None if self.devices is None else self.devices.ready(value)
 
-    # ---- taking requests in
+    # ---- received requests
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
-        """A frame of kind ``CALL``."""
-        if frame[2] or self.devices is not None or self._events.request_begun:
+        """Handle a frame of kind ``CALL``."""
+        if frame[2] or self.devices is not None or self._events.request_begun is not None:
             return self._accept(self.enter(peer, frame), self.run)
-        # Most calls bring nothing beside their buffers: the same, without further calls.
+        # Most calls have nothing beside their buffers: the same as ``accept``, without further calls.
         self.requests_begun = next(self._numbers)
         request = self._cancellable[peer, frame[1]] = Request(peer, frame)
         return self.run, request
 
     def enter(self, peer: Peer, frame: Frame) -> Request:
-        """A request that its caller may cancel until it is answered."""
+        """Register a request that its caller may cancel until it is answered."""
         header = frame[2]
         request = Request(peer, frame, self._adopt(header, peer) if header else None)
         self._cancellable[peer, frame[1]] = request
         return request
 
     def find(self, peer: Peer, call_id: int) -> Request | None:
-        """A request that was entered and is not answered yet."""
+        """Return a request that was entered and is not answered yet."""
         return self._cancellable.get((peer, call_id))
 
     def entered(self) -> list[Request]:
-        """The requests that were entered and are not answered yet, oldest first."""
+        """Return the requests that were entered and are not answered yet, oldest first."""
         return list(self._cancellable.copy().values())
 
     def __len__(self) -> int:
-        """How many requests were entered and are not answered yet."""
+        """Number of requests that were entered and are not answered yet."""
         return len(self._cancellable)
 
     def count(self) -> None:
-        """A request has been taken in that is not accepted yet, or never is."""
+        """Count a request that has arrived and is not accepted yet, or never is."""
         self.requests_begun = next(self._numbers)
 
     def accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
-        """Have ``run`` run a request, which must be answered once, when all that travelled beside its buffers
-        is ready: at once by the task that is returned, or later.
+        """Have ``run`` run a request, which must be answered once, when all objects beside its buffers are
+        ready: at once by the returned task, or later.
         """
         return self._accept(request, functools.partial(self._run_accepted, run))
 
     def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
-        events = self._events
         if self.devices is not None:
             run = self.devices.around(run)
         self.requests_begun = next(self._numbers)
-        if events.request_begun:
-            begun = RequestBegun(request.peer.name, request.frame.call_id)
-            events.tell(events.request_begun, begun)
+        tell = self._events.request_begun
+        if tell is not None:
+            tell(request.peer.name, request.frame.call_id)
         task = (run, request)
         if request.arrivals is None:
             return task
@@ -220,21 +223,13 @@ class RequestRunner:
     # ---- running them
 
     def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
-        """Run a request and answer it; ``load`` reads it, where it is not a plain call."""
+        """Run a request and answer it; ``load`` reads it, if it is not a plain call."""
         function: Callable[..., Any] | None = None
-        events = self._events
         try:
             if request.cancelled:
                 raise asyncio.CancelledError
-            if events.run_begun:
-                function, args, kwargs = self._load_told(request, load or self.load)
-            else:
-                function, args, kwargs = (load or self.load)(request)
-            try:
-                value = self.start(function, args, kwargs, request)
-            finally:
-                if events.run_ended:
-                    events.tell(events.run_ended, RunEnded(request.peer.name, request.frame.call_id))
+            function, args, kwargs = (load or self.load)(request)
+            value = self.start(function, args, kwargs, request)
         except BaseException as error:
             self.fail(request.peer, request.frame.call_id, error, function)
             return
@@ -245,7 +240,7 @@ class RequestRunner:
             self.fail(request.peer, request.frame.call_id, asyncio.CancelledError())  # type: ignore[unreachable]
             return
         del args, kwargs
-        # The memory that the arguments lie in goes back before the caller goes on, and may use it.
+        # Release the arguments' memory before the caller continues, as it may use that memory.
         request.frame.buffers.clear()
         peer, codec = request.peer, request.frame.codec
         try:
@@ -253,7 +248,7 @@ class RequestRunner:
         except BaseException as error:
             self.fail(peer, request.frame.call_id, error, function)
             return
-        del function  # now, since its destructor may be the user's
+        del function  # now, since its destructor may be user code
         large = len(payload.buffers) > 1 and sum(map(len, payload.buffers)) > _QUICK_BYTES
         self._stand_by(peer, value, large=large)
         self.answer(peer, Kind.REPLY, request.frame.call_id, payload)
@@ -261,9 +256,9 @@ class RequestRunner:
     def _stand_by(self, peer: Peer, value: Any, *, large: bool) -> None:
         """Have this thread wait for the next request of ``peer`` itself, if it has nothing else to do.
 
-        To be called before an answer is out, since the next request may come at once. But a thread that waits
-        runs nothing of the user's, such as the destructor of the ``value`` that it still has in hand, and
-        does not copy what is large: then it goes there when it is done.
+        To be called before an answer is sent, since the next request may come at once. But a waiting thread
+        must not run user code, such as the destructor of the ``value`` that it still holds, and must not copy
+        large data: then it starts waiting when it is done.
         """
         source = peer.reader
         if source is not None:
@@ -277,7 +272,9 @@ class RequestRunner:
             self._executor.lend(source, at_once=False)
 
     def load(self, request: Request) -> Call:
-        """The function and arguments of a request; raises what unpickling raises."""
+        """Return the function and arguments of a request; raises the error of unpickling."""
+        if self._events.run_begun is not None:
+            request.taken = monotonic()
         peer = request.peer
         _, _, header, buffers, codec = request.frame
         connect = None
@@ -288,23 +285,9 @@ class RequestRunner:
         if self._tracing.watcher is not None:
             request.recording = self._tracing.watcher(request.recording)
         load = self._serializer.codecs[codec].load_call
-        # The arguments have it from here on: whoever still knows of the request keeps nothing of it.
+        # Only the arguments hold it from here on: other references to the request keep nothing of it.
         arrivals, request.arrivals = request.arrivals, None
         return load(header, buffers, arrivals, peer, connect=connect)
-
-    def _load_told(self, request: Request, load: Callable[[Request], Call]) -> Call:
-        """Load a request, and tell that it runs now."""
-        taken = monotonic()
-        call = load(request)
-        begun = RunBegun(
-            request.peer.name,
-            request.frame.call_id,
-            call[0],
-            taken - request.began,
-            monotonic() - taken,
-        )
-        self._events.tell(self._events.run_begun, begun)
-        return call
 
     def start(
         self,
@@ -314,15 +297,20 @@ class RequestRunner:
         request: Request,
         answer: Answer | None = None,
     ) -> Any:
-        """Run a function, inside what the tape attached to the header of a loaded request.
+        """Run a function, inside the recording that the tape made for the header of a loaded request.
 
         Returns:
             Its value; or ``LATER``: then ``answer``, by default that of the request, is called on some thread
             when the future that it returned (``async_execution``) or its coroutine (``async def``) is done.
 
         Raises:
-            What the function raises right away; ``answer`` is not called then.
+            The error that the function raises immediately; ``answer`` is not called then.
         """
+        tell = self._events.run_begun
+        if tell is not None:
+            now = monotonic()
+            taken = request.taken or now
+            tell(request.peer.name, request.frame.call_id, function, taken - request.began, now - taken)
         try:
             if request.recording is None:
                 value = function(*args, **kwargs)
@@ -330,6 +318,9 @@ class RequestRunner:
                 with request.recording:
                     value = function(*args, **kwargs)
         finally:
+            tell = self._events.run_ended
+            if tell is not None:
+                tell(request.peer.name, request.frame.call_id)
             if request.streams is not None:  # before the answer is out, and the next request comes
                 request.streams.share()
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
@@ -337,7 +328,7 @@ class RequestRunner:
         return value
 
     def _later(self, function: Callable[..., Any], value: Any, request: Request, answer: Answer) -> Any:
-        """See to it that what a function has begun is answered when it is done."""
+        """Arrange for the answer when the function's future or coroutine is done."""
         postponed = self._activity.postponed
         if type(value) is CoroutineType:
             try:
@@ -386,7 +377,7 @@ class RequestRunner:
         self._activity.ended()
 
     async def _finish(self, coroutine: Coroutine[Any, Any, Any], request: Request, answer: Answer) -> None:
-        """Run an ``async def`` callee; what it returns is serialized on an executor thread."""
+        """Run an ``async def`` callee; its return value is serialized on an executor thread."""
         request.task = asyncio.current_task()
         try:
             if request.cancelled:
@@ -406,7 +397,7 @@ class RequestRunner:
             self._ended()
 
     def replier(self, request: Request, function: object = None) -> Answer:
-        """What answers a request later, which is for ``function``."""
+        """Return the function that answers a request for ``function`` later."""
         what = None if function is None else name_of(function)
         peer, call_id, codec = request.peer, request.frame.call_id, request.frame.codec
 
@@ -434,8 +425,8 @@ class RequestRunner:
         *,
         by: object = None,
     ) -> None:
-        """Answer a request with the value of ``of``, a function or a text; if it cannot be sent, with that
-        error, as one raised ``by`` what ``of`` says unless it is given.
+        """Answer a request with the value of ``of``, a function or a text. If it cannot be sent, answer with
+        that error, as raised ``by`` the function, by default ``of``.
         """
         try:
             payload = self.dump_reply(peer, value, of, recording, codec)
@@ -452,7 +443,7 @@ class RequestRunner:
         recording: Recording | Observation | None,
         codec: int | None = None,
     ) -> Payload:
-        """Serialize the value with which a request is answered; arguments are as for ``reply``."""
+        """Serialize the value for the answer to a request; arguments are as for ``reply``."""
         serializer = peer.codec if codec is None else self._serializer.codecs[codec]
         if recording is None:
             return serializer.dumps(value, peer, what=of)
@@ -473,9 +464,10 @@ class RequestRunner:
         """Answer a request with an exception; ``of`` is as for ``reply``."""
         request = self._cancellable.get((peer, call_id))
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
-        # A function that goes on after this worker has ended, by Ctrl-C for one, cannot call others.
+        # A function that continues after this worker has ended, for example by KeyboardInterrupt, cannot call
+        # others.
         wanted |= isinstance(error, NotInitializedError) and not is_initialized()
-        # That its caller is gone has been told already, and there is nobody to answer.
+        # The loss of its caller has been logged already, and nobody can be answered.
         consequence = isinstance(error, GivenUpError) or (
             isinstance(error, WorkerLostError) and error.worker == peer.name
         )
@@ -497,16 +489,15 @@ class RequestRunner:
         self.answer(peer, Kind.FAILURE, call_id, payload)
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
-        """Answer a request by a message made already."""
+        """Answer a request with an existing message."""
         self._cancellable.pop((peer, call_id), None)
-        events = self._events
         try:
             self._send(peer, kind, call_id, payload)
-            if events.request_ended:
-                ended = RequestEnded(peer.name, call_id, failed=kind == Kind.FAILURE)
-                events.tell(events.request_ended, ended)
+            tell = self._events.request_ended
+            if tell is not None:
+                tell(peer.name, call_id, kind == Kind.FAILURE)
         except WorkerLostError as error:
-            # Nobody is left to be answered, which is no failure of this worker.
+            # No worker is left to be answered, which is not a failure of this one.
             logger.debug("dropped an answer: %s", error)
         except Exception as error:
             if kind == Kind.FAILURE:
@@ -515,19 +506,20 @@ class RequestRunner:
             self.fail(peer, call_id, error)
 
     def answer_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
-        """An answer that was to be sent later could not be sent: see ``Sender.on_unsent``."""
+        """Handle that an answer that was to be sent later could not be sent: see ``Sender.on_unsent``."""
         if peer.lost is None:
             self.fail(peer, call_id, error)
 
     def answer_lost(self, peer: Peer, call_id: int, what: str) -> None:
-        """A large answer has not arrived: see ``Dispatcher.on_lost``. The error is sent in its place, by
-        another thread: it may have to wait for room, which this one is to make.
+        """Handle that a large answer has not arrived: see ``Dispatcher.on_lost``. The error is sent in its
+        place, by another
+        thread: it may have to wait for room, which this thread must make.
         """
         error = MessageLostError(f"the call ran, and its answer was lost: {what}", peer.name)
         self._run_soon([(lambda _: self.fail(peer, call_id, error), None)])
 
     def cancel(self, peer: Peer, call_id: object) -> None:
-        """A worker gives a call of its up, which may have been answered already."""
+        """Cancel a call of a worker, which may have been answered already."""
         if type(call_id) is not int:
             raise ProtocolError(f"asked to cancel the call {call_id!r:.60}, which is no number")
         request = self._cancellable.get((peer, call_id))
@@ -550,7 +542,7 @@ class RequestRunner:
             return self._coroutines.loop
 
     def stop(self) -> None:
-        """Cancel coroutines that still run, and begin no more."""
+        """Cancel running coroutines, and start no more."""
         with self._lock:
             self._stopped = True
             coroutines, self._coroutines = self._coroutines, None
@@ -565,7 +557,7 @@ def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:
 
 def _print_traceback(worker: str, traceback: str) -> None:
     """Write a callee's traceback to standard error, as PyTorch does, wherever the program's log goes. Nothing
-    is written if the log is turned off, or has the traceback itself.
+    is written if the log is disabled, or contains the traceback itself.
     """
     if logger.isEnabledFor(logging.WARNING) and not logger.isEnabledFor(logging.DEBUG):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
@@ -573,7 +565,7 @@ def _print_traceback(worker: str, traceback: str) -> None:
 
 
 def _raised_in(error: BaseException) -> str:
-    """The user's function that an error went through first; "a call" if it did not get as far."""
+    """Return the user's function that raised an error first; "a call" if none was reached."""
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -1,4 +1,4 @@
-"""Calls that have had no answer for long: which to ask about and when, and the words for what is found out.
+"""Calls without an answer for long: which to ask about and when, and the texts for the findings.
 
 Pure: no clock, no threads, no messages; ``waiting`` is the shell around it.
 """
@@ -15,7 +15,7 @@ from rpc.group.handshake import legible
 __all__ = [
     "MAX_HOPS",
     "Answer",
-    "Awaited",
+    "AwaitedCall",
     "Due",
     "Hop",
     "Schedule",
@@ -44,7 +44,7 @@ STATES: Final = frozenset(("queued", "arriving", "running", "awaiting", "postpon
 
 
 class Aged(Protocol):
-    """What the schedule needs of a call."""
+    """The interface of a call to the schedule."""
 
     @property
     def call_id(self) -> int: ...
@@ -62,7 +62,7 @@ class Due:
 
     Attributes:
         age: seconds since the call was made, to within one look.
-        report: whether to log what is found; else it is for the error of the timeout only.
+        report: whether to log the findings; otherwise they are only for the error of the timeout.
     """
 
     call_id: int
@@ -79,8 +79,8 @@ class _Entry:
 
 
 class Schedule:
-    """When to ask about which call. A call is not timed when it is made: one without a timeout began, as far
-    as is known, when a look first found it.
+    """Decides when to ask about which call. A call is not timed when it is made: one without a timeout is
+    considered to have begun when it was first seen by ``look``.
 
     Args:
         bound: age of a call at its first report, in seconds; the following intervals double.
@@ -91,16 +91,16 @@ class Schedule:
         self._entries: dict[int, _Entry] = {}
 
     def look(self, now: float, calls: Iterable[Aged], slack: float) -> list[Due]:
-        """The calls to ask about, of all that are under way.
+        """Return the calls to ask about, of all that are under way.
 
         Args:
-            slack: seconds until the next look.
+            slack: time in seconds until the next look.
         """
         before, self._entries = self._entries, {}
         due: list[Due] = []
         for call in calls:
             if call.keeps_place:
-                continue  # nobody waits for it: a call that waits for its object is under way too
+                continue  # no thread waits for it: a call that waits for its object is under way too
             entry = before.get(call.call_id) or self._enter(now, call)
             self._entries[call.call_id] = entry
             report = now >= entry.report_at
@@ -123,12 +123,12 @@ class Schedule:
         return _Entry(began, began + self._bound, self._bound, ask_at)
 
 
-# ---- what a callee answers
+# ---- the answers of callees
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
-    """A call that a callee waits for itself: the incarnation of its callee, its id, and what was asked."""
+class AwaitedCall:
+    """The call that a callee itself waits for: the incarnation of its callee, its id, and what was asked."""
 
     incarnation: int
     call_id: int
@@ -137,15 +137,15 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a callee does about one call.
+    """A callee's state of one call.
 
     Attributes:
         state: one of ``STATES``.
-        thread: that runs the call.
+        thread: name of the thread that runs the call.
         function: innermost function of the user's code.
-        place: where in that, ``FILE:LINE``.
-        doing: what it waits for, or that it computes, in words.
-        ahead: tasks that are queued before it.
+        place: position in it, ``FILE:LINE``.
+        doing: what it waits for, or that it computes, as text.
+        ahead: number of tasks that are queued before it.
         awaits: the call that it waits for.
     """
 
@@ -155,16 +155,16 @@ class Answer:
     place: str = ""
     doing: str = ""
     ahead: int = 0
-    awaits: Awaited | None = None
+    awaits: AwaitedCall | None = None
 
 
 def shortened(text: str) -> str:
-    """A text cut to the length that an answer may have; its end says more than its beginning."""
+    """Cut a text to the maximum length in an answer, keeping the end, which is more specific."""
     return text if len(text) <= _MAX_TEXT else "..." + text[3 - _MAX_TEXT :]
 
 
 def write_answer(answer: Answer) -> list[Any]:
-    """An answer as a message: for msgpack."""
+    """Encode an answer as a message for msgpack."""
     texts = (answer.thread, answer.function, answer.place, answer.doing)
     awaits = answer.awaits
     waits = None if awaits is None else [awaits.incarnation, awaits.call_id, shortened(awaits.asked)]
@@ -172,7 +172,7 @@ def write_answer(answer: Answer) -> list[Any]:
 
 
 def read_answer(message: object) -> Answer:
-    """The answer in a message of a peer, whose texts are made fit for a log line."""
+    """Decode the answer in a message of a peer, and make its texts fit for a log line."""
     match message:
         case [str(state), str(thread), str(function), str(place), str(doing), int(ahead), awaits] if (
             state in STATES and 0 <= ahead < 1 << 63
@@ -190,23 +190,23 @@ def read_answer(message: object) -> Answer:
     raise ProtocolError("a malformed answer to the question what a call waits for")
 
 
-def _read_awaited(message: object) -> Awaited | None:
+def _read_awaited(message: object) -> AwaitedCall | None:
     match message:
         case None:
             return None
         case [int(incarnation), int(call_id), str(asked)] if (
             0 <= incarnation < 1 << 63 and 0 <= call_id < 1 << 63 and len(asked) <= _MAX_TEXT
         ):
-            return Awaited(incarnation, call_id, legible(asked))
+            return AwaitedCall(incarnation, call_id, legible(asked))
     raise ProtocolError("a malformed answer to the question what a call waits for")
 
 
-# ---- words
+# ---- texts
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One worker on the way along a chain of calls: its name, and its answer, or why there is none.
+    """One worker in a chain of calls: its name, and its answer, or why there is none.
 
     ``awaited`` is the name of the worker that the answer's call went to.
     """
@@ -217,7 +217,7 @@ class Hop:
 
 
 def hop_in_words(hop: Hop) -> str:
-    """What one worker does about a call."""
+    """Describe one worker's state of a call."""
     answer = hop.answer
     if isinstance(answer, str):
         return f"{hop.worker} {answer}"
@@ -245,13 +245,17 @@ def hop_in_words(hop: Hop) -> str:
 
 
 def chain_in_words(me: str, hops: Sequence[Hop], *, closed: bool) -> str:
-    """What all workers along a chain of calls do. ``closed``: the last one waits for a call of the chain."""
+    """Describe the states of all workers in a chain of calls. ``closed``: the last one waits for a call of
+    the chain.
+    """
     text = "; ".join(map(hop_in_words, hops))
     path = [me, *(hop.worker for hop in hops)]
     if closed:
         path.append(hops[-1].awaited)
         return f"{text}; this is a cycle of calls: {' → '.join(path)}"
-    end = path[-1]
-    if any(each != end for each in path[path.index(end) :]):
+    end, last = path[-1], hops[-1].answer
+    # A call that its callee does not know has just ended, most likely: nothing waits there.
+    is_known = not (isinstance(last, Answer) and last.state == "unknown")
+    if is_known and any(each != end for each in path[path.index(end) :]):
         text += f"; the calls lead back to {end}: {' → '.join(path)}"
     return text

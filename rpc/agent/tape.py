@@ -1,8 +1,8 @@
-"""Extension point: something that follows calls, and notes what tensors that require grad they carry.
+"""Extension point: a tape that follows calls and records the tensors that require grad.
 
 With a tape, distributed autograd can be built on the agent without the agent knowing what it is. The sender
-notes what it sent, and says so under a key of the message's header; the receiver makes the received tensors
-part of a graph of its own, and runs what it is asked to inside what the header says.
+records what it sends, and adds a value to the message's header under the tape's key; the receiver makes the
+received tensors part of a graph of its own, and runs the request inside the recording for that value.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ __all__ = ["Observation", "Recording", "Tape", "Tracing", "note"]
 
 
 class Recording(Protocol):
-    """What the messages of one call are noted in, at one of its ends. Blocks under it run in it, in turn."""
+    """The recording of one call's messages, at one of its ends. Blocks under it run inside it, one after
+    another.
+    """
 
     tracks: bool
-    """Whether tensors that require grad are noted; else they are sent as such that don't."""
+    """Whether tensors that require grad are recorded; otherwise they are sent as tensors that do not."""
 
     def sent(self, tensors: list[Tensor], to: Peer) -> Any:
-        """Note the tensors that require grad of a message that is about to be sent; returns what its header
-        is to say, as msgpack can encode it.
+        """Record the tensors that require grad of a message that is about to be sent; returns the value for
+        its header, which msgpack can encode.
         """
 
     def connect(self, tensors: list[Tensor]) -> Sequence[Tensor]:
-        """What stands for the tensors of the message that it was made for; see ``Connect``."""
+        """Return the replacements for the tensors of the message that it was made for; see ``Connect``."""
 
     def __enter__(self) -> None: ...
 
@@ -39,15 +41,15 @@ class Recording(Protocol):
 
 
 class Observation:
-    """Round one request that is observed, as by a profiler, and round what it is noted in.
+    """Encloses one request that is observed, for example by a profiler, and its recording.
 
     Args:
-        inner: the recording that the request has besides, if any.
+        inner: the request's recording, if any.
     """
 
-    inner: Recording | None
+    inner: Recording | Observation | None
 
-    def __init__(self, inner: Recording | None) -> None:
+    def __init__(self, inner: Recording | Observation | None) -> None:
         self.inner = inner
 
     @property
@@ -63,72 +65,78 @@ class Observation:
             self.inner.__exit__()
 
     def following(self, coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
-        """The rest of an ``async def`` request, to be awaited inside this."""
-        return coroutine
+        """Return the rest of an ``async def`` request, to be awaited inside this."""
+        return self.inner.following(coroutine) if isinstance(self.inner, Observation) else coroutine
 
     def tell(self, header: dict[str, Any]) -> None:
-        """Add what was observed to the header of the answer, which is no failure."""
+        """Add the observations to the header of the answer, which is not a failure."""
 
 
 class Tape(Protocol):
-    """Called from any thread."""
+    """Follows calls. Called from any thread."""
 
     key: str
-    """Its place in the header: not that of any carrier."""
+    """Its key in headers, which no carrier uses."""
 
     def current(self) -> object:
-        """None if no call made now, on this thread, is noted: ``calling`` need not be asked."""
+        """Return None if calls made now, on this thread, are not recorded: ``calling`` need not be called."""
 
     def calling(self, to: Peer) -> Recording | None:
-        """What a call made now, on this thread, is noted in; None if it isn't noted."""
+        """Return the recording for a call made now, on this thread; None if it is not recorded."""
 
     def received(self, value: Any, source: Peer) -> Recording | None:
-        """What a request is noted in whose header says ``value``, and its answer, too; None if in nothing."""
+        """Return the recording for a request whose header has ``value``, and for its answer; None if there is
+        none.
+        """
 
     def answered(self, value: Any, source: Peer) -> Recording | None:
-        """The same for an answer: None if what its call was noted in is over."""
+        """Like ``received``, for an answer: None if the recording of its call is over."""
 
 
 class Tracing:
-    """What follows the calls of one agent. Asked from any thread; set before the agent joins its group,
-    except by ``watch``.
+    """The tape and the observers of one agent's calls. Used from any thread; set before the agent joins its
+    group, except by ``watch``.
 
     Attributes:
-        tape: notes what tensors calls carry, or None.
+        tape: records the tensors of calls, or None.
         watcher: makes the observation of every request, or None.
     """
 
     def __init__(self) -> None:
         self.tape: Tape | None = None
         self.watcher: Callable[[Recording | Observation | None], Observation] | None = None
-        self._observer: tuple[str, Callable[[Any, Recording | None], Observation]] | None = None
+        self._observers: dict[str, Callable[[Any, Recording | Observation | None], Observation]] = {}
 
     def follow(self, tape: Tape) -> None:
-        """Have a tape note what tensors calls carry."""
+        """Have a tape record the tensors of calls."""
         self.tape = tape
 
-    def observe(self, key: str, observe: Callable[[Any, Recording | None], Observation]) -> None:
-        """Have ``observe`` make the observation of each request whose header has a key, given what is said
-        under it, and the recording that the request has.
+    def observe(
+        self, key: str, observe: Callable[[Any, Recording | Observation | None], Observation]
+    ) -> None:
+        """Have ``observe`` make the observation of each request whose header has a key, given the value under
+        it, and what is inside: the request's recording, or the observation of an earlier key.
         """
-        self._observer = key, observe
+        self._observers[key] = observe
 
     def watch(self, watcher: Callable[[Recording | Observation | None], Observation] | None) -> None:
-        """Have ``watcher`` make the observation of every request from now on; None ends that."""
+        """Have ``watcher`` make the observation of every request from now on; None to stop."""
         self.watcher = watcher
 
     def recording_of(
         self, header: dict[str, Any], source: Peer, *, answer: bool = False
     ) -> Recording | Observation | None:
-        """What a request with this header, or an answer, is noted in."""
-        tape, observer = self.tape, self._observer
-        recording: Recording | None = None
+        """Return the recording for a request, or an answer, with this header."""
+        tape = self.tape
+        recording: Recording | Observation | None = None
         if tape is not None and tape.key in header:
             follow = tape.answered if answer else tape.received
             recording = follow(header[tape.key], source)
-        if observer is None or answer or observer[0] not in header:
-            return recording
-        return observer[1](header[observer[0]], recording)
+        if not answer:
+            for key, observe in self._observers.items():
+                if key in header:
+                    recording = observe(header[key], recording)
+        return recording
 
 
 def note(
@@ -139,7 +147,7 @@ def note(
     to: Peer,
     serializer: Serializer,
 ) -> None:
-    """Note what a message carries that is about to be sent, and say so in its header."""
+    """Record a message that is about to be sent, and add the tape's value to its header."""
     try:
         header[tape.key] = recording.sent(tensors, to)
     except BaseException:

@@ -1,9 +1,9 @@
-"""Says what a call that has had no answer for long waits for: the shell round ``slow_calls``.
+"""Finds out what a call without an answer waits for, and logs it: the shell around ``slow_calls``.
 
-A timer on the loop looks at the table of calls. A call that is due is asked about: a control message names it
-to its callee, whose loop answers from what its threads' frames show, without its executor and without user
-code. If the callee waits for a call itself, the callee of that one is asked next, and so on along the chain.
-Nothing is done when a call is made; the waiting thread and its line are found when a report is due.
+A timer on the loop checks the table of calls. A call that is due is asked about: a control message with its
+id goes to its callee, whose loop answers from the frames of its threads, without its executor and without
+user code. If the callee itself waits for a call, the callee of that one is asked next, and so on along the
+chain. Nothing is done when a call is made; the waiting thread and its line are found when a report is due.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rpc.agent.request_runner import Request, RequestRunner
 from rpc.agent.slow_calls import (
     MAX_HOPS,
     Answer,
-    Awaited,
+    AwaitedCall,
     Due,
     Hop,
     Schedule,
@@ -44,17 +44,17 @@ __all__ = ["WAITING", "Waiting"]
 logger = logging.getLogger(__name__)
 
 WAITING: Final = "waiting"
-"""Topic of control messages: questions what is done about a call, and the answers."""
+"""Topic of control messages: questions about a call's state, and the answers."""
 
 _LOOK_SECONDS: Final = 0.25
-"""Seconds between two looks at the table of calls."""
+"""Interval in seconds at which the table of calls is checked."""
 
 _IDLE_LOOK_SECONDS: Final = 0.5
-"""The same, if there are none."""
+"""Interval in seconds if there are no calls."""
 
 _MAX_LOOK_SECONDS: Final = 2.5
 _CALLS_PER_SECOND: Final = 4000
-"""In a long table, this many calls are looked at per second, but not less often than the maximum."""
+"""In a long table, number of calls checked per second, within the maximum interval."""
 
 _ANSWER_SECONDS: Final = 2.0
 """How long a worker may take to answer a question, in seconds."""
@@ -77,8 +77,8 @@ class _Inquiry:
     Attributes:
         waiter: the name of the waiting thread, and its line; None if no thread was found.
         seen: the calls of the chain: the incarnation of the caller, and the id.
-        peer, signs, timer: the worker that is being asked now, what was seen of its process, and when to
-            give up.
+        peer, signs, timer: the worker that is being asked now, the state of its process, and the timeout's
+        timer.
     """
 
     call: PendingCall
@@ -92,7 +92,7 @@ class _Inquiry:
 
 
 class Waiting:
-    """Asks, and answers, what calls wait for; on the loop's thread.
+    """Asks other workers what calls wait for, and answers such questions; on the loop's thread.
 
     Args:
         bound: age of a call at its first report, in seconds; 0 to ask about none.
@@ -124,7 +124,7 @@ class Waiting:
         control.on(WAITING, self._received)
 
     def begin(self) -> None:
-        """Look at the table of calls from now on."""
+        """Start checking the table of calls."""
         if self._bound:
             count = len(self._calls)
             interval = min(_LOOK_SECONDS if count else _IDLE_LOOK_SECONDS, self._bound / 4)
@@ -132,7 +132,7 @@ class Waiting:
             self._timer = self._loop.call_later(interval, self._look, interval)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         for timer in (self._timer, *(inquiry.timer for inquiry in self._asked.values())):
             if timer is not None:
                 timer.cancel()
@@ -158,7 +158,7 @@ class Waiting:
             logger.warning("%s: %d more calls have no answer yet", legible(self._peers.own.name), more)
 
     def _ask(self, inquiry: _Inquiry, peer: Peer, caller: Peer, call_id: int) -> None:
-        """Ask a worker what it does about a call of ``caller``."""
+        """Ask a worker about its state of a call made by ``caller``."""
         inquiry.seen.add((caller.incarnation, call_id))
         inquiry.peer, inquiry.signs = peer, _signs_of(peer)
         number = next(self._numbers)
@@ -197,10 +197,10 @@ class Waiting:
             self._ask(inquiry, following, peer, awaits.call_id)
 
     def _finish(self, inquiry: _Inquiry, last: Hop, *, closed: bool = False) -> None:
-        """All is known that can be: log it, and keep it for the error of a timeout."""
+        """Log the findings, and keep them for the error of a timeout."""
         call, due = inquiry.call, inquiry.due
         if self._calls.find(call.call_id) is not call:
-            return  # it has ended meanwhile
+            return  # it has ended in the meantime
         me = legible(self._peers.own.name)
         found = chain_in_words(me, [*inquiry.hops, last], closed=closed)
         call.last_seen = f"After {due.age:.3g} s, {found}"
@@ -258,7 +258,7 @@ def _signs_of(peer: Peer) -> ProcessSigns | None:
 
 
 def _silence(peer: Peer, before: ProcessSigns | None) -> str:
-    """Why a worker may not answer a question, in words."""
+    """Describe why a worker may not answer a question."""
     process = peer.link.process
     if not peer.is_self and not peer.connected:
         return "cannot be asked: the connection to it is not open"
@@ -278,9 +278,9 @@ def _silence(peer: Peer, before: ProcessSigns | None) -> str:
 
 
 def _frames() -> dict[int, FrameType]:
-    """The innermost frames of all other threads."""
+    """Return the innermost frames of all other threads."""
     frames = sys._current_frames()
-    # Else this one would keep itself, and its callers, until garbage is collected.
+    # Otherwise this frame would keep itself and its callers alive until garbage is collected.
     del frames[threading.get_ident()]
     return frames
 
@@ -290,7 +290,7 @@ def _thread(ident: int) -> threading.Thread | None:
 
 
 def _waiters() -> dict[int, tuple[str, str]]:
-    """The threads that wait for calls, and at which line of the user's code, by the ``id`` of the call."""
+    """Return the threads that wait for calls, and their lines of user code, by the ``id`` of the call."""
     found: dict[int, tuple[str, str]] = {}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in _frames().items():
@@ -303,7 +303,7 @@ def _waiters() -> dict[int, tuple[str, str]]:
 
 
 def _run_frame(request: Request) -> tuple[int, FrameType, FrameType] | None:
-    """The thread that runs a request, its innermost frame, and the one that has begun the request."""
+    """Return the thread that runs a request, its innermost frame, and the frame that started the request."""
     for ident, innermost in _frames().items():
         found = request_of(innermost)
         if found is not None and found[0] is request:
@@ -312,7 +312,7 @@ def _run_frame(request: Request) -> tuple[int, FrameType, FrameType] | None:
 
 
 def _computed(request: Request) -> tuple[int, float] | None:
-    """The thread that runs a request, and the CPU time that it has used."""
+    """Return the thread that runs a request, and its CPU time so far."""
     found = _run_frame(request)
     thread = None if found is None else _thread(found[0])
     if thread is None or thread.native_id is None:
@@ -322,7 +322,7 @@ def _computed(request: Request) -> tuple[int, float] | None:
 
 
 def _describe(request: Request, executor: Executor, before: tuple[int, float] | None) -> Answer:
-    """What is done about a request; ``before`` is what ``_computed`` said a moment ago."""
+    """Describe the state of a request; ``before`` is an earlier result of ``_computed``."""
     now = _computed(request)
     found = _run_frame(request)
     if found is not None:
@@ -365,5 +365,5 @@ def _awaiting(frames: list[FrameType]) -> Answer:
     return Answer("awaiting", "", users.f_code.co_qualname, place_of(users), doing, 0, awaits)
 
 
-def _awaited(call: PendingCall | None) -> Awaited | None:
-    return None if call is None else Awaited(call.peer.incarnation, call.call_id, call.asked)
+def _awaited(call: PendingCall | None) -> AwaitedCall | None:
+    return None if call is None else AwaitedCall(call.peer.incarnation, call.call_id, call.asked)

@@ -38,7 +38,7 @@ __all__ = ["BulkQueue", "Loop", "StreamReader"]
 _PIECE_BYTES: Final = 4 << 20
 """Number of bytes of a message that a stream takes at a time, if others may take the rest."""
 
-_SLICE_BYTES: Final = 2 << 20
+_SLICE_BYTES: Final = 4 << 20
 """Maximum number of bytes in one system call, after which memory can be taken back."""
 
 _MAX_OPENING_BYTES: Final = 96 << 20
@@ -339,6 +339,7 @@ class StreamReader:
     def _run(self) -> None:
         goes_on = True
         try:
+            self._socket.begin_receiving()
             while goes_on and self._socket.wait_readable(IDLE_SECONDS):
                 goes_on = self._read()
         except Exception as error:

@@ -333,7 +333,7 @@ class BulkStreams:
             open_message(arriving, number, opening, self._max_message_bytes)
 
     def _came(self, peer: Peer, streams: _Streams, frame: LargeFrame) -> None:
-        if frame.kind != Kind.BULK:
+        if frame.kind != Kind.BULK:  # the loop may still have to take in what came before its opening
             self._mailbox.call(self._take_in, peer, streams, frame)
             return
         with streams.gate:

@@ -1,1 +1,1 @@
-"""Who is in the group, and the connections to them."""
+"""The members of the group, and the connections to them."""

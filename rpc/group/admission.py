@@ -1,8 +1,8 @@
-"""Who is let in: a pure decision about a hello.
+"""Admission: whether to accept a hello. Pure.
 
-There is one connection per pair of workers. When two connect to each other at the same moment, the attempt of
-the one with the smaller incarnation counts: it refuses the other's as *crossed*, and the other, when it sees
-the smaller one's hello, lets its own attempt go.
+There is one connection per pair of workers. When two workers connect to each other at the same moment, the
+attempt of the one with the smaller incarnation counts: that worker refuses the other's as *crossed*, and the
+other abandons its own attempt when it sees the hello of the first.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ MISTAKEN: Final = "mistaken"
 
 
 def judge(hello: Hello, view: Membership, group: str, *, connected: bool, connecting: bool) -> Refusal | None:
-    """Decide about a hello: None to welcome it, else the refusal, which says nothing that lets a stranger in.
+    """Decide about a hello: None to accept it, else the refusal, which contains nothing that helps an
+    intruder.
 
     Args:
-        view: this worker's membership; in a dynamic group a newcomer joins it here.
+        view: this worker's membership; in a dynamic group, a newcomer joins it here.
         group: the group that this worker belongs to.
-        connected: there is a connection to that worker already.
-        connecting: this worker is trying to connect to that worker right now.
+        connected: whether there is a connection to that worker already.
+        connecting: whether this worker is connecting to that worker now.
     """
     me, other = view.me, hello.member
     sides = f"worker '{other.name}' asked worker '{me.name}' (id {me.id})"

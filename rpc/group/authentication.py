@@ -1,17 +1,18 @@
-"""Who belongs to the job: whoever has its token. HMAC-SHA256 throughout, no I/O.
+"""Authentication: a process belongs to the job if it has the job's token. HMAC-SHA256 throughout, no I/O.
 
-*Connections.* ``TokenAuthenticator`` is the handshake's: each side proves that it has the token, over all
-that was said before. The acceptor's challenge and the dialler's proof each bring a nonce, so no proof is good
-for another connection; each names its role, so none can be given back as one's own; and the hello that it
-covers names both workers, so none is good between two others.
+*Connections.* ``TokenAuthenticator`` is used in the handshake: each side proves that it has the token, over
+all previous messages. The acceptor's challenge and the dialler's proof each contain a nonce, so a proof is
+valid for one connection only; each names its role, so none can be reflected; and the hello that it covers
+names both workers, so none is valid between two others.
 
-*Tickets.* Transports that have a place for it show one before there is a connection to shake hands over: a
-nonce, and a proof over it. Who has listened can show it again, and gets as far as the handshake.
+*Tickets.* Transports that have a place for a ticket present one before there is a connection for a handshake:
+a nonce, and a proof over it. An eavesdropper can replay it, but only gets as far as the handshake.
 
-*Records.* What workers leave in the store is sealed under the name of its key: whoever writes to the store
-without the token can delete or repeat records, which at worst keeps a group from forming, but make none.
+*Records.* The records that workers write to the store are sealed under the name of their key: a process that
+can write to the store but does not have the token can delete or repeat records, which at worst keeps a group
+from forming, but cannot forge any.
 
-Each use has a key of its own, derived from the token, which itself goes nowhere.
+Each use has a key of its own, derived from the token. The token itself is never sent.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def _derive(token: bytes, use: str) -> bytes:
 
 
 class TokenAuthenticator:
-    """An ``Authenticator``: both sides have the same token.
+    """An ``Authenticator`` for which both sides have the same token.
 
     Args:
-        token: the job's.
+        token: token of the job.
     """
 
     def __init__(self, token: bytes) -> None:
@@ -74,7 +75,7 @@ class TokenAuthenticator:
 
 
 class ForeignRecordError(ValueError):
-    """A record is not sealed with this job's token. ``claimed`` is what it says, which proves nothing."""
+    """A record is not sealed with this job's token. ``claimed`` is its content, which proves nothing."""
 
     def __init__(self, claimed: bytes) -> None:
         super().__init__("a record is not sealed with this job's token")
@@ -82,21 +83,23 @@ class ForeignRecordError(ValueError):
 
 
 class Seal:
-    """Seals records by the key that they are under.
+    """Seals records by the key under which they are stored.
 
     Args:
-        token: the job's; None: nothing is sealed, and what others have sealed is not taken for anything.
+        token: token of the job; None: nothing is sealed, and records that others have sealed are rejected.
     """
 
     def __init__(self, token: bytes | None = None) -> None:
         self._key = None if token is None else _derive(token, "store")
 
     def close(self, name: str, value: bytes) -> bytes:
-        """The value as it goes to the store under ``name``; the same each time."""
+        """Return the value to be stored under ``name``; the same each time."""
         return value if self._key is None else _SEALED + self._mac(name, value) + value
 
     def open(self, name: str, sealed: bytes) -> bytes:
-        """The reverse; raises ``ForeignRecordError`` unless it was closed with this token, under ``name``."""
+        """Return the value of a sealed record; raises ``ForeignRecordError`` unless ``close`` made it for
+        ``name``.
+        """
         is_sealed = sealed.startswith(_SEALED)
         value = sealed[len(_SEALED) + _MAC_BYTES :] if is_sealed else sealed
         if self._key is None and not is_sealed:

@@ -1,9 +1,9 @@
-"""Connections to the other workers: listening, shaking hands, noticing that one is gone.
+"""Connections to the other workers: listening, shaking hands, detecting lost connections.
 
-``dialling`` decides when a connection is made, and made again.
+``dialling`` decides when to connect and when to reconnect.
 
-Everything here runs on the loop's thread. A connection is owned by a ``Greeting`` until both sides know each
-other, and by an ``_Established`` from then on, which passes its frames to the agent.
+Everything here runs on the loop's thread. A connection is owned by a ``Greeting`` during the handshake, and
+by an ``_Established`` from then on, which passes its frames to the agent.
 """
 
 from __future__ import annotations
@@ -43,32 +43,36 @@ __all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents
 logger = logging.getLogger(__name__)
 
 SMALL_FRAME_BYTES: Final = 128 << 10
-"""Frames up to this are accepted whatever the limit for messages: nobody checks them before sending."""
+"""Maximum size in bytes of a frame that is accepted whatever the limit for messages: senders do not check
+these.
+"""
 
 CONNECT_SECONDS: Final = 20.0
-"""How long one address may take to answer, and then the worker there to shake hands."""
+"""Timeout in seconds for one address to answer, and then for the worker there to complete the handshake."""
 
 STRANGER_SECONDS: Final = 5.0
-"""How long whoever has connected may take to prove that it belongs to the job."""
+"""Timeout in seconds for the other side of a new connection to prove that it belongs to the job."""
 
 MAX_STRANGERS: Final = 256
-"""Beyond so many who have connected and not proven that, the one who has tried for longest is cut off, if it
-is slow: how many may come at a time is for the transports to limit.
+"""Maximum number of connections whose other side has not proven that. Beyond it, the one that has tried
+longest is closed if it is slow; the transports limit how many may connect at a time.
 """
 
 _LEAVER_SECONDS: Final = 1.0
 _LEAVER_PAUSE: Final = 0.01
-"""Who leaves and comes back under its name may be heard before its goodbye on the old connection is."""
+"""Pause in seconds: a worker that leaves and returns may be heard before its goodbye on the old
+connection.
+"""
 
 FAREWELL_SECONDS: Final = 5.0
-"""How long what is queued for peers may take to be sent when this worker leaves."""
+"""Timeout in seconds for sending the queued frames to peers when this worker leaves."""
 
 CRASHED: Final = "its program was ended by an exception"
-"""What a worker says first in its goodbye, if so: the others' logs should show it."""
+"""Beginning of the reason in a worker's goodbye after an unhandled exception, for the logs of the others."""
 
 
 class ConnectionEvents(Protocol):
-    """What ``Connections`` asks and tells the agent, on the loop's thread except where noted."""
+    """The callbacks of ``Connections`` to the agent, on the loop's thread except where noted."""
 
     @property
     def followed(self) -> Collection[int]:
@@ -77,8 +81,8 @@ class ConnectionEvents(Protocol):
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
 
     def stream_came(self, connection: Connection, stream: Stream) -> Callable[[], object]:
-        """Judge a connection that is to be a bulk stream. Returns what takes it over once it is let in;
-        ``ProtocolError`` if it is not expected.
+        """Check a connection that is to become a bulk stream. Returns the function that takes it over once it
+        is accepted; raises ``ProtocolError`` if it is not expected.
         """
 
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool) -> Task | None:
@@ -88,16 +92,16 @@ class ConnectionEvents(Protocol):
         """See ``ConnectionOwner``."""
 
     def peer_for(self, member: Member) -> Peer:
-        """The peer object of a member, made if need be."""
+        """Return the peer of a member, which is made if necessary."""
 
     def peer_broke(self, peer: Peer) -> None:
-        """The connection to a worker broke, and is about to be made again."""
+        """The connection to a worker broke, and will be made again."""
 
     def peer_gone(self, peer: Peer, reason: str) -> None: ...
 
 
 Outfit = Callable[[Peer, Connection], Connection]
-"""Makes of each connection that is established the one that its peer is to send by."""
+"""Makes, from an established connection, the one that its peer sends by."""
 
 
 class Connections:
@@ -105,15 +109,16 @@ class Connections:
 
     Args:
         loop: the agent's loop.
-        transports: by scheme, best first.
-        max_frame_bytes: the largest frame that a peer may send.
-        authenticator: has other workers prove that they belong to the job; None to ask nothing.
-        handshake_seconds: time that a worker that this one connects to may take to shake hands.
-        reconnect_seconds: time within which a broken connection may be made again; 0: it is not.
+        transports: the transports by scheme, best first.
+        max_frame_bytes: maximum size in bytes of a frame from a peer.
+        authenticator: has other workers prove that they belong to the job; None for no authentication.
+        handshake_seconds: timeout in seconds for the handshake with a worker that this one connects to.
+        reconnect_seconds: timeout in seconds for reconnecting after a connection broke; 0 for no
+        reconnecting.
 
     Attributes:
-        group: the key of the group, once it is formed.
-        closed: this worker leaves, or has left.
+        group: key of the group, once it is formed.
+        closed: whether this worker is leaving, or has left.
     """
 
     def __init__(
@@ -143,28 +148,30 @@ class Connections:
         self._view: Membership | None = None
         self._listeners: list[Listener] = []
         self._greetings: dict[Greeting, None] = {}  # in the order in which they began
-        self._strangers: dict[Greeting, None] = {}  # those of them whose other side has proven nothing yet
+        self._strangers: dict[Greeting, None] = {}  # those whose other side is not yet authenticated
         self._refusals = LimitedLog(logger)
         self._dialler = Dialler(loop, transports, self)
 
     # ---- set up
 
     def serve(self, events: ConnectionEvents) -> None:
-        """Notify ``events`` of frames and of workers that are gone from now on. Before ``listen``."""
+        """Report frames and lost workers to ``events`` from now on. Called before ``listen``."""
         self._events = events
 
     def equip(self, outfit: Outfit | None) -> None:
-        """Have ``outfit`` make what peers send by from now on; None: they send by connections as they are."""
+        """Have ``outfit`` make the connections that peers send by; None: they use the connections as they
+        are.
+        """
         self._outfit = outfit
 
     @property
     def is_equipped(self) -> bool:
-        """Whether ``equip`` is in force."""
+        """Whether ``equip`` was called with a function."""
         return self._outfit is not None
 
     def tell_losses(self, *, tells: bool) -> None:
-        """Whether the log names workers that are gone. It need not if another agent of the process does, or
-        if this worker is leaving itself.
+        """Set whether the log names lost workers. It need not if another agent of the process does, or if
+        this worker is leaving itself.
         """
         self._tells_losses = tells
 
@@ -187,7 +194,7 @@ class Connections:
         self._listeners.clear()
 
     def join_group(self, view: Membership, group: str) -> None:
-        """The group is formed: from now on hellos can be judged."""
+        """Record that the group is formed: from now on, hellos can be checked."""
         self._view, self.group = view, group
         for greeting in list(self._greetings):
             if greeting.hello is not None:
@@ -235,7 +242,7 @@ class Connections:
         self._hand_over(own_peer, connection)
 
     def reached(self, peer: Peer, connection: Connection) -> None:
-        """Somebody listens at one of its addresses: greet it."""
+        """One of the peer's addresses accepted a connection: start the handshake."""
         if self.closed or not peer.link.reach(connection.process):
             _drop(connection, "not needed any more")
             return
@@ -247,8 +254,8 @@ class Connections:
         self._greet(connection, peer).greet(Hello(self._view.me, peer.incarnation, self.group, session))
 
     async def open_stream(self, peer: Peer, stream: Stream) -> Connection:
-        """One more connection over the network to a connected peer, which has let it in. ``OSError`` if there
-        is no way, or it does not.
+        """Open one more network connection to a connected peer. Raises ``OSError`` if that is impossible or
+        refused.
         """
         connection = await self._connect_again(peer)
         welcome: asyncio.Future[None] = self.loop.create_future()
@@ -269,10 +276,10 @@ class Connections:
                 return await self._transports["tcp"].connect(address)
         return await self._transports["tcp"].connect(addresses[-1])
 
-    # ---- what handshakes come to
+    # ---- outcomes of handshakes
 
     def heard(self, greeting: Greeting, said: Hello | Stream | Welcomed | Refusal) -> None:
-        """The other side wants to be let in, has let this worker in, or does not. Or its proof is wrong."""
+        """Handle the other side's hello, its welcome, its refusal, or a wrong proof."""
         peer = greeting.peer
         if greeting.stream is not None:
             self._stream_heard(greeting, greeting.stream, said)
@@ -287,7 +294,7 @@ class Connections:
                 self._strangers.pop(greeting, None)
                 greeting.hello = hello
                 greeting.wait(self.connect_seconds)
-                if self._view is not None:  # else ``join_group`` will judge it
+                if self._view is not None:  # otherwise ``join_group`` will check it
                     self._judge(greeting, hello)
             case Refusal() as refusal:
                 if peer is None:
@@ -307,7 +314,7 @@ class Connections:
                     greeting.connection.close("not needed any more")
 
     def _stream_heard(self, greeting: Greeting, stream: asyncio.Future[None], said: object) -> None:
-        """The answer to a further connection."""
+        """Handle the answer to an additional connection."""
         if isinstance(said, Welcomed):
             if not stream.done():
                 stream.set_result(None)
@@ -327,7 +334,7 @@ class Connections:
             if rivals:
                 for rival in rivals:
                     rival.link.claimed_by = newcomer.incarnation
-                greeting.connection.close("who has its name or id is connected: it has to come again")
+                greeting.connection.close("a connected worker has its name or id: it has to connect again")
                 return
         peer = self._events.peer_for(known) if known else None
         is_lost = (
@@ -361,12 +368,12 @@ class Connections:
         self._establish(greeting, peer, (number, hello.session[1]))
 
     def _replace(self, newcomer: Member) -> list[Peer]:
-        """A newcomer is let into a dynamic group under a name or id only when who had it has ended, or was
-        taken out: that one is lost, unless there is a connection to it, which is about to end. It does not
-        if its host has died. But it may be the newcomer's that has, whose hello came late, so that one has to
-        come again.
+        """Handle a newcomer of a dynamic group that takes over a name or id, which it may only do once the
+        previous owner has ended or was removed. The previous owner is lost, unless there is a connection to
+        it, which is about to end (it does not end if its host has died). But the newcomer itself may be the
+        one that ended, if its hello came late; so it has to connect again.
 
-        Returns those that keep the newcomer waiting.
+        Returns the previous owners for which the newcomer must wait.
         """
         assert self._view is not None
         rivals = [self._events.peer_for(each) for each in self._view.rivals(newcomer)]
@@ -386,7 +393,7 @@ class Connections:
         assert self._view is not None
         known = self._view.find(hello.member.incarnation)
         peer = self._events.peer_for(known) if known else None
-        if peer is not None and not peer.connected:  # it has broken again
+        if peer is not None and not peer.connected:  # it has broken in the meantime
             self.connect(peer)
 
     def _refuse(self, greeting: Greeting, refusal: Refusal) -> None:
@@ -397,7 +404,9 @@ class Connections:
         greeting.refuse(refusal)
 
     def ended(self, greeting: Greeting, failure: str | None) -> None:
-        """A handshake is over: the connection has closed, because ``failure``, or it has succeeded."""
+        """Handle the end of a handshake: it has succeeded, or the connection has closed, because of
+        ``failure``.
+        """
         self._greetings.pop(greeting, None)
         self._strangers.pop(greeting, None)
         if greeting.stream is not None and not greeting.stream.done():
@@ -434,14 +443,14 @@ class Connections:
         outfitted = connection if self._outfit is None else self._outfit(peer, connection)
         peer.established(outfitted, *session)
 
-    # ---- the end
+    # ---- closing
 
     def lose(self, peer: Peer, reason: str) -> None:
-        """A worker is gone, because ``reason``: close what is left of it and tell the agent, once."""
+        """Record that a worker is lost, for ``reason``: close its connection and notify the agent, once."""
         self._lose(peer, reason, left=False)
 
     def goodbye_received(self, peer: Peer, frame: Frame) -> None:
-        """A peer leaves, and says so."""
+        """Handle the goodbye of a peer that leaves."""
         reason = legible(frame.header.get("reason", "it left"))
         self._lose(peer, reason, left=not reason.startswith(CRASHED))
 
@@ -458,7 +467,7 @@ class Connections:
         self._events.peer_gone(peer, reason)
 
     def connections(self, peers: Iterable[Peer]) -> list[Connection | Listener]:
-        """Everything that is open right now, listeners included."""
+        """Return all open connections and listeners."""
         found: list[Connection | Listener] = [*self._listeners]
         found += [greeting.connection for greeting in self._greetings]
         found += [peer.connection for peer in peers if peer.connection is not None]
@@ -466,11 +475,11 @@ class Connections:
 
     @property
     def handshaking(self) -> int:
-        """How many connections are there whose two sides do not know each other yet."""
+        """Number of connections on which the handshake is not complete."""
         return len(self._greetings)
 
     async def close(self, peers: list[Peer], reason: str) -> None:
-        """Say goodbye to all peers, and close everything once what is queued is sent."""
+        """Say goodbye to all peers, and close everything once the queued frames are sent."""
         self.closed = True
         self.stop_listening()
         self._dialler.stop()
@@ -494,11 +503,11 @@ class Connections:
                 await asyncio.wait(closed, timeout=self.farewell_seconds)
         finally:
             for connection in leaving:
-                connection.close("its peer does not read")  # unless it has closed: callers may wait for room
+                connection.close("its peer does not read")  # if it is still open: callers may wait for room
 
 
 class _Established:
-    """Owner of an established connection, which passes frames on to the agent."""
+    """Owner of an established connection; passes its frames on to the agent."""
 
     def __init__(self, connections: Connections, peer: Peer) -> None:
         self._connections = connections
@@ -522,7 +531,7 @@ class _Established:
 
 
 class _Farewell(SilentOwner):
-    """Owner of a connection that closes when the last of what is queued is sent."""
+    """Owner of a connection that closes when its queue is empty."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.closed: asyncio.Future[None] = loop.create_future()

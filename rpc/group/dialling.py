@@ -1,4 +1,4 @@
-"""Dialling, and dialling again: carries out what a worker's ``Link`` decides. On the loop's thread."""
+"""Connecting and reconnecting: carries out what a worker's ``Link`` decides. On the loop's thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from rpc.group.link import GiveUp, State
+from rpc.group.link import GiveUp, LinkState
 from rpc.group.peer import Peer
 from rpc.transport.base import Connection, Transport, Unreachable
 from rpc.transport.tls import why_no_tls
@@ -20,13 +20,13 @@ __all__ = ["QUIET_SECONDS", "Dialler", "DiallerOwner"]
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS: Final = 0.0005
-"""Seconds between two looks at whether everything that a broken connection brought has been taken in."""
+"""Interval in seconds at which it is checked whether all data of a broken connection has been processed."""
 
 _CROSSED_SECONDS: Final = 1.0
-"""Seconds that a hello may go unanswered by a worker which connects as well, until it is taken for lost."""
+"""Timeout in seconds for a hello to a worker that connects as well; then it is considered lost."""
 
 _REDIAL_SECONDS: Final = 3.0
-"""Seconds that an address which has answered before may take, so that a restored link is found soon."""
+"""Timeout in seconds for an address that has answered before, so that a restored link is found soon."""
 
 _MAY_PASS: Final = frozenset(
     (
@@ -48,21 +48,21 @@ _MAY_PASS: Final = frozenset(
         errno.EINVAL,
     )
 )
-"""Errors of an attempt after which another may succeed. A refusal is none: nobody listens there any more."""
+"""Errors after which another attempt may succeed. A refused connection is not one: the process has ended."""
 
 
 class DiallerOwner(Protocol):
-    """Decides what becomes of a worker that is reached, or is not."""
+    """Decides what to do about a worker that is reached, or is not."""
 
     closed: bool
     connect_seconds: float
     reconnect_seconds: float
 
     def reached(self, peer: Peer, connection: Connection) -> None:
-        """Somebody listens at one of its addresses: to be greeted, unless that is not needed any more."""
+        """One of its addresses accepted a connection: start the handshake, unless it is no longer needed."""
 
     def peer_broke(self, peer: Peer) -> None:
-        """The connection to it broke, and is about to be made again."""
+        """The connection to it broke, and will be made again."""
 
     def lose(self, peer: Peer, reason: str) -> None:
         """No further attempt is made: the worker is lost."""
@@ -73,7 +73,7 @@ class Dialler:
 
     Args:
         loop: the agent's loop.
-        transports: by scheme, best first.
+        transports: the transports by scheme, best first.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Dialler:
             self._dial_soon(peer)
 
     def greet_again(self, peer: Peer) -> None:
-        """A worker that was greeted is silent: it may be busy, or its end of the connection gone unheard."""
-        if peer.link.state is State.HANDSHAKING and not self._owner.closed:
+        """Greet a silent worker again: it may be busy, or its end of the connection may be lost unnoticed."""
+        if peer.link.state is LinkState.HANDSHAKING and not self._owner.closed:
             self._dial_soon(peer)
 
     def _dial_soon(self, peer: Peer) -> None:
@@ -129,7 +129,7 @@ class Dialler:
             except TimeoutError:
                 failures.append(f"{_shown(address)}: no answer within {seconds:g} s")
                 may_live = True
-            except Exception as error:  # unreachable, or an address that makes no sense
+            except Exception as error:  # unreachable, or a malformed address
                 failures.append(f"{_shown(address)}: {_why(error)}")
                 may_live |= _may_pass(error)
         else:
@@ -153,8 +153,8 @@ class Dialler:
             self._connect_later(peer, verdict)
 
     def broke(self, peer: Peer, reason: str, *, connect: bool = True) -> None:
-        """An established connection is closed, and its worker may live: connect again, unless the other side
-        is doing that (``connect=False``).
+        """Handle the loss of an established connection whose worker may live: connect again, unless the other
+        side is doing that (``connect=False``).
         """
         if self._owner.closed:
             return
@@ -176,7 +176,7 @@ class Dialler:
             self.connect(peer)
 
     def crosses(self, peer: Peer) -> None:
-        """This side has refused the other's attempt, since it connects itself: the other awaits that."""
+        """Wait for this side's attempt to succeed, after it has refused the other side's."""
         began = peer.session.connections
         self._loop.call_later(_CROSSED_SECONDS, self._greet_again_unless_heard, peer, began)
 
@@ -185,29 +185,29 @@ class Dialler:
             self.greet_again(peer)
 
     def crossed(self, peer: Peer) -> None:
-        """The other side has refused the attempt, since it connects itself: it is awaited."""
+        """Wait for the other side's attempt, after it has refused this side's."""
         began = peer.session.connections
         self._loop.call_later(self._owner.connect_seconds, self._crossed_expired, peer, began)
 
     def _crossed_expired(self, peer: Peer, connections: int) -> None:
-        if peer.link.state is State.CROSSED and peer.session.connections == connections:
+        if peer.link.state is LinkState.CROSSED and peer.session.connections == connections:
             self.failed(peer, f"it did not connect within {self._owner.connect_seconds:g} s, as announced")
 
 
 def _may_pass(error: Exception) -> bool:
     """Whether another attempt may succeed."""
-    if isinstance(error, ssl.SSLError):  # whose numbers are not the system's
+    if isinstance(error, ssl.SSLError):  # its error numbers are not the system's
         return isinstance(error, ssl.SSLEOFError)
     return isinstance(error, Unreachable) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
 
 
 def _shown(address: str) -> str:
-    """An address in errors. The name of a socket within a host says nothing to people."""
+    """Format an address for errors. The name of a local socket would not help a user."""
     return "its socket on this host" if address.startswith("unix:") else address
 
 
 def _why(error: Exception) -> str:
-    """What hinders a connection, in the system's words."""
+    """Return why a connection failed, in the system's words."""
     if isinstance(error, ssl.SSLError):
         return why_no_tls(error)
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:

@@ -1,7 +1,7 @@
-"""The beginning of a connection, until both sides know each other: the shell round ``handshake``.
+"""The handshake of a connection: the shell around ``handshake``.
 
-A ``Greeting`` owns the connection for that time. It says and hears the handshake's messages, has the other
-side take no longer than it may, and tells its ``GreetingDesk`` what it comes to. On the loop's thread.
+A ``Greeting`` owns the connection during the handshake. It sends and receives the handshake's messages,
+applies a timeout to the other side, and reports the outcome to its ``GreetingDesk``. On the loop's thread.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from rpc.errors import ProtocolError
 from rpc.group.handshake import (
     Authenticator,
     Handshake,
+    HandshakeMessage,
+    HandshakeState,
     Hello,
-    Message,
     Refusal,
     Role,
-    State,
     Stream,
     Welcomed,
 )
@@ -28,28 +28,35 @@ from rpc.wire.frames import Frame, encode
 __all__ = ["SLOW_SECONDS", "Greeting", "GreetingDesk"]
 
 SLOW_SECONDS: Final = 1.0
-"""Who has taken longer is slow; and a timer that is later by more was not looked at in time."""
+"""Time in seconds after which a handshake is slow; a timer that is later by more was delayed by
+this process.
+"""
 
 
 class GreetingDesk(Protocol):
-    """Who decides what becomes of a greeting."""
+    """Receives the outcome of a greeting."""
 
     loop: asyncio.AbstractEventLoop
 
     authenticator: Authenticator | None
 
     def heard(self, greeting: Greeting, said: Hello | Stream | Welcomed | Refusal) -> None:
-        """The other side wants to be let in, has let this worker in, or does not. Or its proof is wrong."""
+        """Called with the other side's hello, its welcome, its refusal, or a refusal because its proof is
+        wrong.
+        """
 
     def ended(self, greeting: Greeting, failure: str | None) -> None:
-        """It is over: the connection has closed, because ``failure``, or somebody else owns it now."""
+        """Called at the end: the connection has closed, because of ``failure``, or it has another
+        owner now.
+        """
 
 
 class Greeting(SilentOwner):
-    """Owns a connection until both sides know each other: the shell round ``handshake``.
+    """Owner of a connection during the handshake: the shell around ``handshake``.
 
-    ``peer`` is whom this side connects to, None on the accepting side, where ``hello`` is to be judged. With
-    ``stream``, which is done when this one is welcome, it is connected to it already.
+    ``peer`` is the worker that this side connects to; None on the accepting side, which decides about
+    ``hello``. With ``stream``, a future that is done when the stream is accepted, the peer is connected
+    already.
     """
 
     def __init__(
@@ -73,7 +80,7 @@ class Greeting(SilentOwner):
         connection.start(self)
 
     def wait(self, seconds: float) -> None:
-        """From now on, the other side may take so long to go on."""
+        """Start a timeout of ``seconds`` for the other side's next message."""
         loop = self._desk.loop
         if self._timer is not None:
             self._timer.cancel()
@@ -82,34 +89,34 @@ class Greeting(SilentOwner):
 
     def _expired(self, seconds: float, due: float) -> None:
         if self._desk.loop.time() > due + SLOW_SECONDS:
-            self.wait(seconds)  # it was this process that stood still: what has come was not looked at yet
+            self.wait(seconds)  # this process was stopped: received data has not been read yet
         else:
             self.connection.close(f"no handshake within {seconds:g} s")
 
     @property
     def is_refused(self) -> bool:
-        """Whether the other side, or this one, has been told why it is not let in."""
-        return self._handshake.state is State.REFUSED
+        """Whether one side has been refused, with a reason."""
+        return self._handshake.state is HandshakeState.REFUSED
 
     def greet(self, hello: Hello | Stream) -> None:
-        """At the dialler: begin."""
+        """Start the handshake, as the dialler."""
         self._send(self._handshake.greet(hello))
 
     def welcome(self, session: tuple[int, int] = (1, 0)) -> None:
-        """Let the other side in."""
+        """Accept the other side."""
         self._send(self._handshake.welcome(session))
 
     def refuse(self, refusal: Refusal) -> None:
-        """Tell the other side why it is not let in, and hang up."""
+        """Refuse the other side with a reason, and close the connection."""
         self._send(self._handshake.refuse(refusal))
         self.connection.close("refused", flush=True)
 
     def finish(self) -> None:
-        """It is over: somebody else owns the connection now."""
+        """End the greeting: the connection has another owner now."""
         self._cancel_timer()
         self._desk.ended(self, None)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: HandshakeMessage) -> None:
         buffers, _ = encode(message.kind, 0, message.header, ())
         self.connection.send_sign(b"".join(buffers))
 
@@ -123,7 +130,7 @@ class Greeting(SilentOwner):
             try:
                 self._receive(frame)
             except Exception as error:
-                # Nothing that a stranger says may do more than this.
+                # A stranger's message must not be able to do more than this.
                 known = isinstance(error, ProtocolError)
                 connection.malformed = True
                 connection.close(str(error) if known else f"a malformed message ({type(error).__name__})")
@@ -131,7 +138,7 @@ class Greeting(SilentOwner):
 
     def _receive(self, frame: Frame) -> None:
         said = self._handshake.receive(frame.kind, frame.header)
-        if isinstance(said, Message):
+        if isinstance(said, HandshakeMessage):
             self._send(said)
         else:
             self._desk.heard(self, said)

@@ -1,20 +1,20 @@
-"""What two workers say to each other before the first call: a machine of a few steps, without I/O.
+"""The handshake of two workers before the first call: a state machine without I/O.
 
-The side that connects, the *dialler*, says hello: who it is, whom it wants (by incarnation, so that a
+The side that connects, the *dialler*, says hello: who it is, which worker it wants (by incarnation, so that a
 message for a worker that has since been replaced is refused) and the group that it belongs to. The other
-side, the *acceptor*, may ask for a proof that the dialler belongs to the job. It answers welcome, with a
-proof of its own if it asked for one, or refused, and why. The two speak by turns, so both ends step through
-the same table, ``TRANSITIONS``; whatever is not in it ends the connection::
+side, the *acceptor*, may ask for a proof that the dialler belongs to the job. It answers with a welcome, with
+a proof of its own if it asked for one, or with a refusal and the reason. The two alternate, so both ends step
+through the same table, ``TRANSITIONS``; a message that is not in it ends the connection::
 
-    dialler                      acceptor
-    HELLO      member, wanted, group  ->  or STREAM  token, number
-               <-  CHALLENGE              only with an authenticator
-    PROOF                         ->      likewise
-               <-  WELCOME or REFUSED
+    dialler                                           acceptor
+    HELLO      member, wanted, group              ->  or STREAM  token, number
+                                                  <-  CHALLENGE              only with an authenticator
+    PROOF                                         ->  likewise
+                                                  <-  WELCOME or REFUSED
 
-What CHALLENGE, PROOF and WELCOME carry is the authenticator's affair; each proof is over a digest of all
-that was said before, identities included. Everything that affects the order of messages is in this file;
-who is let in is decided in ``admission``.
+The content of CHALLENGE, PROOF and WELCOME is up to the authenticator; each proof is over a digest of all
+previous messages, including the identities. Everything that affects the order of messages is in this file;
+``admission`` decides which workers are accepted.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = [
     "TRANSITIONS",
     "Authenticator",
     "Handshake",
+    "HandshakeMessage",
+    "HandshakeState",
     "Hello",
-    "Message",
     "Refusal",
     "Role",
-    "State",
     "Stream",
     "Welcomed",
     "legible",
@@ -49,14 +49,14 @@ _LONGEST_TEXT: Final = 1000
 
 
 class Role(Enum):
-    """Which side of a connection a worker is."""
+    """The two sides of a connection."""
 
     DIALLER = "dialler"
     ACCEPTOR = "acceptor"
 
 
-class State(Enum):
-    """What was said last."""
+class HandshakeState(Enum):
+    """The last message of the handshake."""
 
     BEGUN = "nothing was said"
     GREETED = "the dialler has said hello"
@@ -66,19 +66,19 @@ class State(Enum):
     REFUSED = "the acceptor closes the connection"
 
 
-TRANSITIONS: Final[Mapping[State, Mapping[int, State]]] = {
-    State.BEGUN: {Kind.HELLO: State.GREETED, Kind.STREAM: State.GREETED},
-    State.GREETED: {
-        Kind.CHALLENGE: State.CHALLENGED,
-        Kind.WELCOME: State.WELCOMED,
-        Kind.REFUSED: State.REFUSED,
+TRANSITIONS: Final[Mapping[HandshakeState, Mapping[int, HandshakeState]]] = {
+    HandshakeState.BEGUN: {Kind.HELLO: HandshakeState.GREETED, Kind.STREAM: HandshakeState.GREETED},
+    HandshakeState.GREETED: {
+        Kind.CHALLENGE: HandshakeState.CHALLENGED,
+        Kind.WELCOME: HandshakeState.WELCOMED,
+        Kind.REFUSED: HandshakeState.REFUSED,
     },
-    State.CHALLENGED: {Kind.PROOF: State.PROVEN},
-    State.PROVEN: {Kind.WELCOME: State.WELCOMED, Kind.REFUSED: State.REFUSED},
-    State.WELCOMED: {},
-    State.REFUSED: {},
+    HandshakeState.CHALLENGED: {Kind.PROOF: HandshakeState.PROVEN},
+    HandshakeState.PROVEN: {Kind.WELCOME: HandshakeState.WELCOMED, Kind.REFUSED: HandshakeState.REFUSED},
+    HandshakeState.WELCOMED: {},
+    HandshakeState.REFUSED: {},
 }
-"""By the kind of a message, whoever says it."""
+"""The next state by the kind of a message, whoever sends it."""
 
 _SAID_BY: Final = {
     Kind.HELLO: (Role.DIALLER, "hello"),
@@ -88,35 +88,35 @@ _SAID_BY: Final = {
     Kind.WELCOME: (Role.ACCEPTOR, "welcome"),
     Kind.REFUSED: (Role.ACCEPTOR, "refused"),
 }
-"""Who says each kind of message, and what it is called."""
+"""The sender of each kind of message, and its name."""
 
 
 class Authenticator(Tickets, Protocol):
-    """Proves to the other side that this worker belongs to the job, and has it prove the same.
+    """Proves to the other side that this worker belongs to the job, and verifies the other side's proof.
 
-    Headers are maps that msgpack can encode. ``said`` is a digest of all messages before the proof. Whoever
-    proves signs its role with it, so that nobody's proof can be given back as one's own.
+    Headers are maps that msgpack can encode. ``said`` is a digest of all messages before the proof. A proof
+    includes its author's role, so that it cannot be reflected.
     """
 
     def challenge(self) -> dict[str, Any]:
-        """At the acceptor: the header of CHALLENGE, different each time."""
+        """At the acceptor: return the header of CHALLENGE, different each time."""
 
     def prove(self, role: Role, said: bytes) -> dict[str, Any]:
-        """The header of PROOF, for a dialler, which should differ each time as well, or of WELCOME."""
+        """Return the header of PROOF, for a dialler, which should differ each time as well, or of WELCOME."""
 
     def verify(self, role: Role, said: bytes, proof: dict[str, Any]) -> bool:
-        """Whether that is what ``prove`` returns at a worker of this job in this role."""
+        """Whether ``proof`` is what ``prove`` returns at a worker of this job in this role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first thing that the dialler says; at the acceptor: to be judged, by ``welcome`` or ``refuse``."""
+    """The dialler's first message; the acceptor answers with ``welcome`` or ``refuse``."""
 
     member: Member
     wanted: int
     group: str
     session: tuple[int, int] = (0, 0)
-    """How many connections it has had to this worker, and how many messages it has taken in."""
+    """Number of connections that it has had to this worker, and of messages that it has received."""
 
     def header(self) -> dict[str, Any]:
         said = {"member": self.member.to_wire(), "wanted": self.wanted, "group": self.group}
@@ -124,7 +124,7 @@ class Hello:
 
     @classmethod
     def parse(cls, header: dict[str, Any]) -> Hello:
-        """Raises ``ProtocolError`` if this is no hello."""
+        """Parse a header; raises ``ProtocolError`` if it is not a hello."""
         try:
             member, wanted, group = Member.from_wire(header["member"]), header["wanted"], header["group"]
         except (KeyError, TypeError, ValueError) as error:
@@ -137,7 +137,9 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """In the place of a hello: this is to be one of several connections to a worker that has one already."""
+    """Sent instead of a hello: this is to be one of several connections to a worker that is connected
+    already.
+    """
 
     token: bytes
     number: int
@@ -147,7 +149,7 @@ class Stream:
 
     @classmethod
     def parse(cls, header: dict[str, Any]) -> Stream:
-        """Raises ``ProtocolError`` if this is none."""
+        """Parse a header; raises ``ProtocolError`` if it is not one of a stream."""
         match header:
             case {"token": bytes(token), "number": int(number)}:
                 return cls(token, number)
@@ -155,8 +157,8 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """To be sent."""
+class HandshakeMessage:
+    """A message to be sent."""
 
     kind: int
     header: dict[str, Any]
@@ -164,8 +166,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Welcomed:
-    """At the dialler: the connection is established. ``session``: the number of this connection, and how many
-    messages the acceptor has taken in.
+    """At the dialler: the connection is established. ``session``: number of this connection, and number of
+    messages that the acceptor has received.
     """
 
     session: tuple[int, int] = (1, 0)
@@ -173,7 +175,7 @@ class Welcomed:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a hello is not accepted: a code for programs, a reason for people on the other side, who may be
+    """The refusal of a hello: a code for programs, a reason for people on the other side, who may be
     strangers, and a detail for the log of this side only.
     """
 
@@ -192,38 +194,40 @@ class Handshake:
     """One side of one handshake.
 
     Args:
-        role: which side.
-        authenticator: None where whoever knows the group and the incarnation is let in. Both sides have one,
-            or neither.
+        role: the side.
+        authenticator: None if knowing the group and the incarnation is enough. Both sides have one, or
+        neither.
     """
 
     def __init__(self, role: Role, authenticator: Authenticator | None = None) -> None:
         self.role = role
-        self.state = State.BEGUN
+        self.state = HandshakeState.BEGUN
         self._authenticator = authenticator
         self._said = hashlib.sha256()
         self._hello: Hello | Stream | None = None
 
-    def greet(self, hello: Hello | Stream) -> Message:
-        """At the dialler, first of all."""
+    def greet(self, hello: Hello | Stream) -> HandshakeMessage:
+        """At the dialler: return the first message."""
         return self._say(Kind.HELLO if isinstance(hello, Hello) else Kind.STREAM, hello.header())
 
-    def welcome(self, session: tuple[int, int] = (1, 0)) -> Message:
-        """At the acceptor: let the other side in, of which ``receive`` has returned the hello; ``session`` as
-        for ``Welcomed``.
+    def welcome(self, session: tuple[int, int] = (1, 0)) -> HandshakeMessage:
+        """At the acceptor: accept the other side, whose hello ``receive`` has returned; ``session`` is as in
+        ``Welcomed``.
         """
         said = {} if session == (1, 0) else {"session": list(session)}
         if self._authenticator is not None:
             said |= self._authenticator.prove(self.role, self._said.digest())
         return self._say(Kind.WELCOME, said)
 
-    def refuse(self, refusal: Refusal) -> Message:
-        """At the acceptor: do not let it in."""
+    def refuse(self, refusal: Refusal) -> HandshakeMessage:
+        """At the acceptor: refuse the other side."""
         return self._say(Kind.REFUSED, refusal.header())
 
-    def receive(self, kind: int, header: dict[str, Any]) -> Message | Hello | Stream | Welcomed | Refusal:
-        """Take in a message; returns what is to be done. A refusal at the acceptor is to be sent.
-        ``ProtocolError`` if it must not come now, or is malformed: the connection is to be closed.
+    def receive(
+        self, kind: int, header: dict[str, Any]
+    ) -> HandshakeMessage | Hello | Stream | Welcomed | Refusal:
+        """Handle a message; returns what to do. A refusal at the acceptor is to be sent. Raises
+        ``ProtocolError`` if the message is malformed or not expected now: the connection is to be closed.
         """
         before = self.state
         self._step(kind, received=True)
@@ -245,16 +249,17 @@ class Handshake:
                 return self._hello if authenticator.verify(Role.DIALLER, said, header) else NOT_PROVEN
             case Kind.WELCOME:
                 if authenticator is not None and (
-                    before is not State.PROVEN or not authenticator.verify(Role.ACCEPTOR, said, header)
+                    before is not HandshakeState.PROVEN
+                    or not authenticator.verify(Role.ACCEPTOR, said, header)
                 ):
                     raise ProtocolError("it has not proven that it belongs to this job")
                 return Welcomed(_session(header, (1, 0)))
         return parse_refusal(header)
 
-    def _say(self, kind: int, header: dict[str, Any]) -> Message:
+    def _say(self, kind: int, header: dict[str, Any]) -> HandshakeMessage:
         self._step(kind, received=False)
         self._note(kind, header)
-        return Message(kind, header)
+        return HandshakeMessage(kind, header)
 
     def _step(self, kind: int, *, received: bool) -> None:
         possible = TRANSITIONS[self.state]
@@ -277,11 +282,11 @@ def _session(header: dict[str, Any], default: tuple[int, int]) -> tuple[int, int
 
 
 def parse_refusal(header: dict[str, Any]) -> Refusal:
-    """The refusal that a peer sent; tolerant, since it is only shown."""
+    """Parse the refusal of a peer; tolerant, since it is only displayed."""
     return Refusal(str(header.get("code", "")), legible(header.get("reason", "no reason given")))
 
 
 def legible(text: object) -> str:
-    """What another process says, made fit for logs and errors: of one line, and not too long."""
+    """Make another process's text fit for logs and errors: one line, of limited length."""
     shown = str(text)[:_LONGEST_TEXT]
     return shown if shown.isprintable() else repr(shown)

@@ -1,14 +1,14 @@
-"""Notices workers that are silent: the shell round ``liveness``.
+"""Detects workers that are silent: the shell around ``liveness``.
 
-One timer for all connections. Where nothing is awaited from a worker and nothing carried to it, nothing is
-sent; where messages come anyway, nothing is either. A worker that is asked answers as soon as any of its
-threads reads: that needs neither its executor nor code of a user's, but it needs the interpreter. So before
-a worker of this host is given up, the kernel is asked about its process: one that computes, or waits for a
-core, is busy and not gone, however long it has held the interpreter.
+There is one timer for all connections. Heartbeats are sent only if something is awaited from a worker or on
+its way to it, and no messages arrive anyway. A worker that is asked answers as soon as one of its threads
+reads: that needs neither its executor nor user code, but it needs the GIL. So before a worker on this host is
+given up, the kernel is asked about its process: one that computes, or waits for a core, is busy and not gone,
+however long it has held the GIL.
 
-A worker may live and acknowledge nothing, against the protocol. Callers wait when much is kept for it, and
-it is lost when it has acknowledged none of that for ``lost_after`` seconds; but not if it says nothing else
-either while its process computes, which is busy as above.
+A worker may live and yet, against the protocol, acknowledge nothing. Callers wait while many messages are
+kept for it, and it is lost when it has acknowledged none of them for ``lost_after`` seconds; but not if it
+sends nothing else either while its process computes: then it is busy, as above.
 """
 
 from __future__ import annotations
@@ -30,27 +30,29 @@ __all__ = ["Heartbeat"]
 logger = logging.getLogger(__name__)
 
 _ANSWER: Final = 1
-"""As the codec of an ``ALIVE``: a sign of life is wanted in return."""
+"""Codec of an ``ALIVE`` frame that asks for a heartbeat in return."""
 
 _LOOK_SECONDS: Final = 2.5
-"""How often to look at least: what has come is acknowledged then."""
+"""Maximum interval in seconds between two checks; received messages are acknowledged then."""
 
 _MOST_UNACKNOWLEDGED: Final = 4 * MAX_UNACKNOWLEDGED
-"""What must not wait is sent beyond the bound for what is kept; beyond this, the worker is lost at once."""
+"""Limit of unacknowledged messages at which a worker is lost at once; urgent messages exceed the normal
+limit.
+"""
 
 
 class Heartbeat:
-    """One agent's. ``received`` from any thread, everything else on the loop's.
+    """The heartbeats of one agent. ``received`` from any thread, everything else on the loop's.
 
     Args:
-        peers: all workers.
+        peers: returns all workers.
         lose: called with a worker that is silent, and what is known about it.
-        message_lost: called with the beginning of each large message that a connection took with it.
-        greet_again: called with a worker that is silent and was greeted only.
-        lost_after: how many seconds a worker may be silent; 0: for ever.
+        message_lost: called with the first chunk of each large message that was lost with a connection.
+        greet_again: called with a worker that is silent and was only greeted.
+        lost_after: time in seconds after which a silent worker is lost; 0 for never.
 
     Attributes:
-        interests: each returns the workers from which something is awaited, as of now.
+        interests: functions that return the workers from which something is awaited now.
     """
 
     def __init__(
@@ -72,24 +74,26 @@ class Heartbeat:
         self._lose = lose
         self._lost_after = lost_after
         self._liveness = Liveness(lost_after)
-        self._acknowledging = Liveness(lost_after)  # whose signs are acknowledgements
+        self._acknowledging = Liveness(lost_after)  # counts acknowledgements as heartbeats
         self._asked: dict[int, ProcessSigns | None] = {}
-        """Of those that were asked, their processes at that time."""
+        """For each worker that was asked, the state of its process at that time."""
         self._asked_to_acknowledge: dict[int, tuple[int, ProcessSigns | None]] = {}
-        """And of those for whom too much is kept, with how many signs had come."""
+        """For each worker with too many kept messages, the number of heartbeats and the state of
+        its process.
+        """
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Look every now and then, from now on."""
+        """Start checking periodically."""
         self._timer = self._loop.call_later(min(self._liveness.interval, _LOOK_SECONDS), self._look)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         if self._timer is not None:
             self._timer.cancel()
 
     def received(self, peer: Peer, frame: Frame) -> None:
-        """A frame of kind ``ALIVE``."""
+        """Handle a frame of kind ``ALIVE``."""
         peer.session.acknowledged(frame.call_id)
         if frame.codec == _ANSWER:
             peer.send_heartbeat(0)
@@ -98,7 +102,7 @@ class Heartbeat:
                 self._message_lost(peer, head)
 
     def arrived(self, peer: Peer, frame: Frame) -> None:
-        """A frame of kind ``ARRIVED``. From any thread."""
+        """Handle a frame of kind ``ARRIVED``. From any thread."""
         peer.session.large.pop(frame.call_id, None)
 
     def _look(self) -> None:
@@ -126,7 +130,7 @@ class Heartbeat:
         self._look_at_full()
 
     def _look_at_full(self) -> None:
-        """Have those acknowledge for whom too much is kept."""
+        """Ask the workers for which too many messages are kept to acknowledge."""
         there = (peer for peer in self._peers() if peer.lost is None)
         full = {peer.incarnation: peer for peer in there if peer.session.is_full()}
         signs = {each: peer.session.first for each, peer in full.items() if peer.link.should_answer}
@@ -150,7 +154,7 @@ class Heartbeat:
 
     def _keeps_too_much(self, peer: Peer, acknowledged: str) -> None:
         session = peer.session
-        if session.is_full():  # else it has been lost just now
+        if session.is_full():  # otherwise it has just been lost
             what = f"{len(session.sent)} messages ({session.kept >> 20} MiB) are kept for it"
             self._lose(
                 peer, f"it does not acknowledge what it gets: {what}, and it acknowledged {acknowledged}"

@@ -1,10 +1,10 @@
-"""The link to another worker: the life of the connections to it, as a table, with the data that it needs.
+"""The link to another worker: the states of its connection, as a table, with the data that belongs to them.
 
 Everything that affects the order of the states is here. ``Connections`` and ``Dialler`` report events and
 carry out what the link decides: when to try again, and when to give the worker up. No I/O, and no clock: the
 time is an argument.
 
-A connection that breaks is made again, by whichever side is first, and messages continue where they were
+A connection that breaks is made again, by whichever side is first, and messages continue where they stopped
 (``rpc.transport.session``). Attempts that fail are followed by growing pauses, and so are connections that
 break as soon as they are made. A worker is gone for good when its address refuses, when another incarnation
 answers there, when it has given this one up, or when all attempts fail for as long as the option
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-__all__ = ["ANSWERING", "CONNECTING", "TRANSITIONS", "Event", "GiveUp", "Link", "State"]
+__all__ = ["ANSWERING", "CONNECTING", "TRANSITIONS", "GiveUp", "Link", "LinkEvent", "LinkState"]
 
 
-class State(Enum):
+class LinkState(Enum):
     """State of the connection, as seen from this side."""
 
     UNCONNECTED = "nothing was sent yet"
@@ -34,11 +34,11 @@ class State(Enum):
     LOST = "the other worker is gone"
 
 
-class Event(Enum):
-    """What happens to the connection."""
+class LinkEvent(Enum):
+    """Events of the connection."""
 
     DIAL = "something is to be sent"
-    REACH = "somebody listens at one of the other's addresses; an earlier hello counts no more"
+    REACH = "one of the other's addresses answers; an earlier hello no longer counts"
     WELCOME = "the other side has accepted this side's attempt"
     CROSS = "the other side has refused it, since it connects itself"
     ACCEPT = "this side has accepted the other's attempt"
@@ -47,42 +47,46 @@ class Event(Enum):
     LOSE = "the other worker has died, left, sent malformed messages, cannot be reached, or refuses"
 
 
-_END: Final = {Event.LEAVE: State.LEFT, Event.LOSE: State.LOST}
+_END: Final = {LinkEvent.LEAVE: LinkState.LEFT, LinkEvent.LOSE: LinkState.LOST}
 
-TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
-    State.UNCONNECTED: {Event.DIAL: State.DIALLING, Event.ACCEPT: State.ESTABLISHED, **_END},
-    State.DIALLING: {
-        Event.REACH: State.HANDSHAKING,
-        Event.ACCEPT: State.ESTABLISHED,
-        Event.BREAK: State.BROKEN,
+TRANSITIONS: Final[Mapping[LinkState, Mapping[LinkEvent, LinkState]]] = {
+    LinkState.UNCONNECTED: {
+        LinkEvent.DIAL: LinkState.DIALLING,
+        LinkEvent.ACCEPT: LinkState.ESTABLISHED,
         **_END,
     },
-    State.HANDSHAKING: {
-        Event.REACH: State.HANDSHAKING,
-        Event.WELCOME: State.ESTABLISHED,
-        Event.CROSS: State.CROSSED,
-        Event.ACCEPT: State.ESTABLISHED,
-        Event.BREAK: State.BROKEN,
+    LinkState.DIALLING: {
+        LinkEvent.REACH: LinkState.HANDSHAKING,
+        LinkEvent.ACCEPT: LinkState.ESTABLISHED,
+        LinkEvent.BREAK: LinkState.BROKEN,
         **_END,
     },
-    State.CROSSED: {Event.ACCEPT: State.ESTABLISHED, Event.BREAK: State.BROKEN, **_END},
-    State.ESTABLISHED: {Event.BREAK: State.BROKEN, **_END},
-    State.BROKEN: {Event.DIAL: State.DIALLING, Event.ACCEPT: State.ESTABLISHED, **_END},
-    State.LEFT: {},
-    State.LOST: {},
+    LinkState.HANDSHAKING: {
+        LinkEvent.REACH: LinkState.HANDSHAKING,
+        LinkEvent.WELCOME: LinkState.ESTABLISHED,
+        LinkEvent.CROSS: LinkState.CROSSED,
+        LinkEvent.ACCEPT: LinkState.ESTABLISHED,
+        LinkEvent.BREAK: LinkState.BROKEN,
+        **_END,
+    },
+    LinkState.CROSSED: {LinkEvent.ACCEPT: LinkState.ESTABLISHED, LinkEvent.BREAK: LinkState.BROKEN, **_END},
+    LinkState.ESTABLISHED: {LinkEvent.BREAK: LinkState.BROKEN, **_END},
+    LinkState.BROKEN: {LinkEvent.DIAL: LinkState.DIALLING, LinkEvent.ACCEPT: LinkState.ESTABLISHED, **_END},
+    LinkState.LEFT: {},
+    LinkState.LOST: {},
 }
-"""An event that a row lacks changes nothing in that state: an attempt whose end comes too late is dropped."""
+"""An event that is not listed for a state changes nothing: an attempt that ends too late is ignored."""
 
-CONNECTING: Final = frozenset({State.DIALLING, State.HANDSHAKING})
+CONNECTING: Final = frozenset({LinkState.DIALLING, LinkState.HANDSHAKING})
 """States in which an attempt of this worker is under way and may succeed; a crossed one will not."""
 
-ANSWERING: Final = frozenset({State.ESTABLISHED, State.HANDSHAKING, State.CROSSED})
+ANSWERING: Final = frozenset({LinkState.ESTABLISHED, LinkState.HANDSHAKING, LinkState.CROSSED})
 """States in which the other worker should answer: it is connected, or has been greeted."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Verdict of a link: the worker is lost, because ``reason``."""
+    """Decision of a link: the worker is lost, because of ``reason``."""
 
     reason: str
 
@@ -137,7 +141,7 @@ class Link:
     )
 
     def __init__(self) -> None:
-        self.state = State.UNCONNECTED
+        self.state = LinkState.UNCONNECTED
         self.dialled = False
         self.paused = False
         self.process: int | None = None
@@ -158,7 +162,7 @@ class Link:
         """Whether the other worker should answer: it is connected, or has been greeted."""
         return self.state in ANSWERING
 
-    def _step(self, event: Event) -> bool:
+    def _step(self, event: LinkEvent) -> bool:
         following = TRANSITIONS[self.state].get(event)
         if following is not None:
             self.state = following
@@ -167,23 +171,23 @@ class Link:
     # ---- events, each of which returns whether it makes a difference in the current state
 
     def dial(self) -> bool:
-        """Something is to be sent: begin an attempt, unless one is under way, or there is a pause."""
-        return not self.paused and self._step(Event.DIAL)
+        """Start an attempt, because something is to be sent, unless one is under way or there is a pause."""
+        return not self.paused and self._step(LinkEvent.DIAL)
 
     def reach(self, process: int | None) -> bool:
         """One of the worker's addresses answers."""
-        if not self._step(Event.REACH):
+        if not self._step(LinkEvent.REACH):
             return False
         self.process = process
         return True
 
     def cross(self) -> bool:
         """The other side has refused the attempt, since it connects itself."""
-        return self._step(Event.CROSS)
+        return self._step(LinkEvent.CROSS)
 
     def welcome(self, now: float) -> bool:
         """The other side has accepted this side's attempt."""
-        if not self._step(Event.WELCOME):
+        if not self._step(LinkEvent.WELCOME):
             return False
         self.dialled = True
         self._connected(now)
@@ -191,7 +195,7 @@ class Link:
 
     def accept(self, now: float, process: int | None = None, heard: int = 0) -> bool:
         """This side has accepted the other's attempt; ``heard``: messages and heartbeats received so far."""
-        if not self._step(Event.ACCEPT):
+        if not self._step(LinkEvent.ACCEPT):
             return False
         self.dialled = False
         self.process = process
@@ -201,11 +205,11 @@ class Link:
 
     def leave(self) -> bool:
         """This worker leaves."""
-        return self._step(Event.LEAVE)
+        return self._step(LinkEvent.LEAVE)
 
     def lose(self) -> bool:
         """The other worker is gone for good."""
-        return self._step(Event.LOSE)
+        return self._step(LinkEvent.LOSE)
 
     def _connected(self, now: float) -> None:
         self._connected_since = now
@@ -237,7 +241,7 @@ class Link:
         if now - self._broken_since >= patience:
             within = f" for {patience:g} s" if patience else ""
             return GiveUp(f"{broke}{reason}{within}")
-        if not self._step(Event.BREAK):
+        if not self._step(LinkEvent.BREAK):
             return None
         pause = _PAUSES[min(self.failures, len(_PAUSES) - 1)]
         self.failures += 1
@@ -249,7 +253,7 @@ class Link:
         Args:
             progressed: whether anything was received or acknowledged over that connection.
         """
-        if not self._step(Event.BREAK):
+        if not self._step(LinkEvent.BREAK):
             return None
         self._broken, self._broken_since = reason, now
         if progressed or now - self._connected_since > _STEADY_SECONDS:

@@ -1,13 +1,14 @@
-"""Who has been silent for too long: a pure decision, made every now and then. Time is passed in.
+"""Decides which workers have been silent for too long. Pure; called periodically with the current time.
 
-Anything that comes from a worker is a sign of life. Where somebody is *watched*, since something is carried
-to it or awaited from it, and no sign comes, it is asked for one; it answers on whatever thread reads its
-connection, without running code of a user's. Who gives none for ``lost_after`` seconds is silent.
+Every message from a worker counts as a heartbeat. If a worker is *watched*, because something is on its way
+to it or awaited from it, and nothing arrives, it is asked for a heartbeat; it answers on whichever thread
+reads its connection, without running user code. A worker that sends none for ``lost_after`` seconds is
+silent.
 
-Nothing is noted when a sign comes: signs are counted, and looked at in ``look``. So the time of the last one
-is known to within ``interval``, by which a silence is taken to be longer than it was seen to be: it is
-noticed within ``lost_after``. Time in which nobody looked, since this very process stood still, counts as one
-interval: what has come meanwhile was not taken in yet.
+Nothing is done when a heartbeat arrives: heartbeats are counted, and the counts are compared in ``look``. So
+the time of the last one is known to within ``interval``, which is added to each observed silence: a silence
+is detected within ``lost_after``. Time in which this process was stopped counts as one interval, since what
+arrived in the meantime has not been read yet.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["Liveness"]
 
 _LOOKS: Final = 12
 _ASK_AFTER: Final = 4
-"""In intervals: how long a worker may say nothing before it is asked."""
+"""Number of intervals that a worker may be silent before it is asked."""
 
 
 class _Watched:
@@ -33,13 +34,13 @@ class _Watched:
 
 
 class Liveness:
-    """For one thread.
+    """Finds silent workers. For one thread.
 
     Args:
-        lost_after: how many seconds a worker may give no sign; 0: for ever.
+        lost_after: time in seconds after which a worker without heartbeats is silent; 0 for never.
 
     Attributes:
-        interval: how many seconds pass between two looks.
+        interval: time in seconds between two calls of ``look``.
 
     Example::
 
@@ -54,10 +55,10 @@ class Liveness:
         self._looked = 0.0
 
     def look(self, now: float, signs: Mapping[int, int]) -> tuple[list[int], list[int]]:
-        """Who is to be asked for a sign now, and who is silent.
+        """Return the workers to ask for a heartbeat now, and those that are silent.
 
         Args:
-            signs: of each worker that is watched, by incarnation: how many signs have ever come.
+            signs: total number of heartbeats of each watched worker, by incarnation.
         """
         passed = min(now - self._looked, self.interval)
         self._looked = now
@@ -79,5 +80,5 @@ class Liveness:
         return ask, silent
 
     def excuse(self, worker: int) -> None:
-        """A worker that is silent lives all the same: it may be silent for as long again."""
+        """Restart the silence of a worker that is known to live."""
         self._watched.pop(worker, None)

@@ -1,4 +1,4 @@
-"""A worker's connection to itself: calls to oneself are serialized too, and skip the socket."""
+"""A worker's connection to itself: its calls are serialized as well, but do not use a socket."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Loopback"]
 
 
 class Loopback(DirectConnection):
-    """Gives each frame to its owner, in memory of its own, so that nothing is shared by accident.
+    """Passes each frame to its owner, in memory of its own, so that no memory is shared by accident.
 
-    Frames are taken in on the sender's thread, but for those that need the loop's.
+    Frames are handled on the sender's thread, except those that need the loop's.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,7 +1,7 @@
-"""Who is in the group, who was, and what a callee's name means: plain data, no I/O.
+"""The present and former members of the group, and how callees are named: plain data, no I/O.
 
-A worker is *present* from the moment its description is known until it is lost (it died, or was cut off)
-or left. An incarnation that is gone stays gone: nothing brings it back, and what still comes from it is
+A worker is *present* from the moment its description is known until it is lost (it died, or was cut off) or
+left. An incarnation that is gone stays gone: nothing brings it back, and messages that still come from it are
 refused. A worker that returns under its old name is a new incarnation and takes the name over.
 """
 
@@ -15,19 +15,19 @@ from rpc.group.workers import Member, WorkerInfo
 __all__ = ["Membership", "WorkerReference"]
 
 MAX_GONE: Final = 1 << 16
-"""So many incarnations that are gone are known as such. One that is forgotten would be taken for a newcomer,
-should it still run.
+"""Maximum number of incarnations that are remembered as gone. One that is forgotten would be accepted as a
+newcomer if it were still running.
 """
 
 _LONG_AGO: Final = "it left long ago"
 
 WorkerReference = str | int | WorkerInfo
-"""How a callee may be named: by name, by id (rank), or by ``WorkerInfo``."""
+"""A callee: its name, its id (rank), or its ``WorkerInfo``."""
 
 
 class Membership:
-    """One worker's view of the group. For one thread at a time; reads by others see a consistent state.
-    Nobody joins a ``static`` group after it was formed.
+    """One worker's view of the group. Changed by one thread at a time; others read a consistent state. A
+    ``static`` group accepts no members after it was formed.
     """
 
     def __init__(self, me: Member, *, static: bool) -> None:
@@ -40,7 +40,7 @@ class Membership:
         self._add(me)
 
     def join(self, member: Member) -> bool:
-        """Take note of a member; returns whether it is new. ``WorkerLostError`` if this incarnation is gone
+        """Add a member; returns whether it is new. Raises ``WorkerLostError`` if this incarnation is gone
         already, ``GroupMismatchError`` if a present worker has its name or id.
         """
         if member.incarnation in self._by_incarnation:
@@ -59,7 +59,7 @@ class Membership:
         return True
 
     def rivals(self, member: Member) -> list[Member]:
-        """The present members that have its name or id, and are other incarnations."""
+        """Return the present members that have its name or id, but another incarnation."""
         named = dict.fromkeys((self._by_name.get(member.name), self._by_id.get(member.id)))
         there = [each for each in named if each is not None and each.incarnation in self._by_incarnation]
         return [each for each in there if each.incarnation != member.incarnation]
@@ -70,40 +70,42 @@ class Membership:
         self._by_incarnation[member.incarnation] = member
 
     def leave(self, incarnation: int, reason: str) -> Member | None:
-        """Take note that a member is gone; returns it, or None if it was not present."""
+        """Record that a member is gone; returns it, or None if it was not present."""
         self._gone.setdefault(incarnation, reason)
         if len(self._gone) > MAX_GONE and not self.static:
             del self._gone[next(iter(self._gone))]
         return self._by_incarnation.pop(incarnation, None)
 
     def forget(self, incarnation: int) -> None:
-        """Free what is kept of a member that left long ago, but that it is gone: nobody names it any more."""
+        """Forget a member that left long ago, except that it is gone: it will not be named any more."""
         if incarnation in self._gone:
             self._gone[incarnation] = _LONG_AGO
         self._by_name = {key: each for key, each in self._by_name.items() if each.incarnation != incarnation}
         self._by_id = {key: each for key, each in self._by_id.items() if each.incarnation != incarnation}
 
     def gone_reason(self, incarnation: int) -> str | None:
-        """Why an incarnation is gone; None if it never was here or still is."""
+        """Return why an incarnation is gone; None if it was never here or is present."""
         return self._gone.get(incarnation)
 
     def find(self, incarnation: int) -> Member | None:
-        """The present member of this incarnation."""
+        """Return the present member with this incarnation, or None."""
         return self._by_incarnation.get(incarnation)
 
     def present(self) -> list[Member]:
-        """All present members, this one included, by id."""
+        """Return all present members, including this worker, by id."""
         return sorted(self._by_incarnation.values(), key=lambda member: member.id)
 
     def infos(self) -> list[WorkerInfo]:
-        """Who takes part: in a static group all that formed it, gone or not; else all that are present."""
+        """Return the members: in a static group all that formed it, gone or not; otherwise those that are
+        present.
+        """
         if self.static:
             return [member.info for _, member in sorted(self._by_id.items())]
         return [member.info for member in self.present()]
 
     def resolve(self, callee: WorkerReference) -> Member:
-        """The member that a callee names, present or gone. ``UnknownWorkerError`` if it was never in the
-        group, ``ValueError`` if ``callee`` is neither str, int nor ``WorkerInfo``.
+        """Return the member that a callee names, present or gone. Raises ``UnknownWorkerError`` if it was
+        never in the group, ``ValueError`` if ``callee`` is neither str, int nor ``WorkerInfo``.
         """
         member: Member | None
         match callee:

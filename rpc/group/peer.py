@@ -1,4 +1,4 @@
-"""The workers, as seen from one: where their frames go out, and whether they are still there."""
+"""The workers, as seen by one of them: how to send frames to them, and whether they are present."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rpc.group.membership import Membership, WorkerReference
 from rpc.group.workers import Member
 from rpc.runtime import file_limit
 from rpc.runtime.blocking import wait_while
-from rpc.runtime.events import Events, PeerJoined
+from rpc.runtime.events import Events
 from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import PeerDevices
 from rpc.serialization.serializer import OwnCodec
@@ -27,14 +27,14 @@ from rpc.wire.frames import Kind, encode_small
 __all__ = ["MAX_DEPARTED", "RESUMED", "Peer", "PeerTable"]
 
 RESUMED: Final = 2
-"""As the codec of an ``ALIVE``: what an earlier connection has lost was sent again."""
+"""Codec of an ``ALIVE`` frame: the messages that an earlier connection lost were sent again."""
 
 MAX_DEPARTED: Final = 100
 """Maximum number of workers of a dynamic group that are remembered by name after they are gone."""
 
 
 class Peer:
-    """Another worker: who it is, the link to it, and the frames that wait for a connection.
+    """Another worker: its description, the link to it, and the frames that wait for a connection.
 
     ``send`` may be called on any thread, everything else on the loop's thread. Attributes may be read on any
     thread, and only methods change them.
@@ -49,13 +49,13 @@ class Peer:
         is_self: whether it is this worker.
 
     Attributes:
-        link: the state of the connection, and what is known about earlier ones.
+        link: state of the connection, and data about earlier ones.
         session: counts and keeps messages, so that each arrives once.
         connection: the open connection, or None.
         reader: where an idle thread may wait for a task, or None.
         lost: why the worker is gone for good, or None.
-        has_left: whether it is gone because it left, and said so.
-        devices: what is agreed with it about devices; None if tensors on devices cannot be sent.
+        has_left: whether it is gone because it left and said goodbye.
+        devices: the agreement with it about devices; None if tensors on devices cannot be sent.
     """
 
     devices: PeerDevices | None = None
@@ -89,7 +89,9 @@ class Peer:
         self._waiting_bytes = 0
         self._queue_limit = send_queue_bytes
         self._room: threading.Condition | None = None
-        """Made by the first thread that waits for room: it is large, and workers may be thousands."""
+        """Made by the first thread that waits for room, since it is large, and there may be thousands of
+        workers.
+        """
         self._unsent: list[bytes] = []
         self._last_connection: Connection | None = None
 
@@ -102,20 +104,22 @@ class Peer:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing more of the last connection, which broke, is being taken in."""
+        """Whether all data of the last connection, which broke, has been processed."""
         return self._last_connection is None or self._last_connection.is_quiet
 
     def acknowledge(self) -> None:
-        """Tell the worker how many of its messages were taken in. From any thread."""
+        """Acknowledge the number of received messages to the worker. From any thread."""
         self._send_heartbeat(self.session.acknowledging(), 0)
 
     def large_came(self, number: int) -> None:
-        """A message that came in chunks is about to be taken in: say so. It has no number in the session."""
-        with contextlib.suppress(RpcError):  # the worker is gone, and about to be noted so
+        """Acknowledge a message that arrived in chunks, which has no number in the session, before it is
+        processed.
+        """
+        with contextlib.suppress(RpcError):  # the worker is gone, which will be recorded soon
             self.send_small(encode_small(Kind.ARRIVED, number, {}, ()), 0)
 
     def send_heartbeat(self, wants: int) -> None:
-        """Send a sign of life; ``wants`` is the codec of the ``Kind.ALIVE`` frame. From any thread."""
+        """Send a heartbeat; ``wants`` is the codec of the ``Kind.ALIVE`` frame. From any thread."""
         self._send_heartbeat(self.session.received, wants)
 
     def _send_heartbeat(self, received: int, wants: int) -> None:
@@ -123,11 +127,11 @@ class Peer:
         if connection is not None and not self.is_self:
             connection.send_sign(encode_small(Kind.ALIVE, received, {}, (), wants), newest=not wants)
 
-    # ---- waiting for what it sends: any thread
+    # ---- waiting for messages from it: any thread
 
     def stand_by(self, awaited: Awaited) -> None:
-        """Get ready to ``wait`` before the request for ``awaited`` is sent: its answer may come at once. The
-        thread must call ``wait`` or ``stand_down`` then, whatever happens.
+        """Prepare to ``wait`` before the request for ``awaited`` is sent, since its answer may come at once.
+        The thread must then call ``wait`` or ``stand_down`` in every case.
         """
         reader = self.reader
         if reader is not None:
@@ -140,15 +144,15 @@ class Peer:
             turn.reader.leave()
 
     def wait(self, awaited: Awaited, deadline: float, *, reads: bool = True) -> None:
-        """Wait for something that this worker sends by reading the connection, if the thread may. Ctrl-C
-        interrupts.
+        """Wait for ``awaited`` from this worker by reading the connection, if the thread may.
+        ``KeyboardInterrupt`` interrupts it.
 
         It returns early if another thread reads, or takes over: ``awaited.sleep`` must follow if ``awaited``
         has no outcome then.
 
         Args:
-            deadline: on the monotonic clock.
-            reads: whether the thread may read; False where a finalizer or a signal handler may wait in the
+            deadline: deadline on the monotonic clock, in seconds.
+            reads: whether the thread may read; false in a finalizer or signal handler, which may wait in the
                 middle of the thread's own reading, which ends then.
         """
         turn, awaited.claimed = awaited.claimed, None
@@ -164,13 +168,15 @@ class Peer:
             turn.reader.wait_for(awaited, deadline, turn)
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
-        """A new error for what was asked of this worker and will not happen: ``consequence`` says what."""
+        """Return a new error for an operation that the worker's loss prevents; ``consequence``
+        describes it.
+        """
         reason = self.lost or "the connection to it was closed"
         gone = f"worker '{self.name}' (id {self.member.id}) is gone: {reason}"
         return WorkerLostError(f"{gone}. {consequence}" if consequence else gone, self.name, reason)
 
     def check_size(self, size: int) -> None:
-        """Raise ``SerializationError`` if it does not accept messages of so many bytes."""
+        """Raise ``SerializationError`` if the worker does not accept messages of ``size`` bytes."""
         limit = self.member.max_message_bytes
         if size > limit:
             raise SerializationError(
@@ -181,8 +187,8 @@ class Peer:
     def send(
         self, buffers: Sequence[Any], size: int, *, aliased: bool = False, wait: float = INFINITE
     ) -> None:
-        """Send one frame, or keep it until there is a connection; see ``Connection.send``.
-        ``WorkerLostError`` if the worker is gone, ``QueueFull`` if too much is queued for it already.
+        """Send one frame, or keep it until there is a connection; see ``Connection.send``. Raises
+        ``WorkerLostError`` if the worker is gone, ``QueueFull`` if its queue is full.
         """
         connection = self.connection
         while True:
@@ -199,7 +205,7 @@ class Peer:
                     return
 
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False) -> None:
-        """As ``send``, for a frame in one piece: the way of most calls. See ``Connection.send_small``."""
+        """Like ``send``, for a frame in one piece, as most calls are. See ``Connection.send_small``."""
         connection = self.connection
         if connection is None:
             self.send((frame,), len(frame), wait=wait)
@@ -210,7 +216,7 @@ class Peer:
             self.send((frame,), len(frame), wait=wait)
 
     def send_patiently(self, frame: bytes) -> None:
-        """As ``send_small`` without waiting, for a frame that may itself wait behind a long chunk."""
+        """Like ``send_small`` without waiting, for a frame that may itself wait behind a long chunk."""
         connection = self.connection
         if connection is None:
             self.send((frame,), len(frame), wait=0)
@@ -221,7 +227,7 @@ class Peer:
             self.send((frame,), len(frame), wait=0)
 
     def flush(self) -> None:
-        """Send what was coalesced."""
+        """Send the coalesced frames."""
         connection = self.connection
         if connection is not None:
             connection.flush()
@@ -236,7 +242,7 @@ class Peer:
         closed: Connection | None = None,
     ) -> Connection | None:
         """Queue the frame until there is a connection; returns the connection if there is one by now, other
-        than the one that was found ``closed``.
+        than the ``closed`` one.
         """
         pieces = [self._capture(buffer) for buffer in buffers] if aliased else list(buffers)
         deadline = monotonic() + wait
@@ -265,18 +271,19 @@ class Peer:
         return waits and self._waiting_bytes > self._queue_limit
 
     def _capture(self, buffer: Any) -> Any:
-        """As a transport would, once there is a connection: see ``Connection.send``."""
+        """Capture a buffer as a transport would with a connection: see ``Connection.send``."""
         if type(buffer) is bytes:
             return buffer
         large = memoryview(buffer).nbytes > CAPTURED_BYTES
         return buffer if large and not self.near else bytes(buffer)
 
     def established(self, connection: Connection, number: int = 1, received: int = 0) -> None:
-        """There is a connection: send what waits for it, in order, before anything else.
+        """Handle a new connection: first send the waiting frames, in order.
 
         Args:
-            number: how many there have been, with this one.
-            received: how many messages the other side has taken in. ``ProtocolError`` if that cannot be.
+            number: number of connections so far, including this one.
+            received: number of messages that the other side has received. Raises ``ProtocolError`` if
+            impossible.
         """
         with self._lock:
             again = self.session.connect(number, received, self._unsent)
@@ -290,20 +297,20 @@ class Peer:
             for buffers, size in waiting:
                 try:
                     connection.send(buffers, size, wait=False)
-                except ConnectionClosed:  # it has broken already, and takes no large ones: for the next one
+                except ConnectionClosed:  # it has broken already: large messages wait for the next one
                     self._waiting.append((buffers, size))
                     self._waiting_bytes += size
-            if number > 1:  # behind the last arrivals that a bulk stream has noted
+            if number > 1:  # after the last messages that a bulk stream has recorded
                 connection.send_sign(encode_small(Kind.ALIVE, self.session.received, {}, (), RESUMED))
             self.connection, self.reader = connection, connection.reader
 
     def send_by(self, connection: Connection) -> None:
-        """Send by this connection from now on, which passes frames on to the present one."""
+        """Send by this connection from now on; it passes frames on to the present one."""
         self.connection = connection
 
     def disconnected(self) -> None:
-        """The connection is closed, and the worker may live. ``is_quiet`` says when ``session.received`` is
-        final.
+        """Record that the connection is closed, though the worker may live. ``is_quiet`` says when
+        ``session.received`` is final.
         """
         with self._lock:
             connection, self.connection, self.reader = self.connection, None, None
@@ -312,7 +319,7 @@ class Peer:
                 self._last_connection = connection
 
     def gone(self, reason: str, *, left: bool = False) -> Connection | None:
-        """The worker is gone for good; returns the connection, to be closed."""
+        """Record that the worker is gone for good; returns the connection, to be closed."""
         with self._lock:
             if self.lost is None:
                 self.lost, self.has_left = reason, left
@@ -329,16 +336,16 @@ class Peer:
 
 
 class PeerTable:
-    """The peers of one agent. Looking up is for any thread, everything else for the loop's.
+    """The peers of one agent. Lookups are for any thread, everything else for the loop's.
 
     Args:
         make: makes the peer of a member.
-        connect: begins to connect to a peer; from any thread, and twice does no harm.
+        connect: starts connecting to a peer; may be called from any thread, and repeatedly.
         joined: called with each new peer, in order.
-        on_loop: calls a function on the loop's thread, and returns what that returns.
+        on_loop: calls a function on the loop's thread, and returns its result.
 
     Attributes:
-        view, own: who is in the group, and this worker's peer for itself; set by ``form``.
+        view, own: the membership, and this worker's peer for itself; set by ``form``.
         by_incarnation: returns a peer, present or gone; None if it was never in the group, or is forgotten.
     """
 
@@ -364,25 +371,25 @@ class PeerTable:
         self.by_incarnation: Callable[[int], Peer | None] = self._peers.get
 
     def form(self, view: Membership, own: Peer) -> None:
-        """The group is formed; from any thread, since nobody else knows of it yet."""
+        """Set the group that was formed; from any thread, since no other uses it yet."""
         self.view = view
         self._peers[own.incarnation] = self.own = own
 
     def find(self, worker: WorkerReference) -> Peer:
-        """The peer that a name, an id or a ``WorkerInfo`` means; see ``Membership.resolve``."""
-        if type(worker) is str:  # nothing else: 1.0 and True would be found under 1
+        """Return the peer with a name, an id or a ``WorkerInfo``; see ``Membership.resolve``."""
+        if type(worker) is str:  # no other type: 1.0 and True would be found under 1
             peer = self._by_name.get(worker)
-            if peer is not None and peer.lost is None:  # else another may have the name now
+            if peer is not None and peer.lost is None:  # otherwise another worker may have the name now
                 return peer
         member = self.view.resolve(worker)
         peer = self._peers.get(member.incarnation)
-        if peer is None:  # the loop has just let it in, and is about to make its peer
+        if peer is None:  # the loop has just accepted it, and is about to make its peer
             peer = self._on_loop(self.ensure, member)
         self._by_name[peer.name] = peer
         return peer
 
     def ensure(self, member: Member) -> Peer:
-        """The peer of a member, made if need be."""
+        """Return the peer of a member, which is made if necessary."""
         peer = self._peers.get(member.incarnation)
         if peer is None:
             file_limit.provide_for(len(self._peers))
@@ -390,19 +397,22 @@ class PeerTable:
             self._by_name.clear()
             for handler in self._joined:
                 handler(peer)
-            if self._events.peer_joined:
-                self._events.tell(self._events.peer_joined, PeerJoined(member.name, member.id))
+            tell = self._events.peer_joined
+            if tell is not None:
+                tell(member.name, member.id)
         return peer
 
     def gone(self, member: Member, reason: str) -> Peer:
-        """The peer of a member that is gone and was never met, or is forgotten. It stays out of the table."""
+        """Return a peer for a member that is gone and was never met, or is forgotten. It is not in
+        the table.
+        """
         peer = self._make(member)
         peer.link.lose()
         peer.gone(reason)
         return peer
 
     def leave(self, peer: Peer, reason: str) -> None:
-        """A worker is gone for good."""
+        """Record that a worker is gone for good."""
         self.view.leave(peer.incarnation, reason)
         self._by_name.clear()
         self._departed.append(peer.incarnation)
@@ -412,14 +422,16 @@ class PeerTable:
             self._peers.pop(forgotten, None)
 
     def watch_over(self, peer: Peer) -> None:
-        """Be connected to a peer from now on, so that its death is noticed though nothing is sent to it."""
+        """Stay connected to a peer from now on, so that its death is detected although nothing is
+        sent to it.
+        """
         if not peer.connected:
             self._connect(peer)
 
     def present(self) -> list[Peer]:
-        """Everybody who is in the group now."""
+        """Return all workers that are in the group now."""
         return [self.ensure(member) for member in self.view.present()]
 
     def all(self) -> list[Peer]:
-        """Everybody who has ever been in the group, but for those who are forgotten."""
+        """Return all workers that have ever been in the group, except those that are forgotten."""
         return list(self._peers.values())

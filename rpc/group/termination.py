@@ -1,28 +1,29 @@
-"""When may everybody leave? Graceful shutdown of a static group, as a pure object.
+"""Termination: decides when the workers of a static group may leave together. A pure state machine.
 
-*Theory.* Calls cause calls, so that each worker in turn is found idle means little: a call may have moved
-on meanwhile from one not yet asked to one asked already. Mattern's four-counter method ("Algorithms for
+*Theory.* Calls cause calls, so finding each worker idle in turn proves little: a call may have moved in the
+meantime from a worker not yet asked to one asked already. Mattern's four-counter method ("Algorithms for
 distributed termination detection", 1987) asks twice, and compares the counts of messages sent and received.
-Here nothing is on its way that is not under way at its sender: a call until it is answered, a control
-message until it is acknowledged. So two numbers per worker are enough: what is *active*, and how much has
-ever *begun*. If two waves of questions, the second after the end of the first, find everybody idle and the
-same counts, then between them nothing began and nothing was active anywhere: nothing can ever begin again.
+Here, everything in flight is under way at its sender: a call until it is answered, a control message until it
+is acknowledged. So two numbers per worker are enough: what is *active*, and how much has ever *begun*. If two
+waves of questions, the second after the end of the first, find all workers idle and the same counts, then
+nothing began and nothing was active anywhere between them, so nothing can ever begin again.
 
-*The leader* is the living worker of the lowest rank. Each worker tells it that it has *entered* shutdown.
-When all living ones have, the leader sends a *probe* to each, which answers with a *report*; who was busy
-says *changed* when it no longer is, and only then there is another wave. After two clean and equal waves
-the leader says *quiescent*.
+*The leader* is the living worker of the lowest rank. Each worker notifies it when it has *entered* shutdown.
+When all living ones have, the leader sends a *probe* to each, which answers with a *report*; a worker that
+was busy sends *changed* when it no longer is, and only then there is another wave. After two clean and equal
+waves the leader sends *quiescent*.
 
-*Deaths.* A message of a dead worker may still arrive somewhere. So a probe names the dead, and who still
-has a connection to one cuts it off, which throws away what was unread. Where only the connection between
-two living workers broke, both must have noticed. Whoever loses a worker says *changed*. If the leader dies,
-all announce themselves to the next. A worker that leaves ungracefully is one more dead.
+*Deaths.* A message of a dead worker may still arrive somewhere. So a probe names the dead workers, and a
+worker that still has a connection to one closes it, which discards what was unread. If only the connection
+between two living workers broke, both must have noticed. A worker that loses another sends *changed*. If the
+leader dies, all workers announce themselves to the next. A worker that leaves ungracefully counts as dead.
 
-*Rounds.* When work has ceased, references are given back, which makes messages again. So shutdown takes
-several rounds, each entered by every worker and each ending in quiescence. Messages carry their round: one
-of a later round proves that the earlier is over, one of an earlier is answered by saying that it is over.
+*Rounds.* When all work has ended, references are released, which causes messages again. So shutdown takes
+several rounds, each entered by every worker and each ending in quiescence. Messages carry their round: one of
+a later round proves that the earlier one is over, one of an earlier round is answered by saying that it is
+over.
 
-Messages must arrive, in any order, unless their sender or receiver dies; doubled or late ones do no harm.
+Messages must arrive, in any order, unless their sender or receiver dies; duplicates and delays do no harm.
 """
 
 from __future__ import annotations
@@ -34,18 +35,28 @@ from typing import Any, Final
 from rpc.errors import ProtocolError
 from rpc.group.workers import Member
 
-__all__ = ["Action", "CutOff", "Failed", "Leave", "Quiescent", "Report", "Send", "Termination", "Waits"]
+__all__ = [
+    "Action",
+    "ActivityReport",
+    "CutOff",
+    "Failed",
+    "Leave",
+    "Quiescent",
+    "SendToWorker",
+    "Termination",
+    "Waits",
+]
 
 _ANSWER_SECONDS: Final = 1.0
-"""How long the leader may take to say what a timeout was for."""
+"""Time in seconds that the leader may take to answer what a timed-out round waits for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What a worker says about itself at one moment; ``begun`` is read before ``active``.
+class ActivityReport:
+    """A worker's state at one moment; ``begun`` is read before ``active``.
 
-    ``active`` is how much is under way: calls, requests, tasks, callbacks, control messages not acknowledged;
-    ``begun`` how many of these have ever begun.
+    ``active`` is the number of operations under way: calls, requests, tasks, callbacks, control messages that
+    are not acknowledged; ``begun`` is the number of these that have ever begun.
     """
 
     active: int
@@ -53,7 +64,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToWorker:
     """Send a message (a list that msgpack can encode) to a worker; pass it to ``receive`` there."""
 
     incarnation: int
@@ -62,14 +73,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """The leader holds this worker to be dead: close the connection to it, then report it ``lost``."""
+    """The leader considers this worker dead: close the connection to it, then report it ``lost``."""
 
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Quiescent:
-    """The round is over: nothing is under way anywhere. Enter the next."""
+    """The round is over: nothing is under way on any worker. Enter the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +90,38 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The timeout has passed; ``reason`` says who has not entered, is still busy, or has not answered."""
+    """The timeout has expired; ``reason`` names the workers that have not entered, are busy, or have not
+    answered.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """The answer to ``inquire``: who has not entered shutdown, who is still busy, who has not answered."""
+    """The answer to ``inquire``: the workers that have not entered shutdown, are busy, or have not
+    answered.
+    """
 
     reason: str
 
 
-Action = Send | CutOff | Quiescent | Leave | Failed | Waits
+Action = SendToWorker | CutOff | Quiescent | Leave | Failed | Waits
 
-Wave = dict[int, tuple[frozenset[int], Report]]
-"""By incarnation: whom it has lost, and its report."""
+Wave = dict[int, tuple[frozenset[int], ActivityReport]]
+"""For each worker, by incarnation: the workers that it has lost, and its report."""
 
 
 class Termination:
-    """One worker's part. Every method returns what is to be done; for one thread.
+    """One worker's part. Every method returns the actions to perform; for one thread.
 
-    Workers are known by their incarnations. ``now`` is a monotonic clock in seconds, ``report`` is on this
-    worker, as of now.
+    Workers are identified by their incarnations. ``now`` is a monotonic clock in seconds, ``report`` is this
+    worker's current report.
 
     Args:
         me: this worker.
-        members: all workers of the group, this one included.
-        rounds: how many times everybody enters before everybody leaves.
+        members: all workers of the group, including this one.
+        rounds: number of rounds.
     """
 
     def __init__(self, me: Member, members: Iterable[Member], rounds: int = 1) -> None:
@@ -116,30 +131,32 @@ class Termination:
         self._rounds = rounds
         self._round = 0
         self._entered: set[int] = set()
-        """Who is known to have entered the current round."""
+        """Workers that are known to have entered the current round."""
         self._over = False
         self._deadline: float | None = None
         self._answer_by: float | None = None
         self._inquires = False
         self._owes: tuple[int, frozenset[int]] | None = None
-        """Who has probed this worker when it was not clean, and whom that one holds dead."""
-        # Of the leader:
+        """The worker that probed this one when it was not clean, and the workers that it considers dead."""
+        # At the leader:
         self._wave = 0
         self._reports: Wave | None = None
-        """Of the wave in progress."""
+        """Reports of the wave in progress."""
         self._proof: Wave | None = None
         """The last wave, if it was clean."""
         self._busy: dict[int, int] = {}
-        """What the last wave found; with 0, who is at odds with others about who is dead."""
+        """Active operations found by the last wave; 0 for a worker that disagrees with others about
+        the dead.
+        """
         self._news = False
-        """Something may have changed since the last wave began."""
+        """Whether anything may have changed since the last wave began."""
         self._actions: list[Action] = []
 
-    # ---- what a shell asks
+    # ---- queries
 
     @property
     def leader(self) -> int:
-        """The living worker of the lowest rank."""
+        """The living worker with the lowest rank."""
         return min(self._alive, key=lambda incarnation: self._members[incarnation].id)
 
     @property
@@ -151,13 +168,13 @@ class Termination:
 
     @property
     def awaits_idleness(self) -> bool:
-        """Whether it makes a difference, now, to be told that this worker became idle."""
+        """Whether ``became_idle`` would make a difference now."""
         return not self._over and self._owes is not None
 
-    # ---- what happens
+    # ---- events
 
-    def enter(self, now: float, report: Report, timeout: float = 0.0) -> list[Action]:
-        """This worker enters shutdown, or its next round; fails after ``timeout`` seconds (0: never)."""
+    def enter(self, now: float, report: ActivityReport, timeout: float = 0.0) -> list[Action]:
+        """Enter shutdown, or its next round; it fails after ``timeout`` seconds (0: never)."""
         if self._over or self._has_entered:
             return []
         self._deadline = now + timeout if timeout > 0 else None
@@ -165,8 +182,8 @@ class Termination:
         self._tell_leader("entered")
         return self._go_on(report)
 
-    def inquire(self, report: Report) -> list[Action]:
-        """Find out what the round waits for: ``Waits`` says so, now or when the leader has answered."""
+    def inquire(self, report: ActivityReport) -> list[Action]:
+        """Find out what the round waits for: returns ``Waits``, now or when the leader has answered."""
         if not self._over and self._has_entered:
             if self._leads:
                 self._actions.append(Waits(self._standing(self._missing, self._awaited)))
@@ -175,14 +192,16 @@ class Termination:
                 self._send(self.leader, "ask")
         return self._go_on(report)
 
-    def became_idle(self, report: Report) -> list[Action]:
-        """Nothing is under way here any more. May be called whenever that may be so."""
+    def became_idle(self, report: ActivityReport) -> list[Action]:
+        """Record that nothing is under way here any more. May be called whenever that may be so."""
         if not self._over:
             self._tell_if_clean(report)
         return self._go_on(report)
 
-    def lost(self, incarnation: int, now: float, report: Report) -> list[Action]:
-        """A worker is gone, for whatever reason, and nothing that it has sent will be received any more."""
+    def lost(self, incarnation: int, now: float, report: ActivityReport) -> list[Action]:
+        """Record that a worker is gone, for any reason, and none of its messages will be received
+        any more.
+        """
         if self._over or incarnation not in self._alive or incarnation == self._me:
             return []
         followed = self.leader
@@ -196,8 +215,8 @@ class Termination:
         if incarnation == followed:
             if self._has_entered:
                 self._tell_leader("entered")
-            if self._answer_by is not None and self._leads:  # and knows not yet who else is there
-                self._fail(f"{self._name(incarnation)}, who led it, is gone")
+            if self._answer_by is not None and self._leads:  # it does not know yet which others are there
+                self._fail(f"its leader, {self._name(incarnation)}, is gone")
             elif self._answer_by is not None:
                 self._ask(now)
         elif self._owes is not None:
@@ -206,8 +225,8 @@ class Termination:
             self._tell_leader("changed")
         return self._go_on(report)
 
-    def receive(self, sender: int, message: Any, now: float, report: Report) -> list[Action]:
-        """A message of another worker's termination; ``ProtocolError`` if it is none."""
+    def receive(self, sender: int, message: Any, now: float, report: ActivityReport) -> list[Action]:
+        """Handle a message of another worker's termination; ``ProtocolError`` if it is malformed."""
         match message:
             case [int(number), str(kind), *details]:
                 pass
@@ -228,12 +247,12 @@ class Termination:
                 raise ProtocolError(f"a malformed shutdown message: {kind} {str(details)[:100]}") from error
         return self._go_on(report)
 
-    def tick(self, now: float, report: Report) -> list[Action]:
-        """The time that ``next_tick`` named has come. Earlier or later does no harm."""
+    def tick(self, now: float, report: ActivityReport) -> list[Action]:
+        """Handle the time that ``next_tick`` returned. Being early or late does no harm."""
         if self._over:
             return []
         if self._answer_by is not None and now >= self._answer_by:
-            self._fail(f"{self._name(self.leader)}, who leads it, does not answer")
+            self._fail(f"its leader, {self._name(self.leader)}, does not answer")
         elif self._deadline is not None and now >= self._deadline:
             self._deadline = None
             self._ask(now)
@@ -253,7 +272,7 @@ class Termination:
     def _lost(self) -> frozenset[int]:
         return frozenset(self._members.keys() - self._alive)
 
-    def _take(self, sender: int, kind: str, details: list[Any], report: Report) -> None:
+    def _take(self, sender: int, kind: str, details: list[Any], report: ActivityReport) -> None:
         match kind, details:
             case "entered", []:
                 self._entered.add(sender)
@@ -265,7 +284,7 @@ class Termination:
                 self._send(sender, "report", wave, sorted(self._lost), report.active, report.begun)
             case "report", [int(wave), list(lost), int(active), int(begun)]:
                 if self._reports is not None and wave == self._wave:
-                    self._reports[sender] = frozenset(lost), Report(active, begun)
+                    self._reports[sender] = frozenset(lost), ActivityReport(active, begun)
             case "quiescent", []:
                 if self._has_entered:
                     self._finish_round()
@@ -281,14 +300,14 @@ class Termination:
             case _:
                 raise ProtocolError(f"not a shutdown message: {kind} {str(details)[:100]}")
 
-    def _owe_if_unclean(self, leader: int, dead: frozenset[int], report: Report) -> None:
+    def _owe_if_unclean(self, leader: int, dead: frozenset[int], report: ActivityReport) -> None:
         connected_to_dead = dead & self._alive - {self._me}
         self._actions.extend(CutOff(each) for each in sorted(connected_to_dead))
         if connected_to_dead or report.active:
             self._owes = leader, dead
 
-    def _tell_if_clean(self, report: Report) -> None:
-        """Who was not clean when it was probed says so once it is."""
+    def _tell_if_clean(self, report: ActivityReport) -> None:
+        """Notify the worker that probed this one when it was not clean, once it is clean."""
         if self._owes is not None and not report.active and not self._owes[1] & self._alive - {self._me}:
             self._owes = None
             self._tell_leader("changed")
@@ -300,8 +319,8 @@ class Termination:
             self._send(self.leader, kind)
 
     def _finish_round(self) -> None:
-        # Who has announced itself here waits for us to say so, also if we have it from another ourselves:
-        # the leader died when it had told some.
+        # A worker that has announced itself here waits for this answer, even if the round's end is known from
+        # another: the leader may have died after notifying only some workers.
         for incarnation in sorted((self._alive if self._leads else self._entered) - {self._me}):
             self._send(incarnation, "quiescent")
         self._round += 1
@@ -318,8 +337,8 @@ class Termination:
     def _missing(self) -> set[int]:
         return self._alive - self._entered
 
-    def _go_on(self, report: Report) -> list[Action]:
-        """Do what a leader can do now, and hand over all actions."""
+    def _go_on(self, report: ActivityReport) -> list[Action]:
+        """Do what a leader can do now, and return all actions."""
         while not self._over and self._leads and not self._missing:
             if self._reports is None:
                 if not self._news:
@@ -332,7 +351,7 @@ class Termination:
         actions, self._actions = self._actions, []
         return actions
 
-    def _start_wave(self, report: Report) -> None:
+    def _start_wave(self, report: ActivityReport) -> None:
         self._news = False
         self._wave += 1
         lost = self._lost
@@ -358,7 +377,9 @@ class Termination:
             self._news = True  # the second wave follows at once
 
     def _at_odds(self, reports: Wave) -> set[int]:
-        """Who has not lost one of the dead, or one who has lost it."""
+        """Return the workers that have not lost one of the dead, or were lost by a worker that they have not
+        lost.
+        """
         dead = self._lost
         return {
             worker
@@ -368,16 +389,16 @@ class Termination:
 
     @property
     def _awaited(self) -> dict[int, int]:
-        """Who is busy, with how much, and, with 0, whose answer to a probe is awaited."""
+        """Return the busy workers with their counts and, with 0, those whose answer to a probe is awaited."""
         if self._reports is None:
             return self._busy
         reported = {worker: report.active for worker, (_, report) in self._reports.items() if report.active}
         return reported | {each: self._busy.get(each, 0) for each in self._alive - self._reports.keys()}
 
-    # ---- timeouts and words
+    # ---- timeouts and error texts
 
     def _ask(self, now: float) -> None:
-        """The timeout has passed: find out what for."""
+        """Find out what the round waits for, after the timeout has expired."""
         if self._leads:
             self._fail(self._standing(self._missing, self._awaited))
         else:
@@ -386,14 +407,14 @@ class Termination:
 
     def _send(self, to: int, kind: str, *details: Any, round_number: int | None = None) -> None:
         number = self._round if round_number is None else round_number
-        self._actions.append(Send(to, [number, kind, *details]))
+        self._actions.append(SendToWorker(to, [number, kind, *details]))
 
     def _fail(self, why: str) -> None:
         self._over = True
         self._actions.append(Failed(f"shutdown timed out: {why}"))
 
     def _standing(self, missing: Collection[int], busy: Mapping[int, int]) -> str:
-        """What the round waits for."""
+        """Describe what the round waits for."""
         by_rank = sorted(self._members, key=lambda incarnation: self._members[incarnation].id)
         absent = [self._name(each) for each in by_rank if each in missing]
         working = [f"{self._name(each)} ({busy[each]} under way)" for each in by_rank if busy.get(each)]
@@ -401,7 +422,7 @@ class Termination:
         parts = [f"not in shutdown: {', '.join(absent)}"] if absent else []
         parts += [f"still busy: {', '.join(working)}"] if working else []
         parts += [f"no answer yet from: {', '.join(unheard)}"] if unheard else []
-        return "; ".join(parts) or "not everybody has answered"
+        return "; ".join(parts) or "not all workers have answered"
 
     def _name(self, incarnation: int) -> str:
         return f"worker '{self._members[incarnation].name}'"

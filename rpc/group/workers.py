@@ -1,4 +1,4 @@
-"""Who takes part: the name and id that users see, and what peers need to reach a worker."""
+"""Descriptions of workers: the name and id that users see, and what peers need to reach a worker."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class Member:
 
     Attributes:
         info: name and id.
-        incarnation: a random number drawn when the agent started; a worker that comes back under its
-            old name has another.
-        host: identity of the host and network namespace; equal where Unix sockets can connect.
-        addresses: where the worker listens, best first: ``unix:@NAME``, ``tcp:HOST:PORT``.
+        incarnation: a random number chosen when the agent started; a worker that returns under its old name
+            has another.
+        host: identity of the host and network namespace; equal for workers that can connect by Unix sockets.
+        addresses: addresses at which the worker listens, best first: ``unix:@NAME``, ``tcp:HOST:PORT``.
         main: the program that runs as ``__main__``, and the names that it defines: see ``main_identity``.
-        max_message_bytes: the largest message that it accepts.
-        safe: it reads no pickles.
-        device_maps: for each callee that it has a device map for, pairs of its device and the callee's.
-        devices: if it has device maps, or devices of its own choice: the type of its accelerator, how many
-            devices it has, and which of them it uses; no names for all.
+        max_message_bytes: maximum size in bytes of a message that it accepts.
+        safe: whether it refuses to load pickles.
+        device_maps: for each callee with a device map, pairs of its device and the callee's.
+        devices: if it has device maps, or selected devices: the type of its accelerator, the number of its
+            devices, and the names of those that it uses; no names for all.
     """
 
     info: WorkerInfo
@@ -86,12 +86,12 @@ class Member:
         return self.info.id
 
     def maps_for(self, callee: str) -> dict[torch.device, torch.device]:
-        """The device map that it has for a callee; empty if it has none."""
+        """Return the device map that it has for a callee; empty if it has none."""
         pairs = dict(self.device_maps).get(callee, ())
         return {torch.device(source): torch.device(target) for source, target in pairs}
 
     def to_wire(self) -> list[Any]:
-        """As a list that msgpack can encode."""
+        """Encode it as a list that msgpack can encode."""
         fields: list[Any] = [
             self.info.name,
             self.info.id,
@@ -108,7 +108,7 @@ class Member:
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> Member:
-        """The reverse of ``to_wire``; raises ``ValueError`` or ``TypeError`` for anything else."""
+        """Decode the list of ``to_wire``; raises ``ValueError`` or ``TypeError`` for anything else."""
         name, worker_id, incarnation, host, addresses, main, max_message_bytes, safe, *devices = fields
         if not (
             isinstance(name, str)
@@ -127,7 +127,7 @@ class Member:
 
 
 def _devices_from_wire(fields: Sequence[Any]) -> tuple[Any, ...]:
-    """The last two attributes of a member; those of a worker without devices are not on the wire."""
+    """Decode the last two attributes of a member; those of a worker without devices are not sent."""
     match fields:
         case []:
             return ()

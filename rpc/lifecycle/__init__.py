@@ -1,1 +1,1 @@
-"""``init_rpc``: backends, and the agent of our own one."""
+"""``init_rpc``: backends, and starting the agent of farcall's own backend."""

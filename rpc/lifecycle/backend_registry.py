@@ -19,15 +19,15 @@ from rpc.options import (
 
 
 class BackendValue(NamedTuple):
-    """What a backend consists of: a function that makes its options, and one that starts its agent."""
+    """The functions of a backend: one makes its options, the other starts its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
 
 
 class _OpenEnumeration(type):
-    """What an ``enum.Enum`` class offers, but open: an ``Enum`` cannot gain members, and one made anew for
-    each backend would disown the members that a program already holds.
+    """Behaves like an ``enum.Enum`` class to which members can be added. An ``Enum`` cannot gain members, and
+    a new one for each backend would not contain the members that a program already holds.
     """
 
     _members: dict[str, BackendType]
@@ -88,7 +88,7 @@ BackendType._members = {
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether a backend of that name is registered."""
+    """Whether a backend with this name is registered."""
     return backend_name in BackendType.__members__
 
 
@@ -100,10 +100,10 @@ def register_backend(
     """Register a backend, so that ``init_rpc(backend=BackendType.NAME)`` starts its agent.
 
     Args:
-        backend_name: its name, a member of ``BackendType`` from now on.
+        backend_name: name of the backend, a member of ``BackendType`` from now on.
         construct_rpc_backend_options_handler: called with ``rpc_timeout`` and ``init_method`` (both as
-            keywords) and the user's further keywords; returns the options, an instance of a class of the
-            backend's own that derives from ``RpcBackendOptions``.
+            keywords) and the user's further keywords; returns the options, an instance of a class that
+            derives from ``RpcBackendOptions`` and belongs to this backend alone.
         init_backend_handler: called with the keywords ``store``, ``name``, ``rank``, ``world_size`` and
             ``rpc_backend_options``; returns the running agent, an ``AgentInterface``.
 
@@ -126,12 +126,12 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """Make a backend's options: its defaults, with what is given here, which may be all that they have."""
+    """Make a backend's options from its defaults and the given values, which may be all of them."""
     return backend.value.construct_rpc_backend_options_handler(
         rpc_timeout=rpc_timeout, init_method=init_method, **kwargs
     )
 
 
 def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> Any:
-    """Start a backend's agent with the arguments that its handler takes, and return it."""
+    """Start a backend's agent with the arguments of its handler, and return it."""
     return backend.value.init_backend_handler(*args, **kwargs)

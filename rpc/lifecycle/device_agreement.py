@@ -1,6 +1,7 @@
-"""Device maps of a group: what a worker says of its own, and what it checks of all.
+"""Device maps of a group: how a worker describes its own, and how it checks those of all.
 
-``rpc.devices`` is imported once a worker with a device map is met, this one included, and not before.
+``rpc.devices`` is imported when the first worker with a device map is met, including this one, and not
+before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["agree", "check", "described"]
 
 
 def described(options: AgentOptions) -> tuple[Any, Any]:
-    """What other workers must know: the last two attributes of a ``Member``."""
+    """Return what other workers must know: the last two attributes of a ``Member``."""
     maps, devices = options.device_maps, options.devices
     if not maps and not devices:
         return (), None
@@ -36,18 +37,20 @@ def described(options: AgentOptions) -> tuple[Any, Any]:
 
 
 def accelerator() -> tuple[str, int]:
-    """The type of this process's accelerator, and how many devices it has; "cuda" and 0 if there is none."""
+    """Return the type of this process's accelerator and its number of devices; "cuda" and 0 if
+    there is none.
+    """
     device = torch.accelerator.current_accelerator()
     return ("cuda", 0) if device is None else (device.type, torch.accelerator.device_count())
 
 
 def check(name: str, options: AgentOptions, members: Sequence[Member], *, static: bool) -> None:
-    """Check the device maps of all members, as each of them does; ``ValueError`` says what is wrong.
+    """Check the device maps of all members, as each of them does; raises ``ValueError``.
 
     Args:
-        name: this worker, whose options are these.
-        members: everybody known so far.
-        static: nobody joins later, so maps name no others.
+        name: name of this worker, whose options are given.
+        members: all members known so far.
+        static: whether no worker can join later, so that maps may only name these.
     """
     names = [member.name for member in members] if static else None
     by_name = {member.name: member for member in members}
@@ -70,7 +73,7 @@ def check(name: str, options: AgentOptions, members: Sequence[Member], *, static
 
 def agree(agent: Agent) -> Callable[[Peer], None]:
     """Agree on devices with each worker that is met from now on, if one of the two has a device map. Called
-    before the agent joins its group; returns what is to be called with the agent's peer for itself then.
+    before the agent joins its group; returns a function to be called then with the agent's peer for itself.
     """
     devices: Devices | None = None
 

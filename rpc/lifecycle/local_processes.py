@@ -1,8 +1,8 @@
 """Workers as processes of this machine, from inside a program: ``spawn``, and ``local_group`` for notebooks.
 
 The processes are started as ``multiprocessing`` does with *spawn*: each is a new Python that imports the
-program's script under another name, so what starts them must stand under ``if __name__ == "__main__":``. A
-notebook's functions are sent by value. The processes end with this one, however it ends.
+program's script under another name, so the code that starts them must be under ``if __name__ ==
+"__main__":``. Functions of a notebook are sent by value. The processes end with this one, however it ends.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ from rpc.runtime.notices import Notices, tell_of_start
 __all__ = ["LocalGroup", "local_group", "spawn", "worker_names"]
 
 _GRACE_SECONDS: Final = 1.0
-"""So long the others may go on once one has failed: to notice it themselves, and to end."""
+"""Time in seconds after a failure in which the other processes may notice it themselves and end."""
 
 
 def spawn(main: Callable[..., Any], *args: Any, workers: int | Sequence[str] = 2) -> list[Any]:
     """Run a function on new workers, one process each, on this machine, and wait until all have returned.
 
     Each process joins the group, calls ``main(*args)``, and leaves gracefully, so that a worker whose
-    function has returned serves the others until all have. If one fails, the others are ended.
+    function has returned serves the others until all have returned. If one fails, the others are ended.
 
     Args:
-        main: what each runs; it tells workers apart by ``rpc.get_worker_info()``.
-        args: for ``main``.
-        workers: how many; they are called ``worker0``, ``worker1`` and so on. Or their names, by rank.
+        main: function that each worker runs; it can find out which one by ``rpc.get_worker_info()``.
+        args: arguments of ``main``.
+        workers: number of workers; they are called ``worker0``, ``worker1`` and so on. Or their names, by
+        rank.
 
     Returns:
-        What ``main`` returned, by rank.
+        The return values of ``main``, by rank.
 
     Raises:
-        RpcError: a worker failed; says which and has its traceback. Its ``__cause__`` is what was raised.
-        SystemExit: what a worker's ``main`` raised, if its status is not 0.
+        RpcError: a worker failed; the text names it and has its traceback. ``__cause__`` is its exception.
+        SystemExit: raised by a worker's ``main``, if its status is not 0.
 
     Example::
 
@@ -78,11 +79,11 @@ def spawn(main: Callable[..., Any], *args: Any, workers: int | Sequence[str] = 2
 
 @dataclass(frozen=True, slots=True)
 class LocalGroup:
-    """The group that ``local_group`` has made.
+    """The group that ``local_group`` has started.
 
     Attributes:
-        names: of the workers that it started, by rank.
-        me: the name of the worker that this process is; its rank comes after theirs.
+        names: names of the workers that it started, by rank.
+        me: name of this process as a worker; its rank comes after theirs.
     """
 
     names: tuple[str, ...]
@@ -99,13 +100,14 @@ class LocalGroup:
 def local_group(
     workers: int | Sequence[str] = 2, *, name: str = "main", options: AgentOptions | None = None
 ) -> Iterator[LocalGroup]:
-    """Start workers on this machine that serve while the block runs; this process joins them. For notebooks
-    and tests.
+    """Start workers on this machine that serve inside the block; this process joins them. For notebooks and
+    tests.
 
     Args:
-        workers: how many; they are called ``worker0``, ``worker1`` and so on. Or their names, by rank.
-        name: of the worker that this process becomes, of the rank after theirs.
-        options: of the agents; ``init_method`` is put in. Default: as for ``init_rpc``.
+        workers: number of workers; they are called ``worker0``, ``worker1`` and so on. Or their names, by
+        rank.
+        name: name of this process as a worker; its rank comes after theirs.
+        options: options of the agents; ``init_method`` is set. Default: as for ``init_rpc``.
 
     Raises:
         AlreadyInitializedError: this process is a worker already.
@@ -137,11 +139,11 @@ def local_group(
 
 
 def _serve() -> None:
-    """What a worker of a local group does by itself; the others call it until it may leave."""
+    """The main function of a worker of a local group; the others call it until it may leave."""
 
 
 def worker_names(workers: int | Sequence[str]) -> tuple[str, ...]:
-    """Names by rank: those given, or ``worker0``, ``worker1`` and so on for a number."""
+    """Return the names by rank: those given, or ``worker0``, ``worker1`` and so on for a number."""
     if isinstance(workers, str | bool) or not isinstance(workers, int | Sequence):
         raise TypeError(f"workers is a number or a list of names, not {workers!r}")
     names = [f"worker{rank}" for rank in range(workers)] if isinstance(workers, int) else list(workers)
@@ -154,12 +156,12 @@ def worker_names(workers: int | Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-# ---- the processes, as their parent sees them
+# ---- in the parent
 
 
 @dataclass(slots=True)
 class _Worker:
-    """One process: ``outcome`` is what it said at its end: a value, or an error and its traceback."""
+    """One process: ``outcome`` is what it reported at its end: a value, or an error and its traceback."""
 
     name: str
     process: SpawnProcess
@@ -174,7 +176,7 @@ class _Worker:
         return self.process.exitcode is not None
 
     def listen(self) -> None:
-        """Take in what it has said."""
+        """Read its report."""
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll():
                 said = cloudpickle.loads(self.pipe.recv_bytes())
@@ -185,13 +187,13 @@ class _Worker:
 
 
 class _Processes:
-    """The processes of some workers; leaving the context ends those that still run."""
+    """The processes of some workers; leaving the context ends those that are still running."""
 
     def __init__(self, names: Sequence[str], world_size: int, options: AgentOptions | None = None) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise RpcError(
-                "this script is being imported by a worker that it has started itself: put what starts "
-                'workers under `if __name__ == "__main__":`'
+                "this script is being imported by a worker that it has started itself: put the code that "
+                'starts workers under `if __name__ == "__main__":`'
             )
         self._names = names
         self._world_size = world_size
@@ -218,13 +220,13 @@ class _Processes:
             self._folder.cleanup()
 
     def options(self) -> AgentOptions:
-        """For an agent of this group."""
+        """Return the options for an agent of this group."""
         given = AgentOptions() if self._options is None else copy.copy(self._options)
         given.init_method = f"file://{self._folder.name}/rendezvous"
         return given
 
     def start(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Start all; returns at once."""
+        """Start all processes, without waiting."""
         context = multiprocessing.get_context("spawn")
         work = _pickled((main, args))
         threads = max(1, usable_cores() // self._world_size)
@@ -243,12 +245,12 @@ class _Processes:
             self._workers.append(_Worker(name, process, ours))
 
     def started(self) -> None:
-        """Wait until all are about to join; the log says for whom, if it takes long."""
+        """Wait until all are about to join; the log names those that take long."""
         notices = Notices()
         self._wait(lambda worker: worker.started or worker.outcome is not None, notices)
 
     def results(self) -> list[Any]:
-        """Wait until all have ended; what they returned, or the error of one."""
+        """Wait until all have ended; returns their values, or raises the error of one."""
         self.started()
         self._wait(lambda worker: worker.outcome is not None)
         self._join(_GRACE_SECONDS)
@@ -270,7 +272,7 @@ class _Processes:
             worker.listen()
 
     def _settle(self) -> None:
-        """Give the others a moment to end as well, since the first to say so may not be the cause."""
+        """Give the others a moment to end as well, since the first to report may not be the cause."""
         until = time.monotonic() + _GRACE_SECONDS
         while (left := until - time.monotonic()) > 0:
             running = [worker for worker in self._workers if worker.process.exitcode is None]
@@ -280,7 +282,9 @@ class _Processes:
         self._listen()
 
     def _failure(self) -> BaseException:
-        """What to raise: the death by a signal, else the error that is not about another's end."""
+        """Return the error to raise: a death by a signal, else an error that is not about another worker's
+        end.
+        """
         failed = sorted((worker for worker in self._workers if worker.failed), key=_consequence)
         worker, pid = failed[0], failed[0].process.pid
         if worker.outcome is None:
@@ -308,7 +312,7 @@ def _consequence(worker: _Worker) -> int:
 
 
 def _pickled(work: Any) -> bytes:
-    """By name, where the new process finds the script; else by value."""
+    """Pickle by name if the new process finds the script, otherwise by value."""
     if getattr(sys.modules["__main__"], "__file__", None) and not hasattr(sys, "ps1"):
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
             return pickle.dumps(work)
@@ -317,7 +321,7 @@ def _pickled(work: Any) -> bytes:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Another Ctrl-C does not disturb the clean-up, which takes a moment."""
+    """Ignore further ``KeyboardInterrupt`` during the clean-up, which is short."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -330,8 +334,8 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Ctrl-C comes when this is over; a process that is started meanwhile says itself when it may come."""
-    resource_tracker.ensure_running()  # else it starts with the first process, and unblocks signals
+    """Postpone ``KeyboardInterrupt`` to the end of the block; a process started inside decides for itself."""
+    resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -341,7 +345,7 @@ def _interrupts_later() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends the workers too, as Ctrl-C does."""
+    """End the workers on SIGTERM, as on ``KeyboardInterrupt``."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -356,7 +360,7 @@ def _terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# ---- a process, as it sees itself
+# ---- in a worker
 
 
 def _run_worker(
@@ -373,7 +377,7 @@ def _run_worker(
     torch.set_num_threads(threads)
     status = 0
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # until now it would show our insides
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # before, the traceback would be internal
         main, args = pickle.loads(work)
         _say(pipe, None)
         init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
@@ -382,7 +386,7 @@ def _run_worker(
             current_agent().shutdown()
         _say(pipe, outcomes.returned(value))
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one does not disturb the clean-up
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one must not disturb the clean-up
         status = 130
     except SystemExit as end:
         status = 1 if end.code else 0
@@ -403,7 +407,7 @@ def _say(pipe: Connection, what: outcomes.Outcome | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker without the process that has started it has no use."""
+    """End this worker when the process that started it has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

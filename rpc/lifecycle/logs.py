@@ -1,8 +1,9 @@
-"""``FARCALL_LOG``: what the log shows, where a program has not said so itself.
+"""``FARCALL_LOG``: the log level, for programs that do not configure logging themselves.
 
-A line stands alone: it has the time, the worker's name, and what happened. ``FARCALL_LOG=info`` shows who
-leaves, ``debug`` the group's life: who joins and connects, by what, and the tracebacks of what callees raise.
-Calls that go well are in no log; for them there is ``rpc.events``.
+Each line is self-contained: it has the time, the worker's name, and what happened. ``FARCALL_LOG=info`` shows
+which workers leave, ``debug`` the group's history: which workers join and connect, by which transport, and
+the tracebacks of errors that callees raise. Successful calls are not logged; for them there is
+``rpc.events``.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ _LEVELS: Final = {name: getattr(logging, name.upper()) for name in ("debug", "in
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error; known by its class, so that it is added once."""
+    """Writes to standard error; recognized by its class, so that it is added once."""
 
 
 def show_log(worker: str) -> None:
-    """Have the log shown as ``FARCALL_LOG`` says; nothing is done where it is not set.
+    """Configure the log as ``FARCALL_LOG`` says; does nothing if it is not set.
 
     Args:
-        worker: the name of this worker.
+        worker: name of this worker.
 
     Raises:
-        InvalidOptionError: it is no level.
+        InvalidOptionError: its value is not a level.
     """
     asked = os.environ.get("FARCALL_LOG", "").lower()
     if not asked:
@@ -45,5 +46,5 @@ def show_log(worker: str) -> None:
         if handler is None:
             handler = _Handler()
             logger.addHandler(handler)
-            logger.propagate = False  # else a program's own handler would say it twice
+            logger.propagate = False  # or a program's own handler would print lines twice
         handler.setFormatter(formatter)

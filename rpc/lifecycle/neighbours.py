@@ -1,4 +1,4 @@
-"""The other workers of a dynamic group, as an agent knows them: what the group's keeper needs of it."""
+"""The interface of a dynamic group's keeper to its agent: the other workers of the group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def noop() -> None:
-    """What is called to make a connection."""
+    """Called remotely to make a connection."""
 
 
 def introduce(caller: Caller, members: Sequence[Member]) -> None:
@@ -73,7 +73,7 @@ class AgentNeighbours:
         except WorkerLostError:
             pass  # it is still in the log
         except GroupMismatchError as error:
-            logger.warning("worker '%s' cannot be let in: %s", member.name, error)
+            logger.warning("worker '%s' is not accepted: %s", member.name, error)
 
     def _lose_all(self, reason: str) -> None:
         self._group.connections.stop_listening()

@@ -1,4 +1,4 @@
-"""What a worker's main function ended in, as its process reports it to the one that has started it."""
+"""The outcome of a worker's main function, as its process reports it to its parent."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rpc.serialization.failures import text_of
 __all__ = ["Outcome", "failed", "failure", "pack", "returned"]
 
 Outcome = tuple[Any, ...]
-"""The value that was returned, alone; or an exception and its traceback as text."""
+"""The returned value, alone; or an exception and its traceback as text."""
 
 
 def returned(value: Any) -> Outcome:
-    """The outcome of a function that has returned."""
+    """Make the outcome of a function that has returned."""
     return (value,)
 
 
 def failed(error: BaseException) -> Outcome:
-    """The outcome of a function that has raised, from inside the ``except`` of its caller."""
+    """Make the outcome of a function that has raised, inside the ``except`` block of its caller."""
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the caller's
     return error, "".join(traceback.format_exception(type(error), error, frames))
 
 
 def pack(outcome: Outcome) -> bytes:
-    """An outcome as bytes. A value or an exception that cannot be pickled becomes an error that says so."""
+    """Serialize an outcome. A value or an exception that cannot be pickled becomes an error that says so."""
     try:
         packed = cloudpickle.dumps(outcome)
         if isinstance(outcome[0], BaseException):
@@ -41,7 +41,7 @@ def pack(outcome: Outcome) -> bytes:
 
 
 def failure(worker: str, outcome: Outcome) -> BaseException:
-    """What to raise where the workers were started.
+    """Return the exception to raise in the parent.
 
     Args:
         worker: name of the worker and its process, for the message.

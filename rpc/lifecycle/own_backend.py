@@ -1,8 +1,8 @@
-"""The backend that is our own agent: it listens, meets the others at the store, and leaves at the end.
+"""farcall's own backend: its agent listens, meets the others at the store, and leaves at the end.
 
-What stands on every agent are *extensions*: functions ``install(agent)``, called before the agent joins its
-group, which add message kinds, carriers or a tape. Each is named by the distribution that has it, farcall's
-own included, under the entry point group ``farcall.extensions``::
+Packages above the agent add to it as *extensions*: functions ``install(agent)``, called before the agent
+joins its group, which register message kinds, carriers or a tape. Each is declared by the distribution that
+contains it, including farcall's own, in the entry point group ``farcall.extensions``::
 
     [project.entry-points."farcall.extensions"]
     metrics = "my_package.metrics:install"
@@ -55,16 +55,16 @@ logger = logging.getLogger(__name__)
 EXTENSIONS: Final = "farcall.extensions"
 
 _MOST_REACHED: Final = 64
-"""Maximum number of workers that are connected to only to be told why this one ends."""
+"""Maximum number of workers to connect to only for reporting why this one ends."""
 
 _REACH_SECONDS: Final = 1.0
-"""Maximum time, in seconds, that connecting to them may take."""
+"""Maximum time in seconds for connecting to them."""
 
 _ID_BITS: Final = 53
-"""Size of the random ids of workers in a storeless group, so that none is given twice."""
+"""Size in bits of the random ids of workers in a storeless group, which makes duplicates unlikely."""
 
 _SHOWN_OF_ERROR: Final = 200
-"""In so many characters the other workers are told of the exception that ended a program."""
+"""Maximum number of characters of a program's last exception that the other workers are sent."""
 
 
 def start_agent(
@@ -72,7 +72,7 @@ def start_agent(
 ) -> Agent:
     """Start an agent and join its group: the ``init_backend`` handler; arguments as for ``init_rpc``."""
     agent = _start(store, name, rank, world_size, rpc_backend_options, current=True)
-    atexit.unregister(_leave_at_exit)  # what an earlier agent has left behind
+    atexit.unregister(_leave_at_exit)  # registered by an earlier agent
     atexit.register(_leave_at_exit, weakref.ref(agent), os.getpid())
     return agent
 
@@ -80,9 +80,9 @@ def start_agent(
 def start_separate_agent(
     store: SharedStore, name: str, rank: int, world_size: int, rpc_backend_options: AgentOptions
 ) -> Agent:
-    """As ``start_agent``, for a part of farcall's own: the process's calls do not go through it.
+    """Like ``start_agent``, for internal use by farcall: the process's calls do not use this agent.
 
-    Whoever starts it closes it, also when the process ends or is forked.
+    The caller must close it, also when the process ends or is forked.
     """
     agent = _start(store, name, rank, world_size, rpc_backend_options, current=False)
     agent.group.connections.tell_losses(tells=not is_initialized())
@@ -153,13 +153,13 @@ def _start(
 
 
 def start_storeless_agent(name: str, group: str, options: AgentOptions) -> Agent:
-    """Start an agent as ``start_separate_agent`` does, in a group that meets at no store. Its members learn
-    of each other by ``admit``, and from those that connect to them. Extensions are not installed.
+    """Start an agent like ``start_separate_agent``, in a group without a store. Its members learn of each
+    other by ``admit``, and from connections. Extensions are not installed.
 
     Args:
-        name: unique in the group.
+        name: a name that is unique in the group.
         group: a key that the agents of this group, and no others, share.
-        options: with ``listen``, and a token.
+        options: options, including ``listen`` and a token.
     """
     assert options.listen is not None
     agent, _ = _make(options, *parse_listen(options.listen))
@@ -170,17 +170,17 @@ def start_storeless_agent(name: str, group: str, options: AgentOptions) -> Agent
 
 
 def admit(agent: Agent, member: Member) -> None:
-    """Make an agent know a further member of its storeless group."""
+    """Add a member to an agent's storeless group."""
     AgentNeighbours(agent.group).meet([member])
 
 
 def _make(options: AgentOptions, host: str, port: int) -> tuple[Agent, bytes | None]:
-    """An agent that listens, and its job's token."""
+    """Make an agent that listens; returns it and its job's token."""
     credential = find_credential(options, os.environ)
     token, transports = credential.token, options.transports
     on_one_host = options.listen is None and (credential.automatic or is_loopback(host))
     if transports is None and on_one_host and UnixTransport.available:
-        transports = ("unix",)  # the kernel knows there whose processes connect
+        transports = ("unix",)  # the kernel tells which user's process connects
     if transports is not None:
         load_transports(transports)
     authenticator = None if token is None else TokenAuthenticator(token)
@@ -189,7 +189,7 @@ def _make(options: AgentOptions, host: str, port: int) -> tuple[Agent, bytes | N
 
 
 def _describe(agent: Agent, info: WorkerInfo, master: str | None) -> Member:
-    """An agent as other workers are to see it."""
+    """Describe an agent as other workers see it."""
     return Member(
         info,
         agent.incarnation,
@@ -203,7 +203,7 @@ def _describe(agent: Agent, info: WorkerInfo, master: str | None) -> Member:
 
 
 def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:
-    """Has later joiners find this worker, and takes care of the store."""
+    """Make the keeper that shows this worker to later joiners, and watches the store."""
     keeper = Keeper(joined, timeout, AgentNeighbours(agent.group))
     hooks = agent.lifecycle.hooks
     hooks.gone.append(lambda peer, _: keeper.worker_gone(Loss(peer.incarnation, left=peer.has_left)))
@@ -213,7 +213,7 @@ def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:
 
 
 def _why_the_process_ends() -> str:
-    error = getattr(sys, "last_value", None)  # what Python has printed the traceback of
+    error = getattr(sys, "last_value", None)  # the exception whose traceback Python has printed
     if not isinstance(error, Exception) or hasattr(sys, "ps1"):
         return "its process ended without shutdown()"
     said = " ".join(text_of(error).split())
@@ -221,7 +221,7 @@ def _why_the_process_ends() -> str:
 
 
 def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:
-    """The process ends without ``shutdown``: say goodbye, so that others need not find out."""
+    """Say goodbye when the process ends without ``shutdown``, so that others learn of it at once."""
     agent = which()
     if os.getpid() == pid and agent is not None and not agent.closed:
         why = _why_the_process_ends()
@@ -232,8 +232,8 @@ def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:
 
 
 def _reach_all(agent: Agent) -> None:
-    """Connect to the other members of a small group, so that a goodbye tells them why this worker ends: they
-    cannot know if they only find its socket gone.
+    """Connect to the other members of a small group, so that a goodbye tells them why this worker ends: a
+    closed socket alone would not.
     """
     others = [
         peer for peer in agent.group.peers.all() if not peer.is_self and not peer.connected and not peer.lost

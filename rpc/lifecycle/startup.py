@@ -22,7 +22,7 @@ from rpc.runtime import file_limit, process_one
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
 
 _RANK: Final = "{rank}"
-"""What the rank replaces in a name."""
+"""Placeholder for the rank in a name."""
 
 
 def init_rpc(
@@ -39,21 +39,22 @@ def init_rpc(
     leave at any time.
 
     Args:
-        name: unique in the group; letters, digits, ``-``, ``_`` and ``:``, fewer than 128.
-            ``{rank}`` is replaced by the rank. Default: ``worker0`` for rank 0, and so on.
-        backend: a member of ``BackendType``; default: the one that the options are for, else our own.
-        rank: unique in the group, from 0. Default: ``RANK`` from the environment, as torchrun sets it, or
-            what the variables of ``srun``, ``mpirun`` or Kubeflow say.
-        world_size: the number of workers. Default: ``WORLD_SIZE`` from the environment, or likewise, else
-            dynamic.
-        rpc_backend_options: see ``AgentOptions``; says where the workers meet, default ``env://``.
+        name: name that is unique in the group; letters, digits, ``-``, ``_`` and ``:``, fewer than 128
+            characters. ``{rank}`` is replaced by the rank. Default: ``worker0`` for rank 0, and so on.
+        backend: a member of ``BackendType``; default: the backend of the options' class, else farcall's own.
+        rank: number that is unique in the group, from 0. Default: ``RANK`` from the environment, as torchrun
+            sets it, or the value from the variables of ``srun``, ``mpirun`` or Kubeflow.
+        world_size: number of workers. Default: ``WORLD_SIZE`` from the environment, or likewise, else
+        dynamic.
+        rpc_backend_options: see ``AgentOptions``; contains the meeting place, by default ``env://``.
 
     Raises:
         AlreadyInitializedError: this process has an agent.
         InvalidNameError, TypeError, ValueError: an argument is invalid.
         GroupMismatchError: a name or rank is taken, or ranks and world sizes disagree.
-        RendezvousTimeoutError: the others, or the store, were not there in time; says who and where.
-        RpcError: this process may not open as many files as the group needs; says how many are needed.
+        RendezvousTimeoutError: the others, or the store, were not there in time; the text says which and
+        where.
+        RpcError: this process may not open as many files as the group needs; the text has the number.
 
     Example::
 
@@ -72,7 +73,7 @@ def init_with_store(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """As ``init_rpc``, with a c10d store that exists already, if any, in place of an ``init_method``."""
+    """Like ``init_rpc``, with an existing c10d store, if any, in place of an ``init_method``."""
     backend, options = _check(name, backend, rpc_backend_options)
     process_one.end_at_sigterm()
     dynamic, timeout = False, options.rpc_timeout
@@ -94,7 +95,8 @@ def init_with_store(
         environ=environ,
     )
     # Kept until the process ends: others may still need a store that it serves, and c10d's file stores count
-    # the processes that let go of them.
+    # the
+    # processes that release them.
     atexit.register(lambda: shared)
     agent = backend_registry.init_backend(
         backend,
@@ -109,7 +111,7 @@ def init_with_store(
 
 
 def _with_rank(name: object, rank: int | None) -> Any:
-    """A name with the rank in place of ``{rank}``."""
+    """Return a name with ``{rank}`` replaced by the rank."""
     if not isinstance(name, str) or _RANK not in name:
         return name
     if rank is None:
@@ -123,7 +125,7 @@ def _with_rank(name: object, rank: int | None) -> Any:
 def _check(
     name: str, backend: BackendType | None, options: RpcBackendOptions | None
 ) -> tuple[BackendType, RpcBackendOptions]:
-    """Everything that can be found wrong before anybody else is involved."""
+    """Check the arguments as far as possible before other workers are involved."""
     if backend is not None and backend not in BackendType:
         raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
     if options is not None and not isinstance(options, RpcBackendOptions):

@@ -1,8 +1,8 @@
-"""Telling the program who comes and who is lost: ``rpc.on_worker_joined`` and ``rpc.on_worker_lost``.
+"""Callbacks for workers that join or are lost: ``rpc.on_worker_joined`` and ``rpc.on_worker_lost``.
 
 Callbacks run on a thread of their own, ``farcall-watch``, one at a time: events in the order in which this
-worker noticed them, for each the callbacks in the order in which they were registered. So they may block and
-make calls; what they raise is logged. Nothing is told of this worker itself, nor after ``shutdown``.
+worker noticed them, and for each event the callbacks in the order of registration. So they may block and make
+calls; their exceptions are logged. There are no events about this worker itself, and none after ``shutdown``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> ExitStack:
     process.
 
     Args:
-        callback: called on a thread of its own, one at a time; it may make calls. What it raises is logged.
+        callback: called on a separate thread, one at a time; it may make calls. Its exceptions are logged.
 
     Returns:
-        What ends it: ``close()`` it, or use it in a ``with`` statement.
+        A context manager that ends the registration, on ``close()`` or at the end of a ``with`` statement.
 
     Example::
 
@@ -50,7 +50,7 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> ExitStack:
 def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> ExitStack:
     """Have ``callback(worker, reason)`` called for each other worker that is lost for good from now on: it
     left, died or was cut off, as ``reason`` says. A worker that comes back under its name joins as a new one.
-    While this worker is in ``shutdown`` itself, others that have shut down in the same way are not lost.
+    While this worker itself is in ``shutdown``, others that have shut down in the same way are not reported.
 
     Arguments and value as for ``on_worker_joined``.
 
@@ -65,7 +65,7 @@ def _register(callbacks: list[Callable[..., object]], callback: Callable[..., ob
     if not callable(callback):
         raise TypeError(f"callback must be callable, not {callback!r}")
 
-    def called(*told: Any) -> None:  # an object of its own, so that one callback may be registered twice
+    def called(*told: Any) -> None:  # a separate object, so that one callback may be registered twice
         callback(*told)
 
     def end() -> None:
@@ -79,7 +79,7 @@ def _register(callbacks: list[Callable[..., object]], callback: Callable[..., ob
 
 
 def watch(hooks: Hooks, departure: Departure) -> None:
-    """Tell of the workers of an agent that has not joined its group yet."""
+    """Report the workers of an agent that has not joined its group yet."""
     told: queue.SimpleQueue[tuple[list[Callable[..., object]], tuple[Any, ...]] | None] = queue.SimpleQueue()
     closed = threading.Event()
     thread = threading.Thread(target=_tell, args=(told, closed), name="farcall-watch", daemon=True)
@@ -117,5 +117,5 @@ def _tell(
         for callback in callbacks:
             try:
                 callback(*arguments)
-            except BaseException:  # ``sys.exit()``, too, would end this thread only, and silence it
-                logger.exception("a callback for workers that come and go failed")
+            except BaseException:  # even ``sys.exit()`` would only end this thread, silently
+                logger.exception("a callback of on_worker_joined or on_worker_lost failed")

@@ -1,11 +1,11 @@
-"""What a profile gathers of calls: at the caller each call's time, from the callee what ran there.
+"""Profiles of calls: the duration of each call at the caller, and the operators that ran at the callee.
 
 A call that is made while a profiler records on its thread carries the profiler's settings in its header. The
-callee runs the function under PyTorch's legacy profiler, which is a matter of one thread, and adds what it
-saw to the header of its answer. Both ends gather calls in a ``Gathered``: those that the callee makes itself
-come back with its operators, so that a profile shows a tree of calls of any depth. Coroutines take turns on
-one thread: the profiler of an ``async def`` callee is on while that has its turn, and what it recorded in all
-turns is read as one.
+callee runs the function under PyTorch's legacy profiler, which records one thread, and adds the recorded
+events to the header of its answer. Both ends collect calls in a ``Gathered``: calls that the callee makes
+itself are returned with its operators, so that a profile shows a tree of calls of any depth. Coroutines share
+one thread: the profiler of an ``async def`` callee is on during its turns, and the recordings of all turns
+are combined.
 
 Times are microseconds of the wall clock. A callee's clock may differ: its events are moved into the call.
 """
@@ -35,12 +35,12 @@ from rpc.runtime.torch_internals import (
     parse_legacy_records,
 )
 
-__all__ = ["KEY", "Gathered", "ProfiledRequest", "Settings", "Span", "gathering"]
+__all__ = ["KEY", "REMOTE", "Gathered", "ProfiledRequest", "Settings", "Span", "gathering"]
 
 logger = logging.getLogger(__name__)
 
 KEY: Final = "profile"
-"""The header's key."""
+"""Key of profiles in headers."""
 
 REMOTE: Final = "#remote_op: "
 
@@ -49,10 +49,10 @@ _FIELDS: Final = (
     *("cpu_memory_usage", "is_async", "is_remote", "sequence_nr", "node_id", "flops"),
 )
 Settings = tuple[bool, bool, bool, bool]
-"""What a profile records: shapes, memory, flops, stacks."""
+"""Flags for what a profile records: shapes, memory, flops, stacks."""
 
 Event = list[Any]
-"""One event as it travels: the values of ``_FIELDS``."""
+"""One event as it is sent: the values of ``_FIELDS``."""
 
 _MOST: Final = 1 << 62
 _SHAPE_DEPTH: Final = 3
@@ -90,7 +90,7 @@ _IS_RIGHT: Final[dict[str, Callable[[Any], bool]]] = {
     "node_id": _is_count,
     "flops": lambda value: value is None or _is_number(value),
 }
-"""What may stand in an event that another worker has told of: PyTorch's tables trust what they are given."""
+"""Checks for the values of events from other workers: PyTorch's tables do not check them."""
 
 
 @dataclass(eq=False)
@@ -107,15 +107,15 @@ class Span:
 
 @dataclass(eq=False)
 class Gathered:
-    """The calls of one profile, or of one request that is profiled. From any thread."""
+    """The calls of one profile, or of one profiled request. From any thread."""
 
     settings: Settings
-    """Of the profile."""
+    """The profile's settings."""
     me: int
     spans: list[Span] = field(default_factory=list)
 
     def begin(self, key: str, how: str, callee: int) -> Span:
-        """A call begins on this thread; its place among the thread's other events is noted."""
+        """Record that a call begins on this thread, at this position among the thread's other events."""
         span = Span(key, how, callee, time_ns() / 1000)
         with record_function(key):
             pass
@@ -123,10 +123,10 @@ class Gathered:
         return span
 
     def merged(self, events: Sequence[FunctionEvent], began: float) -> list[FunctionEvent]:
-        """The events that a profiler has parsed, with the calls among them.
+        """Return the events that a profiler has parsed, merged with the calls.
 
         Args:
-            began: when the profiler began, by the wall clock; its events count from then.
+            began: start of the profiler on the wall clock; times of its events are relative to it.
         """
         named: dict[str, list[FunctionEvent]] = {}
         keys = {span.key for span in self.spans}
@@ -142,7 +142,7 @@ class Gathered:
         for span in sorted(self.spans, key=lambda span: span.start):
             places = named.get(span.key)
             if not places:
-                continue  # its thread is one of which the profiler sees nothing
+                continue  # the profiler does not record its thread
             event = places.pop(0)
             if span.end is None:
                 unfinished.add(id(event))
@@ -154,8 +154,14 @@ class Gathered:
         merged.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
         return merged
 
+    def remote_events(self, span: Span, began: float) -> list[dict[str, Any]]:
+        """Return the events that a call's callee has sent, by the names of fields; times are since
+        ``began``.
+        """
+        return [dict(zip(_FIELDS, each, strict=True)) for each in self._remote(span, began)]
+
     def _remote(self, span: Span, began: float) -> list[Event]:
-        """What the callee has told of a call."""
+        """Return the events of a call that the callee has sent."""
         if span.answer is None or span.end is None:
             return []
         try:
@@ -170,7 +176,7 @@ class Gathered:
                 if not all(is_right(event[name]) for name, is_right in _IS_RIGHT.items()):
                     raise ValueError
                 event |= {"name": prefix + str(event["name"]), "is_remote": True}
-                event["flops"] = event["flops"] or 0  # what tables count
+                event["flops"] = event["flops"] or 0  # tables sum it
                 event |= {"start": event["start"] + shift, "end": event["end"] + shift}
                 moved.append([event[name] for name in _FIELDS])
         except (TypeError, ValueError, KeyError, RecursionError):
@@ -180,10 +186,10 @@ class Gathered:
 
 
 gathering: ContextVar[Gathered | None] = ContextVar("farcall-profile", default=None)
-"""Where calls made now, in this context, are gathered; None if no profiler records."""
+"""Collects calls made now, in this context; None if no profiler records."""
 
 _numbers = itertools.count(1 << 40)
-"""Ids of events that PyTorch's profiler has not seen."""
+"""Ids of events that PyTorch's profiler has not assigned."""
 
 
 def _event(values: Event) -> FunctionEvent:
@@ -203,7 +209,7 @@ def _event(values: Event) -> FunctionEvent:
 
 
 def _values(event: FunctionEvent, began: float) -> Event:
-    """An event as it travels, with times of the wall clock."""
+    """Convert an event for sending, with times of the wall clock."""
     times = {"start": event.time_range.start + began, "end": event.time_range.end + began}
     return [times[name] if name in times else getattr(event, name) for name in _FIELDS]
 
@@ -212,15 +218,15 @@ class ProfiledRequest(Observation):
     """Runs one request under the legacy profiler of its thread.
 
     Args:
-        inner: what the request is noted in besides.
-        gathered: where the calls go that it makes.
-        tells: whether the caller wants to know.
-        watchers: who else gets its operators, as a list, when the function has ended.
+        inner: another observation of the request.
+        gathered: collects the calls that it makes.
+        tells: whether the caller wants the events.
+        watchers: lists that its operators are added to, as a list, when the function has ended.
     """
 
     def __init__(
         self,
-        inner: Recording | None,
+        inner: Recording | Observation | None,
         gathered: Gathered,
         *,
         tells: bool,
@@ -241,11 +247,11 @@ class ProfiledRequest(Observation):
         self._token = gathering.set(self.gathered)
         if not self.began:
             self.began = time_ns() / 1000
-        if asyncio._get_running_loop() is None:  # else see ``following``
+        if asyncio._get_running_loop() is None:  # otherwise see ``following``
             self._record()
 
     def _record(self) -> None:
-        """Have this thread's operators recorded, unless a profiler of the user's records them."""
+        """Record this thread's operators, unless a profiler of the user already does."""
         self._profiles = not is_profiler_enabled()
         if self._profiles:
             shapes, memory, flops, stack = self.gathered.settings
@@ -279,7 +285,7 @@ class ProfiledRequest(Observation):
             super().__exit__(*error)
 
     def _events(self) -> list[FunctionEvent]:
-        """What has been recorded; ``began`` becomes the time that it counts from."""
+        """Return the recorded events; ``began`` is set to the time that they are relative to."""
         starts = (record for record in self._records if record.name() == "__start_profile")
         start = next(starts, None)
         if start is None:
@@ -296,7 +302,7 @@ class ProfiledRequest(Observation):
 
 
 class _Turns:
-    """Awaits a coroutine, with ``before`` and ``after`` called round each of its turns."""
+    """Awaits a coroutine, with ``before`` and ``after`` called around each of its turns."""
 
     def __init__(
         self, coroutine: Coroutine[Any, Any, Any], before: Callable[[], None], after: Callable[[], None]

@@ -1,10 +1,10 @@
-"""Has PyTorch's profilers show calls while an agent runs.
+"""Makes PyTorch's profilers show calls while an agent runs.
 
-While this process has an agent, six functions of PyTorch's profilers have ours around them: those that begin
-and end a profile, and those that make events of what was recorded. They say who gathers calls on a thread,
-and merge these into the events. Agents are listened to only while a profile is open, or a request runs that
-is profiled, so calls cost nothing more else. What a callee's ``then`` callback calls after its function has
-returned may be missing.
+While this process has an agent, six functions of PyTorch's profilers are wrapped: those that begin and end a
+profile, and those that make events from recordings. The wrappers decide which profile collects calls on a
+thread, and merge these into the events and exported Chrome traces. The agent's events are listened to only
+while a profile is open, or a profiled request runs, so that calls cost nothing otherwise. Calls that a
+callee's ``then`` callback makes after its function has returned may be missing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rpc.agent.agent import Agent
 from rpc.agent.tape import Observation, Recording, Tracing
 from rpc.group.peer import PeerTable
 from rpc.profiling.calls import KEY, Gathered, ProfiledRequest, Settings, Span, gathering
+from rpc.profiling.chrome_trace import exporting
 from rpc.runtime.current import current_agent
 from rpc.runtime.events import CallBegun, CallEnded, Events
 from rpc.runtime.torch_internals import find_builtin, qualified_name
@@ -52,25 +53,25 @@ class CallProfiler:
 
     @property
     def worker_id(self) -> int:
-        """Of this worker: as events have it as ``node_id``."""
+        """This worker's id, which events have as ``node_id``."""
         return self._peers.own.member.id
 
     # ---- profiles of this process
 
     def begin(self, settings: Settings) -> Gathered:
-        """A profiler begins on this thread, which has such settings."""
+        """Handle that a profiler with these settings begins on this thread."""
         self.listen()
         gathered = Gathered(settings, self.worker_id)
         gathering.set(gathered)
         return gathered
 
     def end(self) -> None:
-        """One that has begun is over."""
+        """Handle that a profiler has ended."""
         gathering.set(None)
         self.stop_listening()
 
     def listen(self) -> None:
-        """Listen to the agent's calls; ends with ``stop_listening``."""
+        """Listen to the agent's calls, until ``stop_listening``."""
         with self._lock:
             self._open += 1
             if self._subscriptions is None:
@@ -79,7 +80,7 @@ class CallProfiler:
                 stack.enter_context(self._events.listen(CallEnded, self._call_ended))
 
     def stop_listening(self) -> None:
-        """One that listens is done; calls that it has begun are waited for."""
+        """End one ``listen``; calls that have begun are waited for."""
         with self._lock:
             self._open -= 1
             self._close_if_idle()
@@ -117,14 +118,14 @@ class CallProfiler:
                 with self._lock:
                     self._close_if_idle()
 
-    # ---- requests of others
+    # ---- requests of other workers
 
-    def _requested(self, value: Any, inner: Recording | None) -> Observation:
+    def _requested(self, value: Any, inner: Recording | Observation | None) -> Observation:
         shapes, memory, flops, stack = (bool(value[at]) for at in range(4))
         return _Request(self, inner, (shapes, memory, flops, stack), tells=True)
 
     def watch(self, events: list[list[FunctionEvent]], settings: Settings) -> None:
-        """Have the operators of each request from now on added to ``events``, a list for each."""
+        """Have the operators of each request from now on added to ``events``, as one list each."""
         with self._lock:
             self._watchers = (*self._watchers, (events, settings))
             self._tracing.watch(self._watched)
@@ -154,12 +155,12 @@ class CallProfiler:
 
 
 class _Request(ProfiledRequest):
-    """A request that is profiled: while its function runs, calls are listened to."""
+    """A profiled request: while its function runs, calls are listened to."""
 
     def __init__(
         self,
         calls: CallProfiler,
-        inner: Recording | None,
+        inner: Recording | Observation | None,
         settings: Settings,
         *,
         tells: bool,
@@ -179,7 +180,7 @@ class _Request(ProfiledRequest):
 
 
 def _name(function: Any) -> str:
-    """What PyTorch calls a function in a profile: of an operator its name there."""
+    """Return a function's name in a PyTorch profile: for an operator its own name."""
     if isinstance(function, torch.jit.ScriptFunction):
         return str(qualified_name(function))
     builtin = find_builtin(function)
@@ -188,18 +189,18 @@ def _name(function: Any) -> str:
 
 
 _places: Final[list[tuple[Any, str, Any]]] = []
-"""What PyTorch has where ours is now."""
+"""The objects of PyTorch that are replaced."""
 _current: list[CallProfiler] = []
 
 
 def call_profiler() -> CallProfiler:
-    """Of the current agent."""
+    """Return the profiler of the current agent."""
     found: CallProfiler = current_agent().extensions[EXTENSION]
     return found
 
 
 def settings_of(profile: Any) -> Settings:
-    """What one of PyTorch's profiles is to record."""
+    """Return what one of PyTorch's profiles records."""
     return (
         bool(profile.record_shapes),
         bool(profile.profile_memory),
@@ -211,7 +212,7 @@ def settings_of(profile: Any) -> Settings:
 def _put(where: Any, name: str, make: Callable[[Any], Any]) -> None:
     theirs = getattr(where, name, None)
     if theirs is None:
-        return  # a version of PyTorch without it, as the log says
+        return  # this version of PyTorch does not have it, as the log says
     _places.append((where, name, theirs))
     setattr(where, name, functools.wraps(theirs)(make(theirs)))
 
@@ -220,8 +221,12 @@ def _start(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
     def start(profile: Any) -> None:
         theirs(profile)
         if _current:
-            profile._farcall = _current[-1], _current[-1].begin(settings_of(profile))
+            gathered = _current[-1].begin(settings_of(profile))
+            profile._farcall = _current[-1], gathered
             profile._farcall_open = True
+            if isinstance(profile, profiler.profile):  # the legacy one's file has the calls
+                export = type(profile).export_chrome_trace.__get__(profile)
+                vars(profile)["export_chrome_trace"] = exporting(export, gathered)
 
     return start
 
@@ -261,7 +266,7 @@ def _parse_legacy(theirs: Callable[..., list[FunctionEvent]]) -> Callable[..., l
 
 
 def install(agent: Agent) -> None:
-    """Have profilers of this process show the calls of an agent that has not joined its group yet."""
+    """Make profilers of this process show the calls of an agent that has not joined its group yet."""
     calls = agent.extensions[EXTENSION] = CallProfiler(agent.events, agent.tracing, agent.group.peers)
     if not _places:
         _put(profiler.profile, "_start_trace", _start)

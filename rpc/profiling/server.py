@@ -13,9 +13,10 @@ __all__ = ["ServerProfile"]
 
 
 class ServerProfile(profiler_legacy.profile):
-    """Profiles whatever others ask of this worker, on all its threads, inside a ``with`` block.
+    """Profiles all requests of other workers, on all threads of this one, inside a ``with`` block.
 
-    Arguments are those of ``torch.autograd.profiler_legacy.profile``. What ends in the block is seen.
+    Arguments are those of ``torch.autograd.profiler_legacy.profile``. Requests that end in the block are
+    included.
 
     Attributes:
         function_events: all events, as an ``EventList``.

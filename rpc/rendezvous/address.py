@@ -1,4 +1,4 @@
-"""Where a worker listens for others, whether two workers are on one host, and whether one still lives."""
+"""The address of a worker, whether two workers are on one host, and whether a worker still lives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rpc.errors import RendezvousError
 from rpc.group.workers import Member
 
 Probe = Callable[[Member], bool | None]
-"""Tells whether a member lives: True, False, or None if that cannot be told from here."""
+"""Returns whether a member lives: True, False, or None if that is unknown."""
 
 _PROBE_SECONDS: Final = 1.0
 _PARALLEL_PROBES: Final = 16
@@ -26,17 +26,17 @@ _ELSEWHERE: Final = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_IN
 """Addresses reserved for documentation. Nothing is sent there, but the kernel tells the route."""
 
 ADVERTISED: Final = ";advertised"
-"""What an address ends in that is not the worker's own, but that of a proxy in front of it."""
+"""Suffix of an address that is not the worker's own, but that of a proxy in front of it."""
 
 _WILDCARDS: Final = (("0.0.0.0", "127.0.0.1"), ("[::]", "::1"))
-"""Where who listens does so at all addresses of this machine, and its loopback address."""
+"""Wildcard addresses, each with its loopback address."""
 
 
 @functools.cache
 def host_identity() -> str:
-    """Equal for two processes exactly if one can connect to the other's abstract Unix sockets: the same
-    running kernel and network namespace. Where the kernel does not say, the machine's name and hardware
-    address.
+    """Return a text that is equal for two processes exactly if they can connect to each other's abstract Unix
+    sockets: the same running kernel and network namespace. If the kernel does not provide it, the machine's
+    name and hardware address.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -49,7 +49,8 @@ def host_identity() -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether ``host`` means this host alone, on every host: a loopback address or ``localhost``. Names are
-    not resolved: many a host calls itself by a name that it alone resolves to loopback.
+    not
+    resolved: many hosts have a name that they alone resolve to loopback.
     """
     if host.lower().rstrip(".") == "localhost":
         return True
@@ -60,7 +61,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """Whether this machine has the address that a name means, so that it can listen there."""
+    """Whether this machine has the address of a host name, so that it can listen there."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as trial:
@@ -71,25 +72,25 @@ def is_here(host: str) -> bool:
 
 
 def reverse_look_up_seconds(*addresses: str) -> float:
-    """Seconds that it takes to ask which hosts have some addresses.
+    """Measure how many seconds it takes to look up the host names of some addresses.
 
-    A c10d store asks that of both ends of each connection, and does nothing else meanwhile. Most networks
-    answer in milliseconds, also where they do not know.
+    A c10d store looks up both ends of each connection, and does nothing else in the meantime. Most networks
+    answer in milliseconds, even if they do not know the address.
     """
     began = time.monotonic()
     for address in {*addresses}:
-        with contextlib.suppress(OSError):  # it is not known, and that is an answer
+        with contextlib.suppress(OSError):  # an unknown address is an answer, too
             socket.getnameinfo((address, 0), 0)
     return time.monotonic() - began
 
 
 def listen_address(master: str | None, *, single_host: bool = False) -> tuple[str, int]:
-    """Choose where to listen for workers on other hosts, as narrow as the rendezvous allows: on loopback if
-    it is there, else at this machine's address on the route to it. Never a wildcard.
+    """Choose an address to listen on for workers on other hosts, as narrow as the rendezvous allows: loopback
+    if the rendezvous is there, otherwise this machine's address on the route to it. Never a wildcard.
 
     Args:
         master: the host that serves the rendezvous; ``None`` if there is none (a file, a store in memory).
-        single_host: all workers are known to be on this host.
+        single_host: whether all workers are known to be on this host.
 
     Returns:
         Host and port; port 0 means any.
@@ -116,11 +117,12 @@ def listen_address(master: str | None, *, single_host: bool = False) -> tuple[st
 
 
 def as_others_reach_it(address: str, master: str | None) -> str:
-    """An address of a transport, ``SCHEME:HOST:PORT``, as other workers are told it: with an address of this
-    machine in place of a wildcard, which would mean the machine of whoever reads it.
+    """Return a transport's address, ``SCHEME:HOST:PORT``, as other workers can use it: a wildcard is replaced
+    by an address of this machine, since it would mean the reader's machine.
 
-    That is the one on the route to ``master``, the host that serves the rendezvous, or else, as where it is a
-    file, on the route to other networks. An IPv4 wildcard is never told as an IPv6 address.
+    The address is the one on the route to ``master``, the host that serves the rendezvous, or otherwise, for
+    example if that is a file, on the route to other networks. An IPv4 wildcard is never replaced by an IPv6
+    address.
     """
     scheme, _, rest = address.partition(":")
     for wildcard, loopback in _WILDCARDS:
@@ -136,7 +138,7 @@ def as_others_reach_it(address: str, master: str | None) -> str:
 
 
 def _address_elsewhere(ways: Iterable[tuple[str, int]] = _ELSEWHERE) -> str | None:
-    """This machine's address on the route to other networks, if it has one."""
+    """Return this machine's address on the route to other networks, if it has one."""
     for address, family in ways:
         try:
             return _address_towards((address, 1), family)
@@ -146,18 +148,18 @@ def _address_elsewhere(ways: Iterable[tuple[str, int]] = _ELSEWHERE) -> str | No
 
 
 def _address_towards(where: tuple[object, ...], family: int) -> str:
-    """This machine's address on the route to another; sends nothing."""
+    """Return this machine's address on the route to another; sends nothing."""
     with socket.socket(family, socket.SOCK_DGRAM) as probing:
         probing.connect(where)
         return str(probing.getsockname()[0])
 
 
 def probe(member: Member) -> bool | None:
-    """Whether a member lives: connect to where it listens and hang up.
+    """Return whether a member lives, by connecting to its address and closing the connection.
 
     Its kernel accepts, however busy the process is, and refuses once the process is gone. Unix addresses are
-    used once, so on one host the answer is exact; a TCP port can have passed to another process. A proxy in
-    front of it knows nothing.
+    used once, so on one host the answer is exact; a TCP port may belong to another process by now. For a
+    worker behind a proxy the answer is None.
     """
     here = member.host == host_identity()
     answer: bool | None = None
@@ -191,8 +193,8 @@ def _answers(family: int, where: object) -> bool | None:
 
 
 def dead_among(members: Iterable[Member], tell: Probe) -> set[int]:
-    """Incarnations of those members that are certainly dead, several asked at a time."""
+    """Return the incarnations of those members that are certainly dead; several are probed at a time."""
     asked = list(members)
-    with ThreadPoolExecutor(_PARALLEL_PROBES, "rpc-probe") as pool:  # starts no more threads than it needs
+    with ThreadPoolExecutor(_PARALLEL_PROBES, "rpc-probe") as pool:  # starts only as many threads as needed
         answers = zip(asked, pool.map(tell, asked), strict=True)
         return {member.incarnation for member, alive in answers if alive is False}

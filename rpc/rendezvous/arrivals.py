@@ -1,8 +1,8 @@
-"""Who has come, and whether that makes a group: plain data and pure functions.
+"""Arrivals, and whether they form a group: plain data and pure functions.
 
-A worker that wants to join leaves an *arrival* in the store: who it is, and how large it takes the group to
-be. Each arrival gets one *verdict*. In a static group rank 0 gives them, when ``examine`` says that all are
-there or that they cannot be one group; in a dynamic group each worker gives its own.
+A worker that wants to join writes an *arrival* to the store: its description, and the size of group that it
+expects. Each arrival gets one *verdict*. In a static group, rank 0 writes them when ``examine`` says that all
+workers are there or that they cannot form one group; in a dynamic group each worker writes its own.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Group:
     """The outcome of a rendezvous."""
 
     me: Member  # this worker; its id is final
-    members: tuple[Member, ...]  # by id: all of a static group; of a dynamic one who joined before, and me
-    key: str  # names this group: the same text at all its members, and another for every other group
-    static: bool  # nobody can join later
+    members: tuple[Member, ...]  # by id: all of a static group; of a dynamic one those before me, and me
+    key: str  # name of this group: the same at all its members, and different for every other group
+    static: bool  # whether no worker can join later
 
     @property
     def others(self) -> tuple[Member, ...]:
@@ -39,11 +39,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Pace:
-    """How patient the protocol is, in seconds."""
+    """Timeouts and intervals of the protocol, in seconds."""
 
-    settle: float = 0.5  # with a conflict that a dying process may resolve
-    gather: float = 5.0  # for the rest of a static group once there is a conflict, so that all hear of it
-    latecomer: float = 2.0  # between looks at who has taken one's place
+    settle: float = 0.5  # for a conflict that a dying process may resolve
+    gather: float = 5.0  # for the rest of a static group after a conflict, so that all are notified
+    latecomer: float = 2.0  # between checks whether another worker has one's name or rank
     farewell: float = 10.0  # for the others to read their verdict
     unwritten: float = 1.0  # for an earlier joiner of a dynamic group to write its arrival
     undecided: float = 5.0  # for an earlier joiner to be announced
@@ -60,11 +60,11 @@ class Arrival:
     index: int  # its place in the order of arrivals, from 1; 0 before it has one
     member: Member  # in a static group its id is its rank, in a dynamic one it may be -1
     world_size: int  # how many workers it expects; 0 in a dynamic group
-    process: str  # which process it is, for people
+    process: str  # description of the process, for messages
 
     @classmethod
     def of(cls, member: Member, world_size: int) -> Arrival:
-        """This process's own arrival, not yet in the order."""
+        """Make this process's own arrival, not yet in the order."""
         return cls(0, member, world_size, f"process {os.getpid()} on {socket.gethostname()}")
 
     def __str__(self) -> str:
@@ -72,12 +72,12 @@ class Arrival:
         return f"'{self.member.name}' ({rank}{self.process})"
 
     def pack(self) -> bytes:
-        """As a record for the store."""
+        """Encode it as a record for the store."""
         return bytes(msgpack.packb([self.member.to_wire(), self.world_size, self.process]))
 
     @classmethod
     def unpack(cls, index: int, packed: bytes) -> Arrival:
-        """The reverse of ``pack``, with the place in the order; raises ``ValueError`` for anything else."""
+        """Decode a record, with its place in the order; raises ``ValueError`` for anything else."""
         try:
             member, world_size, process = msgpack.unpackb(packed)
             return cls(index, Member.from_wire(member), int(world_size), str(process))
@@ -86,8 +86,9 @@ class Arrival:
 
     @classmethod
     def claimed(cls, index: int, packed: bytes) -> Arrival | None:
-        """What an arrival says that is not sealed with this job's token; None if it is nothing to be shown.
-        Of its addresses only those on this host are kept: nobody is to have others connect anywhere.
+        """Decode an arrival that is not sealed with this job's token; None if it is malformed. Of its
+        addresses only those on this host are kept, so that nobody can make others connect to arbitrary
+        addresses.
         """
         try:
             arrival = cls.unpack(index, packed)
@@ -98,38 +99,38 @@ class Arrival:
         return replace(arrival, member=member, process=legible(arrival.process))
 
 
-class Kind(enum.StrEnum):
-    """What becomes of an arrival; with it goes a detail, given here in brackets."""
+class ArrivalKind(enum.StrEnum):
+    """The outcome of an arrival; the detail of its verdict is given here in brackets."""
 
     COMPLETE = "complete"  # its static group is complete (the group's key)
-    ANNOUNCED = "announced"  # it is known in a dynamic group, and has not met a member yet (the same)
-    MEMBER = "member"  # it is in a dynamic group (its id, and a question to it, if there is one)
+    ANNOUNCED = "announced"  # it is known in a dynamic group, and has not met a member yet (as for MEMBER)
+    MEMBER = "member"  # it is in a dynamic group (its id, and a question to it, if any)
     GONE = "gone"  # it left, died or never finished joining (nothing)
     MISMATCH = "mismatch"  # it cannot be in the group (the reason)
-    TIMEOUT = "timeout"  # the others have not come (who)
-    INTERRUPTED = "interrupted"  # rank 0 no longer waits (that it does not)
-    FOREIGN = "foreign"  # who has decided has another token (that it has); never written
+    TIMEOUT = "timeout"  # the others have not arrived (which)
+    INTERRUPTED = "interrupted"  # rank 0 no longer waits (a text that says so)
+    FOREIGN = "foreign"  # the verdict was given with another token (a text that says so); never written
 
 
-_PRESENT: Final = frozenset({Kind.ANNOUNCED, Kind.MEMBER})
+_PRESENT: Final = frozenset({ArrivalKind.ANNOUNCED, ArrivalKind.MEMBER})
 
-_ERRORS: dict[Kind, type[RendezvousError]] = {
-    Kind.MISMATCH: GroupMismatchError,
-    Kind.TIMEOUT: RendezvousTimeoutError,
-    Kind.INTERRUPTED: RendezvousError,
-    Kind.FOREIGN: GroupMismatchError,
+_ERRORS: dict[ArrivalKind, type[RendezvousError]] = {
+    ArrivalKind.MISMATCH: GroupMismatchError,
+    ArrivalKind.TIMEOUT: RendezvousTimeoutError,
+    ArrivalKind.INTERRUPTED: RendezvousError,
+    ArrivalKind.FOREIGN: GroupMismatchError,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of an arrival, and the detail that ``Kind`` tells of."""
+    """The outcome of an arrival, with its detail; see ``ArrivalKind``."""
 
-    kind: Kind
+    kind: ArrivalKind
     detail: str = ""
 
     def raise_if_refused(self) -> None:
-        """Raise the error that this verdict is to its worker, if it is one."""
+        """Raise this verdict's error, if its worker is refused."""
         if self.kind in _ERRORS:
             raise _ERRORS[self.kind](self.detail)
 
@@ -145,44 +146,44 @@ class Verdict:
 
     @property
     def question(self) -> str:
-        """What that worker is asked by those that have lost it; empty: nothing."""
+        """The question to that worker by those that have lost it; empty if there is none."""
         return self.detail.partition(" ")[2]
 
     def asking(self, question: str) -> Verdict:
-        """The same verdict with a question, or with none."""
+        """Return the same verdict with a question, or without."""
         return replace(self, detail=f"{self.worker_id} {question}" if question else str(self.worker_id))
 
     def pack(self) -> bytes:
-        """As a record for the store."""
+        """Encode it as a record for the store."""
         return bytes(msgpack.packb([self.kind.value, self.detail]))
 
     @classmethod
     def unpack(cls, packed: bytes) -> Verdict:
-        """The reverse of ``pack``."""
+        """Decode a record."""
         kind, detail = msgpack.unpackb(packed)
-        return cls(Kind(kind), str(detail))
+        return cls(ArrivalKind(kind), str(detail))
 
     @classmethod
     def claimed(cls, packed: bytes) -> Verdict:
-        """What counts of a verdict that is not sealed with this job's token: that somebody is gone needs no
-        proof, since whoever writes to the store can keep workers from joining anyway.
+        """Decode a verdict that is not sealed with this job's token. It counts only if it says that a worker
+        is gone, since a process that can write to the store can keep workers from joining anyway.
         """
         try:
             said = cls.unpack(packed)
         except (TypeError, ValueError, msgpack.UnpackException):
             return FOREIGN
-        return said if said.kind is Kind.GONE else FOREIGN
+        return said if said.kind is ArrivalKind.GONE else FOREIGN
 
 
 FOREIGN = Verdict(
-    Kind.FOREIGN,
+    ArrivalKind.FOREIGN,
     f"another worker in this group's store has another token than this one. Workers of one user on one host "
     f"find the same by themselves; others do not. {WAYS}",
 )
 
 
 def foreign(arrival: Arrival) -> str:
-    """Why there can be no group with a worker that has another token."""
+    """Return why there can be no group with a worker that has another token."""
     return (
         f"{arrival} has another token than the others that meet here. Workers of one user on one host find "
         f"the same by themselves; others do not. {WAYS}"
@@ -191,12 +192,12 @@ def foreign(arrival: Arrival) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A place in the order of arrivals."""
+    """An entry of the log of arrivals."""
 
     index: int
-    arrival: Arrival | None  # not written (yet)
-    verdict: Verdict | None  # not decided (yet)
-    foreign: Arrival | None = None  # what is there instead, sealed with another token
+    arrival: Arrival | None  # None: not written (yet)
+    verdict: Verdict | None  # None: not decided (yet)
+    foreign: Arrival | None = None  # an arrival in its place that is sealed with another token
 
     @property
     def is_present(self) -> bool:
@@ -206,12 +207,12 @@ class Entry:
     @property
     def is_established(self) -> bool:
         """Whether it is a member of a dynamic group."""
-        return self.verdict is not None and self.verdict.kind is Kind.MEMBER
+        return self.verdict is not None and self.verdict.kind is ArrivalKind.MEMBER
 
     @property
     def settled(self) -> bool:
-        """Whether it concerns nobody who comes later, now and for ever."""
-        return self.verdict is not None and self.verdict.kind not in (*_PRESENT, Kind.FOREIGN)
+        """Whether it is irrelevant to all later arrivals, for ever."""
+        return self.verdict is not None and self.verdict.kind not in (*_PRESENT, ArrivalKind.FOREIGN)
 
     def member(self) -> Member | None:
         """The worker of a dynamic group, with its id."""
@@ -223,15 +224,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """These arrivals cannot all be in one group."""
+    """Reports arrivals that cannot all be in one group."""
 
     reason: str
     involved: tuple[Arrival, ...]
 
 
 def examine(arrivals: Iterable[Arrival], world_size: int) -> tuple[Arrival, ...] | Conflict | None:
-    """Tell what the arrivals for a static group make: the group by rank, none at all, or not yet one. Of
-    those of one incarnation the last counts. ``world_size`` is as the worker of rank 0 has it.
+    """Return the static group that the arrivals form, by rank; or a conflict; or None if it is incomplete. Of
+    several arrivals of one incarnation the last counts. ``world_size`` is that of rank 0.
     """
     latest = {each.member.incarnation: each for each in sorted(arrivals, key=lambda each: each.index)}
     ordered = sorted(latest.values(), key=lambda each: (each.member.id, each.index))
@@ -282,11 +283,11 @@ def is_near_only(member: Member) -> bool:
 WHAT_TO_CHECK: Final = (
     "Check that every worker was started, and with the same world size, rendezvous address and job."
 )
-"""What to do where ranks are missing."""
+"""Advice for errors about missing ranks."""
 
 
 def describe_ranks(present: Iterable[int], world_size: int) -> str:
-    """The workers that have arrived, and those that are missing."""
+    """List the ranks that have arrived, and those that are missing."""
 
     def listed(ranks: Sequence[int]) -> str:
         shown = ", ".join(map(str, ranks[:20]))
@@ -298,7 +299,7 @@ def describe_ranks(present: Iterable[int], world_size: int) -> str:
 
 
 def mixed(what: str, names: Iterable[str]) -> str:
-    """Why a worker cannot join beside living workers of the other kind of group."""
+    """Return why a worker cannot join beside living workers of the other kind of group."""
     return (
         f"RPC group mixes statically and dynamically initialized members which is not supported. Here "
         f"{what} lives in the same store and job: {', '.join(names)}. Pass the same world_size to all "

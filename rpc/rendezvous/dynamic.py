@@ -1,17 +1,17 @@
 """Dynamic groups: workers join and leave at any time.
 
-All workers that meet at one place for one job are one group, so its key is the job's name: no worker can
-found a second group beside it, whatever has become of the store. ``keeping`` has what members do for those
-who come later.
+All workers that meet in one store for one job are one group, so its key is the job's name: no worker can
+found a second group beside it, whatever has happened to the store. ``keeping`` has what members do for later
+joiners.
 
-A joiner appends its arrival to the log, reads what is before it, and then decides about itself: it is
+A joiner appends its arrival to the log, reads the entries before it, and then decides about itself: it is
 announced, unless a living member has its name or rank. Since each waits until all earlier arrivals are
-decided, of two that join at once the later knows the earlier, and connects to it. It becomes a member when
-that has succeeded (``watching``), or at once if there is nobody. A member found dead under the joiner's name
-or rank is replaced.
+decided, of two that join at the same time the later knows the earlier, and connects to it. It becomes a
+member when that has succeeded (``watching``), or at once if there is no other worker. A member found dead
+under the joiner's name or rank is replaced.
 
-An arrival that stays undecided, because its process died or stopped on the way, is decided by whoever has to
-wait for it: it is gone. Should its process be only slow, it finds that out and appends itself again.
+An arrival that stays undecided, because its process died or stopped, is decided by the first worker that has
+to wait for it: it is gone. If its process is only slow, it finds that out and appends itself again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rpc.rendezvous.address import Probe, probe
 from rpc.rendezvous.arrivals import (
     DEFAULT_PACE,
     Arrival,
+    ArrivalKind,
     Entry,
     Group,
-    Kind,
     Pace,
     Verdict,
     foreign,
@@ -36,9 +36,9 @@ from rpc.rendezvous.arrivals import (
 )
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.parting import Part
-from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, Waiting
+from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, StoreWait
 
-_GONE = Verdict(Kind.GONE)
+_GONE = Verdict(ArrivalKind.GONE)
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class DynamicGroup(Group):
     """A dynamic group as it was when this worker joined. ``members`` are those that joined before, and me."""
 
     store: SharedStore  # under the job's prefix
-    place: int  # this worker's in the log
-    established: frozenset[int]  # incarnations of those that were members then, and not just announced
+    place: int  # this worker's place in the log
+    established: frozenset[int]  # incarnations of those that were members then, and not only announced
 
 
 def join_dynamic(
@@ -68,7 +68,7 @@ def join_dynamic(
         RendezvousTimeoutError: the store, or a worker that is joining, did not answer in time.
     """
 
-    def join(waiting: Waiting) -> DynamicGroup:
+    def join(waiting: StoreWait) -> DynamicGroup:
         joining = Joining(store.under(f"farcall/{job}"), Arrival.of(me, 0), waiting, tell, pace)
         while (group := joining.attempt(job)) is None:
             pass
@@ -79,16 +79,16 @@ def join_dynamic(
 
 @dataclass(frozen=True)
 class Joining:
-    """One worker's way into the group, or back into its log. Lives on the helper thread."""
+    """One worker's attempt to join the group, or to return to its log. Used on the helper thread."""
 
     store: SharedStore
     arrival: Arrival
-    waiting: Waiting
+    waiting: StoreWait
     tell: Probe
     pace: Pace
 
     def attempt(self, job: str) -> DynamicGroup | None:
-        """Join once; None if this worker was so slow that others have taken it for dead."""
+        """Join once; returns None if this worker was so slow that others considered it dead."""
         log = Log(self.store)
         place = log.append(self.arrival)
         try:
@@ -99,10 +99,10 @@ class Joining:
         me, members = self.arrival.member, [member for member, _ in entries]
         taken = {member.id for member in members}
         own_id = me.id if me.id >= 0 else min(set(range(len(taken) + 1)) - taken)
-        kind = Kind.ANNOUNCED if members else Kind.MEMBER
+        kind = ArrivalKind.ANNOUNCED if members else ArrivalKind.MEMBER
         own = Verdict(kind, str(own_id))
         given = log.decide(place, own)
-        if given.is_present and given != own:  # somebody has deleted another worker's arrival there
+        if given.is_present and given != own:  # another worker's arrival there was deleted
             log.remove(place)
             return None
         if given == _GONE:
@@ -114,9 +114,12 @@ class Joining:
         established = frozenset(member.incarnation for member, is_member in entries if is_member)
         return DynamicGroup(me, group, f"{job}/dynamic", False, self.store, place, established)
 
-    def come_back(self, log: Log, roster: Iterable[Member], kind: Kind = Kind.MEMBER) -> list[Member]:
-        """Have a log in which they are missing, after the store was lost, show members of the group, me among
-        them. Returns all members in it; of any two members who do this, the later one finds the other.
+    def come_back(
+        self, log: Log, roster: Iterable[Member], kind: ArrivalKind = ArrivalKind.MEMBER
+    ) -> list[Member]:
+        """Add members of the group to a log in which they are missing, after the store was lost; this worker
+        is one of them. Returns all members in it; of any two members that do this, the later one finds the
+        other.
 
         Raises:
             GroupMismatchError: a static group has come to meet there, or workers with another token have.
@@ -130,7 +133,7 @@ class Joining:
         return self._members(log)
 
     def _members(self, log: Log) -> list[Member]:
-        """All that are in the log now, each once."""
+        """Return all workers that are in the log now, each once."""
         found: dict[int, Member] = {}
         for entry in log.read():
             if entry.foreign is not None and self.tell(entry.foreign.member) is not False:
@@ -147,8 +150,8 @@ class Joining:
             raise GroupMismatchError(mixed("a static group", alive))
 
     def _members_before(self, log: Log, place: int) -> list[tuple[Member, bool]]:
-        """The workers that arrived before, and whether they are members. A dead one that has our name or rank
-        is removed; a living one raises.
+        """Return the workers that arrived before, and whether they are members. A dead one with this worker's
+        name or rank is removed; a living one raises.
         """
         me = self.arrival.member
         members: dict[int, tuple[Member, bool]] = {}
@@ -158,7 +161,7 @@ class Joining:
                     raise GroupMismatchError(foreign(arrived.foreign))
                 continue
             if arrived.arrival is not None and arrived.arrival.member.incarnation == me.incarnation:
-                log.remove(arrived.index)  # an attempt of ours that the store was lost in
+                log.remove(arrived.index)  # an attempt of this worker during which the store was lost
                 continue
             entry = self._decided(log, arrived)
             member = entry.member()
@@ -180,8 +183,8 @@ class Joining:
         return list(members.values())
 
     def _answers(self, log: Log, entry: Entry, place: int) -> bool:
-        """Whether a worker whose address refuses connections answers in the log: on another host, a firewall
-        may have refused them.
+        """Whether a worker whose address refuses connections answers in the log: if it is on another host, a
+        firewall may have refused them.
         """
         member, verdict = entry.member(), entry.verdict
         if member is None or verdict is None or member.host == self.arrival.member.host:
@@ -196,7 +199,7 @@ class Joining:
         return found is not None and found.is_present and not found.question
 
     def _decided(self, log: Log, entry: Entry) -> Entry:
-        """Wait until an arrival has a verdict; give it one, if its process does not."""
+        """Wait until an arrival has a verdict; write one, if its process does not."""
         backoff = Backoff(self.waiting, 0.05)
         began = time.monotonic()
         while entry.verdict is None:

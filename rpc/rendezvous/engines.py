@@ -1,6 +1,5 @@
-"""The place of a worker in its group, from the variables that its engine sets: Slurm's ``srun``, ``mpirun``,
+"""A worker's rank and meeting place, from the variables that its engine sets: Slurm's ``srun``, ``mpirun``,
 and Kubeflow's trainer.
-
 These variables are read if neither the program nor ``RANK`` gives the rank. They are translated into the
 variables that torchrun sets, which the rest of the rendezvous reads. Some engines set ranks but no meeting
 place; the error then names the engine and the option that sets one.
@@ -23,7 +22,7 @@ _PORTS: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What an engine says of a worker.
+    """The values of an engine's variables for a worker.
 
     Attributes:
         name: name of the engine, for errors.
@@ -45,9 +44,9 @@ class Engine:
 
 
 def placed_by_engine(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """An environment with ``RANK``, ``WORLD_SIZE`` and so on, if an engine's variables say them.
+    """Return an environment with ``RANK``, ``WORLD_SIZE`` and so on, if an engine's variables contain them.
 
-    What is set counts: without any effect where ``RANK`` or ``WORLD_SIZE`` is.
+    Variables that are set take precedence: nothing is changed if ``RANK`` or ``WORLD_SIZE`` is set.
     """
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         return environ
@@ -65,13 +64,13 @@ def placed_by_engine(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def engine_of(environ: Mapping[str, str]) -> Engine | None:
-    """The engine that has started this process, if one has that is known here.
+    """Return the engine that has started this process, or None if it is not one of those known here.
 
     Raises:
-        RendezvousError: its variables are not what the engine sets.
+        RendezvousError: its variables are malformed.
     """
     try:
-        for read in (_kubeflow, _open_mpi, _hydra, _slurm):  # mpirun under Slurm has variables of both
+        for read in (_kubeflow, _open_mpi, _hydra, _slurm):  # under Slurm, mpirun has the variables of both
             engine = read(environ)
             if engine is not None:
                 return engine
@@ -89,7 +88,7 @@ def engine_of(environ: Mapping[str, str]) -> Engine | None:
 
 
 def _kubeflow(environ: Mapping[str, str]) -> Engine | None:
-    """One process of a pod, of Kubeflow's PyTorchJob or TrainJob, which sets what torchrun is to get."""
+    """Read the variables of a pod of Kubeflow's PyTorchJob or TrainJob, which are meant for torchrun."""
     if "PET_NODE_RANK" not in environ or "PET_NNODES" not in environ:
         return None
     processes = environ.get("PET_NPROC_PER_NODE", "1")
@@ -128,11 +127,11 @@ def _open_mpi(environ: Mapping[str, str]) -> Engine | None:
 
 
 def _hydra(environ: Mapping[str, str]) -> Engine | None:
-    """MPICH's, Intel MPI's and others' launcher."""
+    """Read the variables of Hydra, the launcher of MPICH, Intel MPI and others."""
     if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
         return None
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
-        return None  # srun --mpi=pmi2 sets them too, and says more by its own
+        return None  # srun --mpi=pmi2 sets them too, and its own variables contain more
     return Engine(
         "mpiexec (PMI)",
         int(environ["PMI_RANK"]),
@@ -145,7 +144,9 @@ def _hydra(environ: Mapping[str, str]) -> Engine | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Engine | None:
-    """A task of a step. (A batch script has some of these variables, but is none.)"""
+    """Read the variables of a step's task. (A batch script has some of these variables, but is not
+    a task.)
+    """
     if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     hosts = slurm_hosts(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
@@ -162,7 +163,7 @@ def _slurm(environ: Mapping[str, str]) -> Engine | None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """``2(x3),1`` as ``2 2 2 1``."""
+    """Parse Slurm's ``2(x3),1`` into 2, 2, 2, 1."""
     found: list[int] = []
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         found += [int(tasks)] * int(nodes or 1)
@@ -174,13 +175,13 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
-    """The port where the tasks of a step meet: another one for each job, and for each step of a job."""
+    """Return the port where the tasks of a step meet: different for each job, and for each step of a job."""
     job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID") or 0)
     return _FIRST_PORT + (job + 101 * step) % _PORTS
 
 
 def slurm_hosts(nodes: str) -> list[str]:
-    """The hosts of a list in Slurm's notation: ``node[01-03,7],gpu1``."""
+    """Return the hosts of a list in Slurm's notation: ``node[01-03,7],gpu1``."""
     hosts: list[str] = []
     for item in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", nodes):
         found = [""]
@@ -191,7 +192,7 @@ def slurm_hosts(nodes: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """``01-03,7`` as ``01 02 03 7``; of an empty text an empty one."""
+    """Expand ``01-03,7`` to ``01 02 03 7``; an empty text to one empty text."""
     found: list[str] = []
     for part in ranges.split(","):
         first, dash, last = part.partition("-")

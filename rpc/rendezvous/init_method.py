@@ -1,13 +1,13 @@
-"""What arguments, ``init_method`` and environment say: a worker's rank, its group's size, and their store.
+"""A worker's rank, its group's size, and their store, from arguments, ``init_method`` and environment.
 
-The store of ``env://`` and ``tcp://`` is made here and not by ``torch.distributed.rendezvous``, which has
-rank 0 wait in C++ until all workers have connected and cannot say which are missing. Addresses, environment
-and torchrun's own store are treated as there, which also opens every URL that is not known here.
+The store of ``env://`` and ``tcp://`` is made here and not by ``torch.distributed.rendezvous``, in which rank
+0 waits in C++ until all workers have connected, and which cannot say which are missing. Addresses,
+environment and torchrun's own store are treated as there; it also opens every URL that is not known here.
 
-Three things differ. Clients connect in Python until somebody listens, which is quiet and can be interrupted.
-The store listens at the address that the rendezvous names and nowhere else; if that is none of this host's
-(but of what forwards to it), or a name that means several, or loopback here alone, it must listen on all. And
-a store file is left where it is: removing it can never be told apart from losing the first record of the next
+Three things differ. Clients connect in Python until a server listens, which is quiet and can be interrupted.
+The store listens only at the address that the rendezvous names; if that is not an address of this host (but
+of a forwarder), or a name with several addresses, or loopback here alone, it has to listen on all addresses.
+And a store file is not deleted: that could not be distinguished from losing the first record of the next
 group.
 """
 
@@ -37,7 +37,7 @@ from rpc.rendezvous.store import (
     Backoff,
     Opener,
     SharedStore,
-    Waiting,
+    StoreWait,
     first_line,
     run_with_deadline,
     start,
@@ -48,18 +48,18 @@ logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS: Final = 2.0
 _ANSWER_SECONDS: Final = 1.0
-"""How long to wait for a store's answer, the first time; then four times that, and so on. It is short at
-first, since a process that has just died may have accepted the connection.
+"""Timeout in seconds for a store's first answer; it is multiplied by four each time. It is short at first,
+since a process that has just died may have accepted the connection.
 """
 
 _MARGIN_SECONDS: Final = 0.5
-"""How much later than asked for a store of C++ may say that it has had a wrong answer."""
+"""Time in seconds by which PyTorch's store may exceed its timeout to report a wrong answer."""
 
 _WRONG_ANSWERS: Final = 2
-"""How often a program may answer as no store does, until its port must be that of another program."""
+"""Number of wrong answers after which the port is considered to belong to another program."""
 
 _SLOW_NAMES_SECONDS: Final = 1.0
-"""A name server that takes longer than this is reported."""
+"""Time in seconds after which a name server is reported as slow."""
 
 _FILE_TIMEOUT: Final = timedelta(seconds=5)
 
@@ -70,7 +70,7 @@ class ServedTCPStore(TCPStore):
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place in the group, as far as arguments and environment tell."""
+    """A worker's rank and the size of its group, as far as arguments and environment contain them."""
 
     rank: int | None  # None if a dynamic group is to choose it
     world_size: int | None  # None for a dynamic group
@@ -78,8 +78,8 @@ class Place:
 
 
 def job_key(environ: Mapping[str, str]) -> str:
-    """What separates jobs that share a store: ``FARCALL_JOB``, else torchrun's run id, else ``default``. (Not
-    torchrun's restart count, which differs between nodes after a restart.)
+    """Return the name that separates jobs that share a store: ``FARCALL_JOB``, else torchrun's run id, else
+    ``default``. (Not torchrun's restart count, which differs between nodes after a restart.)
     """
     return environ.get("FARCALL_JOB") or environ.get("TORCHELASTIC_RUN_ID") or "default"
 
@@ -91,19 +91,21 @@ def resolve_group(
     dynamic: bool = False,
     init_method: str = "",
 ) -> Place:
-    """Settle rank and world size: an argument counts before ``init_method``, that before the environment.
+    """Determine rank and world size: an argument has precedence over ``init_method``, that over the
+    environment.
 
     Args:
         rank: the argument; ``None`` or -1 if it was left out.
-        world_size: the argument; ``None``, 0 or -1 if it was left out. Without any the group is dynamic.
+        world_size: the argument; ``None``, 0 or -1 if it was left out. Without any, the group is dynamic.
         environ: the environment, with ``RANK`` and ``WORLD_SIZE`` as torchrun sets them.
-        dynamic: a dynamic group is asked for, whatever ``WORLD_SIZE`` says. Then the rank may be unknown.
+        dynamic: whether a dynamic group is requested, whatever ``WORLD_SIZE`` says. Then the rank may be
+        unknown.
         init_method: may carry ``?rank=R&world_size=W``.
 
     Raises:
-        GroupMismatchError: the rank is missing or outside the group, a value is not a number, or a world
-            size was given for a group that is asked to be dynamic.
-        TypeError: the rank or world size given is no integer.
+        GroupMismatchError: the rank is missing or outside the group, a value is not a number, or a world size
+            was given together with ``dynamic``.
+        TypeError: the given rank or world size is not an integer.
     """
     rank, world_size = _integer("rank", rank), _integer("world_size", world_size)
     rank = None if rank == -1 else rank
@@ -146,7 +148,7 @@ def _integer(name: str, value: object) -> int | None:
 
 
 def _look_up(name: str, init_method: str, environ: Mapping[str, str]) -> int | None:
-    """A number from ``init_method``, else from the environment."""
+    """Return a number from ``init_method``, otherwise from the environment."""
     query = parse_qs(urlsplit(init_method).query)
     if name in query:
         try:
@@ -175,14 +177,14 @@ def open_store(
     Args:
         init_method: ``env://`` (MASTER_ADDR and MASTER_PORT), ``tcp://HOST:PORT``, ``file:///PATH``, another
             URL that PyTorch's rendezvous knows, or a store.
-        rank: of this worker; ``None`` if unknown (then it does not serve).
-        world_size: ``None`` for a dynamic group.
-        timeout: how long to wait for a server, in seconds.
+        rank: rank of this worker; ``None`` if unknown (then it does not serve).
+        world_size: size of the group; ``None`` for a dynamic group.
+        timeout: timeout in seconds for a server to answer.
         environ: the environment.
 
     Raises:
-        RendezvousTimeoutError: nobody serves the store, or it does not answer.
-        RendezvousError: the URL or the environment lacks something, or the address is taken.
+        RendezvousTimeoutError: no process serves the store, or it does not answer.
+        RendezvousError: the URL or the environment is incomplete, or the port is taken.
     """
     if not isinstance(init_method, str):
         given = f"the {type(init_method).__name__} given"
@@ -225,21 +227,22 @@ def _open_file(path: str) -> Store:
         raise RendezvousError(f"cannot use {path!r} as rendezvous file: no permission to write it")
     try:
         store = _never_freed(FileStore(path, -1))  # -1: never delete it
-    except RuntimeError as error:  # which does not say where
+    except RuntimeError as error:  # its text does not say where
         raise RendezvousError(f"cannot use {path!r} as rendezvous file: {first_line(error)}") from error
     store.set_timeout(_FILE_TIMEOUT)
     return store
 
 
 def _never_freed(store: FileStore) -> FileStore:
-    """PyTorch's file store writes to its file once more when it is freed. If that is another file by then, it
-    reads on where the first one had ended, in the middle of a record: for ever, with the file locked.
+    """Keep a file store for ever. PyTorch's store writes to its file once more when it is freed. If that is
+    another file by then, it continues reading at its old position, in the middle of a record: for ever, with
+    the file locked.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
     return store
 
 
-def _open_by_pytorch(init_method: str, rank: int | None, world_size: int | None, waiting: Waiting) -> Store:
+def _open_by_pytorch(init_method: str, rank: int | None, world_size: int | None, waiting: StoreWait) -> Store:
     place = (-1 if number is None else number for number in (rank, world_size))
     try:
         store, *_ = next(rendezvous(init_method, *place, timeout=timedelta(seconds=waiting.remaining)))
@@ -263,13 +266,27 @@ _STRANGERS_REMEDY: Final = (
 )
 
 
+_NO_WAY: Final = (
+    errno.ECONNREFUSED,
+    errno.ENETUNREACH,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.EHOSTDOWN,
+)
+
+
+def _nobody_is_there(error: Exception) -> bool:
+    """Whether no program has the port, or none can be reached: the host may be starting, or its network."""
+    return isinstance(error, OSError) and error.errno in _NO_WAY
+
+
 @dataclass(frozen=True)
 class _TcpStore:
     """A TCP store, opened as its server or as a client."""
 
     host: str
     port: int
-    serve: bool | None  # None: if nobody does, and it is this host
+    serve: bool | None  # None: serve if no other process does, and this is the host
     use_libuv: bool
     description: str
 
@@ -277,7 +294,7 @@ class _TcpStore:
     def of(
         cls, init_method: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]
     ) -> _TcpStore:
-        """What a URL and the environment say of it."""
+        """Read the store's address from a URL and the environment."""
         url = urlsplit(init_method)
         named = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
         if url.scheme == "env":
@@ -292,27 +309,28 @@ class _TcpStore:
         torchruns = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and named == (host, str(port))
         use_libuv = parse_qs(url.query).get("use_libuv", [environ.get("USE_LIBUV", "1")])[0] == "1"
         description = f"the rendezvous at {_joined(host, port)}{origin}"
-        # In a dynamic group nobody can rely on rank 0 to come: the first worker on that host serves it.
+        # In a dynamic group rank 0 may never come: the first worker on that host serves the store.
         serve = False if torchruns else True if rank == 0 else None if world_size is None else False
         return cls(host, port, serve, use_libuv, description)
 
     @functools.cached_property
     def _may_serve(self) -> bool:
-        """Whether this worker is to serve it if nobody else does."""
+        """Whether this worker serves the store if no other process does."""
         return is_here(self.host) if self.serve is None else self.serve
 
-    def open(self, waiting: Waiting) -> Store:
-        """Serve the store, if we are to and nobody has the port; else connect to whoever has it.
+    def open(self, waiting: StoreWait) -> Store:
+        """Serve the store, if this worker may and the port is free; otherwise connect to the process that has
+        the port.
 
-        That may be the server of a rank 0 that is just leaving; or another rank 0's, and then the log of
-        arrivals in its store is where both will learn of each other.
+        That may be the server of a rank 0 that is just leaving; or of another rank 0, in which case both
+        learn of each other in the log of arrivals in its store.
         """
         port_is_free = True
         patience, wrong, remedy = _ANSWER_SECONDS, 0, _REMEDY
         backoff, notices = Backoff(waiting), Notices()
         while True:
             try:
-                socket.getaddrinfo(self.host, None)  # a store that serves would ask until its time is over
+                socket.getaddrinfo(self.host, None)  # a store that serves would retry until its timeout
                 if self._may_serve and port_is_free and (served := self._as_server(waiting)):
                     return served
                 patience = max(patience, self._knock(waiting))
@@ -323,42 +341,44 @@ class _TcpStore:
                 reason, remedy = self._unknown(error), _NAME_REMEDY
             except RendezvousError:
                 raise
-            except ConnectionRefusedError as error:
-                port_is_free, patience, wrong = True, _ANSWER_SECONDS, 0
-                reason, remedy = first_line(error), _REMEDY
             except (OSError, RuntimeError) as error:
-                port_is_free, patience = False, 4 * patience
-                reason, remedy = first_line(error), _STRANGERS_REMEDY
-                if "timed out" not in reason and (not isinstance(error, TimeoutError) or self._hangs_up()):
-                    wrong += 1
-                if wrong == _WRONG_ANSWERS:
-                    raise RendezvousError(self._taken(reason)) from error
+                reason = first_line(error)
+                if _nobody_is_there(error):
+                    port_is_free, patience, wrong, remedy = True, _ANSWER_SECONDS, 0, _REMEDY
+                else:
+                    port_is_free, patience, remedy = False, 4 * patience, _STRANGERS_REMEDY
+                    if "timed out" not in reason and (
+                        not isinstance(error, TimeoutError) or self._hangs_up()
+                    ):
+                        wrong += 1
+                    if wrong == _WRONG_ANSWERS:
+                        raise RendezvousError(self._taken(reason)) from error
             if notices.due():
                 logger.warning(
-                    "nobody has answered at %s for %s: %s. %s",
+                    "no process has answered at %s for %s: %s. %s",
                     self.description,
                     notices.waited,
                     reason,
                     remedy,
                 )
             if not backoff.pause():
-                lasted = f"has not been reachable for {waiting.timeout:g} s"
+                lasted = f"has not been reachable for {round(waiting.timeout, 1):g} s"
                 raise RendezvousTimeoutError(f"{self.description} {lasted}: {reason}. {remedy}")
 
     def _unknown(self, error: OSError | UnicodeError) -> str:
-        """What to say when nobody knows the host's name."""
+        """Return the error text for a host name that cannot be resolved."""
         reason = error.strerror if isinstance(error, OSError) else error
         return f"the host {self.host!r} of {self.description} cannot be found: {reason}"
 
     def _taken(self, reason: str) -> str:
-        """What to say when there is somebody, but no store."""
+        """Return the error text for a port that belongs to a program other than a store."""
         return (
             f"port {self.port} of {self.host} is taken by a program that is not the store where workers meet "
             f"({reason}). Choose another port, the same at all workers; `ss -ltnp` shows who has this one."
         )
 
-    def _as_server(self, waiting: Waiting) -> Store | None:
-        """Serve it; None if somebody else has the port."""
+    def _as_server(self, waiting: StoreWait) -> Store | None:
+        """Serve the store; returns None if another process has the port."""
         listener = self._listen() if self.use_libuv else None
         try:
             return self._made(waiting.remaining, serve=True, listener=listener)
@@ -371,8 +391,8 @@ class _TcpStore:
             ) from error
 
     def _listen(self) -> int | None:
-        """A socket that listens at our address only. None if the store is to listen on all, or the port is
-        taken: the store finds out by whom.
+        """Return a socket that listens at our address only. None if the store should listen on all addresses,
+        or the port is taken: then the store finds out by which process.
         """
         address = self._own_address()
         if address is None:
@@ -387,11 +407,12 @@ class _TcpStore:
                 f"rank 0 cannot listen on {_joined(self.host, self.port)}: {error}"
             ) from error
 
-    def _knock(self, waiting: Waiting) -> float:
-        """Connect in Python and hang up, since a store of C++ prints warnings while nobody listens.
+    def _knock(self, waiting: StoreWait) -> float:
+        """Connect in Python and close the connection, since PyTorch's store prints warnings while no server
+        listens.
 
         Returns:
-            How long a store of C++ may take for its own connection, in seconds.
+            Timeout in seconds for PyTorch's store to make its own connection.
         """
         patience = min(_PROBE_SECONDS, max(0.05, waiting.remaining))
         with socket.create_connection((self.host, self.port), patience) as connection:
@@ -406,36 +427,37 @@ class _TcpStore:
         return _ANSWER_SECONDS + 4 * seconds
 
     def _hangs_up(self) -> bool:
-        """Whether a program has the port that speaks first, or hangs up, as no store does. (C++ does not say
-        so in time: it tries again for longer than it was given.)
+        """Whether the program that has the port speaks first, or closes the connection, as no store does.
+        (PyTorch's store does not report that in time: it retries for longer than its timeout.)
         """
         try:
             with socket.create_connection((self.host, self.port), _PROBE_SECONDS) as connection:
                 connection.settimeout(_ANSWER_SECONDS)
                 connection.recv(1)
-        except (TimeoutError, ConnectionRefusedError):
+        except TimeoutError:
             return False
-        except OSError:
-            return True
+        except OSError as error:
+            return not _nobody_is_there(error)
         return True
 
     def _own_address(self) -> str | None:
-        """The one address that the host's name means, here and elsewhere; None if it may be another."""
+        """Return the one address that the host's name has, on all hosts; None if it may have another."""
         if is_loopback(self.host):
             return "127.0.0.1" if self.host.lower().rstrip(".") == "localhost" else self.host
         try:
             found = {each[4][0] for each in socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)}
         except OSError:
-            return None  # the store says what is wrong
+            return None  # the store reports the error
         address = str(found.pop())
         return None if found or is_loopback(address) else address
 
-    def _as_client(self, waiting: Waiting, patience: float) -> Store:
-        """Connect to it. Whatever has the port may never answer, which no timeout of the store's ends.
+    def _as_client(self, waiting: StoreWait, patience: float) -> Store:
+        """Connect to it. The process that has the port may never answer, and no timeout of the store covers
+        that.
 
         Args:
-            waiting: until when.
-            patience: seconds to wait for its answer.
+            waiting: the deadline.
+            patience: timeout in seconds for its answer.
         """
         seconds = min(patience, waiting.remaining)
         made = start(lambda _: self._made(seconds, serve=False), waiting)
@@ -453,7 +475,7 @@ class _TcpStore:
             is_master=serve,
             timeout=timedelta(seconds=max(1.0, seconds)),
             wait_for_workers=False,
-            multi_tenant=serve,  # with other stores of this process on this port, such as a process group's
+            multi_tenant=serve,  # shares this port with other stores of this process, as of a process group
             master_listen_fd=listener,
             use_libuv=self.use_libuv,
         )
@@ -464,7 +486,7 @@ def _joined(host: str, port: int) -> str:
 
 
 def _address_in(environ: Mapping[str, str]) -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT."""
+    """Return MASTER_ADDR and MASTER_PORT."""
     for variable in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(variable):
             engine = engine_of(environ)

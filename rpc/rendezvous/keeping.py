@@ -1,19 +1,18 @@
-"""What members of a dynamic group do for those who come later: the group outlives its store.
+"""The duties of a dynamic group's members to later joiners: the group outlives its store.
 
-Each member watches the store, and looks at the log in it every few seconds (``watching``). When the store is
+Each member watches the store, and reads the log in it every few seconds (``watching``). When the store is
 gone, with the process that served it, a member on that host serves another at the same address; the others
-connect to it as soon as they can, and all see to it that the log of arrivals shows the members again. A
-newcomer, a restarted first worker among them, that reads the log after that finds them, and joins the group
-that is there. If it has come before any of them, they find it in the log, and connect to it. Calls between
-members need no store.
+connect to it as soon as they can, and all add the members to its log of arrivals again. A newcomer, such as a
+restarted first worker, that reads the log after that finds them, and joins the existing group. If it has come
+before any of them, they find it in the log, and connect to it. Calls between members need no store.
 
-*One group goes on, never two.* Members may lose each other and live: the network between them was gone for
-long, or a process was stopped. What is in the log is the group then; ``parting`` says who stays in it. A
-member that finds its own entry taken out leaves: all that it still knows is lost to it. So does a member that
-comes back to a log in which, before its own entry, stands a living one that it has lost.
+*There is only one group.* Members may lose each other and live: the network between them was gone for long,
+or a process was stopped. The group is then what the log shows; ``parting`` decides which members stay in it.
+A member whose own entry was removed leaves, as all others are lost to it. So does a member that returns to a
+log in which its own entry is preceded by a living member that it has lost.
 
 Theory: *of any two workers that live, one finds the other.* A joiner reads all entries before its own, a
-member that comes back reads all entries after its own was written. So for two of them, whichever entry was
+member that returns reads all entries after its own was written. So for two of them, whichever entry was
 written first, the other one's reader sees it.
 """
 
@@ -33,7 +32,7 @@ from rpc.rendezvous.address import Probe, probe
 from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Pace
 from rpc.rendezvous.dynamic import DynamicGroup, Joining
 from rpc.rendezvous.log import Log
-from rpc.rendezvous.store import Abandoned, StoreLost, Waiting
+from rpc.rendezvous.store import Abandoned, StoreLost, StoreWait
 from rpc.rendezvous.watching import LogWatch, Neighbours, PutOut
 from rpc.runtime.blocking import wait_for_event
 from rpc.runtime.interrupts import interruptible, protected
@@ -44,32 +43,34 @@ logger = logging.getLogger(__name__)
 
 _QUICK_SECONDS: Final = 0.01
 _SLOW_SECONDS: Final = 1.0
-"""How often the store is checked: at first after a member was lost, which may have served it, and later."""
+"""Interval in seconds at which the store is checked; shorter right after a member was lost that may have
+served it.
+"""
 
 _LOOK_SECONDS: Final = 2.0
-"""How often a member looks at the log when nothing has happened."""
+"""Interval in seconds at which a member reads the log when nothing has happened."""
 
 _GRACE_SECONDS: Final = 2.0
-"""How long past its deadline the keeper may take to say why a worker has not become a member."""
+"""Time in seconds beyond its deadline for the keeper to report why a worker has not become a member."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A worker is gone, and has said goodbye if it ``left``."""
+    """A worker that is gone; ``left`` if it has said goodbye."""
 
     incarnation: int
     left: bool = False
 
 
 class Keeper:
-    """Keeps one worker of a dynamic group where newcomers find it, on a thread of its own.
+    """Keeps one worker of a dynamic group visible to newcomers, on a thread of its own.
 
     Args:
-        group: as this worker has joined it; its store is the keeper's from now on.
-        timeout: seconds to wait at a time for somebody to serve a lost store again, and to become a member.
+        group: the group as this worker has joined it; its store belongs to the keeper from now on.
+        timeout: timeout in seconds for a lost store to be served again, and for becoming a member.
         neighbours: the other workers.
-        tell: tells whether a worker's address answers.
-        pace: how patient to be with workers that do not finish joining, or do not answer.
+        tell: returns whether a worker's address answers.
+        pace: timeouts for workers that do not finish joining, or do not answer.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Keeper:
         self._lost = False
         self._look_at = 0.0
         self._orders: queue.SimpleQueue[Loss | None] = queue.SimpleQueue()
-        self._waiting = Waiting(timeout)
+        self._waiting = StoreWait(timeout)
         self._watch = LogWatch(group, neighbours, self._waiting, tell, pace)
         self._membership: Future[None] = Future()
         self._complaint = ""
@@ -99,18 +100,18 @@ class Keeper:
         self._has_left = False
         self._thread = threading.Thread(target=self._run, name="farcall-keeper", daemon=True)
         store = self._store
-        atexit.register(lambda: store)  # which this process may serve, and others need until it ends
+        atexit.register(lambda: store)  # this process may serve it, and others need it until the process ends
 
     def start(self) -> None:
-        """This worker has connected to the others as far as it could."""
-        self._watch.waiting = Waiting(self._timeout)
+        """Start the thread, after this worker has connected to the others as far as it could."""
+        self._watch.waiting = StoreWait(self._timeout)
         self._thread.start()
 
     def wait_until_member(self) -> None:
         """Wait until this worker is a member of the group.
 
         Raises:
-            RendezvousError: it cannot become one; says why.
+            RendezvousError: it cannot become one; the text says why.
             RendezvousTimeoutError: that depends on others, which do not answer in time.
         """
         decided = threading.Event()
@@ -124,12 +125,12 @@ class Keeper:
         self._membership.result()
 
     def worker_gone(self, loss: Loss) -> None:
-        """A worker is gone. From any thread; never blocks."""
+        """Record that a worker is gone. From any thread; never blocks."""
         self._orders.put(loss)
 
     @protected
     def leave(self, timeout: float = 2.0) -> bool:
-        """Have later joiners not look for this worker, and end; returns whether the store took it in time."""
+        """Make later joiners ignore this worker, and end; returns whether the store accepted it in time."""
         self._leaving = True
         self._waiting.abandon()
         self._orders.put(None)
@@ -138,7 +139,7 @@ class Keeper:
         return _wait(self._left, timeout) and self._has_left
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: let go of what is the parent's."""
+        """Release what belongs to the parent, in a forked child."""
         self._store.forget_line()
 
     def _run(self) -> None:
@@ -176,7 +177,7 @@ class Keeper:
             self._left.set()
 
     def _wait(self, seconds: float) -> bool:
-        """Returns whether a worker was lost meanwhile."""
+        """Wait; returns whether a worker was lost in the meantime."""
         try:
             loss = self._orders.get(timeout=seconds)
         except queue.Empty:
@@ -197,7 +198,7 @@ class Keeper:
                 self._membership.set_result(None)
 
     def _failed(self, error: RendezvousError) -> None:
-        """Newcomers, of which this worker may be one, cannot join."""
+        """Handle that newcomers, of which this worker may be one, cannot join."""
         if not self._watch.is_member:
             self._leaving = True
             self._membership.set_exception(error)
@@ -206,7 +207,7 @@ class Keeper:
             logger.warning("newcomers cannot join the group of '%s': %s", self._me.name, error)
 
     def _go(self, why: str) -> None:
-        """Another part of the group, which does not know this worker any more, is the group."""
+        """Leave: another part of the group, which has removed this worker, is the group now."""
         self._leaving = True
         reason = (
             f"worker '{self._me.name}' is out of its group: {why}. It must start again to take part in it"
@@ -227,17 +228,17 @@ class Keeper:
             if not watch.is_member:
                 self._membership.set_exception(RendezvousError(f"'{name}' cannot join its group: {lost}"))
                 return
-            logger.warning("%s: the group of '%s' goes on, and nobody can join it any more", lost, name)
+            logger.warning("%s: the group of '%s' continues, and no worker can join it any more", lost, name)
             return
-        self._waiting = Waiting(self._timeout)
+        self._waiting = StoreWait(self._timeout)
         if self._leaving:
             raise Abandoned
         self._store.reopen(self._waiting)
         log = Log(self._store)
         if any(log.is_out(place, self._me.incarnation) for place in watch.places):
             self._lost = False
-            return  # the next look says so
-        # The first one speaks for all that it knows: others may be slow, and their names are theirs.
+            return  # the next read reports it
+        # The first one adds all members that it knows: others may be slow, and their names are taken.
         first = watch.is_member and self._store.add("kept", 1) == 1
         whom = self._neighbours.roster() if first else [self._me]
         joining = Joining(self._store, Arrival.of(self._me, 0), self._waiting, self._tell, self._pace)
@@ -261,7 +262,7 @@ class Keeper:
         if not self._lost:
             self._lost = True
             logger.info(
-                "%s is gone; the group of '%s' goes on, and newcomers wait until a member serves it again",
+                "%s is gone; the group of '%s' continues, and newcomers wait until a member serves it again",
                 self._store.description,
                 self._me.name,
             )

@@ -1,8 +1,8 @@
 """The log of arrivals of one job, in its store.
 
-A counter gives an arrival its place, then a key holds the record, and another its verdict. Places are never
-used again, even if somebody deletes the counter, so nothing that an earlier group or attempt has left behind
-can be taken for an answer.
+A counter gives an arrival its place, then one key holds the record, and another its verdict. Places are never
+used again, even if the counter is deleted, so that no leftover of an earlier group or attempt can be mistaken
+for an answer.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import msgpack
 from rpc.errors import RendezvousError
 from rpc.group.authentication import ForeignRecordError
 from rpc.group.workers import Member
-from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Verdict
+from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Entry, Verdict
 from rpc.rendezvous.store import SharedStore
 
-__all__ = ["Log", "Record"]
+__all__ = ["Log", "OwnRecord"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_ARRIVALS: Final = 1 << 16
-"""Maximum number of arrivals since the log was trimmed: strangers can set the counter, and all are read."""
+"""Maximum number of arrivals since the log was trimmed: all are read, and strangers can set the counter."""
 
 
-class Record(Enum):
-    """What a worker finds at its own place in the log."""
+class OwnRecord(Enum):
+    """The state of a worker's own place in the log."""
 
     INTACT = "its arrival, and a verdict of a worker of this job"
-    NO_VERDICT = "its arrival; the verdict was deleted or overwritten by somebody else"
-    NO_ARRIVAL = "nothing of this job: the arrival was deleted or overwritten by somebody else"
+    NO_VERDICT = "its arrival; the verdict was deleted or overwritten by another program"
+    NO_ARRIVAL = "nothing of this job: the arrival was deleted or overwritten by another program"
     TAKEN = "another arrival of this job"
 
 
@@ -52,7 +52,7 @@ class Log:
             if unsettled is not None:
                 self._next, self._unread = _unpack_unsettled(unsettled)
         self._open: dict[int, Entry] = {}
-        self.end = 0  # behind the last place, when it was read
+        self.end = 0  # position after the last place, when it was read
 
     def append(self, arrival: Arrival) -> int:
         """Add an arrival at the end; returns its place."""
@@ -63,14 +63,14 @@ class Log:
                 if self._store.swap(f"arrival/{index}", b"", packed) == packed:
                     return index
             logger.warning(
-                "place %d in the log of arrivals at %s is taken: was its counter deleted or set back?",
+                "place %d in the log of arrivals at %s is taken: was its counter deleted or reset?",
                 index,
                 self._store.description,
             )
 
     def read(self) -> list[Entry]:
-        """All entries that are not settled, in order. Only new ones are asked for, and those whose arrival
-        was not written the last time.
+        """Return all entries that are not settled, in order. Only new ones are read, and those whose arrival
+        was not written before.
         """
         end = self.end = self._store.counter("arrivals") + 1
         unwritten = [entry.index for entry in self._open.values() if entry.arrival is None]
@@ -80,11 +80,11 @@ class Log:
         return self.entries()
 
     def entries(self) -> list[Entry]:
-        """The entries that were read and not settled then, in order."""
+        """Return the entries that were read and were not settled then, in order."""
         return [self._open[index] for index in sorted(self._open)]
 
     def before(self, place: int) -> Iterator[Entry]:
-        """As ``read``, up to a place; each entry as it is when its turn comes."""
+        """Like ``read``, up to a place; each entry is read when it is yielded."""
         for index in (*self._unread, *self._new(place)):
             entry = self.entry(index)
             if not entry.settled:
@@ -92,14 +92,14 @@ class Log:
         self._unread, self._next = (), place
 
     def _new(self, end: int) -> range:
-        """The places from where it was read to up to one, which is another's word."""
+        """Return the places to read up to one that another process has given."""
         if end - self._next > _MOST_ARRIVALS:
             came = f"{end - self._next} workers have come since it was last looked through"
             raise RendezvousError(self._store.spoilt(came))
         return range(self._next, end)
 
     def entry(self, index: int) -> Entry:
-        """What there is at a place now."""
+        """Return the current entry at a place."""
         known = self._open.pop(index, None)
         entry = Entry(index, known.arrival if known else None, self.verdict(index))
         if entry.settled:
@@ -114,48 +114,48 @@ class Log:
                 entry = replace(entry, foreign=Arrival.claimed(index, error.claimed))
             except ValueError as error:
                 logger.warning("passing over an arrival, of another version of farcall? %s", error)
-                return replace(entry, verdict=self.decide(index, Verdict(Kind.GONE)))
+                return replace(entry, verdict=self.decide(index, Verdict(ArrivalKind.GONE)))
         self._open[index] = entry
         return entry
 
     def verdict(self, index: int) -> Verdict | None:
-        """What has been decided about an arrival."""
+        """Return the verdict on an arrival, if it has one."""
         try:
             packed = self._store.get(f"arrival/{index}/verdict")
         except ForeignRecordError as error:
             return Verdict.claimed(error.claimed)
         return None if packed is None else Verdict.unpack(packed)
 
-    def own(self, index: int, incarnation: int) -> tuple[Record, Verdict | None]:
-        """What a worker finds at its own place, with the verdict if that is intact."""
+    def own(self, index: int, incarnation: int) -> tuple[OwnRecord, Verdict | None]:
+        """Return what a worker finds at its own place, with the verdict if that is intact."""
         try:
             packed = self._store.get(f"arrival/{index}")
             if packed is None:
-                return Record.NO_ARRIVAL, None
+                return OwnRecord.NO_ARRIVAL, None
             if Arrival.unpack(index, packed).member.incarnation != incarnation:
-                return Record.TAKEN, None
-        except ValueError:  # a foreign record, too
-            return Record.NO_ARRIVAL, None
+                return OwnRecord.TAKEN, None
+        except ValueError:  # includes foreign records
+            return OwnRecord.NO_ARRIVAL, None
         try:
             packed = self._store.get(f"arrival/{index}/verdict")
             verdict = None if packed is None else Verdict.unpack(packed)
         except ValueError:
             verdict = None
-        return Record.NO_VERDICT if verdict is None else Record.INTACT, verdict
+        return OwnRecord.NO_VERDICT if verdict is None else OwnRecord.INTACT, verdict
 
     def is_out(self, index: int, incarnation: int) -> bool:
-        """Whether the worker that arrived at a place was taken out, by one of the job's workers."""
+        """Whether the worker that arrived at a place was removed by one of the job's workers."""
         _, verdict = self.own(index, incarnation)
-        return verdict is not None and verdict.kind is Kind.GONE
+        return verdict is not None and verdict.kind is ArrivalKind.GONE
 
     def count_up_to(self, index: int) -> None:
-        """Set the counter right, if it was deleted or set back to before a place."""
+        """Correct the counter, if it was deleted or set back to before a place."""
         missing = index - self._store.counter("arrivals")
         if missing > 0:
             self._store.add("arrivals", missing)
 
     def decide(self, index: int, verdict: Verdict) -> Verdict:
-        """Give an arrival its verdict; returns the one that it has, which may be another's decision."""
+        """Write an arrival's verdict; returns the one that it has, which another worker may have written."""
         try:
             found = Verdict.unpack(self._store.swap(f"arrival/{index}/verdict", b"", verdict.pack()))
         except ForeignRecordError as error:
@@ -165,19 +165,19 @@ class Log:
         return found
 
     def swap(self, index: int, expected: Verdict, desired: Verdict) -> Verdict | None:
-        """Replace a verdict, if it is still the expected one; returns the one that it has afterwards."""
+        """Replace a verdict, if it is still the expected one; returns the resulting one."""
         try:
             packed = self._store.swap(f"arrival/{index}/verdict", expected.pack(), desired.pack())
             found = Verdict.unpack(packed) if packed else None
         except ForeignRecordError as error:
             found = Verdict.claimed(error.claimed)
-        if found is not None and found.kind is Kind.GONE:
+        if found is not None and found.kind is ArrivalKind.GONE:
             self._close(index)
         return found
 
     def remove(self, index: int) -> None:
-        """The member of a dynamic group is gone."""
-        self._store.set(f"arrival/{index}/verdict", Verdict(Kind.GONE).pack())
+        """Record that a member of a dynamic group is gone."""
+        self._store.set(f"arrival/{index}/verdict", Verdict(ArrivalKind.GONE).pack())
         self._close(index)
 
     def _close(self, index: int) -> None:
@@ -185,7 +185,7 @@ class Log:
             self._passed_over += 1
 
     def places(self, incarnation: int) -> list[int]:
-        """Where a worker has arrived, of the entries read."""
+        """Return the places at which a worker has arrived, among the entries that were read."""
         return [
             entry.index
             for entry in self._open.values()
@@ -193,27 +193,27 @@ class Log:
         ]
 
     def trim(self) -> None:
-        """Have later readers pass over the settled entries that this one has read. (Of two who trim at once
-        the last counts, which at worst costs readers time: what is settled stays settled.)
+        """Make later readers skip the settled entries that this one has read. (If two trim at once, the last
+        one counts, which at worst costs readers time: what is settled stays settled.)
         """
         if self._passed_over and not self._unread:
             self._passed_over = 0
             self._store.set("unsettled", msgpack.packb([self._next, sorted(self._open)]))
 
     def form(self, incarnation: int, members: tuple[Member, ...]) -> str:
-        """Publish a static group; returns the text that names it."""
+        """Publish a static group; returns its key."""
         key = f"{self._store.add('generation', 1)}-{incarnation:x}"
         self._store.set(f"group/{key}", msgpack.packb([member.to_wire() for member in members]))
         self._store.set("last", key.encode())
         return key
 
     def members(self, key: str) -> tuple[Member, ...]:
-        """The members of a static group, by rank."""
+        """Return the members of a static group, by rank."""
         packed = self._store.get(f"group/{key}")
         return tuple(map(Member.from_wire, msgpack.unpackb(packed))) if packed else ()
 
     def last_group(self) -> tuple[Member, ...]:
-        """The members of the static group that was formed last; none if there was none of this token."""
+        """Return the members of the latest static group with this token; empty if there is none."""
         try:
             key = self._store.get("last")
             return self.members(key.decode()) if key else ()
@@ -222,6 +222,6 @@ class Log:
 
 
 def _unpack_unsettled(packed: bytes) -> tuple[int, tuple[int, ...]]:
-    """From where on entries are to be read, and which before."""
+    """Decode the first place to read, and the places before it that are not settled."""
     following, unsettled = msgpack.unpackb(packed)
     return int(following), tuple(map(int, unsettled))

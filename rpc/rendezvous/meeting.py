@@ -1,11 +1,11 @@
-"""The end of a start: workers of a static group leave ``init_rpc`` together.
+"""The end of the start: the workers of a static group leave ``init_rpc`` together.
 
-The verdict on a group reaches its workers one by one, and the coordinator last. A worker that returned with
-its verdict could call another that has not begun to serve, or whose program has not come to what it defines
-next. So each says when it is ready, the coordinator waits for all, and they go on at its word. The workers
-poll for it, so they return within a few milliseconds of each other in a small group.
+The verdicts reach the workers one by one, and the coordinator last. A worker that returned with its verdict
+could call another that does not serve yet, or whose program has not reached the definitions that follow. So
+each writes when it is ready, the coordinator waits for all, and all continue when it says so. The workers
+poll for that, so they return within a few milliseconds of each other in a small group.
 
-Whoever dies meanwhile is not waited for: its loss is noticed as that of any worker.
+A worker that dies in the meantime is not waited for: its loss is detected like that of any worker.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from rpc.errors import RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.address import Probe, dead_among, probe
 from rpc.rendezvous.arrivals import Group
-from rpc.rendezvous.store import Backoff, SharedStore, StoreLost, Waiting
+from rpc.rendezvous.store import Backoff, SharedStore, StoreLost, StoreWait
 
 __all__ = ["meet"]
 
 _PROBE_SECONDS: Final = 1.0
-"""Time between two looks at who has died."""
+"""Interval in seconds at which it is checked which workers have died."""
 
 
 def meet(store: SharedStore, group: Group, timeout: float, *, tell: Probe = probe) -> None:
     """Return when all living workers of a static group have called this.
 
     Args:
-        store: where they have met.
-        group: the outcome of the rendezvous.
-        timeout: seconds to wait for all others.
-        tell: tells whether a member lives.
+        store: store in which they have met.
+        group: outcome of the rendezvous.
+        timeout: timeout in seconds for all others.
+        tell: returns whether a member lives.
 
     Raises:
         RendezvousTimeoutError: a living worker has not called it in time.
@@ -41,7 +41,7 @@ def meet(store: SharedStore, group: Group, timeout: float, *, tell: Probe = prob
     shared = store.under(f"farcall/meeting/{group.key}")
     coordinator = min(group.members, key=lambda member: member.id)
 
-    def work(waiting: Waiting) -> None:
+    def work(waiting: StoreWait) -> None:
         try:
             if group.me.id == coordinator.id:
                 _await(shared, {f"ready/{each.id}": each for each in group.others}, waiting, tell)
@@ -50,15 +50,15 @@ def meet(store: SharedStore, group: Group, timeout: float, *, tell: Probe = prob
                 shared.set(f"ready/{group.me.id}", b"1")
                 _await(shared, {"go": coordinator}, waiting, tell, len(group.members))
         except StoreLost:
-            return  # with the process that served it, which had a group by then
+            return  # lost with the process that served it, which had its group by then
 
     shared.run(work, timeout)
 
 
 def _await(
-    store: SharedStore, awaited: dict[str, Member], waiting: Waiting, tell: Probe, waiters: int = 1
+    store: SharedStore, awaited: dict[str, Member], waiting: StoreWait, tell: Probe, waiters: int = 1
 ) -> None:
-    """Wait for keys that members set, unless these die."""
+    """Wait for keys that members set, unless those members die."""
     backoff = Backoff(waiting, min(0.5, max(0.005, waiters / 2000)))
     probed_at = time.monotonic()
     while awaited and not store.has(*awaited):

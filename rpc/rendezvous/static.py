@@ -1,23 +1,24 @@
 """Static groups: a number of workers, known beforehand, that start together.
 
-*Arriving.* Each worker appends its arrival to the log and waits for a verdict on it, and for nothing else.
+*Arriving.* Each worker appends its arrival to the log and waits only for a verdict on it.
 
-*The coordinator* is the worker of rank 0 (if several claim that rank, the earliest that lives). It reads
-the log until every rank has arrived, and then publishes the group and a verdict for each. What cannot be one
-group is refused, for everybody who has arrived, by a verdict that says why. It stays until all have read
-theirs, since its process may serve the store.
+*The coordinator* is the worker of rank 0 (if several claim that rank, the earliest that lives). It reads the
+log until every rank has arrived, and then publishes the group and a verdict for each. Arrivals that cannot
+form one group are all refused, by a verdict that says why. The coordinator stays until all have read their
+verdict, since its process may serve the store.
 
-*The dead.* An attempt that was killed leaves arrivals of dead processes. So before arrivals in conflict are
-refused, and before arrivals older than the coordinator's own are accepted, they are probed: does somebody
-still listen there? The dead are gone. So is a place in the log that was taken and never written; should its
-process only be slow, it finds that out and appends itself again.
+*The dead.* An attempt that was killed leaves arrivals of dead processes. So before conflicting arrivals are
+refused, and before arrivals older than the coordinator's own are accepted, their addresses are probed. Dead
+workers' arrivals are gone. So is a place in the log that was taken and never written; if its process is only
+slow, it finds that out and appends itself again.
 
 *Latecomers.* A worker that arrives when its group is complete, because its rank or name was given twice,
-finds nobody coordinating. If a living worker of the group last formed has its place, it gives up and says so.
-So does a coordinator, for all who have arrived: theirs is another job, which happens to meet here too.
+finds no coordinator. If a living worker of the latest group has its name or rank, it gives up with an error.
+So does a coordinator, for all that have arrived: they belong to another job, which happens to meet in the
+same store.
 
 *Dynamic groups* may use the same log, before and after: of living workers of both kinds the one that arrived
-later yields.
+later gives up.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from rpc.rendezvous.arrivals import (
     DEFAULT_PACE,
     WHAT_TO_CHECK,
     Arrival,
+    ArrivalKind,
     Conflict,
     Group,
-    Kind,
     Pace,
     Verdict,
     describe_ranks,
@@ -44,7 +45,7 @@ from rpc.rendezvous.arrivals import (
     mixed,
 )
 from rpc.rendezvous.log import Log
-from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, Waiting
+from rpc.rendezvous.store import Abandoned, Backoff, SharedStore, StoreWait
 from rpc.runtime import waits
 from rpc.runtime.notices import Notices
 
@@ -64,22 +65,22 @@ def join_static(
     """Join a group of a known size; returns when all its workers have arrived.
 
     Args:
-        store: where they meet.
+        store: store in which they meet.
         me: this worker; it listens on its addresses already.
-        world_size: the number of workers.
-        timeout: seconds to wait for all others.
-        job: keeps jobs apart that share a store.
-        tell: tells whether a member lives.
-        pace: how patient to be.
+        world_size: number of workers.
+        timeout: timeout in seconds for all others to arrive.
+        job: name that separates jobs that share a store.
+        tell: returns whether a member lives.
+        pace: timeouts and intervals.
 
     Raises:
-        GroupMismatchError: a name or rank is taken twice, a rank is outside the group, world sizes differ,
-            or a dynamic group lives in this store. Everybody who has arrived gets it.
-        RendezvousTimeoutError: not all have arrived in time; says who is missing.
+        GroupMismatchError: a name or rank is taken twice, a rank is outside the group, world sizes differ, or
+            a dynamic group lives in this store. All workers that have arrived get it.
+        RendezvousTimeoutError: not all have arrived in time; the text names the missing ones.
         RendezvousError: rank 0 was interrupted, or the store failed.
     """
 
-    def join(waiting: Waiting) -> Group:
+    def join(waiting: StoreWait) -> Group:
         joining = _Joining(store.under(f"farcall/{job}"), Arrival.of(me, world_size), waiting, tell, pace)
         verdict = joining.run()
         verdict.raise_if_refused()
@@ -89,17 +90,17 @@ def join_static(
 
 
 class _Doubt(NamedTuple):
-    """Why the arrivals may not be a group, and for how many seconds that must stay so before it is said."""
+    """Why the arrivals may not form a group, and the time in seconds after which that is reported."""
 
     reason: str
     patience: float
 
 
 class _Joining:
-    """One worker's way to its verdict. Lives on the helper thread."""
+    """One worker's wait for its verdict. Used on the helper thread."""
 
     def __init__(
-        self, store: SharedStore, arrival: Arrival, waiting: Waiting, tell: Probe, pace: Pace
+        self, store: SharedStore, arrival: Arrival, waiting: StoreWait, tell: Probe, pace: Pace
     ) -> None:
         self._store = store
         self._arrival = arrival
@@ -108,7 +109,7 @@ class _Joining:
         self._tell = tell
         self._pace = pace
         self._looked_at = time.monotonic()
-        waiters = 1 if self._me.id == 0 else arrival.world_size  # only one needs to be quick
+        waiters = 1 if self._me.id == 0 else arrival.world_size  # only the coordinator needs to be quick
         self._backoff = Backoff(waiting, min(0.5, max(0.02, waiters / 2000)))
         self._known = 0
         self._coordinates = False
@@ -124,26 +125,28 @@ class _Joining:
         self._index = self.log.append(arrival)
 
     def run(self) -> Verdict:
-        """Returns the verdict on this worker, when those who rely on it have read theirs."""
+        """Return the verdict on this worker, after the workers that rely on it have read theirs."""
         try:
             verdict = self._give(self._find() or self._out_of_time())
         except Abandoned:
-            self._give(Verdict(Kind.INTERRUPTED, f"{self._arrival}, who coordinates, was interrupted."))
+            self._give(
+                Verdict(ArrivalKind.INTERRUPTED, f"the coordinator, {self._arrival}, was interrupted.")
+            )
             raise
         self._store.set(f"arrival/{self._index}/read", b"1")
         self._await_readers({each.index: each.member for each in self._others})
         return verdict
 
     def _find(self) -> Verdict | None:
-        """Wait until there is a verdict, or this worker can tell it; None if there is no time left."""
+        """Wait until there is a verdict, or this worker can decide it; returns None at the deadline."""
         notices = Notices()
         with self._wait:
             return self._look_until_given(notices)
 
     def _look_until_given(self, notices: Notices) -> Verdict | None:
         doubt_since: float | None = None
-        while (given := self.log.verdict(self._index)) is None or given.kind is Kind.GONE:
-            if given is not None:  # this process was so slow to write its arrival that it was given up
+        while (given := self.log.verdict(self._index)) is None or given.kind is ArrivalKind.GONE:
+            if given is not None:  # this process was so slow to write its arrival that others gave it up
                 self._index = self.log.append(self._arrival)
             match self._look():
                 case Verdict() as verdict:
@@ -151,7 +154,7 @@ class _Joining:
                 case _Doubt(reason, patience):
                     doubt_since = doubt_since or time.monotonic()
                     if time.monotonic() - doubt_since >= patience:
-                        return Verdict(Kind.MISMATCH, reason)
+                        return Verdict(ArrivalKind.MISMATCH, reason)
                 case None:
                     doubt_since = None
             if notices.due() and (strangers := self._tell_of_waiting(notices)) is not None:
@@ -161,13 +164,13 @@ class _Joining:
         return given
 
     def _tell_of_waiting(self, notices: Notices) -> Verdict | None:
-        """Say in the log who has come; or find those who meet here and will never be in this group."""
+        """Log which workers have arrived; or find those that will never be in this group."""
         world_size = self._arrival.world_size
         present = self._arrivals()
         missing = set(range(world_size)) - {each.member.id for each in present}
         if theirs := self._store.pytorch_ranks(missing):
             return Verdict(
-                Kind.MISMATCH,
+                ArrivalKind.MISMATCH,
                 f"{self._arrival} cannot form a group with rank {theirs[0]} at {self._store.description}: "
                 f"torch.distributed.rpc runs there, and the two do not speak to each other. Run that program "
                 f"with `farcall run`, or have it import farcall's rpc.",
@@ -176,18 +179,18 @@ class _Joining:
             f"{self._arrival} has waited {notices.waited} at {self._store.description} for a group of "
             f"{world_size}. {describe_ranks([each.member.id for each in present], world_size)}"
         )
-        if notices.told > 1:  # until then the others are importing PyTorch, most likely
+        if notices.told > 1:  # before that, the others are probably still importing PyTorch
             text += f" {WHAT_TO_CHECK}"
             if 0 in missing and self._store.master is not None and self._me.id != 0:
                 text += (
-                    " Somebody serves the store: a rank 0 that is just starting, another job or PyTorch's."
+                    " The store is served: by a rank 0 that is just starting, by another job or by PyTorch."
                 )
             text += f" It gives up in {self._waiting.remaining:.0f} s."
         logger.warning("%s", text)
         return None
 
     def _look(self) -> Verdict | _Doubt | None:
-        """What this worker can tell of its verdict: as coordinator, or from who has taken its place."""
+        """Return what this worker can decide: as coordinator, or because another has its name or rank."""
         due = time.monotonic() - self._looked_at >= self._pace.latecomer
         if due:
             self._looked_at = time.monotonic()
@@ -207,58 +210,58 @@ class _Joining:
         return found
 
     def _foreign(self) -> list[Arrival]:
-        """Those without a verdict that have another token."""
+        """Return the arrivals without a verdict that have another token."""
         found = [entry.foreign for entry in self.log.read() if entry.verdict is None]
         return [arrival for arrival in found if arrival is not None]
 
     def _arrivals(self) -> list[Arrival]:
-        """Those for a static group that had no verdict when they were read."""
+        """Return the arrivals for a static group that had no verdict when they were read."""
         found = [entry.arrival for entry in self.log.read()]
         return [arrival for arrival in found if arrival is not None and arrival.world_size]
 
     def _may_wait(self, other: Arrival) -> bool:
-        """Whether another may still live and wait for its verdict."""
+        """Whether another worker may still live and wait for its verdict."""
         if other.member.incarnation == self._me.incarnation:
             return True
         if self.log.verdict(other.index) is not None:
             return False
         if self._tell(other.member) is not False:
             return True
-        self.log.decide(other.index, Verdict(Kind.GONE))
+        self.log.decide(other.index, Verdict(ArrivalKind.GONE))
         return False
 
     def _judge(self, arrivals: Sequence[Arrival]) -> Verdict | _Doubt | None:
-        """The group, if it is complete; or what speaks against it; or None as long as somebody is missing."""
+        """Return the group, if it is complete; or the conflict; or None while a worker is missing."""
         for each in self._foreign():
             if self._tell(each.member) is not False:
                 return _Doubt(foreign(each), self._pace.gather)
-            self.log.decide(each.index, Verdict(Kind.GONE))
+            self.log.decide(each.index, Verdict(ArrivalKind.GONE))
         match examine(arrivals, self._arrival.world_size):
             case tuple() as group:
                 if self._drop_dead(each for each in group if each.index < self._index):
                     return None
                 reason = self._who_has_our_place() or self._dynamic_before(min(each.index for each in group))
-                if reason is not None:  # another group meets here, or the last one is just ending
+                if reason is not None:  # another group meets here, or the previous one is just ending
                     return _Doubt(reason, self._pace.settle)
                 members = tuple(arrival.member for arrival in group)
-                return Verdict(Kind.COMPLETE, self.log.form(self._me.incarnation, members))
+                return Verdict(ArrivalKind.COMPLETE, self.log.form(self._me.incarnation, members))
             case Conflict(reason, involved) if not self._drop_dead(involved):
                 all_here = len(arrivals) >= self._arrival.world_size
                 return _Doubt(reason, self._pace.settle if all_here else self._pace.gather)
         return None
 
     def _drop_dead(self, arrivals: Iterable[Arrival]) -> bool:
-        """Pass over those that are certainly dead; returns whether there were any."""
+        """Skip arrivals of workers that are certainly dead; returns whether there were any."""
         others = [each for each in arrivals if each.member.incarnation != self._me.incarnation]
         dead = dead_among((each.member for each in others), self._tell)
         for each in self._arrivals():
             if each.member.incarnation in dead:
-                self.log.decide(each.index, Verdict(Kind.GONE))
+                self.log.decide(each.index, Verdict(ArrivalKind.GONE))
         return bool(dead)
 
     def _who_has_our_place(self) -> str | None:
-        """Says so, if a living worker of the group last formed has our rank or name. One whose address
-        somebody has who has arrived now is no more.
+        """Return an error text if a living worker of the latest group has our rank or name. It is dead if a
+        worker that has arrived now has its address.
         """
         me = self._me
         members = self.log.last_group()
@@ -280,13 +283,13 @@ class _Joining:
         return None
 
     def _dynamic_before(self, index: int) -> str | None:
-        """Says so, if a worker of a dynamic group lives that arrived before."""
+        """Return an error text if a worker of a dynamic group lives that arrived before."""
         names = []
         for entry in self.log.read():
             if entry.foreign is not None:
-                continue  # ``_judge`` deals with it
+                continue  # handled by ``_judge``
             if entry.arrival is None:
-                self.log.decide(entry.index, Verdict(Kind.GONE))  # it is to arrive after us
+                self.log.decide(entry.index, Verdict(ArrivalKind.GONE))  # it has to arrive after us
                 continue
             arrival, member = entry.arrival, entry.arrival.member
             if entry.index < index and not arrival.world_size and self._tell(member) is not False:
@@ -297,15 +300,15 @@ class _Joining:
         world_size = self._arrival.world_size
         present = [each.member.id for each in self._arrivals()]
         return Verdict(
-            Kind.TIMEOUT,
+            ArrivalKind.TIMEOUT,
             f"{self._arrival} waited {self._waiting.timeout:g} s at {self._store.description} for a group of "
             f"{world_size}. {describe_ranks(present, world_size)} {WHAT_TO_CHECK}",
         )
 
     def _give(self, verdict: Verdict) -> Verdict:
-        """The coordinator gives its verdict to all who have arrived. Returns ours: an earlier one counts."""
+        """Write the coordinator's verdict for all arrivals. Returns ours: an earlier one takes precedence."""
         given = self.log.decide(self._index, verdict) if self._coordinates else self.log.verdict(self._index)
-        if given is not None and given.kind is not Kind.GONE:
+        if given is not None and given.kind is not ArrivalKind.GONE:
             verdict = given
         if self._coordinates:
             arrivals = [*self._arrivals(), *self._foreign()]
@@ -316,8 +319,10 @@ class _Joining:
         return verdict
 
     def _await_readers(self, unread: dict[int, Member]) -> None:
-        """Stay until all who live have read their verdict: this process may serve the store. Not for ever."""
-        waiting = Waiting(min(self._pace.farewell, self._waiting.remaining + 1))
+        """Wait, up to a limit, until all living workers have read their verdict: this process may serve the
+        store.
+        """
+        waiting = StoreWait(min(self._pace.farewell, self._waiting.remaining + 1))
         backoff = Backoff(waiting, 0.01)
         probed_at = time.monotonic()
         while unread and not self._store.has(*(f"arrival/{index}/read" for index in unread)):

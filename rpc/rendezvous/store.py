@@ -1,8 +1,9 @@
 """A c10d store that can be lost and opened again, and waiting with a deadline.
 
-*Threads.* A c10d store waits in C++: Ctrl-C does not reach it, and a server that is stopped or is no store at
-all holds it far beyond its timeout. So all that touches a store runs on a helper thread, while the caller
-waits for it in Python, where a signal or the deadline ends the wait. The helper notices at its next pause.
+*Threads.* A c10d store waits in C++: ``KeyboardInterrupt`` does not reach it, and a server that is stopped or
+is not a store blocks it far beyond its timeout. So all uses of a store run on a helper thread, while the
+caller waits for it in Python, where a signal or the deadline ends the wait. The helper notices that at its
+next pause.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GRACE_SECONDS: Final = 2.0
-"""How long past the deadline the helper may take to say what was missing."""
+"""Time in seconds beyond the deadline for the helper to report what was missing."""
 
 _SLICE_SECONDS: Final = 0.2
 
 _END_BYTES: Final = 256
 
 _LINE_SECONDS: Final = 2.0
-"""How long a TCP store may take to accept a connection."""
+"""Timeout in seconds for a TCP store to accept a connection."""
 
 
 class Abandoned(Exception):
@@ -43,11 +44,11 @@ class Abandoned(Exception):
 
 
 class StoreLost(Exception):
-    """The store did not answer: its server is gone, or its file."""
+    """The store did not answer: its server or its file is gone."""
 
 
-class Waiting:
-    """A deadline, in seconds from now, and pauses that end with it or when nobody waits any longer."""
+class StoreWait:
+    """A deadline, in seconds from now, and pauses that end with it or when the caller stops waiting."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -66,7 +67,7 @@ class Waiting:
         return self.remaining > 0
 
     def abandon(self) -> None:
-        """Nobody waits any longer. From any thread."""
+        """Record that the caller has stopped waiting. From any thread."""
         self._abandoned.set()
 
 
@@ -74,38 +75,38 @@ class Waiting:
 class Backoff:
     """Pauses that grow by half each time, from one millisecond to a longest, in seconds."""
 
-    waiting: Waiting
+    waiting: StoreWait
     longest: float = 0.25
     _next: float = 0.001
 
     def pause(self) -> bool:
-        """Sleep a little longer than the last time; as ``Waiting.pause``."""
+        """Sleep a little longer than the last time; like ``StoreWait.pause``."""
         seconds, self._next = self._next, min(self._next * 1.5, self.longest)
         return self.waiting.pause(seconds)
 
     def restart(self) -> None:
-        """Something happened: be quick again."""
+        """Start with short pauses again, because something has happened."""
         self._next = 0.001
 
 
 def run_with_deadline(
-    work: Callable[[Waiting], T], timeout: float, waiting_for: str, *, grace: float = _GRACE_SECONDS
+    work: Callable[[StoreWait], T], timeout: float, waiting_for: str, *, grace: float = _GRACE_SECONDS
 ) -> T:
-    """Run ``work`` on a helper thread and return its result, or raise its error, or leave it behind.
+    """Run ``work`` on a helper thread and return its result, or raise its error; abandon it at the deadline.
 
     Args:
-        work: gets the ``Waiting`` to pause with, and is expected to end when that says so.
-        timeout: seconds that it may take.
-        waiting_for: names what does not answer, should ``work`` itself be stuck at the deadline.
-        grace: seconds beyond that for it to raise its own, better informed, error.
+        work: takes the ``StoreWait`` to pause with, and should end when that says so.
+        timeout: timeout in seconds.
+        waiting_for: what does not answer, for the error if ``work`` itself is blocked at the deadline.
+        grace: time in seconds beyond that for ``work`` to raise its own, more specific, error.
 
     Raises:
-        RendezvousTimeoutError: ``work`` is stuck.
+        RendezvousTimeoutError: ``work`` is blocked.
     """
-    waiting, patience = Waiting(timeout), Waiting(timeout + grace)
+    waiting, patience = StoreWait(timeout), StoreWait(timeout + grace)
     try:
         outcome = start(work, waiting)
-        # In slices: a signal that comes just before the thread begins to wait does not wake it.
+        # In short waits: a signal that comes just before the thread begins to wait does not wake it.
         while not outcome.done() and patience.remaining:
             concurrent.futures.wait([outcome], min(_SLICE_SECONDS, patience.remaining))
     finally:
@@ -119,11 +120,11 @@ def run_with_deadline(
     try:
         return outcome.result()
     finally:
-        del outcome  # else error -> traceback -> this frame -> outcome -> error, until collected
+        del outcome  # breaks the cycle error -> traceback -> this frame -> outcome -> error
 
 
-def start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.Future[T]:
-    """Run ``work`` on a thread of its own, which may be left behind."""
+def start(work: Callable[[StoreWait], T], waiting: StoreWait) -> concurrent.futures.Future[T]:
+    """Run ``work`` on a thread of its own, which may be abandoned."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -136,21 +137,21 @@ def start(work: Callable[[Waiting], T], waiting: Waiting) -> concurrent.futures.
     return outcome
 
 
-Opener = Callable[[Waiting], Store]
+Opener = Callable[[StoreWait], Store]
 
 
 @dataclass
 class SharedStore:
-    """A c10d store with what is needed to open it again, under a prefix of its own.
+    """A c10d store with the means to open it again, under a prefix of its own.
 
-    Keep it for as long as others may need the store: with rank 0's goes the server. Used by one thread at
-    a time. Whatever is asked of it raises ``StoreLost`` if the store does not answer, and
-    ``ForeignRecordError`` for a value (counters are anybody's) that was not sealed with this job's token.
+    Keep it for as long as others may need the store: the server ends with rank 0's. Used by one thread at a
+    time. All methods raise ``StoreLost`` if the store does not answer, and ``ForeignRecordError`` for a value
+    (not a counter) that was not sealed with this job's token.
     """
 
-    opener: Opener | None  # opens it again; None if nothing is known of how
-    store: Store  # without the prefix; what a registered backend gets
-    description: str  # names it in errors
+    opener: Opener | None  # opens it again; None if that is impossible
+    store: Store  # without the prefix; passed to a registered backend
+    description: str  # its name in errors
     master: str | None  # the host that serves it; None for a file or a store in memory
     prefix: str = ""  # of all keys
     seal: Seal = field(default_factory=Seal)
@@ -160,30 +161,31 @@ class SharedStore:
         self._line: _Line | None = None
 
     def under(self, prefix: str) -> SharedStore:
-        """The same store with all keys under a prefix."""
+        """Return the same store with all keys under a prefix."""
         return replace(self, prefix=f"{self.prefix}{prefix}/")
 
     def sealed(self, token: bytes | None) -> SharedStore:
-        """The same store, for those who have a token."""
+        """Return the same store, for workers that have a token."""
         return replace(self, seal=Seal(token))
 
-    def run(self, work: Callable[[Waiting], T], timeout: float) -> T:
-        """Run ``work`` as ``run_with_deadline`` does, and once more whenever the store was lost on the way.
+    def run(self, work: Callable[[StoreWait], T], timeout: float) -> T:
+        """Run ``work`` like ``run_with_deadline``, and once more whenever the store was lost.
 
         Raises:
-            RendezvousTimeoutError: it was lost again and again until the deadline; says how the last time.
-            RendezvousError: it was given as an object, and nothing is known of how to open it again.
+            RendezvousTimeoutError: it was lost again and again until the deadline; the text says how the last
+            time.
+            RendezvousError: it was passed as an object and cannot be opened again.
         """
         return run_with_deadline(lambda waiting: self.outlast(waiting, work), timeout, self.description)
 
-    def outlast(self, waiting: Waiting, work: Callable[[Waiting], T]) -> T:
-        """As ``run``, on this thread."""
+    def outlast(self, waiting: StoreWait, work: Callable[[StoreWait], T]) -> T:
+        """Like ``run``, on this thread."""
         backoff = Backoff(waiting)
         while True:
             try:
                 return work(waiting)
             except StoreLost as lost:
-                # The server of a rank 0 that is just leaving, most likely: the next one's is to come.
+                # Most likely the server of a rank 0 that is just leaving: the next one's is about to start.
                 if self.opener is None:
                     raise RendezvousError(
                         f"{self.description} failed in the middle of the rendezvous: {lost}. It was "
@@ -197,16 +199,16 @@ class SharedStore:
                         f"{waiting.timeout:g} s were over. The last time it said: {lost}"
                     ) from lost
 
-    def reopen(self, waiting: Waiting) -> None:
-        """Open it again, after it was lost. Only where it is known how."""
+    def reopen(self, waiting: StoreWait) -> None:
+        """Open it again, after it was lost. Only if it has an ``opener``."""
         assert self.opener is not None
         self.forget_line()
         self.store = self.opener(waiting)
         self._file = _FileIdentity.of(self.store)
 
     def seems_lost(self) -> bool:
-        """Whether its server or its file is gone, as far as can be told without asking it: of TCP and file
-        stores. The first time this begins to watch; ``forget_line`` ends that.
+        """Whether its server or its file is gone, as far as can be determined without a request: for TCP and
+        file stores. The first call starts watching; ``forget_line`` ends that.
         """
         try:
             if self._file is not None:
@@ -218,7 +220,7 @@ class SharedStore:
         return self._line is not None and self._line.broken
 
     def forget_line(self) -> None:
-        """Do not watch any longer."""
+        """Stop watching."""
         if self._line is not None:
             self._line.close()
             self._line = None
@@ -228,7 +230,7 @@ class SharedStore:
         return int(self._ask(lambda store: store.add(self.prefix + key, amount)))
 
     def counter(self, key: str) -> int:
-        """What a counter is at; 0 if there is none. ``RendezvousError`` if that is no number."""
+        """Return a counter's value; 0 if there is none. Raises ``RendezvousError`` if it is not a number."""
         found = self._get(key) or b"0"
         try:
             return int(found)
@@ -236,17 +238,17 @@ class SharedStore:
             raise RendezvousError(self.spoilt(f"its counter '{key}' says {found[:50]!r}")) from None
 
     def spoilt(self, what: str) -> str:
-        """Why this store is of no use: something there that no worker of this job has written."""
-        return f"{self.description} was written to by somebody who does not belong to this job: {what}"
+        """Return the error text for a store with data that no worker of this job has written."""
+        return f"{self.description} was written to by a process that does not belong to this job: {what}"
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a value, whatever was there."""
+        """Set a value, whatever the key had before."""
         name = self.prefix + key
         sealed = self.seal.close(name, value)
         self._ask(lambda store: store.set(name, sealed))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes | None:
-        """The value; None if there is none. Never waits for one."""
+        """Return the value; None if there is none. Never waits for one."""
         sealed = self._get(key)
         return None if sealed is None else self.seal.open(self.prefix + key, sealed)
 
@@ -254,18 +256,18 @@ class SharedStore:
         return self._ask(lambda store: store.get(self.prefix + key)) if self.has(key) else None
 
     def has(self, *keys: str) -> bool:
-        """Whether there are values for all these keys."""
+        """Whether all these keys have values."""
         return bool(self._ask(lambda store: store.check([self.prefix + key for key in keys])))
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set a value if it is still ``expected`` (empty: there is none); returns what it is afterwards."""
+        """Set a value if it is still ``expected`` (empty: there is none); returns the resulting value."""
         name = self.prefix + key
         before, after = self.seal.close(name, expected) if expected else b"", self.seal.close(name, desired)
         found = self._ask(lambda store: store.compare_set(name, before, after))  # type: ignore[arg-type]
         return self.seal.open(name, found)
 
     def pytorch_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """Those of some ranks under which ``torch.distributed.rpc`` has come to this store."""
+        """Return those ranks under which ``torch.distributed.rpc`` has used this store."""
         return [
             rank
             for rank in sorted(ranks)
@@ -284,9 +286,9 @@ class SharedStore:
 
 
 class _FileIdentity:
-    """Notices that a file store's file, which only grows, was removed, replaced or emptied.
+    """Detects that a file store's file, which only grows, was removed, replaced or emptied.
 
-    It keeps the file open, so that its number cannot pass to another.
+    It keeps the file open, so that its inode number cannot be used again.
     """
 
     def __init__(self, path: str) -> None:
@@ -308,12 +310,12 @@ class _FileIdentity:
             self._file, self._end = found, self._end_of(found.st_size)
 
     def _end_of(self, size: int) -> bytes:
-        """The last that it holds, when it has so many bytes."""
+        """Return the last bytes of its first ``size`` bytes."""
         return os.pread(self._descriptor, _END_BYTES, max(0, size - _END_BYTES))[:size]
 
 
 class _Line:
-    """A connection to a TCP store on which nothing is said; it breaks when the server's process ends."""
+    """An idle connection to a TCP store; it breaks when the server's process ends."""
 
     def __init__(self, host: str, port: int) -> None:
         self._socket = socket.create_connection((host, port), _LINE_SECONDS)
@@ -340,6 +342,6 @@ class _Line:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of PyTorch's says, without the C++ stack below it."""
+    """Return the text of an error of PyTorch's, without the C++ stack trace."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

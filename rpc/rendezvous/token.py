@@ -1,10 +1,10 @@
-"""Where a job's token comes from: options, environment, a file, or this user's own key on this host.
+"""Finding a job's token: options, environment, a file, or this user's own key on this host.
 
-Workers of one user on one host find the same key by themselves, so that programs which stay on one host need
-no token: it lies in a directory that only this user can read, ``/tmp/farcall-<uid>``, in a file named for the
-running kernel, so that one which was copied with a machine's image is nobody's key elsewhere. One key serves
-all jobs of the user: processes of one user can read each other's memory anyway. The path depends on nothing
-that differs between shells (``TMPDIR``, ``XDG_RUNTIME_DIR``).
+Workers of one user on one host find the same key by themselves, so that programs that stay on one host need
+no token: it is in a directory that only this user can read, ``/tmp/farcall-<uid>``, in a file named for the
+running kernel, so that a file that was copied with a machine's image is not used elsewhere. One key serves
+all jobs of the user: processes of one user can read each other's memory anyway. The path does not depend on
+anything that differs between shells (``TMPDIR``, ``XDG_RUNTIME_DIR``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["WAYS", "Credential", "find_credential", "user_key"]
 WAYS: Final = (
     "Give all workers the same one: by the option token=, by the environment variable FARCALL_TOKEN, or in a "
     "file that only its user can read, by token_file= or FARCALL_TOKEN_FILE (docs/security.md). On a network "
-    "where nobody else is, insecure=True does without."
+    "without other users, insecure=True works without one."
 )
 """How to give a token, for errors."""
 
 _FOLDERS: Final = ("/tmp", "/dev/shm")
-"""The first in which a directory can be made; all processes of a host see the same."""
+"""Candidates for the parent directory; the first one that is usable. All processes of a host see the same."""
 
 _KEY_BYTES: Final = 32
 _LARGEST_FILE: Final = 4096
@@ -40,11 +40,11 @@ _LARGEST_FILE: Final = 4096
 
 @dataclass(frozen=True)
 class Credential:
-    """What shows that a worker belongs to the job.
+    """The proof that a worker belongs to the job.
 
     Attributes:
-        token: None: nothing does, by the option ``insecure``.
-        automatic: it is this user's key, so all workers are on this host.
+        token: the token; None for no proof, by the option ``insecure``.
+        automatic: whether it is this user's key, so that all workers are on this host.
     """
 
     token: bytes | None
@@ -52,7 +52,8 @@ class Credential:
 
 
 def find_credential(options: AgentOptions, environ: Mapping[str, str]) -> Credential:
-    """The job's token: options count before the environment, and without any the user's key is taken.
+    """Return the job's token: options have precedence over the environment; without any, the user's key is
+    used.
 
     Raises:
         InvalidOptionError: a token is too short, a file cannot be read, or others can read or change it.
@@ -74,7 +75,7 @@ def find_credential(options: AgentOptions, environ: Mapping[str, str]) -> Creden
 
 
 def token_in_file(what: str, path: str) -> bytes:
-    """The token in a file; ``what`` names the option in errors.
+    """Read the token in a file; ``what`` names the option in errors.
 
     Raises:
         InvalidOptionError: it cannot be read, is too short, or others can read or change it.
@@ -99,13 +100,13 @@ def _check_private(path: str, status: os.stat_result) -> None:
 
 
 def user_key(folders: Sequence[str] = _FOLDERS) -> bytes:
-    """This user's key on this host, made by whoever asks for it first.
+    """Return this user's key on this host; the first caller makes it.
 
     Args:
-        folders: where its directory may be.
+        folders: candidates for the parent of its directory.
 
     Raises:
-        RendezvousError: it cannot be kept, or its directory is not this user's alone.
+        RendezvousError: it cannot be stored, or its directory does not belong to this user alone.
     """
     try:
         with _private_directory(folders) as directory:
@@ -120,7 +121,7 @@ def user_key(folders: Sequence[str] = _FOLDERS) -> bytes:
 
 @contextlib.contextmanager
 def _private_directory(folders: Sequence[str]) -> Iterator[int]:
-    """A descriptor of the directory; it is made if need be."""
+    """Return a descriptor of the directory, which is made if necessary."""
     failure: OSError | None = None
     for folder in folders:
         path = os.path.join(folder, f"farcall-{os.geteuid()}")
@@ -165,7 +166,7 @@ def _key_in(directory: int, name: str) -> bytes:
         try:
             with open(descriptor, "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            with contextlib.suppress(FileExistsError):  # another was first: its key counts
+            with contextlib.suppress(FileExistsError):  # another process was first: its key is used
                 os.link(made, name, src_dir_fd=directory, dst_dir_fd=directory)
         finally:
             os.unlink(made, dir_fd=directory)
@@ -183,14 +184,14 @@ def _read_key(directory: int, name: str) -> bytes | None:
     with file:
         _check_own(name, os.fstat(file.fileno()))
         key = file.read(_KEY_BYTES + 1)
-        os.utime(file.fileno())  # what sweeps old files out of /tmp is to leave it
+        os.utime(file.fileno())  # keeps cleaners of /tmp from removing it as old
     if len(key) != _KEY_BYTES:
         raise OSError(errno.EINVAL, "it is no key", name)
     return key
 
 
 def _boot() -> str:
-    """Names the running kernel, where it says so."""
+    """Return the id of the running kernel, if the kernel provides it."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

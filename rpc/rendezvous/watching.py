@@ -1,11 +1,11 @@
-"""What a worker of a dynamic group does each time it looks at the log: the I/O around ``parting``.
+"""The actions of a worker of a dynamic group each time it reads the log: the I/O around ``parting``.
 
-*Its own entry.* It answers a question there, and leaves the group if it was taken out. An entry that somebody
-has deleted or overwritten is written again.
+*Its own entry.* It answers a question there, and leaves the group if it was removed. An entry that was
+deleted or overwritten is written again.
 
 *Others.* It connects to those that it does not know: they could not connect to it, or the log was damaged
 when they joined. It becomes a member, or is refused, as ``admission`` says. As the leader of its part, it
-parts with those that it has lost.
+removes the workers that the part has lost.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import NamedTuple, Protocol
 from rpc.errors import NotAdmittedError, RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.address import Probe
-from rpc.rendezvous.arrivals import Arrival, Entry, Kind, Pace, Verdict
+from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Entry, Pace, Verdict
 from rpc.rendezvous.dynamic import DynamicGroup
-from rpc.rendezvous.log import Log, Record
+from rpc.rendezvous.log import Log, OwnRecord
 from rpc.rendezvous.parting import Action, Admission, Contact, Part, admission, is_conflict, parting
-from rpc.rendezvous.store import Waiting
+from rpc.rendezvous.store import StoreWait
 
 __all__ = ["LogWatch", "Neighbours", "PutOut"]
 
 logger = logging.getLogger(__name__)
 
-_GONE = Verdict(Kind.GONE)
+_GONE = Verdict(ArrivalKind.GONE)
 
 _SHOWN = 5
 """Maximum number of workers named in an error."""
@@ -38,19 +38,19 @@ class Neighbours(Protocol):
     """The other workers, as a worker's agent knows them. Called on the keeper's thread; never blocks."""
 
     def roster(self) -> Sequence[Member]:
-        """The workers in the group as far as is known, this one included."""
+        """Return the known workers in the group, including this one."""
 
     def has_met(self, incarnation: int) -> bool:
         """Whether there is or was a connection to a worker that is not lost."""
 
     def gone_reason(self, incarnation: int) -> str | None:
-        """Why a worker is lost; None if it is not."""
+        """Return why a worker is lost; None if it is not."""
 
     def meet(self, members: Sequence[Member]) -> object:
         """Connect to workers that were not known."""
 
     def put_out(self, reason: str) -> object:
-        """Lose everybody: this worker is no longer in its group."""
+        """Lose all others: this worker is no longer in its group."""
 
 
 class PutOut(Exception):
@@ -58,7 +58,7 @@ class PutOut(Exception):
 
 
 class _Question(NamedTuple):
-    """A question that was seen at a place in the log."""
+    """A question that was found at a place in the log."""
 
     text: str
     since: float
@@ -69,24 +69,24 @@ class LogWatch:
     """One worker's view of the log. For one thread; ``StoreLost`` passes through.
 
     Args:
-        group: as this worker has joined it.
+        group: the group as this worker has joined it.
         neighbours: the other workers.
-        waiting: until when it may take to become a member.
-        tell: tells whether a worker's address answers.
-        pace: how long workers may take to answer.
-        clock: returns seconds.
+        waiting: deadline for becoming a member.
+        tell: returns whether a worker's address answers.
+        pace: timeouts for workers' answers.
+        clock: returns the time in seconds.
 
     Attributes:
-        places: this worker's in the log.
+        places: places of this worker in the log.
         is_member: whether it has become a member.
-        is_pending: whether the next look is due soon.
+        is_pending: whether the log should be read again soon.
     """
 
     def __init__(
         self,
         group: DynamicGroup,
         neighbours: Neighbours,
-        waiting: Waiting,
+        waiting: StoreWait,
         tell: Probe,
         pace: Pace,
         clock: Callable[[], float] = time.monotonic,
@@ -109,31 +109,33 @@ class LogWatch:
         self._asked: dict[int, str] = {}
 
     def worker_left(self, incarnation: int) -> None:
-        """A worker has said goodbye."""
+        """Record that a worker has said goodbye."""
         self._left.add(incarnation)
 
     def start_again(self, places: set[int]) -> None:
-        """The store is another one, where this worker has these places."""
+        """Continue with another store, where this worker has these places."""
         self.places, self._read = places, None
         self._questions.clear()
         self._asked.clear()
 
     @property
     def _log(self) -> Log:
-        """The log, with what was read of it; made on the keeper's thread, since it asks the store."""
+        """Return the log, with what was read of it; it is made on the keeper's thread, since that uses the
+        store.
+        """
         if self._read is None:
             self._read = Log(self._store)
         return self._read
 
     def verdict(self) -> Verdict:
-        """The verdict that this worker's arrival should have."""
-        return Verdict(Kind.MEMBER if self.is_member else Kind.ANNOUNCED, str(self.me.id))
+        """Return the verdict that this worker's arrival should have."""
+        return Verdict(ArrivalKind.MEMBER if self.is_member else ArrivalKind.ANNOUNCED, str(self.me.id))
 
     def look(self) -> None:
-        """Look at the log.
+        """Read the log and act on it.
 
         Raises:
-            PutOut: others have taken this worker out, or it has to leave.
+            PutOut: other workers have removed this one, or it has to leave.
             NotAdmittedError, RendezvousTimeoutError: it cannot become a member.
         """
         self._look_at_own_places()
@@ -156,30 +158,30 @@ class LogWatch:
         damaged = set()
         for place in sorted(self.places):
             record, verdict = self._log.own(place, self.me.incarnation)
-            if record is Record.INTACT and verdict is not None:
+            if record is OwnRecord.INTACT and verdict is not None:
                 self._answer(place, verdict)
             else:
                 damaged.add(place)
-                if record is not Record.TAKEN:
+                if record is not OwnRecord.TAKEN:
                     self._log.remove(place)
         if not damaged:
             return
         self.places -= damaged
-        while not self.places:  # at the end, where all see it: others may have passed over the old place
+        while not self.places:  # append at the end, where all see it: others may have passed the old place
             self._log.count_up_to(max(damaged))
             place = self._log.append(Arrival.of(self.me, 0))
             if self._log.decide(place, self.verdict()) == self.verdict():
                 self.places.add(place)
         self._read = None
         logger.warning(
-            "somebody has deleted or overwritten the entry of worker '%s' in %s; it is written again",
+            "the entry of worker '%s' in %s was deleted or overwritten; it is written again",
             self.me.name,
             self._store.description,
         )
 
     def _answer(self, place: int, verdict: Verdict) -> None:
-        if verdict.kind is Kind.GONE:
-            raise self._out("others had lost it, and have taken it out of the group")
+        if verdict.kind is ArrivalKind.GONE:
+            raise self._out("others had lost it, and have removed it from the group")
         if not verdict.question:
             return
         asking = Part.that_asks(verdict.question)
@@ -195,7 +197,7 @@ class LogWatch:
     # ---- others
 
     def _part(self, entries: Sequence[Entry]) -> Part:
-        """This worker and those that it has met, as far as they are in the log."""
+        """Return this worker and those that it has met, as far as they are in the log."""
         met = {each.incarnation for each in self._neighbours.roster() if self._has_met(each.incarnation)}
         met.add(self.me.incarnation)
         places = [each.index for each in entries if _incarnation(each) in met]
@@ -205,7 +207,7 @@ class LogWatch:
         return self._neighbours.gone_reason(incarnation) is None and self._neighbours.has_met(incarnation)
 
     def _meet_strangers(self, entries: Sequence[Entry]) -> None:
-        """Connect to those who are unknown for the second time: most newcomers connect by themselves."""
+        """Connect to workers that are unknown for the second time: most newcomers connect by themselves."""
         roster = self._neighbours.roster()
         known = {each.incarnation for each in roster} | {self.me.incarnation}
         taken = {(each.name, each.id) for each in roster}
@@ -223,7 +225,7 @@ class LogWatch:
             self._neighbours.meet(found)
 
     def _part_with_lost(self, entries: Sequence[Entry]) -> None:
-        """Take those out of the log that this part of the group has lost, if this worker leads it."""
+        """Remove the workers that this part of the group has lost from the log, if this worker leads it."""
         here = {each.incarnation for each in self._neighbours.roster()}
         logged = [each for each in entries if _incarnation(each) in here]
         taken = {(each.name, each.id) for entry in logged if (each := entry.member()) is not None}
@@ -258,7 +260,7 @@ class LogWatch:
         self._log.trim()
 
     def _parting(self, index: int, part: Part) -> Action:
-        """What is to be done about a lost worker; ask it, if that is."""
+        """Return what to do about a lost worker, and ask it if necessary."""
         entry = self._log.entry(index)
         member, verdict, now = entry.member(), entry.verdict, self._clock()
         if member is None or verdict is None:
@@ -277,7 +279,9 @@ class LogWatch:
         return action
 
     def _has_ended(self, member: Member) -> bool:
-        """Whether that is certain: this host's kernel knows, but a firewall can refuse for another host's."""
+        """Whether that is certain: on this host the kernel knows, but a firewall may refuse for
+        another host.
+        """
         return member.incarnation in self._left or (
             member.host == self.me.host and self._tell(member) is False
         )
@@ -302,7 +306,7 @@ class LogWatch:
         match outcome:
             case Admission.JOINED | Admission.FOUNDED:
                 announced = self.verdict()
-                member_now = Verdict(Kind.MEMBER, announced.detail)
+                member_now = Verdict(ArrivalKind.MEMBER, announced.detail)
                 if all(self._log.swap(each, announced, member_now) == member_now for each in self.places):
                     self.is_member, self.is_pending = True, False
             case Admission.REFUSED:
@@ -316,7 +320,7 @@ class LogWatch:
                 )
 
     def _contact(self, index: int, member: Member) -> Contact:
-        """How this newcomer stands with a worker. One whose address refuses from another host is asked."""
+        """Return this newcomer's contact to a worker. One on another host whose address refuses is asked."""
         if self._has_met(member.incarnation):
             return Contact.MET
         if self._neighbours.gone_reason(member.incarnation) is None:
@@ -342,7 +346,7 @@ class LogWatch:
         )
 
     def _reasons(self) -> str:
-        """Why workers in the log were not reached, for errors."""
+        """Return why workers in the log were not reached, for errors."""
         members = [each.arrival.member for each in self._log.entries() if each.arrival is not None]
         reasons = [
             f"worker '{each.name}': {reason}"
@@ -353,7 +357,7 @@ class LogWatch:
 
 
 def _incarnation(entry: Entry) -> int | None:
-    """That of the worker at a place, if it is present."""
+    """Return the incarnation of the worker at a place, if it is present."""
     return entry.arrival.member.incarnation if entry.arrival is not None and entry.is_present else None
 
 

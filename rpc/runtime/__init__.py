@@ -1,1 +1,1 @@
-"""What the agent runs on: its loop, its threads, blocking waits, and the settings of the process."""
+"""The agent's foundation: its loop, its threads, blocking waits, and the settings of the process."""

@@ -1,10 +1,10 @@
 """PyTorch's autograd engine in a forked process.
 
-A forked process inherits an engine whose threads it does not have. PyTorch destroys that engine and
-constructs another one when the child first uses it (``PythonEngine::get_python_engine``), which is when an
-operation first saves a tensor for backward. No lock guards this, and the interpreter's lock is not held. If
-two threads get there at the same time, both destroy the engine, and the process ends with SIGSEGV. The first
-calls to a forked worker may well arrive together.
+A forked process inherits an engine without its threads. PyTorch destroys that engine and constructs another
+one when the child first uses it (``PythonEngine::get_python_engine``), which is when an operation first saves
+a tensor for backward. No lock guards this, and the GIL is not held. If two threads get there at the same
+time, both destroy the engine, and the process ends with SIGSEGV. The first calls to a forked worker may well
+arrive together.
 
 A process that has not forked since it imported PyTorch constructs its engine once, as a C++ static, which is
 safe.

@@ -1,7 +1,8 @@
-"""Blocking waits: which threads may make them, and how Ctrl-C gets through.
+"""Blocking waits: which threads may make them, and how ``KeyboardInterrupt`` ends them.
 
 A thread waits on a lock or an event of its own, which another thread releases or sets. A signal that arrives
-after Python last looked and before the system call would not end the wait, so it is made in slices.
+after Python's last check and before the system call would not end the wait, so each wait consists of short
+ones.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ _SLICE_SECONDS: Final = 0.5
 
 class _ThisThread(threading.local):
     must_not_block: str | None = None
-    """Why every blocking wait on the current thread raises ``BlockingCallError``; None where they do not."""
+    """Why every blocking wait on the current thread raises ``BlockingCallError``, or None."""
     runs_callees: bool = False
-    """Whether the current thread is an agent's, and so runs what other workers have called."""
+    """Whether the current thread belongs to an agent, and so runs functions that other workers have
+    called.
+    """
 
 
 this_thread: Final = _ThisThread()
 
 
 def check_may_block() -> None:
-    """Raise ``BlockingCallError`` on a thread that must not block. Each blocking wait begins with this."""
+    """Raise ``BlockingCallError`` on a thread that must not block. Called before each blocking wait."""
     ensure_deferred()
     if this_thread.must_not_block is not None:
         raise BlockingCallError(this_thread.must_not_block)
@@ -38,13 +41,13 @@ def check_may_block() -> None:
 
 def wait_for(lock: LockType, deadline: float = INFINITE) -> bool:
     """Acquire a lock that another thread releases; false if the deadline, on the monotonic clock, has passed.
-    Ctrl-C interrupts.
+    ``KeyboardInterrupt`` interrupts it.
     """
     return _in_slices(lock.acquire, deadline)
 
 
 def wait_for_event(event: threading.Event, deadline: float = INFINITE) -> bool:
-    """As ``wait_for``, for an event."""
+    """Like ``wait_for``, for an event."""
     return _in_slices(event.wait, deadline)
 
 
@@ -58,7 +61,7 @@ def _in_slices(wait: Callable[..., bool], deadline: float) -> bool:
 
 @interruptible
 def wait_while(busy: Callable[[], bool], changed: threading.Condition, deadline: float) -> bool:
-    """As ``wait_for``, for the end of what ``busy`` tells, with the lock of ``changed`` in hand."""
+    """Like ``wait_for``, until ``busy`` returns false; the caller holds the lock of ``changed``."""
     while busy():
         left = deadline - monotonic()
         if left <= 0:

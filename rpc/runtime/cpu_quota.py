@@ -1,9 +1,9 @@
-"""How many cores this process can keep busy.
+"""The number of cores that this process can use.
 
-A container is often given less than the cores that it sees: a *quota*, so much computing time in each period
-of 0.1 s. When it is used up, all of the process's threads stand still until the period is over, so a thread
+A container often may use less than the cores that it sees: a *quota* limits its computing time in each period
+of 0.1 s. When it is used up, all threads of the process are stopped until the period is over, so a thread
 that spins beside one that computes costs that one far more than it may save. Quotas belong to control groups
-(``cgroups`` of Linux, version 1 or 2), and count for all groups below.
+(``cgroups`` of Linux, version 1 or 2), and apply to all groups below.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ _MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
 def usable_cores(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int:
-    """The cores that this process may run on, or fewer, if its control groups do not pay for as many.
+    """Return the number of cores that this process may run on, or fewer if its control groups have lower
+    quotas.
 
     Args:
         groups: where control groups are mounted.
-        membership: the file that says which are this process's.
+        membership: the file that lists this process's groups.
 
     Returns:
-        At least 1. Of a fraction of a core, nothing counts.
+        At least 1. Fractions are rounded down.
     """
-    affinity = getattr(os, "sched_getaffinity", None)  # not on all systems
+    affinity = getattr(os, "sched_getaffinity", None)  # not available on all systems
     seen = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, int(min([seen, *_quotas(groups, membership)])))
 
 
 def _quotas(groups: Path, membership: Path) -> Iterator[float]:
-    """What the process's groups may compute, each, in cores."""
+    """Yield the quota of each of the process's groups, in cores."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # another system, or nothing is mounted there
@@ -43,7 +44,8 @@ def _quotas(groups: Path, membership: Path) -> Iterator[float]:
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container, the path may be as seen from outside; the root is the container's own group then.
+        # In a container, the path may be the one seen from outside; then the root is the container's own
+        # group.
         group = PurePosixPath(path.lstrip("/"))
         for each in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such group, or no quota
@@ -54,7 +56,7 @@ def _quota(group: Path, version: int) -> float:
     if version == 1:
         quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
     else:
-        quota, period = map(int, (group / "cpu.max").read_text().split())  # ValueError where it says "max"
+        quota, period = map(int, (group / "cpu.max").read_text().split())  # ValueError for "max"
     if quota < 0:
         raise ValueError("no quota")
     return quota / period

@@ -12,11 +12,11 @@ from rpc.runtime.interrupts import ensure_deferred
 _agent: Any = None
 _forked_from: int | None = None
 _inherited: list[Any] = []
-"""Agents of this process's ancestors: destroying their loops here would touch what those still use."""
+"""Agents of this process's ancestors: destroying their loops here would affect resources still used there."""
 
 
 def current_agent() -> Any:
-    """The agent that this process's calls go through: an ``Agent``, or what a registered backend made.
+    """Return the agent that this process's calls use: an ``Agent``, or one that a registered backend made.
 
     Raises:
         NotInitializedError: there is none.
@@ -34,7 +34,7 @@ def current_agent() -> Any:
 
 
 def extension(name: str) -> Any:
-    """The current agent's extension of that name.
+    """Return the current agent's extension with this name.
 
     Raises:
         NotInitializedError: there is no agent, or it has no such extension.
@@ -73,14 +73,14 @@ def set_current_agent(agent: Any) -> None:
 
 
 def clear_current_agent(agent: Any) -> None:
-    """From now on ``agent`` is not the current one. If another is by now, that one stays."""
+    """Unset ``agent`` as the current one. If another one is current by now, that stays."""
     global _agent
     if _agent is agent:
         _agent = None
 
 
 def _forked() -> None:
-    """In a child that was just forked: the parent's agent is not ours, whatever its memory looks like."""
+    """Forget the parent's agent, in a child that was just forked."""
     global _agent, _forked_from
     if _agent is not None:
         agent, _agent, _forked_from = _agent, None, os.getppid()

@@ -1,11 +1,12 @@
-"""Events: what happens on an agent, told to who listens, for metrics, traces and profilers.
+"""Events on an agent, for metrics, traces and profilers.
 
-Handlers are called on the thread on which an event happened, which may be the agent's loop: they must be
-quick and must not block. What they raise is logged. Where nobody listens, an event costs one test of a tuple
+Handlers are called on the thread on which an event happens, which may be the agent's loop: they must be quick
+and must not block. Their exceptions are logged. Without a listener, an event costs one test of an attribute
 and is not even made::
 
-    if events.call_begun:
-        events.tell(events.call_begun, CallBegun(...))
+    tell = events.call_begun
+    if tell is not None:
+        tell(call_id, to, ...)  # the fields of ``CallBegun``, in order
 
 Example::
 
@@ -18,6 +19,7 @@ Example::
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -53,29 +55,29 @@ E = TypeVar("E")
 class CallBegun:
     """At the caller: a call, or another request that is answered, is about to be sent."""
 
-    call_id: int  # names it among those of this worker; the callee's events have it, too
+    call_id: int  # unique among those of this worker; the callee's events have it, too
     to: str  # the callee's name
-    what: str  # what is called or asked, by name
-    asked: object = None  # the same as the call has it: the function, or a text
+    what: str  # name of what is called or requested
+    asked: object = None  # as passed to the call: the function, or a text
     how: str = "async"  # "sync" if a thread waits for it, "remote" if its value stays at the callee
-    header: dict[str, Any] | None = None  # travels with it; a handler may add what msgpack can encode
+    header: dict[str, Any] | None = None  # sent along; a handler may add what msgpack can encode
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """At the caller: a call that began while somebody listened to this or to ``CallBegun`` is over."""
+    """At the caller: a call that began while there was a listener for this or for ``CallBegun`` has ended."""
 
     call_id: int
     to: str
     what: str
-    seconds: float  # since it began
-    error: BaseException | None  # why there is no answer; None if there is one, also if that is an exception
-    header: dict[str, Any] | None = None  # what came with the answer
+    seconds: float  # duration
+    error: BaseException | None  # why there is no answer; None if there is one, even if it is an exception
+    header: dict[str, Any] | None = None  # header of the answer
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBegun:
-    """At the callee: a request of another worker has come in. It runs when a thread is free."""
+    """At the callee: a request of another worker has arrived. It runs when a thread is free."""
 
     source: str  # the caller's name
     call_id: int  # as in the caller's events
@@ -88,8 +90,8 @@ class RunBegun:
     source: str  # the caller's name
     call_id: int  # as in the caller's events
     what: object  # the function
-    queued: float  # seconds from when the request came until a thread was free
-    loaded: float  # seconds in which the function and its arguments were deserialized
+    queued: float  # seconds from the arrival of the request until a thread was free
+    loaded: float  # seconds for deserializing the function and its arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class CallSerialized:
-    """At the caller: the function and arguments of a call have been serialized; ``CallBegun`` comes next."""
+    """At the caller: the function and arguments of a call have been serialized; ``CallBegun`` follows."""
 
     to: str  # the callee's name
     what: object  # the function
@@ -112,7 +114,7 @@ class CallSerialized:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """At the callee: the answer to a request is on its way."""
+    """At the callee: the answer to a request is being sent."""
 
     source: str
     call_id: int
@@ -142,12 +144,13 @@ class MessageSent:
 
     to: str  # the receiver's name
     kind: int  # a ``rpc.wire.frames.Kind``
-    size: int  # of what it carries, in bytes, without headers
+    size: int  # size of the payload in bytes, without headers
+    call_id: int = 0  # of its call; for an answer, as in the caller's events
 
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """A message has come in."""
+    """A message has arrived."""
 
     source: str  # the sender's name
     kind: int
@@ -156,54 +159,81 @@ class MessageReceived:
 
 Handlers = tuple[Callable[[Any], object], ...]
 
+Tell = Callable[..., object]
+"""Takes the fields of an event, in their order, and tells the handlers of it."""
+
 
 class Events:
-    """Who listens to the events of one agent: for each kind its handlers, mostly none. From any thread."""
+    """The handlers of one agent's events: for each kind the function that calls them, or None.
 
-    call_begun: Handlers
-    call_ended: Handlers
-    request_begun: Handlers
-    run_begun: Handlers
-    run_ended: Handlers
-    call_serialized: Handlers
-    request_ended: Handlers
-    peer_joined: Handlers
-    peer_lost: Handlers
-    message_sent: Handlers
-    message_received: Handlers
+    From any thread. A subscription may end at any time: load the attribute once, then test and call that.
+    """
+
+    call_begun: Tell | None
+    call_ended: Tell | None
+    request_begun: Tell | None
+    run_begun: Tell | None
+    run_ended: Tell | None
+    call_serialized: Tell | None
+    request_ended: Tell | None
+    peer_joined: Tell | None
+    peer_lost: Tell | None
+    message_sent: Tell | None
+    message_received: Tell | None
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._handlers: dict[type, Handlers] = dict.fromkeys(_ATTRIBUTES, ())
+        self._recorders: dict[type, Handlers] = dict.fromkeys(_ATTRIBUTES, ())
         for attribute in _ATTRIBUTES.values():
-            setattr(self, attribute, ())
+            setattr(self, attribute, None)
 
     def listen(self, kind: type[E], handler: Callable[[E], object]) -> ExitStack:
         """Have ``handler`` called with each event of a kind from now on; see ``rpc.events.listen``."""
+        return self._add(self._handlers, kind, handler)
+
+    def record(self, kind: type, recorder: Tell) -> ExitStack:
+        """Have ``recorder`` called with the fields of each event of a kind, in their order.
+
+        Making the event takes longer than recording it: this is for traces. It must not raise.
+        """
+        return self._add(self._recorders, kind, recorder)
+
+    def _add(self, where: dict[type, Handlers], kind: type, handler: Callable[..., object]) -> ExitStack:
         if kind not in _ATTRIBUTES:
             known = ", ".join(each.__name__ for each in _ATTRIBUTES)
             raise TypeError(f"{kind!r} is no kind of event; there are: {known}")
-        attribute = _ATTRIBUTES[kind]
 
-        def called(event: E) -> None:  # an object of its own, so that one handler may listen twice
-            handler(event)
+        entry = functools.partial(handler)  # a separate object, so that one handler may be registered twice
 
         def end() -> None:
             with self._lock:
-                setattr(self, attribute, tuple(h for h in getattr(self, attribute) if h is not called))
+                where[kind] = tuple(each for each in where[kind] if each is not entry)
+                self._compose(kind)
 
         with self._lock:
-            setattr(self, attribute, (*getattr(self, attribute), called))
+            where[kind] = (*where[kind], entry)
+            self._compose(kind)
         subscription = ExitStack()
         subscription.callback(end)
         return subscription
 
-    def tell(self, handlers: Handlers, event: object) -> None:
-        """Call each handler of an event, in the order in which they began to listen."""
-        for handler in handlers:
-            try:
-                handler(event)
-            except Exception:
-                logger.exception("a handler of %s failed", type(event).__name__)
+    def _compose(self, kind: type) -> None:
+        handlers, recorders = self._handlers[kind], self._recorders[kind]
+
+        def tell(*fields: Any) -> None:
+            for recorder in recorders:
+                recorder(*fields)
+            if handlers:
+                event = kind(*fields)
+                for handler in handlers:
+                    try:
+                        handler(event)
+                    except Exception:
+                        logger.exception("a handler of %s failed", kind.__name__)
+
+        alone = recorders[0] if len(recorders) == 1 and not handlers else tell
+        setattr(self, _ATTRIBUTES[kind], alone if handlers or recorders else None)
 
 
 _ATTRIBUTES: Final[dict[type, str]] = {
@@ -220,11 +250,11 @@ def listen(kind: type[E], handler: Callable[[E], object]) -> ExitStack:
     """Have ``handler`` called with each event of a kind on this process's agent, until it is shut down.
 
     Args:
-        kind: of event, such as ``CallEnded``.
-        handler: is called on the thread on which the event happens; must be quick and must not block.
+        kind: class of the events, such as ``CallEnded``.
+        handler: called on the thread on which the event happens; must be quick and must not block.
 
     Returns:
-        What ends it: ``close()`` it, or use it in a ``with`` statement.
+        A context manager that ends the registration, on ``close()`` or at the end of a ``with`` statement.
 
     Raises:
         NotInitializedError: there is no agent.

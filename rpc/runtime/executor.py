@@ -1,24 +1,22 @@
-"""The threads that run user code: as many as are needed, never so few that a call waits for ever.
+"""The threads that run user code: as many as are needed, but never so few that calls deadlock.
 
-Up to ``workers`` threads are started as tasks come. They may all be blocked, in locks or in calls that wait
-for calls, where nobody can see it. So a monitor looks at the backlog once a tick: if tasks wait and none was
-begun or finished since the last look, it starts more threads, doubling what is above the base number each
-time. Calls that nest 200 deep get there in a few ticks. Idle threads above the base number retire. Beyond
-``ceiling`` threads, which thousands of blocking calls take at once, one more is started every few ticks:
-tasks that wait for tasks still get on, however deep they nest.
+Up to ``workers`` threads are started as tasks arrive. All of them may be blocked, in locks or in calls that
+wait for calls, which cannot be detected directly. So a monitor checks the backlog once per tick: if tasks
+wait and none was started or finished since the last check, it starts more threads, doubling the number above
+the base number each time. Calls that nest 200 deep get there in a few ticks. Idle threads above the base
+number retire. Beyond ``ceiling`` threads, which thousands of blocking calls reach at once, one more is
+started every few ticks: tasks that wait for tasks still make progress, however deep they nest.
 
-Waking a thread costs two switches of the interpreter, so one thread at most is being woken at any time; when
-it runs, and tasks still wait, it wakes the next. Quick tasks are thus all done by the first thread, slow ones
-spread at once. While there is a backlog, some thread that was woken is about to look at it, or the monitor
-ticks.
+Waking a thread costs two switches of the GIL, so at most one thread is being woken at any time; when it runs,
+and tasks still wait, it wakes the next. Quick tasks are thus all done by the first thread, slow ones spread
+at once. While there is a backlog, either a thread that was woken is about to check it, or the monitor ticks.
 
-Each task runs in a context of its own, for context variables, and with the default modes (``modes``): what it
-leaves in force on its thread is undone before the next one.
+Each task runs in a context of its own, for context variables, and with the default modes (``modes``): changes
+that it leaves on its thread are undone before the next one.
 
-A thread takes tasks without the lock, and keeps account of what it has finished by itself. The lock is taken
-to go idle, and to wake. A thread with nothing to do may be *lent* to a ``TaskSource``, which gives it its
-next task without a hand-over; it goes back there after each, and is called back where tasks find no other
-thread.
+A thread takes tasks without the lock, and counts its finished tasks itself. The lock is taken to become idle,
+and to wake. A thread with nothing to do may be *lent* to a ``TaskSource``, which gives it its next task
+without a hand-over; it returns there after each, and is called back if tasks find no other thread.
 """
 
 from __future__ import annotations
@@ -44,17 +42,20 @@ logger = logging.getLogger(__name__)
 _TICK: Final = 0.005
 _IDLE_SECONDS: Final = 10.0
 _TICKS_BEYOND_CEILING: Final = 10
-"""Beyond the ceiling, one thread per so many ticks without progress: 20 a second."""
+"""Number of ticks without progress after which one thread beyond the ceiling is started: 20 threads
+a second.
+"""
 
 
 class _Worker:
-    """What the executor knows of one thread.
+    """The executor's data about one thread.
 
     Attributes:
-        finished, brought: tasks that the thread has done, and got at a source; nobody else writes these.
-        source: where it is lent to, or will if there is nothing to do after its task.
-        claimed: its place there, if it has that already.
-        wake: released when an idle thread is to look at the backlog.
+        finished, brought: number of tasks that the thread has finished, and got at a source; written by it
+        alone.
+        source: where it is lent to, or will be if there is nothing to do after its task.
+        claimed: its place there, if it has claimed it already.
+        wake: released when an idle thread should check the backlog.
     """
 
     __slots__ = ("brought", "claimed", "finished", "source", "thread", "wake")
@@ -69,7 +70,7 @@ class _Worker:
         self.thread = threading.Thread(target=executor._run, args=(self,), name=name, daemon=True)
 
     def call(self) -> None:
-        """Have the thread, idle or lent, look at the backlog."""
+        """Have the thread, idle or lent, check the backlog."""
         self.wake.release()
         if self.source is not None:
             self.source.wake()
@@ -79,9 +80,10 @@ class Executor:
     """Runs tasks on daemon threads. All methods may be called from any thread.
 
     Args:
-        workers: threads that are started without hesitation; more only when these make no progress.
+        workers: number of threads that are started at once; more are started only when these make no
+        progress.
         name: prefix of the threads' names.
-        ceiling: beyond this number, threads are added slowly.
+        ceiling: number of threads beyond which they are added slowly.
 
     Example::
 
@@ -95,7 +97,7 @@ class Executor:
         self._ceiling = max(workers, ceiling)
         self._ticks_beyond = 0
         self._name = name
-        self._lock = threading.RLock()  # a finalizer that runs while it is held may submit something
+        self._lock = threading.RLock()  # reentrant: a finalizer that runs while it is held may submit a task
         self._idle: list[_Worker] = []
         self._lent: list[_Worker] = []
         self._current = threading.local()
@@ -104,7 +106,7 @@ class Executor:
         self._started = 0
         self._submitted = 0
         self._ended = 0
-        """Tasks that were dropped, or done by threads that have retired."""
+        """Number of tasks that were dropped, or done by threads that have retired."""
         self._waking = False
         self._stopped = False
         self._starved = threading.Event()
@@ -113,7 +115,7 @@ class Executor:
         self._monitor.start()
 
     def threads(self) -> list[threading.Thread]:
-        """Those that there are now."""
+        """The current threads."""
         with self._lock:
             return list(self._threads)
 
@@ -135,7 +137,7 @@ class Executor:
         return True
 
     def lend(self, source: TaskSource, *, at_once: bool = True) -> None:
-        """For a task that is about to end: have its thread wait for its next one at a source, whose place is
+        """For a task that is about to end: have its thread wait for its next task at a source, whose place is
         claimed now if ``at_once``.
         """
         worker: _Worker | None = getattr(self._current, "worker", None)
@@ -146,12 +148,12 @@ class Executor:
             worker.source, worker.claimed = source, claimed
 
     def active(self) -> int:
-        """Tasks submitted and not yet finished."""
+        """Number of tasks that are submitted and not finished."""
         with self._lock:
             return self._submitted - self._finished()
 
     def counts(self) -> dict[str, int]:
-        """Threads and tasks right now, for debug information."""
+        """Return the current numbers of threads and tasks, for debugging."""
         with self._lock:
             return {
                 "threads": len(self._threads),
@@ -161,20 +163,20 @@ class Executor:
             }
 
     def queued_before(self, argument: object) -> int | None:
-        """How many tasks are queued before the one with this argument; None if that is not queued."""
+        """Return how many tasks are queued before the one with this argument; None if that is not queued."""
         backlog = self._backlog.copy()
         return next((index for index, (_, each) in enumerate(backlog) if each is argument), None)
 
     def when_idle(self, callback: Callable[[], None] | None) -> None:
-        """Have ``callback`` called, on a worker thread, each time that no task is left."""
+        """Have ``callback`` called, on a worker thread, each time that no tasks are left."""
         self._on_idle = callback
 
     def owns_current_thread(self) -> bool:
-        """Whether the caller runs on one of the executor's threads."""
+        """Whether the calling thread is one of the executor's."""
         return threading.current_thread() in self._threads
 
     def drop_backlog(self) -> list[Task]:
-        """Take away the tasks that no thread has begun, and return them."""
+        """Remove the tasks that no thread has started, and return them."""
         with self._lock:
             dropped: list[Task] = []
             with contextlib.suppress(IndexError):
@@ -185,11 +187,11 @@ class Executor:
 
     @protected
     def stop(self, timeout: float | None = 5.0) -> bool:
-        """Take no more tasks, drop those that wait, join the threads, and say whether all have ended.
+        """Accept no more tasks, drop those that wait, join the threads, and return whether all have ended.
 
         Args:
-            timeout: seconds to wait for tasks that still run; their threads are daemons, and left behind
-                then.
+            timeout: timeout in seconds for tasks that are still running; their threads are daemons, and
+            abandoned then.
         """
         with self._lock:
             self._stopped = True
@@ -209,13 +211,15 @@ class Executor:
         return ended
 
     def _finished(self) -> int:
-        """With the lock held: tasks done or dropped so far, less those begun that were never submitted."""
+        """Return the number of tasks done or dropped so far, less those started that were never submitted;
+        lock held.
+        """
         return self._ended + sum(worker.finished - worker.brought for worker in self._threads.values())
 
     def _wake_another(self) -> None:
-        """With the lock held and a backlog: let one more thread take from it, or the monitor see to it."""
+        """With the lock held and a backlog: have one more thread take from it, or start the monitor."""
         if self._waking:
-            return  # that thread will look at the backlog
+            return  # that thread will check the backlog
         if not self._idle and len(self._threads) < self._workers and self._start_thread():
             return
         waiting = self._idle or self._lent
@@ -228,7 +232,7 @@ class Executor:
             self._starved.set()
 
     def _start_thread(self) -> bool:
-        """With the lock held; returns whether the system gave a thread."""
+        """Start a thread, with the lock held; returns whether the system could."""
         worker = _Worker(self, f"{self._name}-{self._started + 1}")
         self._threads[worker.thread] = worker
         try:
@@ -272,7 +276,8 @@ class Executor:
                 else:
                     Context().run(function, argument)
             except BaseException:
-                # A task answers its caller itself: what escapes is a defect, and must not end the thread.
+                # A task answers its caller itself: an exception that escapes is a defect, and must not end
+                # the thread.
                 logger.exception("an internal task failed")
             checked = not is_completion
             if checked and modes_changed():
@@ -281,13 +286,13 @@ class Executor:
             worker.finished += 1
             if source is not None:
                 if worker.source is None:
-                    worker.source = source  # where its last task came from, the next may follow
+                    worker.source = source  # the next task may come from where this one came from
                 source = None
             if not backlog and self._on_idle is not None:
                 self._tell_if_idle(self._on_idle)
 
     def _task_at_source(self, worker: _Worker) -> Task | None:
-        """Where the thread is lent to: wait there for a task, or to be called back."""
+        """Wait for a task where the thread is lent to, or for being called back."""
         source = worker.source
         if source is None:
             return None
@@ -295,7 +300,7 @@ class Executor:
         if claimed is None:
             worker.source = None
             return None
-        self._lent.append(worker)  # whoever calls it from here on wakes nobody else there
+        self._lent.append(worker)  # a thread that calls it from here on wakes no other
         if self._backlog or self._stopped:
             task = None
             source.leave()
@@ -312,11 +317,11 @@ class Executor:
         return task
 
     def _patience(self) -> float | None:
-        """How many seconds a thread may be idle: too many retire."""
+        """How many seconds a thread may be idle; None for ever. Surplus threads retire."""
         return _IDLE_SECONDS if len(self._threads) > self._workers else None
 
     def _spread(self) -> None:
-        """Let another thread take from the backlog, too: the task at hand may take long."""
+        """Have another thread take from the backlog, too: the current task may take long."""
         with self._lock:
             if self._backlog:
                 self._wake_another()
@@ -327,10 +332,10 @@ class Executor:
         try:
             callback()
         except Exception:
-            logger.exception("what was to be told that no task is left failed")
+            logger.exception("the callback for an idle executor failed")
 
     def _wait(self, worker: _Worker) -> bool:
-        """Wait until there may be a task; false when the thread is to end. Too many idle threads retire."""
+        """Wait until there may be a task; false if the thread should end. Surplus idle threads retire."""
         with self._lock:
             if self._stopped:
                 self._retire(worker)
@@ -350,12 +355,12 @@ class Executor:
                     return False
 
     def _retire(self, worker: _Worker) -> None:
-        """With the lock held: the thread ends."""
+        """End the thread, with the lock held."""
         self._ended += worker.finished - worker.brought
         del self._threads[worker.thread]
 
     def _watch(self) -> None:
-        """The monitor: sleeps until a task finds no thread, then ticks until there is no backlog."""
+        """The monitor: sleeps until a task finds no thread, then ticks while there is a backlog."""
         while True:
             self._starved.wait()
             progress = self._progress()
@@ -374,13 +379,13 @@ class Executor:
                 return
 
     def _progress(self) -> int:
-        """Grows whenever a task is begun or finished."""
+        """A number that grows whenever a task is started or finished."""
         with self._lock:
             return self._submitted - len(self._backlog) + self._finished()
 
     def _grow(self) -> bool:
-        """Double the threads above the base number, or beyond the ceiling add one now and then; returns false
-        if the system gives none.
+        """Double the threads above the base number, or beyond the ceiling add one once in a while; returns
+        false if the system cannot start any.
         """
         grown = False
         threads = len(self._threads)

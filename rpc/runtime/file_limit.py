@@ -1,9 +1,9 @@
-"""Room for the files that connections need: a large group must not end at a limit that nobody chose.
+"""The limit of open files: a large group must not fail because of a default limit.
 
-Systems mostly let a process open 1024 files unless it asks for more, which a program may not want in
-general: ``select`` knows no larger numbers. So the limit is raised with the number of peers, when it would be
-too low for them, and as far as the system permits. Where that is not enough for the connections themselves, a
-worker does not join: it would hang or fail later, when others connect.
+Most systems let a process open 1024 files unless it asks for more, which a program may not want in general:
+``select`` knows no larger numbers. So the limit is raised with the number of peers, when it would be too low
+for them, and as far as the system permits. If that is not enough for the connections themselves, a worker
+does not join: it would hang or fail later, when others connect.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from rpc.errors import RpcError
 logger = logging.getLogger(__name__)
 
 _FOR_A_PEER: Final = 6
-"""Its connection, what threads need to read it, and a socket for shared memory, with some on their way."""
+"""Number of files per peer: its connection, those needed to read it, a socket for shared memory, and a
+reserve.
+"""
 _FOR_ALL_ELSE: Final = 64
 
 _LEAST_FOR_A_PEER: Final = 4
 _LEAST_FOR_ALL_ELSE: Final = 32
-"""Without these, connections are not accepted."""
+"""Number of other open files without which connections are not accepted."""
 
 
 def check(peers: int) -> None:
-    """Raise ``RpcError`` if the system does not let this process open as many files as a group with so many
-    other workers needs at least.
+    """Raise ``RpcError`` if the system does not let this process open as many files as a group with this
+    number of other workers needs at least.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     now = _open_now()
@@ -44,10 +46,10 @@ def check(peers: int) -> None:
 
 
 def provide_for(peers: int) -> None:
-    """Let this process open as many files as it needs with so many peers.
+    """Raise the limit of open files as needed for a number of peers.
 
-    To be called for each new peer, from any thread; warns if the system does not permit enough. Of two calls
-    at once, one may find the limit raised by the other, which does no harm.
+    To be called for each new peer, from any thread; warns if the system does not permit enough. Of two
+    concurrent calls, one may find the limit raised by the other, which does no harm.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _open_now() + _FOR_A_PEER * peers + _FOR_ALL_ELSE
@@ -62,7 +64,7 @@ def provide_for(peers: int) -> None:
 
 
 def _open_now() -> int:
-    """How many files are open; 0 if the system does not tell. Those of earlier peers count twice then."""
+    """Return the number of open files; 0 if it is unknown. Files of earlier peers then count twice."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
@@ -71,9 +73,9 @@ def _open_now() -> int:
 
 @functools.cache
 def _warn(limit: int) -> None:
-    """Say once that a limit may be too low."""
+    """Warn once that a limit may be too low."""
     logger.warning(
-        "this process may open no more than %d files, and may need more with so many other workers: "
+        "this process may open no more than %d files, and may need more for this number of other workers: "
         "raise the limit (ulimit -Hn)",
         limit,
     )

@@ -1,10 +1,10 @@
 """Private names of PyTorch: how packages list those that they use, and what happens if one is missing.
 
-The file ``torch_internals.py`` of a package or room is its gate: the only file there that names them, each
-once. It has an ``Internals``, with a call of ``find`` for each name, which says what does not work if the
-installed version of PyTorch does not have it. A missing name is no error on import: it is replaced by
-``instead``, or by a class whose use raises ``MissingInternalError``, and ``check`` logs it when the package
-is first used. ``tests/unit/test_private_names.py`` finds uses outside of gates.
+The file ``torch_internals.py`` of a package is the only file there that names them, each once. It has an
+``Internals``, with a call of ``find`` for each name, which says what does not work if the installed version
+of PyTorch does not have it. A missing name is no error on import: it is replaced by ``instead``, or by a
+class whose use raises ``MissingInternalError``, and ``check`` logs it when the package is first used.
+``tests/unit/test_private_names.py`` finds uses in other files.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Internals:
         since: tuple[int, int] | None = None,
         until: tuple[int, int] | None = None,
     ) -> Any:
-        """Return the object of a name.
+        """Return the object with a name.
 
         Args:
             name: as in ``Internal``.

@@ -1,17 +1,17 @@
-"""Ctrl-C does not tear short sections of ours.
+"""``KeyboardInterrupt`` does not interrupt short critical sections of ours.
 
 Python's own handler of SIGINT raises ``KeyboardInterrupt`` on the main thread between any two instructions:
-also between taking a lock and the ``try`` that lets go of it. So the few functions that must run to their end
-are marked ``protected``, and those which block, and may be interrupted although a protected one called them,
-``interruptible``. While an agent runs, our handler looks up the stack from where the signal came: the
-innermost marked function decides. Below a protected one the signal is sent again a moment later, until it
-comes where it may raise; all that have come meanwhile count as one. A mark is a constant in the function's
-code, so it costs nothing until a signal comes. (Source of the idea: Trio, ``_core/_ki.py``.)
+even between taking a lock and the ``try`` that releases it. So the few functions that must run to their end
+are marked ``protected``, and those which block, and may be interrupted even if a protected one called them,
+``interruptible``. While an agent runs, our handler searches the stack from where the signal arrived: the
+innermost marked function decides. Inside a protected one, the signal is sent again a moment later, until it
+arrives where it may raise; all that have arrived in the meantime count as one. A mark is a constant in the
+function's code, so it costs nothing until a signal arrives. (Source of the idea: Trio, ``_core/_ki.py``.)
 
 Our handler wraps the one that it finds, Python's or the program's, and runs it outside protected sections. A
-program may install another one at any time: ipykernel installs Python's before each cell. So whatever begins
-work on the main thread calls ``ensure_deferred`` first, which wraps the new one. A signal that is ignored is
-left alone, and so is one that asyncio only forwards to a callback of its loop.
+program may install another one at any time: ipykernel installs Python's before each cell. So functions that
+start work on the main thread first call ``ensure_deferred``, which wraps the new one. A signal that is
+ignored is left alone, and so is one that asyncio only forwards to a callback of its loop.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Handler = Callable[[int, FrameType | None], Any]
 
 _FORWARDS: Final = getattr(asyncio.unix_events, "_sighandler_noop", None)
-"""The handler that asyncio installs for ``loop.add_signal_handler``. Sent again, a signal would reach the
-callback twice.
+"""The handler that asyncio installs for ``loop.add_signal_handler``. A signal that is sent again would reach
+the callback twice.
 """
 
 _RETRY_SECONDS: Final = 0.001
@@ -43,17 +43,17 @@ _handler_of: Final[Callable[[int], Any]] = _signal.getsignal
 """Returns a signal's handler as the interpreter has it, without ``enum``: in 50 ns, and not in 5 µs."""
 
 _is_deferred = False
-"""Whether a signal is to be sent again. Signals belong to the process, and so does this."""
+"""Whether a signal will be sent again. Signals belong to the process, and so does this."""
 
 _agents = 0
 """Number of agents that need protection."""
 
 _installed: _Deferring | None = None
-"""The handler of ours that was installed last."""
+"""Our handler that was installed last."""
 
 
 class _Mark:
-    """Told from all other constants by identity."""
+    """Distinguished from all other constants by identity."""
 
 
 _PROTECTED: Final = _Mark()
@@ -61,9 +61,10 @@ _INTERRUPTIBLE: Final = _Mark()
 
 
 def protected(function: F) -> F:
-    """Have ``function`` run to its end: a Ctrl-C that comes meanwhile is raised after it.
+    """Make ``function`` run to its end: a ``KeyboardInterrupt`` that arrives in the meantime is raised after
+    it.
 
-    It must be short, and must not block or run code of the user's but through an ``interruptible`` function.
+    It must be short, and must not block or run user code, except through an ``interruptible`` function.
 
     Example::
 
@@ -76,7 +77,9 @@ def protected(function: F) -> F:
 
 
 def interruptible(function: F) -> F:
-    """Let Ctrl-C be raised in ``function``, and what it calls, also when a protected function called it."""
+    """Let ``KeyboardInterrupt`` be raised in ``function``, and in what it calls, even if called by a
+    protected function.
+    """
     return _marked(function, _INTERRUPTIBLE)
 
 
@@ -87,8 +90,8 @@ def _marked(function: F, mark: _Mark) -> F:
 
 
 def defer_interrupts() -> None:
-    """Protect from now on, until ``restore_interrupts`` was called as often. The handler is installed now, or
-    when the main thread next calls ``ensure_deferred``.
+    """Protect from now on, until ``restore_interrupts`` has been called as often. The handler is installed
+    now, or when the main thread next calls ``ensure_deferred``.
     """
     global _agents
     _agents += 1
@@ -107,8 +110,8 @@ def restore_interrupts() -> None:
 
 
 def _is_over(handler: Handler) -> bool:
-    """Whether a handler belongs to an ``asyncio.run`` that has ended. It could not put Python's handler back,
-    since ours was there.
+    """Whether a handler belongs to an ``asyncio.run`` that has ended. It could not restore Python's handler,
+    since ours was installed.
     """
     if not isinstance(handler, functools.partial):
         return False
@@ -147,7 +150,7 @@ class _Deferring:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Runs on the main thread, between two instructions of ``frame``."""
         global _is_deferred
-        _is_deferred = False  # what was, has come with this one
+        _is_deferred = False  # a deferred signal has been handled with this one
         if _is_protected(frame):
             _is_deferred = True
             _thread.start_new_thread(_send_again, ())  # a ``Thread`` takes locks, which this thread may hold
@@ -170,6 +173,6 @@ def _send_again() -> None:
     global _is_deferred
     time.sleep(_RETRY_SECONDS)
     main, send, number = threading.main_thread().ident or 0, signal.pthread_kill, signal.SIGINT
-    if _is_deferred:  # from here on there is no call, so the handler does not come between
+    if _is_deferred:  # from here on there is no call, so the handler cannot run in between
         _is_deferred = False
         send(main, number)

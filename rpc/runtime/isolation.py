@@ -1,9 +1,9 @@
-"""Coroutines and threads of a pool whose modes are their own.
+"""Coroutines and pool threads with separate modes.
 
-All coroutines of a loop take turns on one thread, whose modes (``modes``) a coroutine may change for a block
-that awaits. So each task of an isolating loop is driven by an ``_OwnModes``: what is in force when a step of
-it ends is put aside, and comes back with its next step. Context variables need nothing of the kind: asyncio
-gives each task a context.
+All coroutines of a loop share one thread, whose modes (``modes``) a coroutine may change for a block that
+awaits. So each task of an isolating loop is driven by an ``_OwnModes``: the modes at the end of one of its
+steps are saved, and restored for its next step. Context variables need nothing of the kind: asyncio gives
+each task a context.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ T = TypeVar("T")
 def isolate_tasks(loop: asyncio.AbstractEventLoop) -> None:
     """Give each task of a loop modes of its own, and functions that it runs on threads the defaults.
 
-    A task that another task creates begins with the modes of that one at that moment, as it begins with a
-    copy of its context variables: what ``asyncio.gather`` runs inside ``torch.no_grad()`` is inside, too.
-    Other tasks begin with the defaults, whatever callbacks of the loop have left.
+    A task that another task creates starts with that task's modes at that moment, as it starts with a copy of
+    its context variables: coroutines that ``asyncio.gather`` runs inside ``torch.no_grad()`` are inside, too.
+    Other tasks start with the defaults, whatever callbacks of the loop have left.
     """
     loop.set_task_factory(_task)
     loop.set_default_executor(IsolatingThreadPool(thread_name_prefix="farcall-to-thread"))
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **arguments: Any) -> asyncio.Task[Any]:
-    if asyncio.iscoroutine(coroutine):  # else asyncio refuses it
+    if asyncio.iscoroutine(coroutine):  # otherwise asyncio refuses it
         coroutine = _OwnModes(coroutine, copy_of_modes() if asyncio.current_task(loop) else None)
     return asyncio.Task(coroutine, loop=loop, **arguments)
 
@@ -76,7 +76,7 @@ class _OwnModes(Coroutine[Any, Any, T]):
         return self._coroutine.__await__()
 
     def _step(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run one step; what the thread's modes were before it, they are after it."""
+        """Run one step; the thread's modes before it are restored after it."""
         others = SavedModes() if modes_changed() else None
         own, self._modes = self._modes, None
         if own is not None:
@@ -96,5 +96,5 @@ class _OwnModes(Coroutine[Any, Any, T]):
                 others.restore()
 
     def __getattr__(self, name: str) -> Any:
-        """What debuggers look at: ``cr_frame``, ``cr_await``, ``__qualname__``."""
+        """Forward the attributes that debuggers read: ``cr_frame``, ``cr_await``, ``__qualname__``."""
         return getattr(self._coroutine, name)

@@ -1,4 +1,4 @@
-"""A log that strangers cannot fill."""
+"""A rate-limited log, which strangers cannot fill."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PER_SECOND: Final = 0.2
 
 
 class LimitedLog:
-    """Passes messages on to a logger: 20 at once, then one every five seconds, which says how many there were
-    between. On one thread.
+    """Passes messages on to a logger: 20 at once, then one every five seconds, with the number of messages
+    that were suppressed. On one thread.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -24,7 +24,7 @@ class LimitedLog:
         self._passed_over = 0
 
     def log(self, level: int, text: str, *values: object) -> None:
-        """As ``Logger.log``."""
+        """Like ``Logger.log``."""
         if not self._logger.isEnabledFor(level):
             return
         now = monotonic()

@@ -1,4 +1,4 @@
-"""A daemon thread that runs an asyncio loop: uvloop's where it can be had, the standard one elsewhere."""
+"""A daemon thread that runs an asyncio loop: uvloop's if it is installed, otherwise the standard one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """A loop: uvloop's where it can be had."""
+    """Make a loop: uvloop's if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -34,7 +34,7 @@ class LoopThread:
 
     Args:
         name: the thread's name.
-        no_blocking: what ``BlockingCallError`` says to code on this thread that makes a blocking call.
+        no_blocking: the text of ``BlockingCallError`` for code on this thread that makes a blocking call.
     """
 
     def __init__(self, name: str, no_blocking: str) -> None:
@@ -55,8 +55,9 @@ class LoopThread:
                 try:
                     self.loop.run_forever()
                 except (KeyboardInterrupt, SystemExit):
-                    # Asyncio lets these through from any task or callback, but they are about a thread of
-                    # the user's, and others still need this loop.
+                    # Asyncio passes these on from any task or callback, but they concern a thread of the
+                    # user's, and others
+                    # still need this loop.
                     logger.exception("code on the thread %s wanted to end it", self._thread.name)
         finally:
             self.loop.close()
@@ -64,11 +65,11 @@ class LoopThread:
                 future.cancel()
 
     def is_current(self) -> bool:
-        """Whether the caller runs on this loop's thread."""
+        """Whether the calling thread is the loop's."""
         return threading.current_thread() is self._thread
 
     def call(self, function: Callable[..., T], *args: object) -> T:
-        """Run a function on the loop's thread and return its result, or raise what it raised."""
+        """Run a function on the loop's thread and return its result, or raise its error."""
 
         async def run() -> T:
             return function(*args)
@@ -81,7 +82,7 @@ class LoopThread:
 
         Raises:
             TimeoutError: it took more than ``timeout`` seconds; it is cancelled.
-            BlockingCallError: the caller runs on this very loop.
+            BlockingCallError: the calling thread is this loop's.
             RuntimeError: the loop has ended before the coroutine.
         """
         if self.is_current():
@@ -109,7 +110,7 @@ class LoopThread:
 
     @protected
     def stop(self, timeout: float = 5.0) -> bool:
-        """Cancel what runs on the loop, end the thread, and say whether it has ended."""
+        """Cancel all tasks on the loop, end the thread, and return whether it has ended."""
         if not self._thread.is_alive():
             return True
 

@@ -1,4 +1,4 @@
-"""Work that threads leave for the loop, and a count of what they leave under way."""
+"""Functions that threads hand over to the loop, and a counter of operations under way."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _GATHER_SECONDS: Final = 0.005
 
 
 class Mailbox:
-    """Runs functions on the loop's thread soon. Safe to use anywhere, in finalizers too.
+    """Runs functions on the loop's thread soon. Safe to use anywhere, even in finalizers.
 
     A finalizer may run in the middle of a locked section of ours, on any thread, so nothing here takes a
-    lock: what is deferred goes into a ``SimpleQueue``, and the loop is woken once for all of it.
+    lock: functions are put into a ``SimpleQueue``, and the loop is woken once for all of them.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -43,7 +43,7 @@ class Mailbox:
 
     @protected
     def gathered(self, function: Callable[[Any], object], argument: Any) -> None:
-        """As ``soon``, for what is in no hurry: it is done together with what follows in the next moments."""
+        """Like ``soon``, but less urgent: it is done together with others that follow in the next moments."""
         if not self._closed:
             self._queue.put((function, argument))
             if not self._timed:
@@ -51,7 +51,7 @@ class Mailbox:
                 self.call(self._loop.call_later, _GATHER_SECONDS, self._run)
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
-        """``call_soon_threadsafe``, and nothing once the loop has ended."""
+        """Call ``call_soon_threadsafe``; does nothing once the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -59,19 +59,19 @@ class Mailbox:
                 raise
 
     def later(self, seconds: float, function: Callable[[], object]) -> None:
-        """Call a function after some time, and not at all once the loop has ended."""
+        """Call a function after some time; does nothing once the loop has ended."""
         self.call(self._loop.call_later, seconds, function)
 
     def when_emptied(self, callback: Callable[[], object]) -> None:
-        """Have ``callback`` called on the loop's thread each time that all is done."""
+        """Have ``callback`` called on the loop's thread each time that the mailbox has become empty."""
         self._emptied = callback
 
     def pending(self) -> bool:
-        """Whether anything waits."""
+        """Whether any function waits."""
         return not self._queue.empty()
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Accept no more functions."""
         self._closed = True
 
     def _run(self) -> None:
@@ -86,12 +86,12 @@ class Mailbox:
 
 
 class Counter:
-    """How many things are under way, begun and ended on several threads."""
+    """Counts operations under way, which may begin and end on different threads."""
 
     __slots__ = ("_lock", "value")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer that runs while it is held may begin or end something
+        self._lock = threading.RLock()  # reentrant: a finalizer may use it while it is held
         self.value = 0
 
     def begin(self) -> None:

@@ -1,17 +1,17 @@
-"""The modes that PyTorch keeps for each thread, so that no function leaves its own in force for the next.
+"""The modes that PyTorch keeps for each thread, so that no function leaves its modes in force for the next.
 
-A mode is what changes the results of PyTorch's functions on one thread: grad mode and inference mode;
-autocast, its dtypes and its cache; the default device and other function modes; dispatch modes; hooks of
-saved tensors. A new thread has PyTorch's defaults. Threads that run functions of users in turn run each with
-the defaults, and undo what it has left (``reset_modes``).
+A mode changes the results of PyTorch's functions on one thread: grad mode and inference mode; autocast, its
+dtypes and its cache; the default device and other function modes; dispatch modes; hooks of saved tensors. A
+new thread has PyTorch's defaults. Threads that run user functions one after another run each with the
+defaults, and undo the changes that it leaves (``reset_modes``).
 
-Most functions leave nothing, so ``modes_changed`` is called after each one and costs about half a
-microsecond, of which the dtype of autocast is 0.2. It looks at what changes results without an error, not at
-the other modes that ``SavedModes`` saves along with these, such as the dtypes of autocast on other devices.
+Most functions leave none, so ``modes_changed`` is called after each one and costs about half a microsecond,
+of which the dtype of autocast is 0.2. It checks what changes results without an error, not the other modes
+that ``SavedModes`` saves as well, such as the dtypes of autocast on other devices.
 
 Inference mode has no setter. PyTorch's guard of it remembers the state of the thread that enters it, and
-gives that state to the thread that leaves it: so a guard is entered where inference mode is put aside, and
-left where it comes back.
+gives that state to the thread that leaves it: so a guard is entered where inference mode is saved, and left
+where it is restored.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _CPU_AUTOCAST_DTYPE: Final = torch.bfloat16
 """PyTorch's default on every thread."""
 
 _is_block_open = False
-"""Whether a block of autocast was put aside while it was open. A generator that holds it may end it on any
-thread, which then counts one block too few, and would never clear its cache of cast weights again.
+"""Whether an open autocast block was saved. A generator that holds it may end it on any thread, which then
+counts one block too few, and would never clear its cache of cast weights again.
 """
 
 _AUTOCAST_DEVICES: Final = (
@@ -89,7 +89,7 @@ _AUTOGRAD_MODES: Final[list[tuple[Callable[[], bool], Callable[[bool], object], 
 def modes_changed() -> bool:
     """Whether this thread's modes differ from the defaults of a new thread."""
     return (
-        function_stack_length() > 0  # first: a function mode may intercept the other questions
+        function_stack_length() > 0  # first: a function mode may intercept the other queries
         or not is_grad_enabled()
         or is_inference_mode_enabled()
         or is_any_autocast_enabled()
@@ -108,7 +108,7 @@ def reset_modes() -> None:
 
 @protected
 def with_default_modes(function: Callable[..., T], *args: object) -> T:
-    """Call a function with the default modes; this thread's own are in force again afterwards."""
+    """Call a function with the default modes; this thread's own modes are restored afterwards."""
     own = SavedModes() if modes_changed() else None
     try:
         return _call(function, *args)
@@ -125,7 +125,7 @@ def _call(function: Callable[..., T], *args: object) -> T:
 
 
 def copy_of_modes() -> SavedModes | None:
-    """This thread's modes, which stay in force, for another time; None if they are the defaults."""
+    """Return a copy of this thread's modes, for later use; None if they are the defaults."""
     if not modes_changed():
         return None
     again = None
@@ -140,7 +140,7 @@ def copy_of_modes() -> SavedModes | None:
 
 
 class SavedModes:
-    """The modes of a thread, put aside: making one gives the current thread the defaults.
+    """The saved modes of a thread: making one gives the current thread the defaults.
 
     Either ``restore`` or ``drop`` is called once, on any thread.
     """
@@ -183,7 +183,7 @@ class SavedModes:
         self._set_defaults()
 
     def _set_defaults(self) -> None:
-        """Whatever is not default yet when the modes that form stacks have been taken off."""
+        """Reset what is not default yet when the modes that form stacks have been removed."""
         if self._hooks_disabled is not None:
             enable_saved_tensors_hooks()
         set_function_state(FUNCTIONS_ENABLED)
@@ -197,7 +197,7 @@ class SavedModes:
             torch.clear_autocast_cache()  # of weights, which may change before these modes are restored
 
     def restore(self) -> None:
-        """Give the current thread these modes in the place of its own."""
+        """Give the current thread these modes in place of its own."""
         if modes_changed():
             reset_modes()
         inference, self._inference = self._inference, None
@@ -206,7 +206,7 @@ class SavedModes:
         self._apply()
 
     def _apply(self) -> None:
-        """Give a thread that has the defaults all of these modes but inference mode."""
+        """Give a thread that has the defaults all of these modes except inference mode."""
         if not is_inference_mode_enabled():
             _set_autograd_modes(self._autograd)
         _set_nesting(self._nesting)
@@ -226,7 +226,7 @@ class SavedModes:
         set_function_state(self._function_state)
 
     def drop(self) -> None:
-        """These modes are not restored. The current thread keeps its own."""
+        """Discard these modes. The current thread keeps its own."""
         inference, self._inference = self._inference, None
         if inference is not None:
             own = InferenceMode(False)
@@ -235,12 +235,12 @@ class SavedModes:
             own.__exit__(None, None, None)
 
     def __del__(self) -> None:
-        self.drop()  # else PyTorch's guard would change the thread that collects it
+        self.drop()  # otherwise PyTorch's guard would change the thread that collects it
 
 
 @functools.cache
 def _autocast_defaults() -> dict[str, torch.dtype]:
-    """The dtypes of autocast on a new thread, by type of device."""
+    """Return the dtypes of autocast on a new thread, by type of device."""
     found: dict[str, torch.dtype] = {}
 
     def look() -> None:
@@ -260,7 +260,7 @@ def _set_autocast(device: str, enabled: bool, dtype: torch.dtype) -> None:
 
 
 def _autocast_nesting() -> int:
-    """Number of blocks of autocast that this thread is in."""
+    """Return the number of autocast blocks that this thread is in."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
@@ -281,7 +281,7 @@ def _set_autograd_modes(values: list[bool]) -> None:
 
 
 def _popped_hooks() -> list[tuple[Any, Any]]:
-    """Hooks of saved tensors, from the top; they are taken off."""
+    """Remove the hooks of saved tensors, and return them from the top."""
     popped: list[tuple[Any, Any]] = []
     while (hooks := top_saved_tensors_hooks(False)) is not None:
         popped.append(hooks)
@@ -290,7 +290,9 @@ def _popped_hooks() -> list[tuple[Any, Any]]:
 
 
 def _exchange_default_device(context: Any) -> Any:
-    """Set what ``torch.set_default_device`` would leave next on this thread; returns what it was."""
+    """Set the context that ``torch.set_default_device`` leaves next on this thread; returns the
+    previous one.
+    """
     of_thread = default_device_of_thread
     before = getattr(of_thread, "device_context", None)
     if before is not context and of_thread is not None:

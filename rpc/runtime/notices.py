@@ -1,4 +1,4 @@
-"""Telling of waits that last: after three seconds, and then again at growing intervals."""
+"""Log messages about long waits: after three seconds, and then again at growing intervals."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LONGEST_SECONDS: Final = 60.0
 
 
 class Notices:
-    """When a wait that begins now is to be told of. For one thread.
+    """Decides when to log a message about a wait that begins now. For one thread.
 
     Attributes:
-        next: the time of the next notice, on the monotonic clock.
+        next: time of the next notice, on the monotonic clock.
         told: number of notices so far.
     """
 
@@ -31,7 +31,7 @@ class Notices:
         self.told = 0
 
     def due(self) -> bool:
-        """Whether one is due; then the next is due after twice the time, a minute at most."""
+        """Whether a notice is due; then the interval to the next one is doubled, up to a minute."""
         if monotonic() < self.next:
             return False
         self.told += 1
@@ -41,14 +41,14 @@ class Notices:
 
     @property
     def waited(self) -> str:
-        """How long this has lasted, for people."""
+        """The duration of the wait so far, for messages."""
         return f"{monotonic() - self._began:.0f} s"
 
 
 def wait_telling(
     event: threading.Event, deadline: float, logger: logging.Logger, tell: Callable[[str], str | None]
 ) -> bool:
-    """As ``wait_for_event``; while it lasts, the log gets what ``tell`` says of it, if it does."""
+    """Like ``wait_for_event``; during a long wait, the text that ``tell`` returns, if any, is logged."""
     notices = Notices()
     while not wait_for_event(event, min(deadline, notices.next)):
         if deadline != INFINITE and monotonic() >= deadline:
@@ -61,6 +61,6 @@ def wait_telling(
 
 
 def tell_of_start(names: Sequence[str], waited: str) -> None:
-    """Say which new processes have not begun yet; they import what they need."""
+    """Log which new processes have not started yet; they import what they need."""
     if names:
         logger.warning("%s so far to start %s", waited, ", ".join(names))

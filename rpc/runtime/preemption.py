@@ -34,13 +34,13 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 
 
 class Watch:
-    """Notes signals that announce a preemption, from its creation until it is closed.
+    """Records signals that announce a preemption, from its creation until it is closed.
 
     A handler that the program has set before is called as well; a signal that is ignored stays so. For the
     main thread.
 
     Args:
-        signals: the signals to note.
+        signals: the signals to record.
         callback: called, without arguments, in the signal handler of the first one.
 
     Raises:
@@ -68,7 +68,7 @@ class Watch:
             before(number, frame)
 
     def close(self) -> None:
-        """Set the handlers again that were there before."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -79,12 +79,12 @@ _callbacks: Final[list[Callable[[], object]]] = []
 
 
 def preempted() -> bool:
-    """Whether the engine has announced that it takes this job's machines away.
+    """Return whether the engine has announced that it takes this job's machines away.
 
-    The first call begins to watch for the signals SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU, which no longer end
+    The first call starts watching for the signals SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU, which no longer end
     the process then. Make it on the main thread, at the program's start. Each process finds out by itself,
-    perhaps at another step than its peers: where all must stop at the same step, let one decide, or reduce
-    the answer over all ranks.
+    perhaps at another step than its peers: if all must stop at the same step, let one decide, or reduce the
+    answer over all ranks.
 
     Raises:
         RpcError: the first call is not on the main thread.
@@ -103,13 +103,13 @@ def preempted() -> bool:
 
 def on_preempted(callback: Callable[[], object]) -> ExitStack:
     """Have ``callback()`` called once the engine has announced that it takes this job's machines away; at
-    once if it has already. Begins to watch, as ``preempted`` does.
+    once if it has already. Starts watching, as ``preempted`` does.
 
     Args:
-        callback: called on a thread of its own. What it raises is logged.
+        callback: called on a thread of its own. Its exceptions are logged.
 
     Returns:
-        What ends it: ``close()`` it, or use it in a ``with`` statement.
+        A context manager that ends the registration, on ``close()`` or at the end of a ``with`` statement.
 
     Raises:
         RpcError: the first call is not on the main thread.
@@ -117,7 +117,7 @@ def on_preempted(callback: Callable[[], object]) -> ExitStack:
     if not callable(callback):
         raise TypeError(f"callback must be callable, not {callback!r}")
 
-    def called() -> None:  # an object of its own, so that one callback may be registered twice
+    def called() -> None:  # a separate object, so that one callback may be registered twice
         callback()
 
     def end() -> None:

@@ -1,7 +1,7 @@
 """SIGTERM in process 1 of a container.
 
-For process 1 of a PID namespace the kernel discards each signal that has no handler. A pod whose program is
-process 1 would run on until its time is over and it is killed.
+For process 1 of a PID namespace, the kernel discards each signal that has no handler. A pod whose program is
+process 1 would run on until its grace period is over and it is killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ __all__ = ["end_at_sigterm", "ends_process"]
 
 
 def end_at_sigterm() -> None:
-    """If this is process 1 and nothing handles SIGTERM, have it end this process, as it ends any other."""
+    """If this is process 1 and SIGTERM has no handler, set one that ends this process, as in any other
+    process.
+    """
     if (
         os.getpid() == 1
         and threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""What the kernel tells of another process of this host: whether it is stopped, or busy."""
+"""The kernel's view of another process on this host: whether it is stopped, or busy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _STOPPED: Final = frozenset("Tt")
 
 @dataclass(frozen=True, slots=True)
 class ProcessSigns:
-    """A process at one moment.
+    """The state of a process at one moment.
 
     Attributes:
-        stopped: by a signal, or a debugger.
-        busy: some thread runs, waits for a core, or for a disk.
-        ticks: how much it has computed, all threads together, in the kernel's clock ticks.
-        start: when it began, which tells it from a later one of the same number.
+        stopped: whether it is stopped by a signal, or a debugger.
+        busy: whether a thread runs, or waits for a core or a disk.
+        ticks: CPU time of all its threads, in the kernel's clock ticks.
+        start: start time, which distinguishes it from a later process with the same id.
     """
 
     stopped: bool
@@ -32,7 +32,7 @@ class ProcessSigns:
 
 
 def process_signs(process: int) -> ProcessSigns | None:
-    """What can be seen of a process; None if that is nothing: there is none, or not in this name space."""
+    """Return the state of a process; None if there is none, or it is not in this PID namespace."""
     try:
         fields = _stat(f"/proc/{process}/stat")
         states = {fields[_STATE]}
@@ -46,14 +46,16 @@ def process_signs(process: int) -> ProcessSigns | None:
 
 
 def computes(before: ProcessSigns | None, now: ProcessSigns | None) -> bool:
-    """Whether it is the same process, which has run meanwhile, or wants to."""
+    """Whether it is the same process, which has run in the meantime, or is ready to run."""
     if before is None or now is None or now.start != before.start or now.stopped:
         return False
     return now.busy or now.ticks > before.ticks
 
 
 def thread_seconds(thread: int) -> float | None:
-    """CPU time of a thread of this process, given its native id; None where the kernel does not say."""
+    """CPU time of a thread of this process in seconds, given its native id; None if the kernel does not
+    provide it.
+    """
     try:
         with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[0]) / 1e9

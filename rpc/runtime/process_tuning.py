@@ -1,15 +1,16 @@
-"""What an agent sets for its whole process while it runs: when threads switch, what memory is kept, Ctrl-C.
+"""An agent's settings for its whole process: thread switches, kept memory, ``KeyboardInterrupt``.
 
-What PyTorch has not made ready for several threads is made ready first (``rpc.runtime.autograd_engine``).
+Parts of PyTorch that are not ready for several threads are initialized first
+(``rpc.runtime.autograd_engine``).
 
-*Thread switches.* A call in a process whose main thread computes waits for the interpreter two or three
-times, 5 ms each by Python's default. So the interval is shortened.
+*Thread switches.* A call in a process whose main thread computes waits for the GIL two or three times, 5 ms
+each by Python's default. So the interval is shortened.
 
-*Freed memory.* A training step allocates its gradients and activations anew each time. Left alone, glibc
-gives such memory back to the kernel, and each step pays a fault for every page of it: the backward of a model
-with 4 MB of parameters took 3.4 ms, and takes 1.8 ms without faults. So glibc is told to keep more, in each
-of its arenas: the main thread's keeps as much as the option says, another thread's 64 MiB at most, which is
-the size of its heaps. What is larger than 32 MiB goes back to the kernel always.
+*Freed memory.* A training step allocates its gradients and activations anew each time. By default, glibc
+returns such memory to the kernel, and each step pays a page fault for every page of it: the backward pass of
+a model with 4 MB of parameters took 3.4 ms, and takes 1.8 ms without faults. So glibc is configured to keep
+more, in each of its arenas: the main thread's keeps as much as the option says, another thread's at most 64
+MiB, which is the size of its heaps. Blocks larger than 32 MiB are always returned to the kernel.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ _LARGEST_MMAP_THRESHOLD: Final = 32 << 20
 _SMALLEST_MMAP_THRESHOLD: Final = 128 << 10
 
 _USUAL_TRIM_THRESHOLD: Final = 64 << 20
-"""glibc adapts its thresholds to what is freed, until it is told any. They cannot be read, nor can it go on
-adapting; this, and the largest threshold for ``mmap``, is what it comes to where large tensors are freed."""
+"""Threshold that glibc reaches by itself when large tensors are freed, as does the largest threshold for
+``mmap``. glibc adapts its thresholds until one is set; they cannot be read, and the adaptation cannot be
+resumed.
+"""
 
 _USERS_VARIABLES: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 _USERS_TUNABLES: Final = tuple(
@@ -42,12 +45,12 @@ _USERS_TUNABLES: Final = tuple(
 
 @dataclass
 class ProcessTuning:
-    """One agent's settings. The allocator is left alone if it is not glibc's, or where the environment says
-    what it shall do.
+    """One agent's settings. The allocator is left alone if it is not glibc's, or if the environment
+    configures it.
     """
 
-    switch_interval: float | None  # in seconds; None leaves the interpreter's alone. A shorter one stays
-    kept_memory_bytes: int  # how much freed memory to keep; 0 leaves the allocator alone
+    switch_interval: float | None  # in seconds; None keeps the interpreter's. A shorter one is kept
+    kept_memory_bytes: int  # freed memory to keep, in bytes; 0 leaves the allocator alone
     _applied: bool = False
     _interval_before: float | None = None
     _libc: ctypes.CDLL | None = None
@@ -69,7 +72,7 @@ class ProcessTuning:
             libc.mallopt(_M_TRIM_THRESHOLD, min(size, _INT_MAX))
 
     def restore(self, *, give_back: bool = True) -> None:
-        """Undo ``apply``, and return to the kernel what lies free, unless that is a parent's memory."""
+        """Undo ``apply``, and return free memory to the kernel, unless it is a parent's memory."""
         if self._applied:
             self._applied = False
             restore_interrupts()

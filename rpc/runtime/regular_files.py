@@ -1,6 +1,7 @@
-"""Reads files that a user names, such as keys, without waiting and in bounded memory, whatever has that name.
+"""Reads files that a user names, such as keys, without waiting and in bounded memory, whatever the name
+refers to.
 
-Opening a fifo waits for a writer, reading a device such as ``/dev/zero`` never ends, and a wrong name may be
+Opening a FIFO waits for a writer, reading a device such as ``/dev/zero`` never ends, and a wrong name may be
 that of a checkpoint of many gigabytes.
 """
 
@@ -18,31 +19,31 @@ def open_regular_file(path: str, *, dir_fd: int | None = None, flags: int = 0) -
     """Open a file for reading.
 
     Args:
-        path: of the file.
-        dir_fd: a descriptor of the folder that ``path`` is relative to.
-        flags: of ``os.open``, besides those for reading.
+        path: path of the file.
+        dir_fd: descriptor of the folder that ``path`` is relative to.
+        flags: flags of ``os.open``, in addition to those for reading.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     flags |= os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, dir_fd=dir_fd)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"it is no regular file, but {_kind(mode)}", path)
+        raise OSError(errno.EINVAL, f"it is not a regular file, but {_kind(mode)}", path)
     return open(descriptor, "rb")
 
 
 def read_regular_file(path: str, limit: int) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Args:
-        path: of the file.
-        limit: bytes that it may have.
+        path: path of the file.
+        limit: maximum size in bytes.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
+        OSError: it cannot be read, is not a regular file, or is larger.
     """
     with open_regular_file(path) as file:
         content = file.read(limit + 1)

@@ -1,11 +1,12 @@
-"""Spans: what a thread did from one time to another, told to listeners when it ends. For traces.
+"""Spans: time intervals of a thread's work, reported to listeners when they end. For traces.
 
-Code that is worth showing in a trace says so::
+Code that should appear in traces uses::
 
     with spans.span("optimizer step", parameters=12):
         step()
 
-Where nobody listens, that costs one test of a tuple. Waits of ``rpc.runtime.waits`` are told, too.
+Without a listener, that costs one test of a tuple. Waits of ``rpc.runtime.waits`` are reported, too. A span
+with the details ``source`` and ``call`` serves that request: a trace draws the call's arrow to it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Span:
         details: numbers and short texts.
         began, ended: on the monotonic clock, in seconds.
         thread: identifier of the thread.
-        waits: the thread waited for other workers.
+        waits: whether the thread waited for other workers.
     """
 
     name: str
@@ -55,17 +56,17 @@ _NOTHING: Final = nullcontext()
 
 
 def is_listened_to() -> bool:
-    """Whether anybody listens."""
+    """Whether there is a listener."""
     return bool(_listeners)
 
 
 def span(name: str, **details: Any) -> AbstractContextManager[object]:
-    """A span for the duration of a ``with`` statement, if anybody listens."""
+    """Return a span for the duration of a ``with`` statement, if there is a listener."""
     return Span(name, details) if _listeners else _NOTHING
 
 
 def tell(ended: Span) -> None:
-    """Tell the listeners of a span that has ended."""
+    """Report a span that has ended to the listeners."""
     for listener in _listeners:
         listener(ended)
 
@@ -74,7 +75,7 @@ def listen(listener: Callable[[Span], object]) -> ExitStack:
     """Have ``listener`` called with each span of this process that ends, on its thread; it must be quick.
 
     Returns:
-        What ends it: ``close()`` it, or use it in a ``with`` statement.
+        A context manager that ends the registration, on ``close()`` or at the end of a ``with`` statement.
     """
     global _listeners
     with _lock:

@@ -1,4 +1,4 @@
-"""What a thread does, as seen from another thread by its frames: at which line of the user's code, and what
+"""What a thread does, as another thread sees it by its frames: the line of user code that it is at, and what
 it waits for. Nothing here reads the values of variables.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 HOME: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-OURS: Final = tuple(os.path.join(HOME, package, "") for package in PACKAGES)
+OURS: Final = tuple(os.path.join(HOME, package, "") for package in (*PACKAGES, "farcall"))
 """Folders of this distribution's code."""
 
 _STANDARD: Final = tuple(
@@ -76,7 +76,7 @@ _BY_CALL: Final = {
     "write": "waits for a file or pipe",
     "input": "waits for input",
 }
-"""Functions written in C, which have no frame, by the name under which the code calls them."""
+"""Functions written in C, which have no frame, by the name under which they are called."""
 
 _WITH: Final = "waits to enter a with block, for a lock most likely"
 
@@ -94,8 +94,8 @@ def is_users(file: str) -> bool:
 
 
 def users_frame(frame: FrameType | None, end: FrameType | None = None) -> FrameType | None:
-    """The innermost frame of the user's own code, before the frame ``end``; if there is none, of an installed
-    package; else None.
+    """Return the innermost frame of the user's own code, before the frame ``end``; if there is none, that of
+    an installed package; else None.
     """
     installed: FrameType | None = None
     while frame is not None and frame is not end:
@@ -109,7 +109,7 @@ def users_frame(frame: FrameType | None, end: FrameType | None = None) -> FrameT
 
 
 def place_of(frame: FrameType) -> str:
-    """``FILE:LINE`` where a frame is; the file relative to the current directory if it lies there."""
+    """Return ``FILE:LINE`` of a frame; the file is relative to the current directory if it is inside."""
     file = frame.f_code.co_filename
     try:
         here = os.path.join(os.getcwd(), "")
@@ -119,8 +119,8 @@ def place_of(frame: FrameType) -> str:
 
 
 def waits_for(frame: FrameType | None, end: FrameType | None = None) -> str:
-    """What a thread that does not compute waits for, given its innermost frame; "" if that is not known, as
-    where none of the user's code is between that frame and the frame ``end``.
+    """Return what a thread that does not compute waits for, given its innermost frame; "" if that is unknown,
+    for example if no user code is between that frame and the frame ``end``.
     """
     called: CodeType | None = None
     while frame is not None and frame is not end:
@@ -132,19 +132,19 @@ def waits_for(frame: FrameType | None, end: FrameType | None = None) -> str:
 
 
 def waits_in(name: str) -> str:
-    """As ``waits_for``, for a function written in C of this name; "" if it is not known to wait."""
+    """Like ``waits_for``, for a function in C with this name; "" if it is not known to wait."""
     return _BY_CALL.get(name, "")
 
 
 def _of_frame(called: CodeType) -> str:
-    """As ``waits_for``, of the function that the user's code has called."""
+    """Like ``waits_for``, for the function that the user's code has called."""
     by_method = _BY_METHOD.get(called.co_qualname.removeprefix("Bounded"))
     file = os.path.basename(called.co_filename)
     return by_method or _BY_FILE.get(file) or f"is in {called.co_qualname} of {file}"
 
 
 def _of_call(frame: FrameType) -> str:
-    """As ``waits_for``, of the function in C that a frame calls just now."""
+    """Like ``waits_for``, for the function in C that a frame is calling."""
     name = _called_name(frame.f_code, frame.f_lasti)
     if name is None:
         return ""
@@ -153,8 +153,9 @@ def _of_call(frame: FrameType) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _called_name(code: CodeType, at: int) -> str | None:
-    """The last part of the name that is called by the instruction at an offset. A function is disassembled from
-    its start, which takes milliseconds for one of thousands of instructions.
+    """The last part of the name that is called by the instruction at an offset.
+
+    A function is disassembled from its start, which takes milliseconds for one of thousands of instructions.
     """
     before: list[dis.Instruction] = []
     for instruction in dis.get_instructions(code):

@@ -1,7 +1,7 @@
-"""PyTorch's private names, as far as ``rpc`` needs them: the one file of this package that uses them.
+"""PyTorch's private names that ``rpc`` uses: the only file of this package that names them.
 
-Those that other packages need as well are listed here, too, and nowhere else. Tried on torch 2.13, 2.14 and
-2.15. ``check``, which the start of an agent calls, logs which ones the installed version does not have.
+Those that other packages need as well are listed here, too, and nowhere else. Tested with torch 2.13, 2.14
+and 2.15. ``check``, which the start of an agent calls, logs those that the installed version does not have.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ default_device_of_thread: Final[Any] = _find(
 _SLOWER: Final = "calls take a few microseconds longer"
 
 BaseFuture: Final[Any] = _find("torch._C:Future", _SLOWER, instead=torch.futures.Future)
-"""The class in C++ whose methods those of ``torch.futures.Future`` call."""
+"""The C++ base class of ``torch.futures.Future``, which has its methods."""
 
 # ---- functions and tensors in messages
 
@@ -209,7 +209,7 @@ _fake_tensor: Final = INTERNALS.later(
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether this is a fake tensor. Does not import what is slow to import."""
+    """Whether this is a fake tensor. Does not import slow modules."""
     return "torch._subclasses.fake_tensor" in sys.modules and isinstance(tensor, _fake_tensor())
 
 

@@ -1,12 +1,12 @@
 """Waits that a stack does not explain: operations of a group, and the workers that each still waits for.
 
-Code that waits for other workers by another way than a call says so while it waits::
+Code that waits for other workers in another way than by a call reports it::
 
     with waits.waiting("barrier", lambda: missing):
         complete.wait()
 
 Observers read ``waits.current()``, from any thread. An entry costs less than a microsecond; the function that
-names the workers is only called when somebody looks.
+names the workers is only called by observers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Waiting:
     Attributes:
         what: the operation: "barrier", "shutdown", "all_reduce".
         whom: returns the names of the workers that the thread still waits for; called on any thread.
-        details: facts for observers: numbers and short texts.
-        since: begin of the wait, on the monotonic clock.
+        details: data for observers: numbers and short texts.
+        since: start of the wait, on the monotonic clock.
         thread: identifier of the waiting thread.
     """
 
@@ -59,10 +59,10 @@ _current: Final[dict[int, Waiting]] = {}
 
 
 def waiting(what: str, whom: Callable[[], Iterable[str]] | None = None, **details: Any) -> Waiting:
-    """Name what the current thread waits for, for the duration of a ``with`` statement."""
+    """Record what the current thread waits for, for the duration of a ``with`` statement."""
     return Waiting(what, whom, details)
 
 
 def current() -> list[Waiting]:
-    """All waits of this process at this moment, the oldest first."""
+    """Return all current waits of this process, the oldest first."""
     return list(_current.copy().values())

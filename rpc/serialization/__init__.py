@@ -1,1 +1,1 @@
-"""How calls, values and exceptions become bytes, and back: see ``serializer``."""
+"""Serialization of calls, values and exceptions: see ``serializer``."""

@@ -1,8 +1,8 @@
-"""Objects that travel beside the payload: an extension point for what must be adopted before it is read.
+"""Carriers: an extension point for objects that travel beside the payload, and are adopted before it is read.
 
 A remote reference cannot simply be pickled. Its owner must learn of the new reference even if the pickle
-fails to load, or is never read because the reply came too late. So the pickle holds a number only, and
-what describes the object goes into the message's header, where the receiver adopts it on receipt.
+fails to load, or is never read because the reply came too late. So the pickle only contains a number, and a
+descriptor of the object goes into the message's header, where the receiver adopts it on receipt.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from rpc.serialization.payload import Arrivals
 
 
 class Carrier(Protocol):
-    """How objects of a type travel beside the payload. Its methods are called from any thread, with the very
-    ``Destination`` and ``Source`` that the serializer was given.
+    """Defines how objects of a type travel beside the payload. Its methods are called from any thread, with
+    the same ``Destination`` and ``Source`` objects that the serializer was given.
     """
 
     kind: str
-    """The key of the descriptors in the header: short, and no other carrier's."""
+    """The key of the descriptors in the header: short, and unique among carriers."""
 
     def depart(self, obj: Any, to: Any) -> Any:
-        """Called while ``obj`` is pickled, once for each message that it is in; returns a descriptor of it
-        that msgpack can encode. ``to`` is None outside of any message, where all it can do is to raise, with
-        a reason.
+        """Called while ``obj`` is pickled, once for each message that contains it; returns a descriptor of it
+        that msgpack can encode. ``to`` is None outside of any message; then it must raise, with a reason.
         """
 
     def take_back(self, descriptors: list[Any], to: Any) -> None:
-        """The message that these descriptors were made for was not sent. Must not raise."""
+        """Handle that the message with these descriptors was not sent. Must not raise."""
 
     def arrive(self, descriptors: list[Any], source: Any) -> Sequence[Any]:
-        """Turn descriptors into objects, one for each. Called before the pickle is read and possibly
-        without it ever being read; the objects are then simply dropped. No user code may run in it.
+        """Turn descriptors into objects, one for each. Called before the pickle is read and possibly without
+        it ever being read; the objects are then simply dropped. It must not run user code.
         """
 
     def ready(self, objects: Any, when_ready: Callable[[], object]) -> bool:
@@ -45,8 +44,10 @@ class Carrier(Protocol):
 
 
 def are_ready(rest: Iterator[tuple[Carrier, Any]], when_ready: Callable[[], object]) -> bool:
-    """Whether what is left of the arrivals is ready; if not, go on there once the next has become so."""
-    go_on = functools.partial(_go_on, rest, when_ready)  # no closure, whose cycle would keep it all
+    """Whether the rest of the arrivals is ready; if not, continue there once the next one has
+    become ready.
+    """
+    go_on = functools.partial(_go_on, rest, when_ready)  # not a closure, whose cycle would keep all alive
     return all(carrier.ready(objects, go_on) for carrier, objects in rest)
 
 
@@ -60,11 +61,11 @@ class _Receiving(threading.local):
 
 
 receiving = _Receiving()
-"""What belongs to the pickle that this thread reads at the moment."""
+"""Arrivals of the pickle that this thread is reading."""
 
 
 def arrived(kind: str, index: int) -> Any:
-    """The object that arrived beside the pickle being read. Named in pickles."""
+    """Return an object that arrived beside the pickle being read. Named in pickles."""
     arrivals = receiving.arrivals
     if arrivals is None or not 0 <= index < len(arrivals.get(kind, ())):
         raise SerializationError(f"the message refers to '{kind}' number {index}, which it does not bring")

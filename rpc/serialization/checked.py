@@ -1,4 +1,4 @@
-"""Tensors from parts that are not trusted: what is malformed is a ``SerializationError``."""
+"""Rebuilding tensors from untrusted parts: malformed ones raise ``SerializationError``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONSTANTS: Final = {
     for name, value in vars(torch).items()
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format)
 }
-"""Not looked up in ``torch`` when somebody asks: that would import some of its modules."""
+"""Collected in advance: looking names up in ``torch`` would import some of its modules."""
 
 
 def constant(name: Any) -> Any:
@@ -57,10 +57,10 @@ def on_meta(dtype: Any, shape: Any, stride: Any, requires_grad: Any) -> torch.Te
 
 
 def sparse_coo(indices: Any, values: Any, *others: Any) -> torch.Tensor:
-    """``tensor_kinds.sparse_coo``; all its indices are looked at."""
+    """``tensor_kinds.sparse_coo``; all its indices are checked."""
     return tensor_kinds.sparse_coo(indices, values, *others, check=True)
 
 
 def sparse_compressed(starts: Any, indices: Any, values: Any, *others: Any) -> torch.Tensor:
-    """``tensor_kinds.sparse_compressed``; all its indices are looked at."""
+    """``tensor_kinds.sparse_compressed``; all its indices are checked."""
     return tensor_kinds.sparse_compressed(starts, indices, values, *others, check=True)

@@ -1,7 +1,8 @@
-"""Codecs: each is one way to turn calls and values into bytes and back; a message names its codec by number.
+"""Codecs: ways to serialize calls and values. A message contains the number of its codec.
 
-A worker answers in the codec that it was asked in. Besides pickle, which every worker has, there can be one
-for peers in other languages: see ``Serializer.register_codec``.
+A worker answers in the codec of the request. Besides pickle, which every worker has, there can be one for
+peers in other
+languages: see ``Serializer.register_codec``.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from rpc.errors import SerializationError
 from rpc.serialization.payload import Arrivals, Connect, Destination, Payload, Source, Tracked
 
 PICKLE: Final = 0
-"""The codec of a message that does not say otherwise."""
+"""Codec of a message without a codec number."""
 
 NEUTRAL: Final = 1
-"""The codec of messages from and to workers that trust nobody's pickles: see ``neutral``."""
+"""Codec of messages from and to workers that load no pickles: see ``neutral``."""
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -28,19 +29,19 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Load(Protocol[T_co]):
-    """Rebuilds what another worker sent.
+    """Rebuilds a call or value from another worker.
 
     Args:
         header: the message's header.
-        buffers: belong to the receiver now; large tensors are made over their memory.
-        arrivals: what ``adopt`` made of the header.
-        source: who sent it.
-        connect: makes those tensors that the sender put into ``tracked`` part of a graph here, in that
-            order; without, they are leaves that require grad.
+        buffers: the message's buffers, owned by the receiver; large tensors share their memory.
+        arrivals: the result of ``adopt`` for the header.
+        source: the sender.
+        connect: makes those tensors that the sender put into ``tracked`` part of a graph here, in that order;
+            without it, they are leaves that require grad.
 
     Raises:
         FunctionNotFoundError: a function or class that it names cannot be imported here.
-        SerializationError: it cannot be read, or safe mode does not admit something in it.
+        SerializationError: it is malformed, or safe mode does not admit a part of it.
     """
 
     def __call__(
@@ -55,10 +56,10 @@ class Load(Protocol[T_co]):
 
 
 class Codec(Protocol):
-    """One way to write and read messages. From any thread.
+    """A way to write and read messages. From any thread.
 
     ``dump_call`` and ``dumps`` raise ``SerializationError`` if something cannot be sent, which says which
-    part, of which type, and why; and another ``RpcError`` if what travels beside the payload refuses.
+    part, of which type, and why; and another ``RpcError`` if a carrier refuses an object.
     """
 
     id: int
@@ -70,11 +71,11 @@ class Codec(Protocol):
         """Serialize a call.
 
         Args:
-            func: anything that can be called: see ``functions`` for how it travels in pickles.
+            func: any callable: see ``functions`` for how it is pickled.
             args, kwargs: its arguments.
-            to: where it goes.
+            to: the destination.
             tracked: a list for those tensors among the arguments that require grad, in an order that the
-                receiver finds again; None if nobody wants to know.
+                receiver reproduces; None if they are not needed.
         """
 
     @property
@@ -88,9 +89,9 @@ class Codec(Protocol):
 
         Args:
             value: any object.
-            to: where it goes; None if that is not known, and then what ``__main__`` defines goes by value and
-                nothing can travel beside the payload.
-            what: for error messages: a text that names the object, or the function whose result it is.
+            to: the destination; None if it is not known, and then names from ``__main__`` are sent by value
+                and carriers cannot be used.
+            what: for error messages: a text that names the object, or the function that returned it.
             tracked: as for ``dump_call``.
         """
 
@@ -100,7 +101,7 @@ class Codec(Protocol):
 
 
 class Codecs(dict[int, Codec]):
-    """The codecs of one serializer, by number; one that is missing is a ``SerializationError``."""
+    """The codecs of one serializer, by number; a missing one raises ``SerializationError``."""
 
     def __missing__(self, number: int) -> NoReturn:
         raise SerializationError(f"a message is in codec {number}, which this worker does not have")

@@ -1,9 +1,9 @@
-"""How exceptions are taken apart and rebuilt, without a call of their class.
+"""Taking exceptions apart and rebuilding them, without calling their class.
 
 Pickle rebuilds an exception by calling its class on ``args``. A class whose constructor builds its message,
 counts its instances, or takes other arguments than it passes on, then gives another text, runs twice, or
 fails. Here the new exception is allocated by the constructor of the nearest base class that is written in C,
-and its state is put back:
+and its state is restored:
 
 - ``args``;
 - slots: attributes that are not in ``__dict__``, such as ``OSError.errno`` or ``SystemExit.code``, and those
@@ -12,8 +12,8 @@ and its state is put back:
 - the chain of causes and contexts, as far as a traceback would print it.
 
 No other code of the class runs. A class that defines how it is reduced (``__reduce__``, ``__reduce_ex__`` or
-``copyreg``) is reduced and rebuilt in its own way, and gets its chain and its notes back; a class with a base
-class in C of which Python's own exceptions know nothing is left to pickle.
+``copyreg``) is reduced and rebuilt in its own way, and its chain and its notes are restored; a class with a
+base class in C other than Python's own exceptions is left to pickle.
 
 Each link of the chain is pickled apart from the rest. Otherwise, a cause whose class only the sender can
 import would keep its exception from being rebuilt. A ``RemoteError`` with the same text replaces such a link.
@@ -54,7 +54,7 @@ Link = tuple[bool, bytes, str, str]
 
 
 class Writing(Protocol):
-    """What reducing needs of the pickler that runs."""
+    """The interface of the pickler that reducers use."""
 
     to: Destination | None
     rebuilds_exceptions: bool
@@ -88,7 +88,7 @@ def new_exception(kind: type[BaseException], *needed: Any) -> BaseException:
 
 
 def restore(error: BaseException, state: tuple[Any, ...]) -> None:
-    """Put the state back that an exception had. Named in pickles."""
+    """Restore the state of an exception. Named in pickles."""
     args, slots, attributes, *chain = state
     _args.__set__(error, args)
     for name, value in slots.items():
@@ -107,7 +107,7 @@ def restore(error: BaseException, state: tuple[Any, ...]) -> None:
 
 
 def restore_own(error: BaseException, state: tuple[Any, ...]) -> None:
-    """Put back what an exception has beside what its own ``__reduce__`` returned. Named in pickles."""
+    """Restore what an exception has in addition to the result of its own ``__reduce__``. Named in pickles."""
     own_state, notes, chain = state
     if own_state is not None:
         error.__setstate__(own_state)
@@ -117,7 +117,7 @@ def restore_own(error: BaseException, state: tuple[Any, ...]) -> None:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note, whatever the class makes of its attributes."""
+    """Add a note, even if the class overrides attribute access."""
     attributes = _dict.__get__(error)
     notes = attributes.get("__notes__")
     attributes["__notes__"] = [*notes, note] if isinstance(notes, list) else [note]
@@ -146,7 +146,7 @@ def twin(error: BaseException) -> BaseException:
 
 
 class Partly:
-    """An exception of which only those parts are pickled that can be.
+    """An exception of which only the picklable parts are pickled.
 
     Args:
         error: the exception.
@@ -159,7 +159,7 @@ class Partly:
 
 
 def reduce_partly(partly: Partly, pickler: Writing) -> Any:
-    """Reduce an exception without those of its parts that cannot be pickled; notes say what is missing."""
+    """Reduce an exception without its parts that cannot be pickled; notes list what is missing."""
     error, bare = partly.error, partly.bare
     kind = type(error)
     if _base_in_c(kind) is None:
@@ -188,14 +188,14 @@ def reduce_partly(partly: Partly, pickler: Writing) -> Any:
     kept = dict(_sendable(attributes, notes, pickler))
     missing = {name: Unsent(value) for name, value in attributes.items() if name not in kept}
     if missing and not _has_same_text(error, (args, slots, kept)):
-        kept |= missing  # else it could not say its text
+        kept |= missing  # otherwise its text would be lost
     kept["__notes__"] = notes
     state = tuple(kept_args), slots, kept, _chain(error, pickler)
     return new_exception, needed, state, None, None, restore
 
 
 class Unsent:
-    """Stands for a value that could not be sent, and prints as that value does."""
+    """A placeholder for a value that could not be sent; it prints like that value."""
 
     def __init__(self, value: object) -> None:
         self._texts: list[str] = []
@@ -212,11 +212,11 @@ class Unsent:
         return self._texts[1]
 
 
-# ---- what an exception is made of
+# ---- the parts of an exception
 
 
 def _needed(error: BaseException) -> tuple[Any, ...]:
-    """The arguments of ``new_exception``: groups cannot be given their content later."""
+    """Return the arguments of ``new_exception``: the content of groups cannot be set later."""
     kind = type(error)
     return (kind, error.message, error.exceptions) if isinstance(error, BaseExceptionGroup) else (kind,)
 
@@ -234,7 +234,7 @@ def _state(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any], dict[
 
 
 def _descriptors(kind: type) -> Iterator[Any]:
-    """Those of an exception's slots."""
+    """Yield the descriptors of an exception's slots."""
     for each in kind.__mro__:
         if each not in (BaseException, BaseExceptionGroup, object):
             for name, descriptor in vars(each).items():
@@ -245,8 +245,8 @@ def _descriptors(kind: type) -> Iterator[Any]:
 
 
 def _base_in_c(kind: type) -> Any:
-    """The class of Python's own by which instances of an exception class are allocated; None if another
-    class in C does this.
+    """Return the builtin class that allocates instances of an exception class; None if another class in C
+    does so.
     """
     base: type | None = kind
     while base is not None:
@@ -257,7 +257,7 @@ def _base_in_c(kind: type) -> Any:
 
 
 def _reduces_itself(kind: type) -> bool:
-    """Whether a class says how it is pickled."""
+    """Whether a class defines how it is pickled."""
     reduce: Any = kind.__reduce__
     reduce_ex: Any = kind.__reduce_ex__
     return (
@@ -273,7 +273,7 @@ def _own_reduction(error: BaseException) -> Any:
 
 
 def _with_chain(reduced: Any, error: BaseException, pickler: Writing) -> Any:
-    """What a class's own way has reduced, with the chain of the exception and its notes."""
+    """Return the result of a class's own reduction, with the chain of the exception and its notes."""
     chain, notes = _chain(error, pickler), getattr(error, "__notes__", None)
     if not (chain or notes) or type(reduced) is not tuple or len(reduced) > 3:
         return reduced
@@ -281,7 +281,7 @@ def _with_chain(reduced: Any, error: BaseException, pickler: Writing) -> Any:
     return made_by, arguments, (state[0] if state else None, notes, chain), None, None, restore_own
 
 
-# ---- what of it can be sent
+# ---- the parts that can be sent
 
 
 def _partial_reduction(error: BaseException, pickler: Writing) -> Any:
@@ -292,7 +292,7 @@ def _partial_reduction(error: BaseException, pickler: Writing) -> Any:
 
 
 def _sendable(attributes: dict[str, Any], notes: list[str], pickler: Writing) -> Iterator[tuple[str, Any]]:
-    """Those attributes that can be pickled; the others are added to the notes."""
+    """Yield those attributes that can be pickled; the others are listed in the notes."""
     for name, value in attributes.items():
         why = _refusal(value, f"attribute '{name}'", pickler)
         if why is None:
@@ -302,7 +302,7 @@ def _sendable(attributes: dict[str, Any], notes: list[str], pickler: Writing) ->
 
 
 def _refusal(value: Any, what: str, pickler: Writing) -> Exception | None:
-    """Why a value cannot be pickled; None if it can."""
+    """Return why a value cannot be pickled; None if it can."""
     try:
         pickler.attempt(value)
     except Exception as error:
@@ -341,8 +341,8 @@ def _chain(error: BaseException, pickler: Writing) -> list[Link]:
 
 
 def _link_of(error: BaseException, pickler: Writing) -> bytes:
-    """The pickle of one exception of a chain. It is made once for each message: where every exception has
-    the next one as its cause and as its argument, each of them is in the chains of all before it.
+    """Return the pickle of one exception of a chain. It is made once for each message: if every exception has
+    the next one both as its cause and as its argument, each of them is in the chains of all before it.
     """
     if id(error) not in pickler.links:
         pickler.links[id(error)] = error, _pickled_apart(error, pickler)
@@ -353,7 +353,7 @@ def _pickled_apart(error: BaseException, pickler: Writing) -> bytes:
     for attempt in (error, Partly(error), Partly(error, bare=True)):
         try:
             data = pickler.apart(attempt)
-        except Exception:  # less of it is tried next
+        except Exception:  # a reduced version is tried next
             continue
         return data if len(data) <= _MAX_LINK_BYTES else b""
     return b""

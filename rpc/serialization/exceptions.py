@@ -1,22 +1,22 @@
-"""How exceptions travel.
+"""Serialization of exceptions.
 
 The caller gets an exception of the same type, with the same text, arguments, attributes, notes and causes;
-the callee's traceback, with those of its causes, is a note of it. ``exception_state`` says how it is rebuilt.
-Attributes that cannot be sent are left out, arguments that cannot be sent are replaced by what prints in the
-same way, and notes say so. If an exception cannot be rebuilt from its state, because the class of an
-attribute is missing here, or methods of its own class fail that pickle calls, the caller gets one of the same
-class with the text as its argument.
+the callee's traceback, with those of its causes, is added as a note. ``exception_state`` describes how it is
+rebuilt. Attributes that cannot be sent are left out, arguments that cannot be sent are replaced by
+placeholders that print in the same way, and notes say so. If an exception cannot be rebuilt from its state,
+because the class of an attribute is missing here, or methods of its own class that pickle calls fail, the
+caller gets one of the same class with the text as its argument.
 
-It gets a ``RemoteError`` with the same text and the same note if the class is missing here. And always for
-what is no ``Exception`` (``SystemExit``, ``KeyboardInterrupt``, ``asyncio.CancelledError``), which is about
-the thread or task that raised it, and for ``torch.jit.Error``, since ``torch.distributed.rpc`` raises a
-``RuntimeError`` when TorchScript fails.
+The caller gets a ``RemoteError`` with the same text and note if the class is missing here. It also does so
+for anything that is not an ``Exception`` (``SystemExit``, ``KeyboardInterrupt``, ``asyncio.CancelledError``),
+which concerns the thread or task that raised it, and for ``torch.jit.Error``, since ``torch.distributed.rpc``
+raises a ``RuntimeError`` when TorchScript fails.
 
-In safe mode only the type, the text and the traceback count: see ``safe``.
+In safe mode, only the type, the text and the traceback are used: see ``safe``.
 
-An exception's header is ``{"!": [type, text, traceback, worker]}``, so that all this is known even when no
-pickle can be read; then come the buffers of the exception itself, none if it could not be pickled. Of what
-is too long, a header has the beginning and the end.
+An exception's header is ``{"!": [type, text, traceback, worker]}``, so that these are known even if no pickle
+can be read; then come the buffers of the exception itself, none if it could not be pickled. Texts that are
+too long are cut in the middle.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_TRACEBACK: Final = 256 << 10
 _MAX_TYPE_ALONE: Final = 512
 _MAX_TEXT_ALONE: Final = 2 << 10
 _MAX_TRACEBACK_ALONE: Final = 8 << 10
-"""These are so few characters, of at most four bytes, that every worker accepts a header of them."""
+"""Maximum number of characters, of at most four bytes, such that every worker accepts the header."""
 _OWN_FOLDERS: Final = tuple(
     os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), package, "")
     for package in ("rpc", "rref")
@@ -52,20 +52,22 @@ _OWN_FOLDERS: Final = tuple(
 def dump_exception(
     error: BaseException, worker: str, dumps: Callable[[Any, object], Payload] | None
 ) -> Payload:
-    """See ``Serializer.dump_exception``. ``dumps`` serializes a value for the caller, and takes what to call
-    it in errors; without, the exception goes as its description alone.
+    """See ``Serializer.dump_exception``. ``dumps`` serializes a value for the caller, and takes its
+    description for errors; without it, only the exception's description is sent.
     """
     header = [type_name(type(error)), text_of(error), _traceback(error), worker]
     payload = None
     if dumps is not None and isinstance(error, Exception) and not isinstance(error, torch.jit.Error):
         payload = _dump(error, dumps)
-    payload = payload or Payload({}, [])  # the header describes what cannot be pickled
+    payload = payload or Payload({}, [])  # the header describes an exception that cannot be pickled
     payload.header[EXCEPTION] = header
     return payload
 
 
 def shortened(header: dict[str, Any], reason: BaseException) -> dict[str, Any]:
-    """The header of an exception that is too large to be sent: its description alone, cut, and the reason."""
+    """Return the header of an exception that is too large to be sent: its description, cut, and the
+    reason.
+    """
     kind, text, remote_traceback, worker = header[EXCEPTION]
     said = f"{cut(text, _MAX_TEXT_ALONE)}\nIt was too large to be sent: {text_of(reason)}".lstrip()
     described = [cut(kind, _MAX_TYPE_ALONE), said, remote_traceback[-_MAX_TRACEBACK_ALONE:], worker]
@@ -74,7 +76,7 @@ def shortened(header: dict[str, Any], reason: BaseException) -> dict[str, Any]:
 
 def _dump(error: Exception, dumps: Callable[[Any, object], Payload]) -> Payload | None:
     for attempt in (error, Partly(error), Partly(error, bare=True)):
-        with contextlib.suppress(BaseException):  # what its own methods raise
+        with contextlib.suppress(BaseException):  # its own methods may raise anything
             return dumps(attempt, None)
     return None
 
@@ -87,8 +89,8 @@ def load_exception(
     *,
     by_name: bool = False,
 ) -> Exception:
-    """See ``Serializer.load_exception``. ``load`` rebuilds the exception itself, if it has been sent;
-    ``make`` makes one of the name of a type and a text. If it cannot be rebuilt, its class may be looked up
+    """See ``Serializer.load_exception``. ``load`` rebuilds the exception itself, if it was sent; ``make``
+    makes one from the name of a type and a text. If it cannot be rebuilt, its class may be looked up
     ``by_name``.
     """
     try:
@@ -124,8 +126,8 @@ def load_exception(
 
 
 def _of_class(kind: str, text: str, why: str) -> Exception | None:
-    """An exception of the class of that name, with the text as its argument; None if no module that has been
-    imported has such a class, in which case no ``except`` clause of this process names it.
+    """Return an exception of the class with that name, with the text as its argument; None if no imported
+    module has such a class, in which case no ``except`` clause of this process names it.
     """
     found = _imported(kind)
     if not isinstance(found, type) or not issubclass(found, Exception):
@@ -141,7 +143,9 @@ def _of_class(kind: str, text: str, why: str) -> Exception | None:
 
 
 def _imported(name: str) -> Any:
-    """What an imported module holds under the name that ``type_name`` gives a class; None if nothing."""
+    """Return the object that an imported module has under a name from ``type_name``; None if there
+    is none.
+    """
     parts = name.split(".")
     for count in range(len(parts) - 1, -1, -1):
         module = ".".join(parts[:count]) or "builtins"
@@ -155,7 +159,7 @@ def _imported(name: str) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """Why an exception cannot be rebuilt, in few words."""
+    """Describe briefly why an exception cannot be rebuilt."""
     if type(error) is SerializationError and error.__cause__ is not None:
         error = error.__cause__
     text = text_of(error)
@@ -165,7 +169,7 @@ def _reason(error: BaseException) -> str:
 def _traceback(error: BaseException) -> str:
     try:
         described = traceback.TracebackException.from_exception(error)
-        # Notes travel with the exception; those from workers further on would else be printed twice.
+        # Notes travel with the exception; those from other workers would otherwise be printed twice.
         described.__notes__ = None
         _leave_out_own_frames(described, isinstance(error, RpcError))
         text = "".join(described.format()).rstrip()
@@ -175,7 +179,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _leave_out_own_frames(described: traceback.TracebackException | None, raised_by_us: bool) -> None:
-    """Leave out leading frames in our own files; of errors that we raise ourselves, in their causes too, and
+    """Leave out leading frames in our own files; for errors that we raise ourselves, in their causes too, and
     all frames if there are no others.
     """
     while described is not None:

@@ -1,4 +1,4 @@
-"""What is said when something cannot be sent or read: which argument, of which type, and why."""
+"""Error messages for objects that cannot be sent or read: which argument, of which type, and why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MISSING: Final = re.compile(r"Can't get attribute '(?P<name>[^']*)' on <module 
 
 
 def describe(obj: Any) -> str:
-    """The qualified name of a function or class, else the type of an object."""
+    """Return the qualified name of a function or class, otherwise the type of an object."""
     name = getattr(obj, "__qualname__", None)
     if not isinstance(name, str):
         return with_article(type_name(type(obj)))
@@ -32,26 +32,26 @@ def describe(obj: Any) -> str:
 
 
 def type_name(kind: type) -> str:
-    """A class's name as one would write it: without the module for builtins."""
+    """Return a class's name as it is usually written: without the module for builtins."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says, cut if it is long. Never raises, whatever its ``__str__`` does."""
+    """Return an exception's text, cut if it is long. Never raises, whatever its ``__str__`` does."""
     try:
         return encodable(cut(str(error), _MAX_TEXT))
     except BaseException:
-        return "(its text cannot be had)"
+        return "(its text is not available)"
 
 
 def cut(text: str, limit: int) -> str:
-    """A text of which the middle is left out if it has more characters than that."""
+    """Leave out the middle of a text that is longer than ``limit`` characters."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def encodable(text: str) -> str:
-    """Text without lone surrogates, which msgpack cannot encode."""
+    """Return the text without lone surrogates, which msgpack cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -63,7 +63,7 @@ def cannot_call(
     to: Destination,
     attempt: Attempt,
 ) -> Exception:
-    """The error to raise when a call cannot be pickled: names the argument whose fault it is."""
+    """Return the error for a call that cannot be pickled; it names the argument that causes it."""
     headline = f"cannot call {describe(func)} on worker '{to.name}'"
     if _speaks_for_itself(error):
         error.add_note(headline)
@@ -82,7 +82,7 @@ def cannot_call(
 def cannot_send(
     error: Exception, obj: Any, to: Destination | None, what: object, attempt: Attempt
 ) -> Exception:
-    """The error to raise when one object cannot be pickled; ``what`` as for ``Codec.dumps``."""
+    """Return the error for an object that cannot be pickled; ``what`` as for ``Codec.dumps``."""
     if not isinstance(what, str):
         what = "the result" if what is None else f"the result of {describe(what)}"
     where = "" if to is None else f", to worker '{to.name}'"
@@ -93,7 +93,7 @@ def cannot_send(
 
 
 def _speaks_for_itself(error: Exception) -> bool:
-    """Whether the class and text of an error must not be lost: a reference is no longer valid, say."""
+    """Whether the class and text of an error must be kept: for example, a reference is no longer valid."""
     return isinstance(error, RpcError) and not isinstance(error, SerializationError)
 
 
@@ -110,12 +110,12 @@ def _explained(said: str, value: Any, cause: Exception, attempt: Attempt) -> Exc
 
 def _reason(cause: Exception) -> str:
     if isinstance(cause, RecursionError):
-        return "it is nested too deeply: send something flat, such as a list whose items name others by place"
+        return "it is nested too deeply: send something flat, such as a list with indices in place of nesting"
     return text_of(cause) or type(cause).__name__
 
 
 def _try(obj: Any, attempt: Attempt) -> Exception | None:
-    """Why an object cannot be pickled; None if it can."""
+    """Return why an object cannot be pickled; None if it can."""
     try:
         attempt(obj)
     except Exception as error:
@@ -124,7 +124,7 @@ def _try(obj: Any, attempt: Attempt) -> Exception | None:
 
 
 def _locate(obj: Any, cause: Exception, attempt: Attempt) -> tuple[str, Any, Exception]:
-    """Follow the fault into an object: the way to the innermost part that cannot be pickled."""
+    """Find the innermost part of an object that cannot be pickled, and the path to it."""
     path = ""
     trials = 0
     for _ in range(_MAX_DEPTH):
@@ -142,7 +142,7 @@ def _locate(obj: Any, cause: Exception, attempt: Attempt) -> tuple[str, Any, Exc
 
 
 def _parts(obj: Any) -> Iterable[tuple[str, Any]]:
-    """What an object is made of, as far as that is plain to see."""
+    """Yield an object's parts, as far as they are visible."""
     if isinstance(obj, (list, tuple)):
         return ((f"[{index}]", part) for index, part in enumerate(obj))
     if isinstance(obj, dict):
@@ -156,7 +156,9 @@ def _parts(obj: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _variables(function: FunctionType) -> dict[str, Any]:
-    """What a function by value takes along: the variables of its closure, and the globals that it uses."""
+    """Return what a function sent by value includes: its closure's variables, and the globals that
+    it uses.
+    """
     code, known = function.__code__, function.__globals__
     variables = {name: known[name] for name in code.co_names if name in known}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -166,7 +168,7 @@ def _variables(function: FunctionType) -> dict[str, Any]:
 
 
 def unreadable(error: Exception, what: str) -> RpcError:
-    """The error to raise for what unpickling raised."""
+    """Return the error to raise for an exception of the unpickler."""
     if isinstance(error, AttributeError) and (missing := _MISSING.match(text_of(error))):
         module, name = missing["module"], missing["name"]
         return not_found(module, name, f"module '{module}' has no '{name}'")

@@ -1,24 +1,24 @@
-"""How functions and classes travel: by name if the other side can import them, by value if not.
+"""Serialization of functions and classes: by name if the other side can import them, otherwise by value.
 
-*By name*: the pickle holds module and qualified name, and the receiver imports them. So travels all that its
-module holds under its own name, except in ``__main__``.
+*By name*: the pickle contains module and qualified name, and the receiver imports them. This is used for
+everything that its module has under its own name, except in ``__main__``.
 
 *By value*: code, defaults, closure and the globals that it uses are pickled (cloudpickle does this), and the
-receiver makes a new function or class of them. So travel lambdas, what is defined inside functions, what its
-module does not hold under its name (the function under a decorator), and what is in modules named to
-``cloudpickle.register_pickle_by_value``. What they refer to goes through our pickler again, so that tensors
-and remote references in a closure travel as always.
+receiver makes a new function or class of them. This is used for lambdas, for objects defined inside
+functions, for objects that their module does not have under their name (the function under a decorator), and
+for those in modules passed to ``cloudpickle.register_pickle_by_value``. Objects that they refer to go through
+our pickler again, so that tensors and remote references in a closure travel as always.
 
-What ``__main__`` defines goes by name to a worker whose own ``__main__`` has a function or class of that
-name: the callee's own is meant, as for all other modules, also where the two run different scripts. Each
-worker tells the others what its script is and which names it defines (``main_identity``). What is not there
-goes by value, and everything does to a notebook or an interactive session, where names change their meaning;
-except from a process to itself. A child that ``multiprocessing`` spawned runs its parent's script under the
-name ``__mp_main__``; it counts as ``__main__``, without what the script defines only ``if __name__ ==
-"__main__"``.
+Functions and classes of ``__main__`` are sent by name to a worker whose own ``__main__`` has one of that
+name: the callee's own is meant, as for all other modules, even if the two run different scripts. Each worker
+tells the others which script it runs and which names that defines (``main_identity``). Other names are sent
+by value, and everything is sent by value to a notebook or an interactive session, where names change their
+meaning; except from a process to itself. A child that ``multiprocessing`` spawned runs its parent's script
+under the name ``__mp_main__``; it counts as ``__main__``, without the names that the script defines only ``if
+__name__ == "__main__"``.
 
-What goes by value brings copies of the globals that it uses, each time. That is seldom meant where they are
-large or change, so a function that does this is named in the log, once.
+A function sent by value contains copies of the globals that it uses, each time. That is rarely intended if
+they are large or change, so the log names such a function, once.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from rpc.runtime.torch_internals import OpOverload, qualified_name
 from rpc.serialization.payload import Destination
 
 ScriptFunction = Any
-"""A ``torch.jit.ScriptFunction``; the stubs do not know how to write it."""
+"""A ``torch.jit.ScriptFunction``; PyTorch's stubs do not define the type."""
 
 logger = logging.getLogger(__name__)
 
 _modules = sys.modules
 
 MAIN_NAMES: Final = frozenset(("__main__", "__mp_main__"))
-"""The names under which a process knows the script that it runs."""
+"""The names of the script that a process runs."""
 
 
 class ByValue(Protocol):
-    """What reducing needs of the pickler that runs."""
+    """The interface of the pickler that reducers use."""
 
     to: Destination | None
     trial: bool
@@ -70,8 +70,8 @@ _identity: tuple[int, str] = (0, "")
 
 
 def main_identity() -> str:
-    """What this process runs as ``__main__``, and the names that it defines, as one text: ``script:`` with
-    the script's file name and a hash of its content; without a script, a text that no other process has.
+    """Return what this process runs as ``__main__``, and the names that it defines, as one text: ``script:``
+    with the script's file name and a hash of its content; without a script, a text that no other process has.
     """
     global _identity
     process = os.getpid()
@@ -96,10 +96,10 @@ def _read_main_identity() -> str:
 
 
 def _defined_in(source: bytes, path: str) -> Iterable[str]:
-    """The names that a script gives values to, those that it has not come to yet included."""
+    """Return the names that a script assigns, including those that it has not reached yet."""
     try:
         code = compile(source, path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):  # a zip file, for one: what is there by now has to do
+    except (SyntaxError, ValueError):  # such as a zip file: use the names that are defined by now
         return vars(sys.modules["__main__"])
     return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"}
 
@@ -114,21 +114,23 @@ def _names_in(identity: str) -> frozenset[str]:
 
 
 builtin_names: Final[dict[BuiltinFunctionType, tuple[str, str]]] = {}
-"""Where builtin functions have been found: their own names often say something else."""
+"""Module and name of builtin functions that were found: their own names often differ."""
 
 
 def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
-    """Module and qualified name under which the other side finds ``obj``; None if it must go by value."""
+    """Return the module and qualified name by which the other side finds ``obj``; None if it is sent by
+    value.
+    """
     if cloudpickle.list_registry_pickle_by_value():
         return None
-    try:  # the usual case: its module holds it under its own name
+    try:  # the usual case: its module has it under its own name
         if type(obj) is BuiltinFunctionType:
             module, name = builtin_names[obj]
         else:
             module, name = obj.__module__, obj.__qualname__
         if _modules[module].__dict__.get(name) is obj and module not in MAIN_NAMES:
             return module, name
-    except Exception:  # an object may do anything when it is asked for its name
+    except Exception:  # an object may do anything when its name is read
         pass
     found = getattr(obj, "__module__", None)
     owner = getattr(obj, "__objclass__", None)  # of a method of a builtin class, such as torch.Tensor.add
@@ -150,14 +152,14 @@ def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
 
 
 def _has_main(to: Destination | None, name: str) -> bool:
-    """Whether the other side's ``__main__`` has what has this qualified name in ours."""
+    """Whether the other side's ``__main__`` has an object with this qualified name from ours."""
     if to is None or not to.main:
         return False
     return to.main == main_identity() or name.partition(".")[0] in _names_in(to.main)
 
 
 def _find(module: str, name: str) -> Any:
-    """What an imported module holds under a qualified name; None if nothing."""
+    """Return what an imported module has under a qualified name; None if there is nothing."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         if found is None:
@@ -167,7 +169,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def resolve(module: str, name: str) -> Any:
-    """Import what a name means here, or raise ``FunctionNotFoundError``. Named in pickles."""
+    """Import the object with a name here, or raise ``FunctionNotFoundError``. Named in pickles."""
     try:
         return _modules[module].__dict__[name]
     except (KeyError, AttributeError):
@@ -186,7 +188,7 @@ def resolve(module: str, name: str) -> Any:
 
 
 def not_found(module: str, name: str, why: str) -> FunctionNotFoundError:
-    """The error for something that the sender can import and the receiver cannot."""
+    """Return the error for an object that the sender can import and the receiver cannot."""
     hint = (
         "The script that this process runs does not have the name, or not yet (is it defined below the call "
         'of init_rpc, or only if __name__ == "__main__"?)'
@@ -202,25 +204,25 @@ def reduce_importable(obj: FunctionType | type, pickler: ByValue) -> Any:
     """Reduce a Python function or a class."""
     name = name_of(obj, pickler.to)
     if name is None:
-        # For classes such as NoneType, which no module holds, this is the builtin reduction too.
+        # For classes such as NoneType, which no module has, this is the builtin reduction too.
         reduced = pickler.by_value.reducer_override(obj)
         if type(obj) is FunctionType and reduced is not NotImplemented and not pickler.trial:
             _tell_of_copies(obj, reduced, pickler)
         return reduced
     if obj.__module__ == "__mp_main__":
         return resolve, name
-    return NotImplemented  # what pickle always does, which is to save the name
+    return NotImplemented  # pickle's default, which saves the name
 
 
 _told: Final[set[CodeType]] = set()
-"""Functions that the log has named, or that there is nothing to say about."""
+"""Functions that the log has named, or for which there is nothing to report."""
 
 _MAX_TOLD: Final = 4096
 _LARGE: Final = 1 << 20
 
 
 def _tell_of_copies(function: FunctionType, reduced: tuple[Any, ...], pickler: ByValue) -> None:
-    """Say, once for each function, that it goes by value with copies of globals, or of much."""
+    """Log, once for each function, that it is sent by value with copies of globals, or of much data."""
     code = function.__code__
     if code in _told:
         return
@@ -251,7 +253,7 @@ def _tell_of_copies(function: FunctionType, reduced: tuple[Any, ...], pickler: B
 
 
 def _is_copied(value: Any, to: Destination | None) -> bool:
-    """Whether a global's value is copied: not so modules, and what is found or made as code."""
+    """Whether a global's value is copied: modules and code are not."""
     if isinstance(value, ModuleType | FunctionType | type | logging.Logger):
         return False
     return name_of(value, to) is None
@@ -282,14 +284,14 @@ def reduce_operator(op: Any, _: ByValue) -> Any:
 
 
 def operator(qualified_name: str, overload: str | None) -> Any:
-    """The operator of ``torch.ops`` with that name, ``"aten::add"``."""
+    """Return the operator of ``torch.ops`` with a name such as ``"aten::add"``."""
     namespace, _, name = qualified_name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name)
     return packet if overload is None else getattr(packet, overload)
 
 
 def reduce_script_function(function: ScriptFunction, pickler: ByValue) -> Any:
-    """Reduce a ``ScriptFunction``: by name if its module holds it, else its code, saved as TorchScript."""
+    """Reduce a ``ScriptFunction``: by name if its module has it, otherwise its code, saved as TorchScript."""
     name = script_name_of(function, pickler.to)
     if name is not None:
         return resolve, name
@@ -297,7 +299,7 @@ def reduce_script_function(function: ScriptFunction, pickler: ByValue) -> Any:
 
 
 def script_name_of(function: ScriptFunction, to: Destination | None) -> tuple[str, str] | None:
-    """``name_of`` for a ``ScriptFunction``, which knows its module only as part of another name."""
+    """Return ``name_of`` for a ``ScriptFunction``, whose module is only a part of another name."""
     qualified: str = qualified_name(function)
     module, _, name = qualified.removeprefix("__torch__.").rpartition(".")
     module = module or "__main__"

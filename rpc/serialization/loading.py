@@ -1,4 +1,4 @@
-"""What codecs have in common that read a record: a message's first buffer, with what goes with it."""
+"""The common part of codecs that read a record: a message's first buffer, with the other buffers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ R = TypeVar("R")
 
 
 def loader(build: Callable[[C, Any, Connect | None], R], what: str) -> Load[R]:
-    """The method of a codec that reads a message and builds what its record says.
+    """Return a codec's method that reads a message and builds the object that its record describes.
 
     Args:
-        build: makes it of the record.
-        what: what a message is called in errors, with a place for the sender's name.
+        build: makes the object from the record.
+        what: description of a message for errors, with a placeholder for the sender's name.
     """
 
     def loads(
@@ -53,7 +53,7 @@ def loader(build: Callable[[C, Any, Connect | None], R], what: str) -> Load[R]:
         connect: Connect | None = None,
     ) -> R:
         if _inference():
-            with torch.inference_mode(False):  # a received tensor is as it was sent, whoever reads it
+            with torch.inference_mode(False):  # a received tensor does not depend on the reader's mode
                 return loads(self, header, buffers, arrivals, source, connect=connect)
         if type(buffers) is Incomplete:
             raise _without_memory(buffers, what.format(source.name))
@@ -84,10 +84,10 @@ class _Loading(Protocol):
 
 
 def load_tensors(codec: _Loading, buffers: Sequence[Any], source: Source) -> list[Tensor | None]:
-    """The method of a codec that rebuilds what its ``dump_tensors`` serialized.
+    """A codec's method that rebuilds tensors that its ``dump_tensors`` serialized.
 
     Raises:
-        SerializationError: it cannot be read, or is something else.
+        SerializationError: the message is malformed, or contains something else.
     """
     value = codec.loads({}, buffers, None, source)
     if type(value) is list and (

@@ -1,9 +1,9 @@
-"""Where tensors lie in memory: out of a tensor into a buffer, and out of a buffer into a tensor.
+"""Memory of tensors: out of a tensor into a buffer, and out of a buffer into a tensor.
 
-Memory of up to ``INLINE_BYTES`` is copied into the pickle, which costs less than a buffer of its own; where a
-message has few tensors, so are larger ones. Larger memory becomes a buffer without being copied. A tensor's
-memory is read through its address and never through ``Tensor.numpy()``, which would forbid the caller to
-resize the tensor for ever after.
+Memory of up to ``INLINE_BYTES`` is copied into the pickle, which costs less than a separate buffer; so is
+larger memory if a message has few tensors. Other memory becomes a buffer without being copied. A tensor's
+memory is read through its address and never through ``Tensor.numpy()``, which would prevent resizing the
+tensor for ever after.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 INLINE_BYTES: Final = 4096
 _INLINE_TOTAL: Final = 48 << 10
-"""With what else it says, such a message still is one small frame."""
+"""Maximum total size of inlined memory in bytes, such that the message still is one small frame."""
 
 _COPIED_BYTES: Final = 32 << 10
 _SHARE_OF_FRAME: Final = 4
@@ -29,20 +29,24 @@ _ndarray: Final[Any] = np.ndarray
 bytes_at: Final[Any] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
-"""A copy of so many bytes from an address on: ``ctypes.string_at`` without the Python function round it."""
+"""Copies bytes from an address: ``ctypes.string_at`` without its wrapper in Python. Arguments:
+address, size.
+"""
 
 
 class _Region(ctypes.c_char * (1 << 62)):  # type: ignore[misc]  # an array type, made here
-    """Memory from an address on, of which a view takes as much as there is; keeps its owner alive.
+    """Memory from an address on, of which a view uses a part; keeps its owner alive.
 
-    Of arrays of other lengths, each would be a new class.
+    Each array type of another length would be a new class.
     """
 
     owner: object = None
 
 
 def memory_at(address: int, size: int, owner: object) -> bytes | PickleBuffer:
-    """``size`` bytes of memory that ``owner`` keeps alive: a copy if they are few, else the memory itself."""
+    """Return ``size`` bytes of memory that ``owner`` keeps alive: a copy if small, otherwise the memory
+    itself.
+    """
     if not address and size:
         raise ValueError(f"{size} bytes that lie nowhere")
     if size <= INLINE_BYTES:
@@ -54,13 +58,13 @@ def memory_at(address: int, size: int, owner: object) -> bytes | PickleBuffer:
 
 
 def inline_limit(tensors: int) -> int:
-    """Up to how many bytes each of so many tensors, all that a message has, is copied into its pickle."""
+    """Return the maximum size in bytes at which each of a message's tensors is copied into its pickle."""
     return max(INLINE_BYTES, _INLINE_TOTAL // tensors) if tensors else INLINE_BYTES
 
 
 def settle(buffer: Any) -> Any:
-    """Memory that the receiver's object can be made over and own: writable, aligned, and not a small
-    part of something large that it would keep alive. It is the buffer itself, or else a copy.
+    """Return memory that the receiver's object can share and own: writable, aligned, and not a small part of
+    something large that it would keep alive. It is the buffer itself if possible, otherwise a copy.
     """
     if type(buffer) is bytearray:
         return buffer
@@ -80,7 +84,7 @@ def settle(buffer: Any) -> Any:
 
 
 def over(data: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """A tensor over ``data``, which becomes its own; ``RuntimeError`` if the shape reaches beyond it."""
+    """Return a tensor that shares the memory of ``data``; ``RuntimeError`` if the shape needs more."""
     if type(data) is bytes:
         data = bytearray(data)
     memory = torch.from_numpy(np.ndarray((len(data),), "B", data)).untyped_storage()
@@ -88,17 +92,17 @@ def over(data: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[i
 
 
 def warm_up() -> None:
-    """To be called on one thread, before others use ``over``: on the first use of ``set_``, PyTorch 2.13
-    looks something up under a lock of its own, and while it lets go of the interpreter there, another thread
-    may come to that lock with the interpreter in hand, and neither gets on any more.
+    """Use ``set_`` once. To be called on one thread, before others use ``over``: on its first use, PyTorch
+    2.13 looks something up under a lock of its own, and releases the GIL there; a thread that waits for that
+    lock while it holds the GIL then deadlocks.
     """
     over(b"\0", torch.uint8, (1,), (1,))
 
 
 class Layout(NamedTuple):
-    """How the elements of a strided tensor lie in memory."""
+    """How the elements of a strided tensor are laid out in memory."""
 
-    span: int  # elements from the first to the last, gaps included
+    span: int  # elements from the first to the last, including gaps
     distinct: int  # different elements, if none overlap; dimensions of stride 0 count once
     overlapping: bool  # some elements may share memory, other than through a stride of 0
 

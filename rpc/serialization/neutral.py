@@ -1,29 +1,29 @@
-"""Values without pickle: msgpack, which any language reads, and extensions for what it does not know.
+"""Serialization of values without pickle: msgpack, which any language can read, and extensions.
 
 Null, booleans, integers of 64 bits, floats, texts, bytes, lists and maps are msgpack's own. Each extension
-holds msgpack again, in these types:
+contains msgpack again, in these types:
 
 ====== ============================================================================================
 number content
 ====== ============================================================================================
 0      *tuple*: a list
-1      *tensor*: ``[dtype, shape, stride, data, requires_grad]``; strides are in elements, the data is what
-       the elements lie in, as they lie there, little-endian: bytes, or a buffer
+1      *tensor*: ``[dtype, shape, stride, data, requires_grad]``; strides are in elements; ``data`` is the
+       elements' memory, little-endian: bytes, or a buffer
 2      *buffer*: the number of a buffer of the message, from 1 on
 3      *integer* of any size: bytes, big-endian, in two's complement
-4      *name* of what both sides have: ``[module, qualified name]``
+4      *name* of an object that both sides have: ``[module, qualified name]``
 5      *object*: ``[made by, arguments, state, items, pairs, set by]``, as Python's ``__reduce__`` returns;
-       where nothing made it, the first argument is its class
-6      *again*: the number of a tensor or an object that came before, from 0 on; never that of a tuple or
-       a frozen set, which is written again: of such, shared in turn, what hashes or compares one would
-       take for ever
+       without a function that makes it, the first argument is its class
+6      *again*: the number of a tensor or an object that occurred before, from 0 on; never that of a tuple or
+       a frozen set, which is written again: hashing or comparing such values that share parts could take
+       exponential time
 ====== ============================================================================================
 
-A reader admits what an allow-list names (``safe``), or whatever can be imported. It makes nothing that is not
-written there, imports nothing for an allow-list, and looks for how much there is before it makes any of it.
-A list or map that holds itself cannot be written, one that occurs twice arrives as two, as does a tuple or a
-frozen set; a ``bytearray`` arrives as ``bytes``. An allow-list's reader gives items and attributes only to
-objects that nobody else has.
+A reader admits the names of an allow-list (``safe``), or whatever can be imported. It makes only objects that
+are written there, imports nothing for an allow-list, and checks sizes before it makes anything. A list or map
+that contains itself cannot be written, one that occurs twice arrives as two, as does a tuple or a frozen set;
+a ``bytearray`` arrives as ``bytes``. An allow-list's reader gives items and attributes only to objects
+without other references.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from rpc.serialization.pickler import Departing, Reducers
 from rpc.serialization.tensors import dense, elements, placed
 from rpc.wire.header_check import check_entries
 
-__all__ = ["Admission", "dump", "read"]
+__all__ = ["Admits", "dump", "read"]
 
 _TUPLE, _TENSOR, _BUFFER, _INTEGER, _NAME, _OBJECT, _AGAIN = range(7)
 
 _MAX_DEPTH: Final = 100
-"""Extensions within extensions: each takes C stack."""
+"""Maximum depth of nested extensions: each takes C stack."""
 
 _SHALLOW: Final = 4
 _CONTAINERS: Final = frozenset((list, dict))
@@ -63,14 +63,14 @@ _CONTAINERS: Final = frozenset((list, dict))
 _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
 _REPEATED: Final = (tuple, frozenset)
 _FILLED: Final = (set, frozenset, deque, torch.Size)
-"""These take whatever has elements."""
+"""Types that can have any elements."""
 
 _INDICES: Final = {checked.sparse_coo: 1, checked.sparse_compressed: 2}
-"""How many of the arguments of these are indices, which are looked through."""
+"""The number of arguments that are indices, which are checked."""
 
 
-class Admission(Protocol):
-    """What may be read: see ``AllowList``."""
+class Admits(Protocol):
+    """Decides what may be read: see ``AllowList``."""
 
     def find(self, module: str, name: str) -> Any: ...
 
@@ -83,11 +83,11 @@ class Writer(Departing):
     """Writes one value.
 
     Args:
-        reducers: how types travel.
-        to: where it goes.
+        reducers: define how types travel.
+        to: the destination.
 
     Attributes:
-        buffers: the memory that does not stay in what is written; their numbers count from 1.
+        buffers: memory that is not part of the written bytes; their numbers count from 1.
     """
 
     def __init__(self, reducers: Reducers, to: Destination | None) -> None:
@@ -95,12 +95,12 @@ class Writer(Departing):
         self.to = to
         self.buffers: list[Buffer] = []
         self._known: dict[int, tuple[int | None, object]] = {}
-        """By its identity each object met, which is so kept: its number, None while it is being written."""
+        """Each object met, by identity, which keeps it alive: its number, None while it is being written."""
         self._numbered = 0
         self._depth = 0
 
     def write(self, value: Any) -> bytes:
-        """A value as bytes."""
+        """Serialize a value."""
         self._depth += 1
         if self._depth > _MAX_DEPTH or (self._depth > _SHALLOW and _nesting(value) > _deepest(self._depth)):
             raise RecursionError
@@ -116,7 +116,7 @@ class Writer(Departing):
         return packed
 
     def _extension(self, value: Any) -> Any:
-        """What stands for a value that msgpack does not know."""
+        """Return the extension for a value that msgpack does not know."""
         kind = type(value)
         if kind is tuple:
             return msgpack.ExtType(_TUPLE, self.write(list(value)))
@@ -169,14 +169,14 @@ class Writer(Departing):
 
 
 def _deepest(depth: int) -> int:
-    """How deep lists and maps may be nested in each extension that is nested so deep: near the outside all
-    that msgpack takes, so that nobody need look. They take C stack, too.
+    """Return the maximum nesting of lists and maps inside extensions of a depth: for the outer ones, all that
+    msgpack accepts, so that it need not be checked. They take C stack, too.
     """
     return 1024 if depth <= _SHALLOW else 50
 
 
 def _nesting(value: Any) -> int:
-    """How deep lists and maps are nested, if not beyond ``_MAX_DEPTH``; some hold themselves."""
+    """Return the nesting depth of lists and maps, up to ``_MAX_DEPTH``; some contain themselves."""
     level, deep = [value] if type(value) in _CONTAINERS else [], 0
     while level and deep < _MAX_DEPTH:
         contents = [outer.values() if type(outer) is dict else outer for outer in level]
@@ -190,18 +190,18 @@ def _reduce(value: Any) -> Any:
     return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(value)
 
 
-@protected  # what has departed is taken back, or returned
+@protected  # departed objects are either taken back or returned
 def dump(
     record: Any, to: Destination | None, reducers: Reducers, *, trial: bool = False, tracked: Tracked = None
 ) -> Payload:
-    """Write a value; whatever that raises, what has departed by then is taken back.
+    """Write a value; if that raises, objects that have departed by then are taken back.
 
     Args:
         record: the value.
-        to: where it will be sent.
-        reducers: how types travel.
+        to: the destination.
+        reducers: define how types travel.
         trial: only find out whether it can be written.
-        tracked: the tensors that require grad are put in here, and written apart: see ``tracked``.
+        tracked: collects the tensors that require grad, which are written separately: see ``tracked``.
     """
     writer = Writer(reducers, to)
     writer.trial, writer.tracked = trial, tracked
@@ -230,21 +230,21 @@ class Reader:
     """Reads one value.
 
     Args:
-        allow: what is admitted; without, whatever can be imported.
-        buffers: those of the value, the first of which has number 1.
-        size: bytes of the value without its buffers.
+        allow: the allow-list; None admits whatever can be imported.
+        buffers: buffers of the value, the first of which has number 1.
+        size: size in bytes of the value without its buffers.
     """
 
-    def __init__(self, allow: Admission | None, buffers: Iterable[Any], size: int) -> None:
+    def __init__(self, allow: Admits | None, buffers: Iterable[Any], size: int) -> None:
         self._allow = allow
         self._buffers = list(buffers)
         self._unchecked = size + sum(memoryview(buffer).nbytes for buffer in self._buffers)
-        """Bytes that have not been looked through as indices."""
+        """Number of bytes that have not been checked as indices."""
         self._known: list[Any] = []
         self._depth = 0
 
     def read(self, packed: Any) -> Any:
-        """The value that is written there."""
+        """Deserialize a value."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise SerializationError(f"extensions are nested more than {_MAX_DEPTH} deep")
@@ -310,8 +310,8 @@ class Reader:
         return made
 
     def _make(self, made_by: Any, arguments: list[Any]) -> tuple[Any, bool]:
-        """The object, and whether an allow-list's reader finds that it was there before: a member of an
-        enumeration, the only instance of a class.
+        """Return the object, and whether an allow-list's reader finds that it existed before: a member of an
+        enumeration, or the only instance of a class.
         """
         if made_by is not None:
             self._check_construct(made_by)
@@ -326,7 +326,7 @@ class Reader:
         return made, self._allow is not None and references > _count(object, [])[1]
 
     def _check_arguments(self, made_by: Any, arguments: list[Any]) -> None:
-        """Tensors have as many elements as they like, and can be named again; what looks at each must not."""
+        """Limit the checks of elements: a tensor can have very many, and can be named again and again."""
         if made_by in _FILLED and arguments and type(arguments[0]) not in (list, tuple):
             raise SerializationError(f"elements of {with_article(type(arguments[0]))}")
         for indices in arguments[: _INDICES.get(made_by, 0)]:
@@ -381,9 +381,9 @@ _EXTENSIONS: Final[dict[int, Callable[[Reader, bytes], Any]]] = {
 }
 
 
-def read(allow: Admission | None, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any:
-    """Read a value that ``dump`` has written; ``SerializationError`` if it is malformed, or holds what is not
-    admitted.
+def read(allow: Admits | None, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any:
+    """Read a value that ``dump`` has written; ``SerializationError`` if it is malformed, or contains
+    something that is not admitted.
     """
     try:
         return Reader(allow, buffers, memoryview(data).nbytes).read(data)
@@ -393,12 +393,12 @@ def read(allow: Admission | None, data: Any, /, *, buffers: Iterable[Any] = ()) 
         raise SerializationError(str(error)) from None
     except Exception as error:
         if allow is None and not isinstance(error, ValueError | TypeError):
-            raise  # of a user's own class
+            raise  # an error of a user's class
         raise SerializationError(f"a value is malformed: {type(error).__name__}: {error}") from error
 
 
 def _count(make: Callable[..., Any], arguments: list[Any]) -> tuple[Any, int]:
-    """What is made, and how many references there are to it; more than to a new object, if others have it."""
+    """Make the object, and return the number of references to it beyond those to a new object."""
     made = make(*arguments)
     return made, sys.getrefcount(made)
 
@@ -410,5 +410,5 @@ def _exactly(value: Any, kind: type) -> Any:
 
 
 def _called(value: Any) -> str:
-    """The name of something, in an error message. Never its ``repr``, which can take for ever."""
+    """Return the name of an object for error messages. Never its ``repr``, which can take very long."""
     return str(getattr(value, "__qualname__", None) or with_article(type(value)))

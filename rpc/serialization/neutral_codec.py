@@ -30,8 +30,8 @@ class NeutralCodec:
     """See ``Codec``.
 
     Args:
-        reducers: how types travel.
-        allow: what is admitted in what is read; without, whatever can be imported.
+        reducers: define how types travel.
+        allow: the allow-list for reading; None admits whatever can be imported.
     """
 
     id = NEUTRAL
@@ -41,7 +41,7 @@ class NeutralCodec:
         self._allow = allow
         self.read: Read = partial(neutral.read, allow)
         self.nothing: Sequence[Any] = neutral.dump((None,), None, reducers).buffers
-        """The buffers of None."""
+        """The buffers of a message with the value None."""
 
     def dump_call(
         self, func: Function, args: Args, kwargs: Kwargs, to: Destination, *, tracked: Tracked = None
@@ -75,7 +75,7 @@ class NeutralCodec:
         raise cannot_send(reason, value, to, what, lambda part: self._try(part, to))
 
     def dump_quickly(self, value: Any) -> Payload | None:
-        """As ``PickleCodec.dump_quickly``."""
+        """Like ``PickleCodec.dump_quickly``."""
         return self.dumps(value, None) if type(value) in _QUICK else None
 
     def _value_of(self, record: Any, connect: Connect | None) -> Any:
@@ -86,7 +86,7 @@ class NeutralCodec:
     def dump_tensors(
         self, tensors: Sequence[Tensor | None], to: Destination, what: str, *, as_call: bool = False
     ) -> Payload:
-        """As ``PickleCodec.dump_tensors``."""
+        """Like ``PickleCodec.dump_tensors``."""
         return self.dumps([None if tensor is None else tensor.detach() for tensor in tensors], to, what=what)
 
     load_tensors = loading.load_tensors

@@ -1,4 +1,4 @@
-"""What one message carries, and the two ends that it travels between."""
+"""The content of a message, its destination and its source."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ Buffer = bytes | bytearray | memoryview
 """A contiguous run of bytes: ``len()`` is their number."""
 
 Arrivals = dict[str, Sequence[Any]]
-"""What travelled beside a payload and has been adopted: the objects, by the kind of their carrier."""
+"""Objects that travelled beside a payload and were adopted, by the kind of their carrier."""
 
 Connect = Callable[[list[Tensor]], Sequence[Tensor]]
-"""Makes those tensors of a message that require grad at the sender part of the receiver's graph: takes
-their values, returns what stands for them."""
+"""Makes those tensors of a message that require grad at the sender part of the receiver's graph. Takes their
+values, returns tensors to use in their place.
+"""
 
 Tracked = list[Tensor] | None
-"""Where those tensors of a message go that require grad; None if nobody wants to know."""
+"""Collects those tensors of a message that require grad; None if they are not needed."""
 
 EXCEPTION: Final = "!"
-"""The header's key for the description of an exception."""
+"""Header key of an exception's description."""
 
 TRACKED: Final = "tensors"
-"""The header's key for the buffer with the tensors that were pickled apart, since they require grad."""
+"""Header key of the buffer with the tensors that were pickled separately, since they require grad."""
 
 
 class Destination(Protocol):
-    """Where a message goes: a worker's name, and its ``main_identity()``, "" if that is not known."""
+    """The destination of a message: a worker's name, and its ``main_identity()``, or "" if that is
+    not known.
+    """
 
     @property
     def name(self) -> str: ...
@@ -40,7 +43,7 @@ class Destination(Protocol):
 
 
 class Source(Protocol):
-    """Where a message came from: a worker's name."""
+    """The source of a message: a worker's name."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +53,7 @@ class Staging(Protocol):
     """Copies of device tensors that are being made for one message."""
 
     def owns(self, memory: memoryview) -> bool:
-        """Whether this memory is such a copy, which may not be read yet."""
+        """Whether this memory belongs to such a copy, which may not be read yet."""
 
     def begin(self) -> bool:
         """Start copying, in the order of the current streams; false if there is nothing to copy."""
@@ -62,13 +65,14 @@ class Staging(Protocol):
 
 
 class Placement(Protocol):
-    """Where tensors go that are in calls, or in answers, to one worker. From any thread."""
+    """Maps devices of tensors in calls, or in answers, to one worker. From any thread."""
 
     takes_cpu: bool
     """Whether CPU tensors go to a device."""
 
     def target(self, device: torch.device) -> torch.device | None:
-        """The receiver's device for tensors on ``device``; None for a CPU tensor that stays one.
+        """Return the receiver's device for tensors on ``device``; None for a CPU tensor that stays on the
+        CPU.
 
         Raises:
             SerializationError: no device map has this device; the error says how to add it.
@@ -86,27 +90,29 @@ class Placement(Protocol):
         Args:
             elements: its memory, as a contiguous tensor of one dimension.
             layout: the name of its dtype, its shape and its stride.
-            requires_grad: as the receiver is to set it.
-            departing: what writes the message. Without a staging, the copy is made at once.
+            requires_grad: the value for the receiver.
+            departing: the writer of the message. Without a staging, the copy is made at once.
         """
 
     def staging(self, *, alone: bool = False) -> Staging | None:
-        """The staging of a new message; None if it can have none. ``alone``: nothing travels beside it."""
+        """Return the staging of a new message; None if it has none. ``alone``: no objects travel
+        beside it.
+        """
 
 
 class PeerDevices(Protocol):
-    """What is agreed with one worker about devices."""
+    """The agreement with one worker about devices."""
 
     @property
     def calls(self) -> Placement:
-        """Where tensors in calls go: by this worker's device map."""
+        """Placement of tensors in calls: by this worker's device map."""
 
     @property
     def answers(self) -> Placement:
-        """Where tensors in answers go: by the reverse of the other worker's device map."""
+        """Placement of tensors in answers: by the inverse of the other worker's device map."""
 
     def streams(self) -> Any:
-        """A context manager: streams of their own for what arrives from the worker; see
+        """Return a context manager with separate streams for data that arrives from the worker; see
         ``rpc.devices.streams``.
         """
 
@@ -116,12 +122,12 @@ class Payload:
     """A serialized object: a header and the buffers that belong to it.
 
     Attributes:
-        header: what must be known before the buffers are read, as msgpack can encode it; mostly empty. Its
+        header: data that is needed before the buffers are read, as msgpack can encode it; usually empty. Its
             keys are the kinds of carriers, ``EXCEPTION`` and ``TRACKED``; the agent may add its own.
-        buffers: of a pickle, itself first, always ``bytes``; all others may *be* the memory of the caller's
-            tensors or arrays, which they keep alive, and change when the caller changes these.
-        codec: the number of the codec that they are in.
-        staging: where buffers are copies of device tensors that are still being made; else None.
+        buffers: for a pickle, the pickle itself first, always ``bytes``; all others may *be* the memory of
+            the caller's tensors or arrays, which they keep alive, and change when the caller changes these.
+        codec: number of the codec that wrote them.
+        staging: set if buffers are copies of device tensors that are still being made; otherwise None.
     """
 
     header: dict[str, Any]

@@ -1,15 +1,16 @@
-"""The codec that every worker has: pickles, with the memory of tensors beside them. The hot path.
+"""The codec that every worker has: pickles, with the memory of tensors in separate buffers. The hot path.
 
-The pickle, buffer 0, is of a tuple:
+The pickle, buffer 0, is a tuple:
 
-- of a call: ``(module, name, args, kwargs, tensors)``; ``(None, func, args, kwargs, ())`` if the function
-  goes by value or is some object; ``(None, None, data, table, ())`` if a replacement pickler made these two;
-- of a value: ``(value, tensors)``.
+- for a call: ``(module, name, args, kwargs, tensors)``; ``(None, func, args, kwargs, ())`` if the function is
+  sent by value or is another object; ``(None, None, data, table, ())`` if a replacement pickler made these
+  two;
+- for a value: ``(value, tensors)``.
 
 Most arguments and values are scalars, texts and usual tensors. Then no Python code runs for each object that
 is pickled: tensors are taken out first, and C's plain ``pickle.dumps`` does the rest. ``tensors`` has the
-place of each (position or keyword; None is in the place itself) and its arguments of ``dense``. If the value
-itself is a tensor, ``tensors`` is its arguments of ``dense``.
+position or keyword of each (whose place contains None) and its arguments of ``dense``. If the value itself is
+a tensor, ``tensors`` is its arguments of ``dense``.
 """
 
 from __future__ import annotations
@@ -47,28 +48,30 @@ _TENSORS: Final = frozenset((Tensor, NoneType))
 _SHORT: Final = 64
 _QUICK_BYTES: Final = 1024
 _WITH_GRAD: Final = 4
-"""So many arguments ``dense`` gets for a tensor that requires grad."""
+"""Number of arguments of ``dense`` for a tensor that requires grad."""
 
 _pickle = pickle.dumps
 _NONE: Final = _pickle((None, ()), PROTOCOL)
 _INLINE_ALONE: Final = inline_limit(1)
 
 Taken = tuple[Sequence[Any], dict[str, Any], Sequence[Any]]
-"""Arguments with None where a tensor was, and the tensors: their places, and the arguments of ``dense``."""
+"""Arguments with None in place of tensors, and the tensors: positions or keywords, and arguments of
+``dense``.
+"""
 
 
 class PickleCodec:
     """See ``Codec``.
 
     Args:
-        reducers: how types travel.
-        settings: what the user puts in place of our pickler.
+        reducers: define how types travel.
+        settings: the user's settings, such as a replacement pickler.
     """
 
     id = PICKLE
 
     nothing: Sequence[Any] = (_NONE,)
-    """The buffers of None."""
+    """The buffers of a message with the value None."""
     read: Read = staticmethod(pickle.loads)
 
     def __init__(self, reducers: Reducers, settings: Settings) -> None:
@@ -107,13 +110,13 @@ class PickleCodec:
         tracked: Tracked,
         prepare: Callable[[Any], Any] | None = None,
     ) -> Payload:
-        """Serialize the record of a call as any object is."""
+        """Serialize the record of a call like any other object."""
         placement = of_calls(to)
         try:
             return dump(record, to, self._reducers, prepare=prepare, tracked=tracked, placement=placement)
         except Exception as error:
             reason = error
-        # Out here, so that no error is the other's context.
+        # After the handler, so that neither error becomes the other's context.
         raise cannot_call(reason, *call, to, lambda part: self._try(part, to, placement))
 
     def _call_of(self, record: Any, connect: Connect | None) -> Call:
@@ -144,8 +147,8 @@ class PickleCodec:
         as_call: bool = False,
         alone: bool = False,
     ) -> Payload:
-        """Serialize a value; ``as_call``: tensors of devices go where those of calls go; ``alone``: nothing
-        travels beside it.
+        """Serialize a value; ``as_call``: device tensors are placed as in calls; ``alone``: no objects travel
+        beside it.
         """
         kind = type(value)
         if kind in _SCALARS or (kind in _SEQUENCES and _is_short_sequence(value)):
@@ -170,7 +173,7 @@ class PickleCodec:
         raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
 
     def dump_quickly(self, value: Any) -> Payload | None:
-        """Serialize a small value without running any code of the user's; None if that cannot be.
+        """Serialize a small value without running user code; None if that is impossible.
 
         May be called on the agent's loop.
         """
@@ -191,9 +194,9 @@ class PickleCodec:
         """Serialize some tensors, such as gradients. One that occurs twice arrives as two.
 
         Args:
-            tensors: of any kind, or None.
-            to: where they go.
-            what: for error messages: a text that names them.
+            tensors: tensors of any kind, or None.
+            to: the destination.
+            what: a text that names them, for error messages.
             as_call: see ``dumps``.
 
         Raises:
@@ -233,7 +236,7 @@ class PickleCodec:
     def _fill_in(
         self, items: list[Any], words: dict[str, Any], tensors: Sequence[Any], connect: Connect | None
     ) -> None:
-        """Rebuild the tensors that ``_take_tensors`` took out of a message, in their places."""
+        """Put the tensors that ``_take_tensors`` took out of a message back in their places."""
         rebuild: Any = dense
         with_grad: list[tuple[Any, Any]] = []
         values: list[Tensor] = []
@@ -250,7 +253,7 @@ class PickleCodec:
 
 
 class DevicePickleCodec(PickleCodec):
-    """The same for a worker to which CPU tensors go as tensors of a device: none goes the quick way."""
+    """The codec for a worker whose device map covers the CPU: CPU tensors take the slow path."""
 
     def dump_call(
         self, func: Function, args: Args, kwargs: Kwargs, to: Destination, *, tracked: Tracked = None
@@ -298,7 +301,7 @@ class DevicePickleCodec(PickleCodec):
 
 @functools.cache
 def _tell_of_lost_graph() -> None:
-    """Once in a process."""
+    """Warn once in a process that gradients will not flow."""
     logger.warning(
         "the answer to a call was computed from tensors that require grad, but the call was made outside of "
         "dist_autograd.context(): no gradients will flow back through it. Make the call in a context; or, if "
@@ -307,7 +310,9 @@ def _tell_of_lost_graph() -> None:
 
 
 def _without_gaps(tensor: Tensor) -> Any:
-    """The arguments of ``dense`` for a small tensor with gaps or overlaps, as the gradient of a sum is."""
+    """Return the arguments of ``dense`` for a small tensor with gaps or overlaps, such as the gradient of a
+    sum.
+    """
     usual = not tensor.__dict__ and tensor.layout is torch.strided and not tensor.is_nested
     return plain(tensor.contiguous()) if usual and tensor.nbytes <= _QUICK_BYTES else None
 
@@ -316,7 +321,7 @@ def _take_tensors(
     args: Sequence[Any], kwargs: dict[str, Any], tracked: Tracked = None, gradients: bool = False
 ) -> Taken | None:
     """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else. Small
-    ``gradients`` need not arrive with the gaps that they have, and one that occurs twice may arrive as two.
+    ``gradients`` need not arrive with their gaps, and one that occurs twice may arrive as two.
     """
     tensors: list[Any] = []
     taken: list[Tensor] = []
@@ -338,16 +343,16 @@ def _take_tensors(
             elif kind not in _SCALARS and not (kind in _SEQUENCES and _is_short_sequence(value)):
                 return None
     except RuntimeError:
-        return None  # a tensor inside a torch.func transform; the slow way says which
+        return None  # a tensor inside a torch.func transform; the slow path reports which
     if len(taken) > 1 and not gradients and len(set(map(id, taken))) < len(taken):
-        return None  # one tensor twice must arrive as one: the pickler's memo sees to it
+        return None  # one tensor twice must arrive as one: the pickler's memo ensures it
     if tracked is not None:
         tracked += [tensor for tensor in taken if tensor.requires_grad]
     return items, words, tensors
 
 
 def _is_short_sequence(value: Any) -> bool:
-    """Whether a list or tuple is of scalars, and so short that a look at each costs less than a pickler."""
+    """Whether a list or tuple has only scalars, and so few that checking each costs less than a pickler."""
     return len(value) <= _SHORT and _SCALARS.issuperset(map(type, value))
 
 

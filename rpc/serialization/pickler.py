@@ -1,8 +1,8 @@
-"""The pickler: protocol 5, with one table that says how a type travels.
+"""The pickler: protocol 5, with one table that defines how types travel.
 
 ``reducer_override`` sees every object that is not a plain scalar or container, and looks its class up in
-``Reducers``; what is not found there is pickled as ever. Larger memory leaves the pickle as buffers, in
-protocol 5's way.
+``Reducers``; classes that are not found there are pickled as usual. Larger memory leaves the pickle as
+buffers, as protocol 5 defines.
 """
 
 from __future__ import annotations
@@ -56,19 +56,21 @@ _MAX_FOUND: Final = 4096
 
 
 def plainly(reduce: Callable[[Any], Any]) -> Reducer:
-    """A reducer of a function that has no use for the pickler."""
+    """Make a reducer of a function that does not need the pickler."""
     return lambda obj, _: reduce(obj)
 
 
 def _reduce_enum(member: enum.Enum, _: Any) -> Any:
-    """By value: CPython 3.11.0 to 3.11.3 do it by name, through ``getattr``, which safe mode cannot admit."""
+    """By value: CPython 3.11.0 to 3.11.3 reduce it by name, with ``getattr``, which safe mode
+    cannot admit.
+    """
     kind = type(member)
     return (kind, (member.value,)) if kind.__reduce_ex__ in _STANDARD_ENUM else NotImplemented
 
 
 def _by_cloudpickle() -> dict[type, Reducer]:
-    """The types that plain pickle refuses and that functions and classes going by value are made of.
-    Open files stay refused.
+    """Return the types that plain pickle refuses and that functions and classes sent by value consist of.
+    Open files are still refused.
     """
     table = cloudpickle.Pickler.dispatch_table
     kinds = set(table) - set(copyreg.dispatch_table) - {MethodType, io.TextIOWrapper}
@@ -97,13 +99,13 @@ _BUILT_IN: Final[dict[type, Reducer]] = _by_cloudpickle() | {
 
 
 class Reducers(dict[type, Reducer | None]):
-    """How a type travels, derived types included: filled in as types are looked up. From any thread."""
+    """How types travel, including derived types: filled in as types are looked up. From any thread."""
 
     def __init__(self) -> None:
         self._registered = dict(_BUILT_IN)
 
     def register(self, kind: type, reduce: Reducer) -> None:
-        """Say how objects of a type travel; types derived from it are meant too, unless registered."""
+        """Define how objects of a type travel, and of types derived from it, unless those are registered."""
         self._registered[kind] = reduce
         self.clear()
 
@@ -116,21 +118,21 @@ class Reducers(dict[type, Reducer | None]):
 
 
 class Departing:
-    """What reducers need of whoever writes a message."""
+    """The interface of a message's writer to reducers."""
 
     reducers: Reducers
     to: Destination | None = None
-    trial = False  # nothing will be sent: nothing departs
-    tracked: Tracked = None  # where tensors that require grad go, if they do not stay in the message
+    trial = False  # nothing will be sent, so no object departs
+    tracked: Tracked = None  # collects tensors that require grad, if they do not stay in the message
     carried: dict[str, tuple[Carrier, list[Any]]] | None = None  # by kind: its carrier, and the descriptors
     rebuilds_exceptions = False  # the receiver rebuilds exceptions from their state
-    sends_chains = False  # exceptions bring their causes and contexts
-    placement: Placement | None = None  # where tensors of devices go; None if they cannot be sent
-    staging: Staging | None = None  # of this message; None where device tensors are copied at once
+    sends_chains = False  # exceptions are sent with their causes and contexts
+    placement: Placement | None = None  # maps devices of tensors; None if device tensors cannot be sent
+    staging: Staging | None = None  # of this message; None if device tensors are copied at once
 
     @functools.cached_property
     def links(self) -> dict[int, tuple[BaseException, bytes]]:
-        """Causes and contexts of exceptions in this message, by id, and their pickles."""
+        """Pickles of causes and contexts of exceptions in this message, by id."""
         return {}
 
     @functools.cached_property
@@ -139,10 +141,10 @@ class Departing:
         return cloudpickle.Pickler(io.BytesIO())
 
     def measure(self, obj: Any) -> int:
-        """How many bytes an object would take in a message."""
+        """Return the size in bytes of an object in a message."""
         return sum(map(len, dump(obj, self.to, self.reducers, trial=True).buffers))
 
-    @protected  # what has departed is noted
+    @protected  # departed objects are always recorded
     def carry(self, obj: Any, carrier: Carrier) -> tuple[Any, ...]:
         """Have an object travel beside the message."""
         if self.trial:
@@ -168,11 +170,13 @@ class Pickler(Departing, pickle.Pickler):
         return NotImplemented if reducer is None else reducer(obj, self)
 
     def attempt(self, obj: Any) -> None:
-        """Pickle an object without sending it, or raise what prevents it."""
+        """Pickle an object without sending it, or raise the error that prevents it."""
         dump(obj, self.to, self.reducers, trial=True)
 
     def apart(self, obj: Any) -> bytes:
-        """A pickle within this message's pickle. If it cannot be read, the rest of the message still can."""
+        """Return a pickle inside this message's pickle. If it cannot be read, the rest of the message still
+        can.
+        """
         stream = io.BytesIO()
         pickler = _Apart(stream, PROTOCOL)
         pickler.host, pickler.reducers, pickler.to, pickler.trial = self, self.reducers, self.to, self.trial
@@ -182,7 +186,7 @@ class Pickler(Departing, pickle.Pickler):
 
 
 class _Apart(Pickler):
-    """Pickles a part of a message. What travels beside it travels with the message."""
+    """Pickles a part of a message. Objects beside it travel with the message."""
 
     host: Pickler
 
@@ -195,10 +199,10 @@ class _Sending(threading.local):
 
 
 sending = _Sending()
-"""What this thread pickles at the moment."""
+"""The message that this thread is pickling."""
 
 
-@protected  # what has departed is taken back, or returned
+@protected  # departed objects are either taken back or returned
 def dump(
     record: Any,
     to: Destination | None,
@@ -210,18 +214,18 @@ def dump(
     placement: Placement | None = None,
     alone: bool = False,
 ) -> Payload:
-    """Pickle one object; whatever that raises, what has departed by then is taken back.
+    """Pickle one object; if that raises, objects that have departed by then are taken back.
 
     Args:
         record: the object.
-        to: where it will be sent.
-        reducers: how types travel.
-        prepare: makes what is pickled out of ``record``; what it pickles itself, with a
+        to: the destination.
+        reducers: define how types travel.
+        prepare: makes the object to be pickled from ``record``; what it pickles itself, with a
             ``PortablePickler``, counts as part of this message.
         trial: only find out whether it can be pickled.
-        tracked: the tensors that require grad are put in here, and pickled apart: see ``tracked``.
-        placement: where tensors of devices go.
-        alone: their memory travels in the message, and nothing beside it.
+        tracked: collects the tensors that require grad, which are pickled separately: see ``tracked``.
+        placement: maps devices of tensors.
+        alone: device memory is sent in the message, and no objects beside it.
     """
     buffers: list[Buffer] = []
     staging = None if placement is None or trial else placement.staging(alone=alone)
@@ -238,7 +242,7 @@ def dump(
         pickler.reducers = reducers
         pickler.to = to
         pickler.placement, pickler.staging = placement, staging
-        buffers.append(b"")  # the place of its pickle
+        buffers.append(b"")  # to be replaced by its pickle
         return pickler
 
     stream = io.BytesIO()
@@ -281,13 +285,15 @@ def _pickle(pickler: Pickler, record: Any, prepare: Callable[[Any], Any] | None 
 
 
 class Read(Protocol):
-    """Reads a pickle: ``pickle.loads``, which runs the code of whatever was pickled, or a safer one."""
+    """Reads a pickle: ``pickle.loads``, which runs any code that the pickle names, or a safer function."""
 
     def __call__(self, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any: ...
 
 
 def load(buffers: Sequence[Any], arrivals: Arrivals | None, read: Read) -> Any:
-    """Read one pickle, the first of the buffers, with the others and with what arrived beside it."""
+    """Read one pickle, the first of the buffers, with the other buffers and the objects that arrived beside
+    it.
+    """
     outer, receiving.arrivals = receiving.arrivals, arrivals
     try:
         return read(buffers[0], buffers=map(settle, buffers[1:]))

@@ -1,4 +1,4 @@
-"""Where tensors on devices go, for workers with which no devices are agreed: nowhere."""
+"""Placement of device tensors for workers without an agreement about devices: an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["UNMAPPED_ANSWERS", "UNMAPPED_CALLS", "of_answers", "of_calls", "unma
 
 
 def unmapped(device: torch.device, remedy: str) -> SerializationError:
-    """The error for a tensor on a device that no device map has; ``remedy`` says what to write."""
+    """Return the error for a tensor on a device that no device map has; ``remedy`` says what to write."""
     return SerializationError(
         f"it is on device {device}: the TensorPipe RPC backend only supports CPU tensors by default, and no "
         f"device map says which device of the receiver stands for {device}. {remedy}. Or move it to the CPU "
@@ -25,7 +25,7 @@ class _Unmapped:
     """See ``Placement``: it has no devices.
 
     Args:
-        remedy: what to write, with a place for the device.
+        remedy: what to write, with a placeholder for the device.
     """
 
     takes_cpu = False
@@ -62,12 +62,12 @@ UNMAPPED_ANSWERS: Final[Placement] = _Unmapped(
 
 
 def of_calls(to: object) -> Placement:
-    """Where tensors on devices go that are in calls to a worker."""
+    """Return the placement of tensors in calls to a worker."""
     devices = getattr(to, "devices", None)
     return UNMAPPED_CALLS if devices is None else devices.calls
 
 
 def of_answers(to: object) -> Placement:
-    """Where tensors on devices go that are in answers to a worker."""
+    """Return the placement of tensors in answers to a worker."""
     devices = getattr(to, "devices", None)
     return UNMAPPED_ANSWERS if devices is None else devices.answers

@@ -1,8 +1,8 @@
-"""A pickler that users may put in place of ours, or derive theirs from: bytes and a list of tensors.
+"""A pickler that users may use in place of ours, or derive theirs from: it makes bytes and a list of tensors.
 
-``serialize(obj) -> (bytes, tensors)`` and ``deserialize(bytes, tensors) -> obj`` are what
-``torch.distributed.rpc`` asks of a pickler. The tensors are those of the object itself, neither copied nor
-taken apart, in the order in which the bytes refer to them.
+``serialize(obj) -> (bytes, tensors)`` and ``deserialize(bytes, tensors) -> obj`` are the interface of
+picklers in ``torch.distributed.rpc``. The tensors are those of the object itself, neither copied nor taken
+apart, in the order in which the bytes refer to them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rpc.serialization.failures import unreadable
 
 
 class PythonUDF(NamedTuple):
-    """What a replacement pickler is given to serialize: a call."""
+    """A call, as it is passed to a replacement pickler."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -29,7 +29,7 @@ class PythonUDF(NamedTuple):
 
 
 class ReplacementPickler(Protocol):
-    """What can replace the pickler of outgoing calls: see ``rpc.use_pickler``."""
+    """A replacement for the pickler of outgoing calls: see ``rpc.use_pickler``."""
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]: ...
 
@@ -37,7 +37,7 @@ class ReplacementPickler(Protocol):
 
 
 _PLACE: Final = bytearray()
-"""Stands in the pickle where a tensor of the list belongs."""
+"""Stands in the pickle for a tensor of the list."""
 
 
 class _TablePickler(messages.Pickler):
@@ -61,7 +61,7 @@ class _TablePickler(messages.Pickler):
 
 
 def received(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands at a tensor's place in the bytes. Named in pickles."""
+    """Return the object for a tensor in the bytes. Named in pickles."""
     return tensor
 
 
@@ -69,8 +69,8 @@ class PortablePickler:
     """Pickles by the rules of this package, into bytes and a list of tensors. Needs no running agent.
 
     Attributes:
-        reducers: how objects of exactly these classes are reduced: functions that take the object and return
-            what ``__reduce_ex__`` may return. For derived classes to set.
+        reducers: for exact classes, functions that take the object and return what ``__reduce_ex__`` may
+            return. To be set by derived classes.
 
     Example::
 
@@ -84,8 +84,8 @@ class PortablePickler:
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         """Pickle an object, leaving out its tensors; returns the bytes and the tensors that they refer to.
 
-        Used inside ``__getstate__`` while a message is pickled, what travels beside the pickle (remote
-        references) travels with that message; elsewhere it is refused.
+        If it is called inside ``__getstate__`` while a message is pickled, objects beside the pickle (remote
+        references) travel with that message; elsewhere they are refused.
         """
         stream = io.BytesIO()
         pickler = _TablePickler(
@@ -101,7 +101,7 @@ class PortablePickler:
         return stream.getvalue(), pickler.table
 
     def deserialize(self, data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-        """Unpickle what ``serialize`` made. The tensors become part of the object.
+        """Unpickle the result of ``serialize``. The tensors become part of the object.
 
         Raises:
             FunctionNotFoundError: the bytes name a function or class that cannot be imported here.

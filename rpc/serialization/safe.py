@@ -1,33 +1,33 @@
-"""``deserialization="safe"``: reading what those sent whom one does not trust.
+"""``deserialization="safe"``: reading messages of untrusted senders.
 
 A pickle is a program for a small machine, and Python's own machine imports and calls whatever the program
-names. So a worker in safe mode reads no pickles: its peers write to it in another codec (``neutral``), and it
-makes of that only what an ``AllowList`` names:
+names. So a worker in safe mode reads no pickles: its peers write to it in another codec (``neutral``), from
+which it makes only what an ``AllowList`` admits:
 
-- scalars, texts, bytes, lists, tuples, dicts, sets; dates and times; ``deque``, ``OrderedDict`` (with what
-  ``Module.state_dict`` notes in it);
+- scalars, texts, bytes, lists, tuples, dicts, sets; dates and times; ``deque``, ``OrderedDict`` (with the
+  metadata that ``Module.state_dict`` adds);
 - tensors: strided and sparse ones of all types, parameters, meta tensors, sizes, dtypes, devices, layouts;
-- functions passed to ``allow_function``, as what is called or as an argument;
+- functions passed to ``allow_function``, called or as arguments;
 - instances of classes passed to ``allow_class``;
-- what travels beside the message (remote references).
+- objects that travel beside the message (remote references).
 
 Names are looked up in a dict: nothing is imported, and no attribute is followed. Only admitted classes and
-the rebuilding functions of this package are called while a message is read, never an allowed function. What
-was there before, such as a member of an admitted enumeration, keeps its attributes.
+the rebuilding functions of this package are called while a message is read, never an allowed function.
+Objects that existed before, such as a member of an admitted enumeration, keep their attributes.
 
 *Failures* are rebuilt from their type, text and traceback alone: as builtin exceptions, farcall's own, or
-those of admitted classes, called with the text; as a ``RemoteError`` where that is not possible.
+those of admitted classes, called with the text; as a ``RemoteError`` if that is impossible.
 
 *Methods* of objects that others refer to are called only if ``allow_methods`` names them for the object's
-class or one that it derives from; if messages may make instances of that class, only as the class has them,
-since such an instance may bring attributes that hide them. Of tensors those are named already that give a
-copy, unless that would take more memory than the tensor does, or tell what kind of tensor it is. So what an
-allowed function returns gives no more to those who refer to it than its owner said.
+class or one that it derives from; if messages may make instances of that class, only the methods defined by
+the class, since such an instance may have attributes that hide them. For tensors, methods are admitted that
+return a copy, unless that would take more memory than the tensor does, or tell what kind of tensor it is. So
+the result of an allowed function gives no more access to those that refer to it than its owner has granted.
 
-What it does not protect from: what allowed functions and classes do with hostile arguments (attributes of
-an instance are set without its constructor being run; a tensor may have any shape and any values, also
-where the function expects indices); what it takes to print or compare what arrived; dictionary keys chosen
-to collide; memory of some 200 times the size of a message; floods of messages.
+It does not protect against: what allowed functions and classes do with hostile arguments (attributes of an
+instance are set without its constructor being run; a tensor may have any shape and any values, even where the
+function expects indices); the cost of printing or comparing what arrived; dictionary keys chosen to collide;
+memory of some 200 times the size of a message; floods of messages.
 
 NumPy arrays, quantized, nested and subclassed tensors, attributes of tensors, lambdas and TorchScript are
 refused.
@@ -55,16 +55,16 @@ _OF_TENSORS: Final = frozenset(
     {"clone", "item", "tolist", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size"}
     | {"storage_offset", "is_contiguous", "is_floating_point", "is_complex", "__len__"}
 )
-"""What may be called of tensors: what gives a copy, or tells what kind of tensor it is."""
+"""Methods of tensors that may be called: those that return a copy, or tell what kind of tensor it is."""
 
 _COPIES: Final = frozenset({"clone", "tolist"})
 _SMALL_BYTES: Final = 1 << 20
-"""So many may be made of a tensor that has fewer, as an expanded one."""
+"""Maximum size in bytes of a copy that is larger than its tensor, such as an expanded one."""
 
 
 class AllowList:
-    """What may occur in messages that are read in safe mode. Threads may share it. What the list ``also``
-    admits, now or later, is admitted, too.
+    """The names that are admitted in messages read in safe mode. Threads may share it. Everything that the
+    list ``also`` admits, now or later, is admitted, too.
     """
 
     def __init__(self, also: AllowList | None = None) -> None:
@@ -75,17 +75,17 @@ class AllowList:
         self._methods: ChainMap[Any, frozenset[str]] = ChainMap(
             {}, *(also._methods.maps if also else ({torch.Tensor: _OF_TENSORS},))
         )
-        """By class, what may be called of objects that others refer to."""
+        """For each class, the methods that may be called through references."""
 
     def function(self, function: Callable[..., Any]) -> None:
-        """Admit a function, or anything else that can be called by name; ``ValueError`` if it has none."""
+        """Admit a function, or another callable, by its name; ``ValueError`` if it has none."""
         if isinstance(function, type):
             raise ValueError(f"{function!r} is a class: use cls(), which admits its instances too")
         self._named[_name(function)] = function
 
     def cls(self, kind: type) -> None:
-        """Admit a class: its instances, and the class itself as what is called or as an argument;
-        ``ValueError`` if it has no name under which it could be imported.
+        """Admit a class: its instances, and the class itself, called or as an argument; ``ValueError`` if it
+        cannot be imported by name.
         """
         self._named[_name(kind)] = kind
         self._classes[kind] = None
@@ -113,7 +113,9 @@ class AllowList:
             _check_copy(obj, name)
 
     def exception(self, kind: str, text: str) -> Exception:
-        """A failure, from what a header says of it; ``SerializationError`` if that type is not admitted."""
+        """Make an exception from its description in a header; ``SerializationError`` if its type is not
+        admitted.
+        """
         found = _EXCEPTIONS.get(kind)
         if found is None:
             admitted = filter(_is_exception, self._classes)
@@ -123,7 +125,7 @@ class AllowList:
         return found(text)
 
     def find(self, module: str, name: str) -> Any:
-        """What the list admits under a name; ``SerializationError`` if nothing."""
+        """Return the admitted object with a name; ``SerializationError`` if there is none."""
         key = (module, name)
         found = _CONSTRUCTORS.get(key) or self._named.get(key)
         if found is None:
@@ -142,8 +144,8 @@ class AllowList:
         return kind in self._classes
 
     def callee(self, module: Any, name: Any) -> Any:
-        """The function of a call that has been read: its name, or itself where the module is None;
-        ``SerializationError`` if it is not admitted.
+        """Return the function of a call that has been read: by its name, or the object itself if the module
+        is None; ``SerializationError`` if it is not admitted.
         """
         function = name if module is None else self.find(module, name)
         if not any(function is known for known in self._named.values()):
@@ -153,12 +155,12 @@ class AllowList:
 
 
 def _check_copy(tensor: Any, name: str) -> None:
-    """Raise ``SerializationError`` where a copy would take more memory than the tensor does: a message can
-    bring one of any shape in a few bytes.
+    """Raise ``SerializationError`` if a copy would take more memory than the tensor does: a message of a few
+    bytes can contain a tensor of any shape.
     """
     if tensor.layout is not torch.strided:
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    lengths = (max(1, length) for length in tensor.shape)  # empty lists take some, too
+    lengths = (max(1, length) for length in tensor.shape)  # empty lists take memory, too
     size = tensor.itemsize * math.prod(lengths)
     if size > max(tensor.untyped_storage().nbytes(), _SMALL_BYTES):
         raise SerializationError(
@@ -183,11 +185,11 @@ def _is_exception(kind: object) -> TypeGuard[type[Exception]]:
 
 
 def _ordered_dict() -> Any:
-    return collections.OrderedDict()  # without arguments, so that keys are seen one by one
+    return collections.OrderedDict()  # without arguments, so that keys are checked one by one
 
 
 def _constructors() -> dict[tuple[str, str], Callable[..., Any]]:
-    """What may be called while a message is read, by the name that messages use."""
+    """Return the functions that may be called while a message is read, by the name that messages use."""
     named: dict[Callable[..., Any], Callable[..., Any]] = {
         tensor_kinds.sparse_coo: checked.sparse_coo,
         tensor_kinds.sparse_compressed: checked.sparse_compressed,

@@ -1,8 +1,8 @@
-"""How what calls take and give becomes bytes, and back: the face of this room.
+"""Serialization of calls, their results and exceptions: the interface of this package.
 
 ``dump_call`` and ``dumps`` of a codec, and ``dump_exception``, make a ``Payload``: a header, and buffers. On
-the other side ``adopt`` is called with the header on receipt, and ``load_call`` or ``loads`` of that codec,
-or ``load_exception``, with the buffers when somebody wants the object; that is what runs user code. Example::
+the other side, ``adopt`` is called with the header on receipt, and ``load_call`` or ``loads`` of that codec,
+or ``load_exception``, with the buffers when the object is needed; only that runs user code. Example::
 
     payload = caller.between(False).dump_call(torch.add, (x, 1), {}, peer)
     ...  # payload.header, payload.buffers and payload.codec reach the other side
@@ -27,40 +27,40 @@ from rpc.serialization.safe import AllowList
 from rpc.serialization.settings import Settings, process_settings
 
 OwnCodec = PickleCodec | NeutralCodec
-"""One of those that every worker has."""
+"""A codec that every worker has."""
 
 
 class Serializer:
-    """Serializes for one agent. Register what extends it before messages flow; the rest from any thread.
+    """Serializes for one agent. Register extensions before messages flow; everything else from any thread.
 
     Args:
-        settings: what users say, at any time.
-        safe: read with an allow-list what others send, instead of running whatever pickles say.
+        settings: the user's settings, which may change at any time.
+        safe: read messages with an allow-list, instead of loading pickles.
     """
 
     def __init__(self, settings: Settings = process_settings, *, safe: bool = False) -> None:
         memory.warm_up()
         self.allow = AllowList(settings.allowed) if safe else None
-        """What safe mode admits; None without safe mode."""
+        """The allow-list of safe mode; None without safe mode."""
         self._exceptions = (self.allow or settings.allowed).exception
-        """Makes those that come without a pickle."""
+        """Makes exceptions that come without a pickle."""
         self._reducers = Reducers()
         self._settings = settings
         self._carriers: dict[str, Carrier] = {}
         self.brings_nothing: Final = self._carriers.keys().isdisjoint
-        """Whether there is nothing to adopt in a message with this header."""
+        """Whether a message with this header has nothing to adopt."""
         self._neutral = neutral = NeutralCodec(self._reducers, self.allow)
         self.codecs = Codecs({NEUTRAL: neutral})
-        """For messages that name theirs; pickles are not read in safe mode."""
+        """Codecs for received messages, by their numbers; in safe mode without pickle."""
         if not safe:
             self._pickle = self.codecs[PICKLE] = PickleCodec(self._reducers, settings)
 
     def between(self, peer_is_safe: bool) -> OwnCodec:
-        """The codec for a worker, which is in safe mode or not, and for what comes from there."""
+        """Return the codec for messages to and from a worker that is, or is not, in safe mode."""
         return self._neutral if peer_is_safe or self.allow is not None else self._pickle
 
     def pickles_as(self, kind: type[PickleCodec]) -> PickleCodec:
-        """Read and write pickles by a class derived from their codec from now on. Not in safe mode."""
+        """Read and write pickles with a derived class of their codec from now on. Not in safe mode."""
         if type(self._pickle) is not kind:
             self._pickle = self.codecs[PICKLE] = kind(self._reducers, self._settings)
         return self._pickle
@@ -75,7 +75,7 @@ class Serializer:
         self._reducers.register(kind, lambda obj, pickler: pickler.carry(obj, carrier))
 
     def register_reducer(self, kind: type, reduce: Callable[[Any], Any]) -> None:
-        """Say how objects of a type, or of one derived from it, travel in pickles: ``reduce`` returns what
+        """Define how objects of a type, or of one derived from it, are pickled: ``reduce`` returns what
         ``__reduce_ex__`` may return, or NotImplemented to leave the object to plain pickle. Example::
 
             serializer.register_reducer(Connection, lambda connection: (Connection, (connection.url,)))
@@ -83,18 +83,18 @@ class Serializer:
         self._reducers.register(kind, plainly(reduce))
 
     def register_codec(self, codec: Codec) -> None:
-        """Read and write messages in another codec, too; ``ValueError`` if its number is taken, or none."""
+        """Read and write messages in another codec, too; ``ValueError`` if its number is taken or invalid."""
         if not 0 <= codec.id < 256 or self.codecs.setdefault(codec.id, codec) is not codec:
             raise ValueError(f"codec number {codec.id!r} is taken, or not in 0 to 255")
 
     def allow_function(self, function: Callable[..., Any]) -> None:
-        """Admit a function that the agent itself needs to be called, if this is safe mode."""
+        """Admit a function that the agent itself must be able to call, in safe mode."""
         if self.allow is not None:
             self.allow.function(function)
 
     def adopt(self, header: dict[str, Any], source: Source) -> Arrivals | None:
-        """Adopt everything that travelled beside a message's payload. To be called once, on receipt; returns
-        the objects, for what loads the payload, or None.
+        """Adopt the objects that travelled beside a message's payload. To be called once, on receipt; returns
+        the objects, for loading the payload, or None.
 
         Raises:
             SerializationError: the header is malformed, or a carrier cannot read its descriptors.
@@ -122,7 +122,7 @@ class Serializer:
         return are_ready(rest, when_ready)
 
     def take_back(self, header: dict[str, Any], to: Destination) -> None:
-        """A message with this header was not sent: tell its carriers."""
+        """Notify the carriers that a message with this header was not sent."""
         for kind in header.keys() & self._carriers.keys():
             self._carriers[kind].take_back(header[kind], to)
 
@@ -133,10 +133,10 @@ class Serializer:
 
         Args:
             error: the exception.
-            worker: this worker's name, which the caller is told.
-            to: the caller. Without it, exception classes that ``__main__`` defines travel by value, so that
+            worker: this worker's name, which the caller sees.
+            to: the caller. Without it, exception classes that ``__main__`` defines are sent by value, so that
                 the caller's ``except`` clauses do not match them.
-            codec: the number of the codec.
+            codec: number of the codec.
         """
         if codec == NEUTRAL:
             payload = exceptions.dump_exception(error, worker, None)
@@ -167,9 +167,9 @@ class Serializer:
         return exceptions.load_exception(header, source, load if buffers else None, by_name=not safe)
 
     def without_exception(self, header: dict[str, Any], reason: BaseException) -> Payload:
-        """What is sent in the place of a serialized exception that is too large to be sent: the caller gets a
-        ``RemoteError`` with the type, what there is room for of text and traceback, and the reason. What
-        travels beside the payload must have been taken back.
+        """Return the replacement for a serialized exception that is too large to be sent: the caller gets a
+        ``RemoteError`` with the type, as much as fits of text and traceback, and the reason. The objects
+        beside the payload must have been taken back.
         """
         kept = {key: value for key, value in header.items() if key not in self._carriers}
         return Payload(exceptions.shortened(kept, reason), [])

@@ -1,5 +1,5 @@
-"""What the user's own modules say about serialization: another pickler, and what safe mode admits. They may
-say it when they are imported, before there is an agent, so that it belongs to the process.
+"""The user's settings of serialization: another pickler, and what safe mode admits. Modules may set them when
+they are imported, before there is an agent, so they belong to the process.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from rpc.serialization.safe import AllowList
 
 
 class Settings:
-    """What a serializer asks for while it works, so that it may change at any time."""
+    """Settings that a serializer reads while it works, so that they may change at any time."""
 
     def __init__(self) -> None:
-        self.allowed = AllowList()  # in safe mode, besides what the agent needs
-        self.pickler: ReplacementPickler | None = None  # what serializes calls in place of ours
+        self.allowed = AllowList()  # in safe mode, in addition to what the agent needs
+        self.pickler: ReplacementPickler | None = None  # serializes calls in place of ours
 
 
 process_settings: Final = Settings()
 
 
 def allow_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function be called in safe mode (``deserialization="safe"``), in this process. A decorator.
+    """Allow a function to be called in safe mode (``deserialization="safe"``), in this process. A decorator.
 
     Args:
-        function: whatever can be called and has a name to import it by; ``ValueError`` for anything else,
-            and for a class.
+        function: any callable that can be imported by name; ``ValueError`` for anything else, and for a
+        class.
 
     Example::
 
@@ -40,12 +40,12 @@ def allow_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def allow_methods(kind: type, *names: str) -> None:
-    """Let methods of objects be called in safe mode by those who refer to them, in this process.
+    """Allow methods of objects to be called in safe mode through references, in this process.
 
     Args:
-        kind: the class of the objects, or one that it derives from.
-        names: of the methods. Nothing else of them can be called; of tensors also what gives a copy, or tells
-            what kind of tensor it is.
+        kind: class of the objects, or one that it derives from.
+        names: names of the methods. No other methods can be called, except, for tensors, those that return a
+            copy or tell what kind of tensor it is.
 
     Example::
 
@@ -58,8 +58,8 @@ def allow_class(kind: type) -> type:
     """Admit a class in safe mode, in this process: its instances, and calls of it. A decorator.
 
     Args:
-        kind: has a name to import it by, else ``ValueError``. If it defines ``__setstate__``, that must stand
-            hostile input.
+        kind: a class that can be imported by name, otherwise ``ValueError``. If it defines ``__setstate__``,
+            that must be safe with hostile input.
     """
     process_settings.allowed.cls(kind)
     return kind
@@ -71,8 +71,8 @@ def use_pickler(pickler: ReplacementPickler) -> Iterator[None]:
 
     Args:
         pickler: has ``serialize(obj) -> (bytes, tensors)`` and ``deserialize(bytes, tensors) -> obj``; best
-            derived from ``rpc.PortablePickler``. The callee must use it too, unless it can be read by the
-            default one.
+            derived from ``rpc.PortablePickler``. The callee must use it too, unless the default one can read
+            its output.
 
     Example::
 

@@ -1,9 +1,9 @@
-"""How every other kind of tensor travels, each taken apart into strided tensors and put together again.
+"""Serialization of every other kind of tensor, each taken apart into strided tensors and put together again.
 
-Sparse (COO, and the compressed layouts), quantized, nested, MKL-DNN and meta tensors; parameters, buffers
-and subclasses; storages. Attributes set on a tensor travel with it. Subclasses that define
-``__reduce_ex__`` themselves are left to it; wrapper subclasses go through ``__tensor_flatten__``, other ones
-without memory, such as masked tensors, as PyTorch pickles them.
+Sparse (COO, and the compressed layouts), quantized, nested, MKL-DNN and meta tensors; parameters, buffers and
+subclasses; storages. Attributes set on a tensor travel with it. Subclasses that define ``__reduce_ex__``
+themselves use that; wrapper subclasses use ``__tensor_flatten__``, and others without memory, such as masked
+tensors, PyTorch's own reduction.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _OWN_REDUCE: Final = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 
 
 def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
-    """Reduce any tensor; ``SerializationError`` if it is on a device that it cannot leave, or its memory is
-    gone.
+    """Reduce any tensor; ``SerializationError`` if it is on a device that no device map has, or its memory
+    was freed.
     """
     kind = type(tensor)
     tracked = getattr(pickler, "tracked", None)
@@ -53,7 +53,7 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
             return _reduce_masked_with_history(tensor)
         reduced = take_out(tensor, tracked)
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return reduced  # its attributes are what it consists of
+            return reduced  # its attributes are its parts
     elif kind is Tensor:
         if not tensor.__dict__ and not is_transformed(tensor) and not _takes_cpu(pickler):
             usual = plain(tensor)
@@ -78,18 +78,18 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
 
 
 def set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
-    """Give a rebuilt tensor the attributes that the original had."""
+    """Set the attributes of the original on a rebuilt tensor."""
     tensor.__dict__.update(attributes)
 
 
 def _takes_cpu(pickler: Any) -> bool:
-    """Whether CPU tensors of the message go to a device."""
+    """Whether CPU tensors of the message are sent to a device."""
     placement = getattr(pickler, "placement", None)
     return placement is not None and placement.takes_cpu
 
 
 def _check_device(tensor: Tensor | UntypedStorage, pickler: Any) -> None:
-    """Raise ``SerializationError`` if no device map says where a tensor of a device goes."""
+    """Raise ``SerializationError`` if no device map has a tensor's device."""
     placement = getattr(pickler, "placement", None)
     if placement is not None:
         placement.target(tensor.device)
@@ -134,8 +134,9 @@ def _reduce_by_layout(tensor: Tensor, pickler: Any = None) -> tuple[Any, ...]:
 
 
 def _reduce_nested_with_history(tensor: Any) -> tuple[Any, ...]:
-    """Reduce a nested tensor to what it is computed from, which can be part of the receiver's graph. (Custom
-    functions of autograd do not take nested tensors, and each one has ragged sizes of its own.)
+    """Reduce a nested tensor to the tensors that it is computed from, which can be part of the receiver's
+    graph. (Custom functions of autograd do not accept nested tensors, and each one has ragged sizes of its
+    own.)
     """
     if tensor.layout is not torch.jagged:
         return nested, (*tensor.unbind(),)
@@ -144,7 +145,7 @@ def _reduce_nested_with_history(tensor: Any) -> tuple[Any, ...]:
 
 
 def _reduce_masked_with_history(tensor: Any) -> tuple[Any, ...]:
-    """As for nested tensors."""
+    """Like ``_reduce_nested_with_history``, for a masked tensor."""
     return masked, (tensor.get_data(), tensor.get_mask())
 
 
@@ -164,8 +165,8 @@ def _reduce_quantized(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _reduce_dispatching(tensor: Tensor) -> Any:
-    """Reduce a tensor that has no memory and is no wrapper of PyTorch's protocol, such as a masked tensor, as
-    PyTorch does: to its attributes.
+    """Reduce a tensor that has no memory and does not implement PyTorch's protocol for wrappers, such as a
+    masked tensor, as PyTorch does: to its attributes.
     """
     if is_fake(tensor):
         raise SerializationError(
@@ -191,13 +192,13 @@ def parameter(tensor: Tensor, requires_grad: bool) -> Parameter:
 
 
 def subclassed(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Rebuild a tensor of a subclass that is no wrapper."""
+    """Rebuild a tensor of a subclass that is not a wrapper."""
     with DisableTorchFunctionSubclass():
         return tensor.as_subclass(kind).requires_grad_(requires_grad)
 
 
 def wrapper(kind: Any, inner: dict[str, Any], context: Any, shape: Shape, stride: Shape) -> Tensor:
-    """Rebuild a tensor of a wrapper subclass from the tensors inside."""
+    """Rebuild a tensor of a wrapper subclass from its inner tensors."""
     rebuilt: Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
     return rebuilt
 
@@ -269,7 +270,7 @@ _MAKERS: Final[dict[str, Callable[..., Tensor]]] = {
 
 
 def made(kind: str, requires_grad: bool, *parts: Any) -> Tensor:
-    """Rebuild a tensor for which PyTorch has a function of its parts."""
+    """Rebuild a tensor that one of PyTorch's functions makes from its parts."""
     return _MAKERS[kind](*parts).requires_grad_(requires_grad)
 
 
@@ -285,7 +286,7 @@ def reduce_constant(value: Any, _: object = None) -> tuple[Any, ...]:
 
 
 def constant(name: str) -> Any:
-    """PyTorch's constant of that name."""
+    """Return PyTorch's constant with that name."""
     return getattr(torch, name)
 
 

@@ -1,13 +1,13 @@
-"""How strided CPU tensors travel: their elements, where these lie, and nothing else.
+"""Serialization of strided CPU tensors: their elements, and how these are laid out.
 
-- A tensor brings its own elements, never the rest of its storage. It arrives with memory of its own: two
-  views of one storage arrive as independent tensors. (One tensor object twice in a message arrives as one;
-  the pickle's memo sees to that.)
-- Strides are kept where there are no gaps: permuted tensors (``x.T``, channels last) go as they lie in
+- A tensor is sent with its own elements, never the rest of its storage. It arrives with memory of its own:
+  two views of one storage arrive as independent tensors. (One tensor object that occurs twice in a message
+  arrives as one; the pickle's memo ensures that.)
+- Strides are kept if there are no gaps: permuted tensors (``x.T``, channels last) are sent as they are in
   memory, and of an expanded one only the distinct elements. Gaps between elements (``x[:, ::2]``) that are no
-  larger than these are kept, with zeros in them; larger ones are closed.
-- ``requires_grad`` is kept, gradient history and ``grad`` are not: what arrives is a leaf.
-- What arrives is writable, and, being made over the received bytes, cannot be resized with ``resize_``.
+  larger than the elements are kept, filled with zeros; larger ones are removed.
+- ``requires_grad`` is kept, gradient history and ``grad`` are not: the tensor arrives as a leaf.
+- The received tensor is writable and, as it shares the received bytes, cannot be resized with ``resize_``.
 
 A tensor is reduced to ``(rebuild, arguments)``; the rebuilding functions below are named in the pickle.
 """
@@ -36,16 +36,16 @@ _CODES: Final[dict[torch.dtype, str]] = {
     torch.int32: "i",
     torch.int64: "q",
 }
-"""NumPy's letters for the types that are most frequent, and never conjugated."""
+"""NumPy's letters for the most frequent types, which are never conjugated."""
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By size in bytes: a type that stands for any other where elements are only copied."""
+"""For each size in bytes, a type that can represent any other if elements are only copied."""
 
 COMPUTED: Final = 2
-"""What ``dense`` gets for ``requires_grad`` where the tensor is no leaf at its sender."""
+"""Value of ``requires_grad`` in ``dense`` for a tensor that is not a leaf at its sender."""
 
 _SMALL_SPAN: Final = 512
-"""So many elements may have any gaps among them."""
+"""Maximum number of elements, including gaps, for which gaps of any size are kept."""
 
 _STRIDED: Final = torch.strided
 _from_numpy = torch.from_numpy
@@ -54,14 +54,16 @@ _ndarray = np.ndarray
 _TYPES: Final = {code: np.dtype(code) for code in _CODES.values()}
 
 ITEM_SIZES: Final = {code: kind.itemsize for code, kind in _TYPES.items()}
-"""Bytes of an element, by the letter that ``dense`` takes."""
+"""Size of an element in bytes, by the letter for ``dense``."""
 
 
 _NAMES: Final = {code: str(dtype).removeprefix("torch.") for dtype, code in _CODES.items()}
 
 
 def elements(made_by: object, arguments: Any) -> list[Any]:
-    """What ``dense`` or ``placed`` gets, as ``placed`` gets it, with lists in place of tuples."""
+    """Return the arguments of ``dense`` or ``placed`` as those of ``placed``, with lists in place
+    of tuples.
+    """
     if made_by is placed:
         dtype, shape, stride, data, requires_grad = arguments
         return [dtype, list(shape), list(stride), data, bool(requires_grad)]
@@ -71,12 +73,12 @@ def elements(made_by: object, arguments: Any) -> list[Any]:
 
 
 def plain(tensor: Tensor, inline: int = INLINE_BYTES) -> tuple[Any, ...] | None:
-    """The arguments of ``dense`` for the usual case of a tensor: contiguous, on the CPU, of a usual type;
-    None for any other.
+    """Return the arguments of ``dense`` for a usual tensor: contiguous, on the CPU, of a usual type; None for
+    any other.
 
     Args:
-        tensor: its class must be exactly ``torch.Tensor``. Its attributes are not looked at.
-        inline: up to how many bytes its elements are copied; beyond, they are referred to.
+        tensor: its class must be exactly ``torch.Tensor``. Its attributes are ignored.
+        inline: maximum size in bytes at which its elements are copied; larger memory is referred to.
     """
     code = _CODES.get(tensor.dtype)
     if (
@@ -109,11 +111,11 @@ def dense(code: str, shape: tuple[int, ...], data: Any, requires_grad: bool = Fa
 
 
 def reduce_strided(tensor: Tensor, requires_grad: bool, departing: Any = None) -> tuple[Any, ...]:
-    """Reduce a strided tensor, of class ``torch.Tensor`` and without gradient history, of any type and any
+    """Reduce a strided tensor, of class ``torch.Tensor`` and without gradient history, of any type and
     strides.
 
     Args:
-        departing: what writes the message, which says where tensors of devices go; see ``Departing``.
+        departing: the writer of the message, which maps devices; see ``Departing``.
     """
     if tensor.is_conj():
         return conjugated, (tensor.conj(), requires_grad)
@@ -139,7 +141,7 @@ def reduce_strided(tensor: Tensor, requires_grad: bool, departing: Any = None) -
 def _reduce_memory(
     tensor: Tensor, span: int, layout: tuple[Any, ...], requires_grad: bool, departing: Any
 ) -> tuple[Any, ...]:
-    """Reduce a tensor to ``span`` elements from its first one on; ``layout`` is as for ``placed``."""
+    """Reduce a tensor to ``span`` elements starting at its first; ``layout`` is as for ``placed``."""
     placement = getattr(departing, "placement", None)
     if placement is not None and placement.target(tensor.device) is not None:
         elements = tensor.as_strided((span,), (1,))
@@ -159,7 +161,7 @@ def _check_memory(tensor: Tensor, span: int) -> None:
 
 
 def _copy_without_gaps(tensor: Tensor) -> Tensor:
-    """The distinct elements, contiguous; where the stride was 0, the size is 1."""
+    """Return the distinct elements, contiguous; where the stride was 0, the size is 1."""
     core = tensor.as_strided(
         [n if step else 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)], tensor.stride()
     )
@@ -169,7 +171,7 @@ def _copy_without_gaps(tensor: Tensor) -> Tensor:
 def placed(
     dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], data: Any, requires_grad: bool
 ) -> Tensor:
-    """Rebuild a tensor whose memory is exactly ``data``, strides in elements."""
+    """Rebuild a tensor whose memory is exactly ``data``, with strides in elements."""
     return over(data, getattr(torch, dtype), shape, stride).requires_grad_(requires_grad)
 
 

@@ -1,11 +1,13 @@
-"""Tensors that require grad, when the receiver is to make them part of a graph of its own.
+"""Tensors that require grad, if the receiver makes them part of a graph of its own.
 
-The receiver must have all of them before it builds what they are part of, for one node of its graph brings
-them all. So they are pickled apart: in the pickle proper each is a number, as if it travelled beside it.
-Calls and results that are nothing but usual tensors need no second pickle (``pickle_codec``).
+The receiver must have all of them before it builds the object that contains them, as one node of its graph
+has all of them as outputs. So they are pickled separately: in the main pickle each is a number, as if it
+travelled beside it. Calls and results that consist of usual tensors only need no second pickle
+(``pickle_codec``).
 
-A parameter arrives as a parameter of its own, since modules are made of them. One that is itself an argument
-of a call, or in a list, tuple or dict there, is none of a module's: a tensor stands for it (``stand_ins``).
+A parameter arrives as a separate parameter, since modules consist of them. One that is itself an argument of
+a call, or in a list, tuple or dict there, does not belong to a module that is sent: a tensor replaces it
+(``stand_ins``).
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ _NO_PARAMETERS: Final = frozenset((Tensor, int, float, bool, str, bytes, type(No
 
 def is_tracked(tensor: Tensor) -> bool:
     """Whether a tensor stays part of the sender's graph: any that requires grad, other than a parameter,
-    which arrives as a parameter of its own.
+    which arrives as a separate parameter.
     """
     return tensor.requires_grad and not isinstance(tensor, Parameter)
 
 
 def stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with a tensor computed from it in the place of each parameter, so that
-    gradients for that tensor are the parameter's. Nothing changes where gradients are off.
+    """Return the arguments of a call with each parameter replaced by a tensor computed from it, so that
+    gradients of that tensor flow to the parameter. Nothing changes if gradients are disabled.
     """
     if not torch.is_grad_enabled():
         return args, kwargs
@@ -48,7 +50,7 @@ def stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
 
 
 def _stand_in(value: Any, made: dict[int, Any]) -> Any:
-    """What is sent in place of an argument: itself, unless it is a parameter or holds one."""
+    """Return the replacement of an argument: itself, unless it is a parameter or contains one."""
     kind = type(value)
     if kind is Parameter:
         return _computed(value, made)
@@ -64,7 +66,7 @@ def _stand_in(value: Any, made: dict[int, Any]) -> Any:
 
 
 def _computed(parameter: Parameter, made: dict[int, Any]) -> Any:
-    """One and the same tensor for a parameter that occurs twice."""
+    """Return the tensor for a parameter; the same one each time."""
     if not parameter.requires_grad:
         return parameter
     if id(parameter) not in made:
@@ -74,7 +76,7 @@ def _computed(parameter: Parameter, made: dict[int, Any]) -> Any:
 
 
 def take_out(tensor: Tensor, tracked: list[Tensor]) -> tuple[Any, ...]:
-    """Put a tensor among those that are pickled apart; how it is reduced in the pickle proper."""
+    """Add a tensor to those that are pickled separately; returns its reduction in the main pickle."""
     tracked.append(tensor)
     return arrived, (TRACKED, len(tracked) - 1)
 
@@ -86,11 +88,11 @@ def rebuilt(
     connect: Connect | None,
     read: Callable[..., Any],
 ) -> tuple[Sequence[Any], Arrivals]:
-    """Read the tensors of a message that were pickled apart, and make them part of a graph; without
-    ``connect``, they arrive as leaves that require grad. ``read`` is as ``pickle.loads``.
+    """Read the tensors of a message that were pickled separately, and make them part of a graph; without
+    ``connect``, they arrive as leaves that require grad. ``read`` is like ``pickle.loads``.
 
     Returns:
-        The buffers of the pickle proper, and what it is to be read with.
+        The buffers of the main pickle, and the arrivals to read it with.
     """
     place = header[TRACKED]
     if type(place) is not int or not 0 < place < len(buffers):

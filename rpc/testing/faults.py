@@ -43,6 +43,7 @@ KINDS: Final = {
 
 _HEAD: Final = Struct("<QQIIB")
 _SENT_AGAIN_SECONDS: Final = 0.05
+_SENT_ONCE: Final = frozenset((Kind.CONTROL, Kind.SEGMENTS, Kind.IN_SEGMENT))
 _NOT_REQUESTS: Final = frozenset((Kind.REPLY, Kind.FAILURE, Kind.BULK, Kind.BULK_CREDIT, Kind.BULK_CLOSE))
 
 
@@ -133,7 +134,9 @@ class Faults:
         return self._add(Fault("drop"), kind, **which)
 
     def duplicate(self, kind: str | None = None, **which: Any) -> Rule:
-        """It is sent twice."""
+        """It is sent twice, as sessions never do: for code that calls or is called. Control messages and what
+        shares memory, which rely on sessions, are sent once.
+        """
         return self._add(Fault("duplicate"), kind, **which)
 
     def cut(self, kind: str | None = None, **which: Any) -> Rule:
@@ -232,7 +235,7 @@ def _no_frame() -> Frame:
 def _said(frame: Frame) -> list[tuple[str, str]]:
     """What the messages in a control frame say: topic and first word of each."""
     match frame.header.get("batch"):
-        case [_, _, list(messages)]:
+        case [_, list(messages)]:
             return [(topic, str(body[0])) for topic, body in messages if isinstance(body, list) and body]
     return []
 
@@ -341,7 +344,8 @@ class FaultyConnection:
                 self._sender.later(fault.seconds, partial(self._send, data))
             case "duplicate":
                 self._send(data)
-                self._send(data)
+                if kind not in _SENT_ONCE:
+                    self._send(data)
             case "cut":
                 self._sender.later(0, partial(self.inner.close, "the connection was cut, as a test wants it"))
             case "fail":

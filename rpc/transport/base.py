@@ -1,6 +1,6 @@
 """What a transport is: it listens, it connects, and either way yields connections that carry frames.
 
-``unix`` and ``tcp`` each are one file beside this one, gRPC's is ``farcall.transport``; all yield the
+``unix`` and ``tcp`` each are one file beside this one, gRPC's is ``farcall.grpc``; all yield the
 ``StreamConnection`` of ``stream.py``. ``rpc.testing`` has one in memory. ``registry.py`` finds them by name.
 An address is ``SCHEME:REST``.
 """
@@ -140,6 +140,13 @@ class Connection(Protocol):
     description: str
     """Names the other end in logs."""
 
+    scheme: str
+    """Scheme of its transport; "self" for the connection of a worker to itself."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Number of bytes that wait to be written."""
+
     reader: InlineReader | None
     """How threads may read it themselves: a capability of sockets; None if only the loop's does."""
 
@@ -238,6 +245,8 @@ class DirectConnection:
     reader: InlineReader | None = None
     over_network = False
     has_streams = False
+    scheme = "self"
+    queued_bytes = 0
     process: int | None = None
     malformed = False
     is_quiet = True

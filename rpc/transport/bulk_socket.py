@@ -57,6 +57,12 @@ class BulkSocket:
         pause = struct.pack("ll", 0, int(_PAUSE_SECONDS * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pause)
 
+    def begin_receiving(self) -> None:
+        """Prepare for ``receive``, which blocks. A thread calls this once the loop has stopped watching:
+        uvloop makes the descriptors that it watches non-blocking.
+        """
+        os.set_blocking(self.descriptor, True)
+
     def wait_readable(self, seconds: float) -> bool:
         """Wait until something has come, or the stream has ended; false if neither happens in time."""
         return bool(self._readable.poll(1000 * seconds))
@@ -108,6 +114,9 @@ class TlsBulkSocket(BulkSocket):
         sock.setblocking(False)
         self._writable = select.poll()
         self._writable.register(self.descriptor, select.POLLOUT)
+
+    def begin_receiving(self) -> None:
+        """Nothing needs to be done: the socket stays non-blocking."""
 
     def wait_readable(self, seconds: float) -> bool:
         return bool(self._socket.pending()) or super().wait_readable(seconds)

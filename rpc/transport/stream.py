@@ -50,6 +50,7 @@ class StreamConnection:
     """
 
     owner: ConnectionOwner
+    scheme = ""
 
     def __init__(
         self,
@@ -94,6 +95,11 @@ class StreamConnection:
         self._open = True
         self._closing: str | None = None
         self._watched_by_epoll = False
+
+    @property
+    def queued_bytes(self) -> int:
+        """Number of bytes that wait to be written."""
+        return self._queue.queued_bytes
 
     @property
     def description(self) -> str:

@@ -78,7 +78,9 @@ class TcpTransport:
         refusals = LimitedLog(logger)
 
         def on_failure(description: str, error: OSError) -> None:
-            refusals.log(logging.WARNING, "refused %s: no TLS with it: %s", description, why_no_tls(error))
+            # A probe of the port closes it, and so does a worker that was refused on its first connection.
+            level = logging.INFO if isinstance(error, ssl.SSLEOFError) else logging.WARNING
+            refusals.log(level, "refused %s: no TLS with it: %s", description, why_no_tls(error))
 
         acceptor = Acceptor(self._loop, self._context.tls.server, on_socket, on_failure)
 
@@ -129,7 +131,7 @@ class TcpTransport:
             stream = TlsStream(self._loop, sock)
         else:
             stream = SocketStream(self._loop, sock)
-        return StreamConnection(
+        connection = StreamConnection(
             self._context,
             stream,
             description,
@@ -137,6 +139,8 @@ class TcpTransport:
             over_network=True,
             kept_by_kernel=_RECEIVED_BYTES if within_host else 0,
         )
+        connection.scheme = self.scheme
+        return connection
 
 
 def _give_up_on_silence(sock: socket.socket) -> None:

@@ -80,7 +80,9 @@ class UnixTransport:
             raise
 
     def _connection(self, sock: socket.socket, description: str) -> StreamConnection:
-        return StreamConnection(self._context, SocketStream(self._context.loop, sock), description)
+        connection = StreamConnection(self._context, SocketStream(self._context.loop, sock), description)
+        connection.scheme = self.scheme
+        return connection
 
 
 def _peer_process(sock: socket.socket) -> tuple[int, int]:

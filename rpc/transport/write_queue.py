@@ -133,6 +133,11 @@ class WriteQueue:
         self._newest_sign = deque[memoryview](maxlen=1)
         """The acknowledgement that is to be written next; a later one takes its place."""
 
+    @property
+    def queued_bytes(self) -> int:
+        """Number of bytes that are queued. From any thread."""
+        return self._queued_bytes
+
     def __bool__(self) -> bool:
         """Whether anything is to be written now."""
         if self._queue or self._newest_sign or self.outgoing:

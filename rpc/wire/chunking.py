@@ -1,23 +1,24 @@
 """Large messages in chunks, so that small ones need not wait for them: without I/O.
 
-A message of more than ``WHOLE_BYTES`` travels as a series of frames. *Opening* numbers it and brings its
-prefix, table and header; *chunks* bring what follows these in the message, its buffers and the padding
-between, each saying where in the message it belongs. The chunks of several messages may alternate, and any
-other frame may come between them. Where two workers have bulk streams (``rpc.bulk.streams``), the chunks of
-the largest messages travel there instead, and their threads fill the same reassembly.
+A message of more than ``WHOLE_BYTES`` travels as a series of frames. The *opening* has its number, prefix,
+table and header; *chunks* have the rest of the message, its buffers and the padding between them, each with
+its offset in the message. The chunks of several messages may alternate, and any other frame may come between
+them. If two workers have bulk streams (``rpc.bulk.streams``), the chunks of the largest messages travel there
+instead, and the threads of the streams fill the same reassembly.
 
-``Outgoing`` says which chunk goes next: of each open message one in turn. Chunks are long, which costs less,
-until something small has had to wait behind one; then they are short for a while. ``Reassembly`` says where
-the bytes of a chunk go: straight to where they stay. Each larger buffer gets memory of its own, so that a
-tensor can be made over it without keeping the rest of the message alive; or the message goes to a ``Target``,
-memory that somebody has ready for it.
+``Outgoing`` decides which chunk is next: each open message in turn. Chunks are long, which costs less, until
+a small message has had to wait behind one; then they are short for a while. ``Reassembly`` decides where the
+bytes of a chunk are received: directly into their final place. Each larger buffer gets memory of its own, so
+that a tensor can use it without keeping the rest of the message alive; or the message goes to a ``Target``,
+memory that is provided for it.
 
-If there is no memory for a message, its chunks are dropped as they come, and it arrives ``Incomplete``: with
-its header, and without its buffers. So only what needs them fails, and the connection goes on.
+If there is no memory for a message, its chunks are dropped as they arrive, and it is delivered as
+``Incomplete``: with its header, and without its buffers. So only the call that needs them fails, and the
+connection continues.
 
-What a peer may promise is limited: ``MAX_OPEN`` messages at a time, of which no more is still to come than
-the largest message that is accepted. Each bulk stream adds to both, since streams do not keep each other's
-order.
+The promises of a peer are limited: ``MAX_OPEN`` messages at a time, whose missing bytes do not exceed the
+size of the largest message that is accepted. Each bulk stream adds to both, since the streams are not ordered
+with each other.
 """
 
 from __future__ import annotations
@@ -56,30 +57,32 @@ __all__ = [
 ]
 
 WHOLE_BYTES: Final = 256 << 10
-"""Up to this many bytes, a message is one frame."""
+"""Maximum size in bytes of a message that is sent as one frame."""
 
 CHUNK_BYTES: Final = 512 << 10
-"""How much of a message goes out at a time, where nothing small has been in its way lately."""
+"""Size in bytes of a chunk, if no small message had to wait recently."""
 
 SHORT_CHUNK_BYTES: Final = 128 << 10
-"""How much else: the most that small messages wait for which follow each other. Chunks begin at multiples of
-it.
+"""Size in bytes of a chunk otherwise: the most that a series of small messages waits for. Chunks begin at
+multiples of it.
 """
 
 _SHORT_FOR_BYTES: Final = 64 << 20
-"""So much goes out in short chunks after a small message: on a network of 10 Gbit/s, in some 50 ms."""
+"""Number of bytes sent in short chunks after a small message: at 10 Gbit/s, in about 50 ms."""
 
 MAX_OPEN: Final = 64
 """Maximum number of messages that a peer has begun and not finished, for the connection and each stream."""
 
 MAX_BUFFERS: Final = 1 << 20
-"""How many buffers all open messages may have together, and any message alone."""
+"""Maximum number of buffers in all open messages together, and in any single message."""
 
 _UNDER_WAY_BYTES: Final = 32 << 20
-"""Number of bytes that kernels may hold back on one stream."""
+"""Number of bytes that kernels may buffer on one stream."""
 
 _OPENING_SECONDS: Final = 60.0
-"""Seconds that the opening of a message may take to come on the connection when a chunk is there."""
+"""Timeout in seconds for a message's opening to arrive on the connection when one of its chunks has
+arrived.
+"""
 
 _KEPT_BYTES: Final = 4 << 10
 """Number of bytes kept of an incomplete message's first buffer, which begins with ids in some kinds."""
@@ -90,8 +93,9 @@ _PAGE_BACKED_BYTES: Final = 4 << 20
 
 
 class ChunkedMessage:
-    """A large message on its way out: its opening frame, its number, and the buffers that follow in chunks,
-    contiguous, referenced and not copied; ``size`` is the sum of their lengths, ``kind`` that of its frame.
+    """A large message to be sent: its opening frame, its number, and the buffers that follow in chunks,
+    contiguous, referenced and not copied; ``size`` is the sum of their lengths in bytes, ``kind`` that of its
+    frame.
     """
 
     def __init__(self, head: bytes, number: int, pieces: Sequence[Any], size: int, kind: int = 0) -> None:
@@ -119,7 +123,7 @@ class ChunkedMessage:
         return taken
 
     def replace(self, capture: Callable[[Any], Any]) -> None:
-        """Put ``capture(piece)`` in place of every piece that is not sent yet."""
+        """Replace every piece that is not sent yet by ``capture(piece)``."""
         self._pieces = deque(map(capture, self._pieces))
 
 
@@ -127,12 +131,13 @@ class Outgoing:
     """The large messages to one peer that are not sent yet. From any thread.
 
     Args:
-        chunk_prefix: makes the prefix of a chunk, of the message's number, the chunk's offset and length.
-        queue_limit: callers wait while more bytes than this are to be sent.
+        chunk_prefix: makes the prefix of a chunk from the message's number, the chunk's offset and length.
+            queue_limit: callers wait while more bytes than this are unsent.
 
     Attributes:
-        max_bytes: how much the peer lets be open at a time; one message may always be.
-        unsent: bytes that no chunk has taken yet.
+            max_bytes: maximum number of bytes of open messages that the peer accepts; one message may always
+            be open.
+            unsent: number of bytes that are not yet in any chunk.
     """
 
     def __init__(
@@ -142,7 +147,7 @@ class Outgoing:
         self.unsent = 0
         self._chunk_prefix = chunk_prefix
         self._queue_limit = queue_limit
-        self._lock = threading.RLock()  # a finalizer that runs while it is held may send
+        self._lock = threading.RLock()  # reentrant: a finalizer that runs while it is held may send
         self._room = threading.Condition(self._lock)
         self._waiting: deque[ChunkedMessage] = deque()
         self._open: deque[ChunkedMessage] = deque()
@@ -154,16 +159,16 @@ class Outgoing:
         return bool(self._open or self._waiting)
 
     def wait_for_room(self, deadline: float) -> bool:
-        """Wait while too much is to be sent; false if that is so at ``deadline`` still."""
+        """Wait while the queue is full; false if it still is at ``deadline``."""
         with self._lock:
             return wait_while(self.is_full, self._room, deadline)
 
     def is_full(self) -> bool:
-        """Whether too much is to be sent."""
+        """Whether the queue is full."""
         return self.unsent > self._queue_limit and not self._closed
 
     def add(self, message: ChunkedMessage) -> bool:
-        """Send a message too, or what is left of it; it is opened when its turn comes. False if nothing can
+        """Queue a message, or the rest of one; it is opened when its turn comes. Returns false if nothing can
         be sent any more.
         """
         with self._lock:
@@ -177,18 +182,18 @@ class Outgoing:
         return True
 
     def shorten(self) -> None:
-        """Something small waits behind a chunk: have the next ones short, for a while."""
+        """Make the next chunks short, for a while: a small message waits behind a chunk."""
         self._short_until = self._sent + _SHORT_FOR_BYTES
 
     def next(self) -> list[Any]:
-        """What goes out next: a chunk with its prefix, behind the opening if it is the first of its message;
-        empty if there is nothing.
+        """Return what is sent next: a chunk with its prefix, after the opening if it is the first of its
+        message; empty if there is nothing.
         """
         with self._lock:
             self._begin_next()
             if not self._open:
                 return []
-            message = self._open[0]  # which stays there, as others look whether there is one
+            message = self._open[0]  # not removed yet, as other threads check whether there is one
             before = message.unsent
             pieces = self.chunk(message)
             self.unsent -= before - message.unsent
@@ -200,7 +205,7 @@ class Outgoing:
         return pieces
 
     def _begin_next(self) -> None:
-        """Give the next message that waits its turn, if it may be sent now."""
+        """Start the next waiting message, if it may be sent now."""
         if not self._waiting or len(self._open) >= _SENT_AT_ONCE:
             return
         open_bytes = sum(message.size for message in self._open)
@@ -209,18 +214,18 @@ class Outgoing:
             self._waiting.popleft()
 
     def chunk(self, message: ChunkedMessage) -> list[Any]:
-        """The next chunk of a message, which need not have been added."""
+        """Return the next chunk of a message, which need not have been added."""
         count = min(SHORT_CHUNK_BYTES if self._sent < self._short_until else CHUNK_BYTES, message.unsent)
         self._sent += count
         prefix = self._chunk_prefix(message.number, message.size - message.unsent, count)
         if not message.is_open:
             message.is_open = True
             prefix = message.head + prefix
-        # Views: what is ``bytes`` in a queue is a message of its own.
+        # Views: ``bytes`` in a queue are messages of their own.
         return [memoryview(prefix), *(memoryview(piece) for piece in message.take(count))]
 
     def close(self) -> None:
-        """Forget everything: nothing more can be sent."""
+        """Drop everything: nothing more can be sent."""
         with self._lock:
             self._closed = True
             self._waiting.clear()
@@ -231,24 +236,25 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where a buffer lies in its message: its length, and that with the padding behind it, in bytes."""
+    """The size of a buffer in its message: its length, and that including its padding, in bytes."""
 
     length: int
     padded: int
 
 
 _HUGE_PAGES: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
-"""Touching fresh memory takes longer than filling it; of huge pages, a third of that (measured).
+"""Advice for huge pages. Touching fresh memory takes longer than filling it; with huge pages a third of that
+(measured).
 
-Smaller blocks come from the allocator, which keeps what was freed (see ``process_tuning``), uncleared: 1 MB
-arrives in 0.9 ms then, and in 1.4 ms in fresh pages of the usual size (measured).
+Smaller blocks come from the allocator, which keeps freed memory (see ``process_tuning``), uncleared: 1 MB
+then arrives in 0.9 ms, compared with 1.4 ms in fresh pages of the usual size (measured).
 """
 
 
 def allocate(length: int) -> memoryview:
-    """Writable memory, which nobody has cleared; large blocks come as fresh pages.
+    """Return writable memory, which is not cleared; large blocks come as fresh pages.
 
-    It is private to this process: in a forked child, tensors over it are its own.
+    It is private to this process: in a forked child, tensors in it are the child's own.
     """
     try:
         if length < _PAGE_BACKED_BYTES:
@@ -267,12 +273,12 @@ class NoMemory(ProtocolError):
 
 
 class Incomplete(list[Any]):
-    """The buffers of a message for which there was no memory: of the first one its beginning, of the others
-    nothing.
+    """The buffers of a message for which there was no memory: the beginning of the first one, and nothing of
+    the others.
 
     Attributes:
-        size: bytes that all buffers have.
-        reason: why they could not be kept.
+        size: size in bytes of all buffers.
+        reason: why there was no memory.
     """
 
     def __init__(self, buffers: Sequence[memoryview], size: int, reason: str) -> None:
@@ -282,16 +288,16 @@ class Incomplete(list[Any]):
 
 
 class Target:
-    """Where a message goes that somebody has memory ready for; one that is taken back goes elsewhere.
+    """Memory provided for a message; a message whose target is taken back gets memory of its own.
 
     Threads write to the buffers within ``writing``, several at once to different places.
 
     Args:
-        buffers: writable; what the message has behind its first buffer fills them, one after the other, and
-            has their size.
+        buffers: writable buffers, which the message's buffers after the first fill, one after the other;
+            their total size is the same.
 
     Attributes:
-        writers: the threads that write to the buffers right now, by identifier.
+        writers: the threads that are writing to the buffers, by identifier.
     """
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
@@ -303,39 +309,41 @@ class Target:
         self._message: ArrivingMessage | None = None
 
     def is_of(self, buffers: list[memoryview]) -> bool:
-        """Whether these are the buffers of the message that came for this target."""
+        """Whether these are the buffers of the message that arrived for this target."""
         return self._message is not None and self._message.buffers is buffers
 
     def attach(self, message: ArrivingMessage) -> None:
-        """This message begins to come. Where the target was taken back just now, it goes elsewhere."""
+        """Attach a message that begins to arrive. If the target was just taken back, it gets memory of its
+        own.
+        """
         with self._changed:
             self._message = message
             if self.is_taken_back:
                 message.move()
 
     def enter(self) -> None:
-        """The current thread is about to write to the buffers, and calls ``leave`` soon."""
+        """Record that the current thread is about to write to the buffers; it calls ``leave`` soon."""
         with self._changed:
             while self._is_wanted:
                 self._changed.wait()
             self.writers[get_ident()] = None
 
     def leave(self) -> None:
-        """The current thread writes no more."""
+        """Record that the current thread has stopped writing."""
         with self._changed:
             self.writers.pop(get_ident(), None)
             if self._is_wanted:
                 self._changed.notify_all()
 
     def take_back(self) -> None:
-        """When this returns, nothing is written to the buffers any more: the message has memory of its own,
-        with all that has come of it. From any thread; takes as long as copying does. Where there is no memory
-        for it, it raises ``ProtocolError``, and all is as before.
+        """Take the buffers back: when this returns, no thread writes to them any more, and the message has
+        memory of its own, with all of it that has arrived. From any thread; takes as long as copying. If
+        there is no memory for it, ``ProtocolError`` is raised, and nothing has changed.
         """
         with self._changed:
             self._is_wanted = True
             try:
-                while self.writers.keys() - {get_ident()}:  # a finalizer may run in a thread that writes
+                while self.writers.keys() - {get_ident()}:  # a finalizer may run in a thread that is writing
                     self._changed.wait()
                 if self._message is not None:
                     self._message.move()
@@ -346,9 +354,9 @@ class Target:
 
 
 class ArrivingMessage:
-    """An open message: its memory, and which cells of ``SHORT_CHUNK_BYTES`` have begun to come.
+    """An open message: its memory, and which cells of ``SHORT_CHUNK_BYTES`` have begun to arrive.
 
-    Small neighbours among its buffers share a block of memory, every other buffer has its own.
+    Adjacent small buffers share a block of memory, every other buffer has its own.
     """
 
     def __init__(
@@ -362,14 +370,14 @@ class ArrivingMessage:
         self.what = what
         self.size = self.left = sum(room.padded for room in rooms)
         self.rooms = len(rooms)
-        """How many buffers it has where it comes from; those of a target may be divided otherwise."""
+        """Number of its buffers at the sender; those of a target may be divided differently."""
         self.is_dropped = False
-        """Whether the rest of it will not come, and what comes belongs nowhere."""
+        """Whether the rest of it will not arrive, and further chunks are discarded."""
         self.begun = bytearray(-(-self.size // SHORT_CHUNK_BYTES))
         self.buffers: list[memoryview] = []
-        """Of the message; this very list, also when they change."""
+        """The message's buffers; always the same list, even when they change."""
         self.target = target
-        """Where it goes, unless that was taken back."""
+        """Its target, unless that was taken back."""
         self._rooms, self._lead, self._allocate = rooms, lead, allocate
         try:
             self._find_memory(target)
@@ -437,7 +445,7 @@ class ArrivingMessage:
         return memory
 
     def move(self) -> None:
-        """With the lock of the target: let go of it."""
+        """Detach from the target, with the target's lock held."""
         if self.target is None or self.is_dropped:
             return
         before, own = self._memory, self._own_memory(self._rooms)
@@ -449,20 +457,22 @@ class ArrivingMessage:
             offset += len(part)
 
     def room(self, offset: int, length: int) -> memoryview:
-        """The memory for bytes from ``offset`` on: for at least one, and at most ``length`` of them."""
+        """Return the memory for bytes from ``offset`` on: for at least one, and at most ``length``
+        of them.
+        """
         index = bisect_right(self._ends, offset)
         memory = self._memory[index]
         start = offset - (self._ends[index] - len(memory))
         return memory[start : start + length]
 
     def fill(self, offset: int, data: memoryview) -> None:
-        """Some bytes have come."""
+        """Store bytes that have arrived."""
         with self.writing():
             self._write(offset, data)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """While somebody writes to where ``room`` says: that is not taken back meanwhile."""
+        """Keep the target from being taken back while the block writes to the memory from ``room``."""
         target = self.target
         if target is None:
             yield
@@ -482,17 +492,17 @@ class ArrivingMessage:
 
 
 class Reassembly:
-    """Puts the chunks together that come from one peer, on the connection and on bulk streams. From any
-    thread.
+    """Reassembles the chunks of one peer, from the connection and from bulk streams. From any thread.
 
     Args:
-        allocate: gives writable memory.
+        allocate: returns writable memory.
 
     Attributes:
-        find_target: says where a message goes, of its kind, its call id and the sizes of its buffers.
-        streams: number of bulk streams on which chunks may come.
-        promised: bytes of open messages that are still to come.
-        open_messages: by number.
+        find_target: returns the target of a message, given its kind, its call id and the sizes of its
+        buffers.
+        streams: number of bulk streams on which chunks may arrive.
+        promised: number of bytes of open messages that have not arrived.
+        open_messages: the open messages, by number.
     """
 
     def __init__(self, allocate: Callable[[int], memoryview]) -> None:
@@ -510,7 +520,7 @@ class Reassembly:
 
     @property
     def leeway(self) -> int:
-        """How many bytes more than its limit a peer may promise."""
+        """Number of bytes beyond its limit that a peer may promise."""
         return _UNDER_WAY_BYTES * self.streams
 
     def open(
@@ -521,16 +531,16 @@ class Reassembly:
         lead: int = 0,
         target: Target | None = None,
     ) -> None:
-        """A message begins, with this number in its chunks.
+        """Start a message, which has this number in its chunks.
 
         Args:
             what: returned with its buffers when it is complete.
-            lead: how far from an alignment boundary its first buffer starts.
-            target: where its buffers from the second on go, which have its size in all.
+            lead: distance in bytes of its first buffer from an alignment boundary.
+            target: memory for its buffers from the second on, of the same total size.
 
         Raises:
-            ProtocolError: it is open already, or too many messages are, or they have too many buffers, or
-                nothing is to follow.
+            ProtocolError: it is open already, or too many messages are, or they have too many buffers, or it
+                has no chunks.
         """
         if not any(room.padded for room in rooms):
             raise ProtocolError("a message in chunks has nothing in them")
@@ -542,7 +552,7 @@ class Reassembly:
             raise ProtocolError(f"the open messages have more than {MAX_BUFFERS} buffers")
         message = ArrivingMessage(what, rooms, lead, self._allocate, target)
         with self._opened:
-            if number in self.open_messages:  # meanwhile, on another stream
+            if number in self.open_messages:  # opened in the meantime on another stream
                 raise ProtocolError(f"message {number} was opened twice")
             message.is_dropped = self._is_cleared
             self.open_messages[number] = message
@@ -551,8 +561,8 @@ class Reassembly:
             self._opened.notify_all()
 
     def wait_for(self, number: int) -> None:
-        """Wait until a message is open, on another connection than that of the chunk which has come.
-        ``ProtocolError`` if it does not come.
+        """Wait until a message is open whose opening arrives on another connection than its first chunk.
+        Raises ``ProtocolError`` if it does not arrive.
         """
         if number in self.open_messages:
             return
@@ -564,7 +574,7 @@ class Reassembly:
             raise ProtocolError(f"a chunk belongs to message {number}, which is not open")
 
     def begin(self, number: int, offset: int, length: int) -> ArrivingMessage:
-        """A chunk begins; returns its message. ``ProtocolError`` if there is no such chunk to come."""
+        """Start a chunk; returns its message. Raises ``ProtocolError`` if no such chunk is expected."""
         message = self.open_messages.get(number)
         if message is None:
             raise ProtocolError(f"a chunk belongs to message {number}, which is not open")
@@ -580,12 +590,12 @@ class Reassembly:
         return message
 
     def filled(self, number: int, length: int) -> tuple[Any, list[memoryview]] | None:
-        """A chunk has arrived, all of it; returns ``what`` and the buffers of its message, if it is complete
-        now.
+        """Record that a chunk has arrived completely; returns ``what`` and the buffers of its message if that
+        is complete now.
         """
         with self._opened:
             message = self.open_messages.get(number)
-            if message is None:  # forgotten in the middle of this chunk
+            if message is None:  # dropped in the middle of this chunk
                 return None
             message.left -= length
             self.promised -= length
@@ -596,7 +606,7 @@ class Reassembly:
         return message.what, message.buffers
 
     def clear(self) -> None:
-        """Forget everything: nothing more will come, but the rest of a chunk on each stream."""
+        """Drop everything: nothing more will arrive, except the rest of a chunk on each stream."""
         with self._opened:
             self._is_cleared = True
             for message in self.open_messages.values():

@@ -61,19 +61,21 @@ __all__ = [
     "unpack_header",
 ]
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 MAGIC: Final = b"farcall"
 PREAMBLE: Final = MAGIC + bytes([PROTOCOL_VERSION])
 
 _TLS_HANDSHAKE: Final = b"\x16\x03"
-"""What a connection with TLS begins with."""
+"""The first bytes of a connection with TLS."""
 
 MAX_HEADER_BYTES: Final = 64 << 20
 ALIGNMENT: Final = 16
 
 _SMALL_HEADER_BYTES: Final = 64 << 10
 _FEW_ENTRIES: Final = 1024
-"""Smaller headers, with no longer lists than this, cannot take much memory."""
+"""Maximum number of entries of lists in a small header that is not checked, since it cannot take
+much memory.
+"""
 
 _PREFIX: Final = Struct("<QQIIBB2x")
 _CHUNK_PREFIX: Final = Struct("<QQQBB2x")
@@ -83,18 +85,19 @@ _ZEROS: Final = bytes(ALIGNMENT)
 _ANY_TEXT: Final = "surrogatepass"  # texts of users' exceptions need not be valid Unicode
 
 _packers: Final[list[Any]] = []
-"""Those at rest: each has a buffer that takes longer to get than most headers to pack. Taking one out leaves
-none to a finalizer, or another thread, that comes between."""
+"""Packers that are not in use: each has a buffer that takes longer to allocate than most headers take to
+pack. A thread removes the one that it uses, so that a finalizer or another thread cannot get the same one.
+"""
 
 _RECEIVE_BUFFER_BYTES: Final = 256 << 10
 _BETWEEN_CHUNKS_BYTES: Final = 4096
-"""How much is received to where it does not stay while a chunk may begin."""
+"""Maximum number of bytes received into temporary memory while a chunk may begin."""
 
 _FEW: Final = 4
-"""More frames that come together are left to the loop."""
+"""Maximum number of frames that arrive together and are not left to the loop."""
 
 new_tuple: Final = tuple.__new__
-"""Makes a named tuple without the Python function that it has for a constructor."""
+"""Makes a named tuple without calling its constructor, which is a Python function."""
 
 _pack_prefix = _PREFIX.pack
 _unpack_prefix = _PREFIX.unpack_from
@@ -104,9 +107,9 @@ Prefix = tuple[int, int, int, int, int, int]
 
 
 class Kind:
-    """What a frame is. Kinds from ``EXTENSION`` on belong to what is built on the agent.
+    """The kind of a frame. Kinds from ``EXTENSION`` on belong to packages above the agent.
 
-    Plain numbers and no ``Enum``, since they are compared for every frame.
+    Plain numbers instead of an ``Enum``, since they are compared for every frame.
     """
 
     HELLO: Final = 1
@@ -138,8 +141,8 @@ _ABOUT_CHUNKS: Final = frozenset((Kind.OPENING, Kind.CHUNK))
 
 
 class Frame(NamedTuple):
-    """One message as it came off the wire. ``kind`` is a plain int, so that kinds of extensions need no
-    registration here. ``codec`` says how the payload is encoded.
+    """One received message. ``kind`` is a plain int, so that kinds of extensions need no registration here.
+    ``codec`` says how the payload is encoded.
     """
 
     kind: int
@@ -150,7 +153,7 @@ class Frame(NamedTuple):
 
 
 class LargeFrame(Frame):
-    """A message that came in chunks, and its number among those."""
+    """A message that arrived in chunks, and its number among those."""
 
     number: int
 
@@ -171,7 +174,7 @@ def encode(
     count = len(buffers)
     if len(packed_header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(packed_header)} bytes is over the limit of {MAX_HEADER_BYTES}")
-    if len(packed_header) > MAX_ENTRIES:  # else it has fewer entries
+    if len(packed_header) > MAX_ENTRIES:  # otherwise it has fewer entries
         check_entries(memoryview(packed_header))
     if count > MAX_BUFFERS:
         raise ProtocolError(f"a frame of {count} buffers is over the limit of {MAX_BUFFERS}")
@@ -197,7 +200,7 @@ def encode(
 def encode_small(
     kind: int, call_id: int, header: dict[str, Any], buffers: Sequence[Any], codec: int = 0
 ) -> bytes:
-    """As ``encode``, for a frame with at most one buffer, in one piece: the shape of most messages."""
+    """Like ``encode``, for a frame with at most one buffer, in one piece: the form of most messages."""
     packed: bytes = pack_header(header) if header else b""
     if not buffers:
         return _pack_prefix(len(packed), call_id, len(packed), 0, kind, codec) + packed
@@ -206,25 +209,27 @@ def encode_small(
 
 
 def chunked(buffers: Sequence[Any], size: int, number: int) -> ChunkedMessage:
-    """What ``encode`` returned, to be sent in chunks; it must have buffers that are not empty."""
+    """Make a message in chunks from the result of ``encode``; it must have nonempty buffers."""
     head: bytes = buffers[0]
     opening = _pack_prefix(len(head), number, 0, 0, Kind.OPENING, 0) + head
     return ChunkedMessage(opening, number, buffers[1:], size - len(head), kind=head[_KIND_AT])
 
 
 def chunk_prefix(number: int, offset: int, length: int) -> bytes:
-    """What precedes the ``length`` bytes of message ``number`` from ``offset`` on."""
+    """Return the prefix for the ``length`` bytes of message ``number`` from ``offset`` on."""
     return _CHUNK_PREFIX.pack(length, number, offset, Kind.CHUNK, 0)
 
 
 def read_prefix(prefix: memoryview) -> tuple[int, int, int, int]:
-    """Kind, call id or number, length, and offset of a frame of a stream, which is an opening or a chunk."""
+    """Return kind, call id or number, length, and offset of a stream's frame, which is an opening
+    or a chunk.
+    """
     length, number, offset, kind, _ = _CHUNK_PREFIX.unpack(prefix)
     return kind, number, length, offset
 
 
 def describe(head: bytes) -> tuple[int, int, dict[str, Any]]:
-    """Kind, call id and header of a message, of its first piece as ``encode`` made it."""
+    """Return kind, call id and header of a message, given its first piece from ``encode``."""
     prefix = _unpack_prefix(head)
     end = PREFIX_BYTES + _start_of_buffers(prefix)
     header = unpack_header(memoryview(head)[end - prefix[2] : end]) if prefix[2] else {}
@@ -232,13 +237,13 @@ def describe(head: bytes) -> tuple[int, int, dict[str, Any]]:
 
 
 def is_bulk(head: bytes, call_id: int) -> bool:
-    """Whether the first piece of a message, as ``encode`` made it, is of kind ``BULK`` with this call id."""
+    """Whether the first piece of a message, from ``encode``, has kind ``BULK`` and this call id."""
     prefix = _unpack_prefix(head)
     return bool(prefix[1] == call_id and prefix[4] == Kind.BULK)
 
 
 def decode_one(data: bytearray) -> Frame:
-    """The frame that ``data`` consists of, over that memory. Raises ``ProtocolError`` if it is not one."""
+    """Decode the frame that ``data`` consists of; it shares that memory. Raises ``ProtocolError``."""
     view = memoryview(data)
     if len(data) < PREFIX_BYTES:
         raise ProtocolError(f"{len(data)} bytes are too few for a frame")
@@ -249,7 +254,7 @@ def decode_one(data: bytearray) -> Frame:
 
 
 def _build(prefix: Prefix, body: bytearray | memoryview) -> Frame:
-    """The frame of this prefix, over the memory of its body. Raises ``ProtocolError`` if it is malformed."""
+    """Make the frame with this prefix, which shares the memory of its body. Raises ``ProtocolError``."""
     body_length, call_id, header_length, count, kind, codec = prefix
     if count == 1 and not header_length:  # as most are
         return new_tuple(Frame, (kind, call_id, {}, [body], codec))
@@ -263,7 +268,7 @@ def _build(prefix: Prefix, body: bytearray | memoryview) -> Frame:
 
 
 def _start_of_buffers(prefix: Prefix) -> int:
-    """Where in a body the first buffer begins, behind table and header."""
+    """Return the offset of the first buffer in a body, after table and header."""
     return 8 * max(0, prefix[3] - 1) + prefix[2]
 
 
@@ -283,8 +288,8 @@ def _check_layout(prefix: Prefix) -> None:
 
 
 def _lay_open(prefix: Prefix, body: memoryview) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """The header, and where in the body each buffer begins and ends, of a prefix that has passed
-    ``_check_layout``. Of the body, table and header are enough.
+    """Return the header, and the start and end of each buffer in the body, for a prefix that has passed
+    ``_check_layout``. Only table and header of the body are needed.
     """
     body_length, _, header_length, count, _, _ = prefix
     begin = _start_of_buffers(prefix)
@@ -305,7 +310,7 @@ def _lay_open(prefix: Prefix, body: memoryview) -> tuple[dict[str, Any], list[tu
 
 
 def pack_header(header: dict[str, Any]) -> bytes:
-    """A header as it is sent."""
+    """Encode a header."""
     try:
         packer = _packers.pop()
     except IndexError:
@@ -332,7 +337,7 @@ def _unpack_small(packed: memoryview) -> Any:
 
 
 def unpack_header(packed: memoryview) -> dict[str, Any]:
-    """A frame's header. Raises ``ProtocolError`` if it is not a map in msgpack."""
+    """Decode a frame's header. Raises ``ProtocolError`` if it is not a map in msgpack."""
     try:
         if len(packed) > _SMALL_HEADER_BYTES:
             check_entries(packed)
@@ -349,7 +354,7 @@ def unpack_header(packed: memoryview) -> dict[str, Any]:
 
 
 def open_message(arriving: Reassembly, number: int, opening: memoryview, max_frame_bytes: int) -> None:
-    """A message begins that comes in chunks, of which ``opening`` is prefix, table and header.
+    """Start a message that arrives in chunks, where ``opening`` is prefix, table and header. Raises
     ``ProtocolError`` if that is malformed, or over a limit.
     """
     if len(opening) < PREFIX_BYTES:
@@ -357,7 +362,7 @@ def open_message(arriving: Reassembly, number: int, opening: memoryview, max_fra
     inner = _unpack_prefix(opening)
     length, call_id, _, count, kind, codec = inner
     start, promised = _start_of_buffers(inner), arriving.promised - arriving.leeway
-    if max_frame_bytes < WHOLE_BYTES:  # strangers, above all, are to have nothing kept for them
+    if max_frame_bytes < WHOLE_BYTES:  # nothing must be kept for strangers
         raise ProtocolError(f"a message in chunks, where none over {max_frame_bytes} bytes is taken")
     if length > max_frame_bytes or length - start > max_frame_bytes - promised:
         raise ProtocolError(
@@ -377,7 +382,7 @@ def open_message(arriving: Reassembly, number: int, opening: memoryview, max_fra
 
 
 def large_frame(number: int, whole: tuple[Any, list[memoryview]]) -> LargeFrame:
-    """The frame of a message that ``Reassembly.filled`` has returned."""
+    """Make the frame of a message that ``Reassembly.filled`` has returned."""
     (kind, call_id, header, codec), buffers = whole
     frame = LargeFrame(kind, call_id, header, buffers, codec)
     frame.number = number
@@ -387,21 +392,21 @@ def large_frame(number: int, whole: tuple[Any, list[memoryview]]) -> LargeFrame:
 class Decoder:
     """Turns the bytes of one connection into frames. For one thread at a time.
 
-    ``buffer()`` says where the next bytes are to be received to, ``received(n)`` returns the frames that are
-    complete then. A frame that fits the receive buffer is copied out of it; for a larger one, or a chunk,
-    memory is allocated when the length has been checked, and filled in place. Buffers of frames are writable
-    and the receiver's own. After a ``ProtocolError`` the decoder must not be used again.
+    ``buffer()`` returns where to receive the next bytes, ``received(n)`` the frames that are complete then. A
+    frame that fits the receive buffer is copied out of it; for a larger one, or a chunk, memory is allocated
+    after the length has been checked, and filled in place. Buffers of frames are writable and belong to the
+    receiver. After a ``ProtocolError`` the decoder must not be used again.
 
     Args:
-        max_frame_bytes: frames with a longer body are refused; may be changed at any time.
+        max_frame_bytes: maximum size in bytes of a frame's body; may be changed at any time.
 
     Attributes:
-        scratch: the receive buffer, where all bytes go that are not the rest of a large frame.
-        scratch_offset: where in ``scratch`` the next bytes go, or -1 in the middle of a large frame.
-        scratch_end: how far to receive into it: no more than a little where a chunk may begin.
-        postponed: a frame over the limit came right behind those just returned, which may be what raises
-            the limit. Call ``received(0)`` when they are dealt with.
-        arriving: puts large messages together; bulk streams share it.
+        scratch: the receive buffer, for all bytes except the rest of a large frame.
+        scratch_offset: offset of the next bytes in ``scratch``, or -1 in the middle of a large frame.
+        scratch_end: where to stop receiving into it: after a few bytes if a chunk may begin.
+        postponed: whether a frame over the limit followed those just returned, which may raise the limit.
+            Call ``received(0)`` when they are processed.
+        arriving: reassembles large messages; shared with bulk streams.
     """
 
     def __init__(self, max_frame_bytes: int, receive_bytes: int = _RECEIVE_BUFFER_BYTES) -> None:
@@ -414,14 +419,16 @@ class Decoder:
         self._view = memoryview(self.scratch)
         self._start = 0
         self._greeted = False
-        self._large: Prefix | None = None  # of the frame whose body is being filled, if it is no chunk
-        self._message: ArrivingMessage | None = None  # that of the chunk that is being filled
+        self._large: Prefix | None = None  # prefix of the frame that is being filled, unless it is a chunk
+        self._message: ArrivingMessage | None = None  # message of the chunk that is being filled
         self._number = self._chunk_bytes = self._at = 0
         self._body = self._view[:0]
         self._filled = 0
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go: never empty. Valid within ``writing`` of ``message``, if there is one."""
+        """Return the memory for the next bytes: never empty. Valid within ``writing`` of ``message``, if
+        there is one.
+        """
         if self.scratch_offset < 0:
             message = self._message
             if message is not None:
@@ -430,7 +437,7 @@ class Decoder:
         return self._view[self.scratch_offset : self.scratch_end]
 
     def buffers(self) -> list[memoryview]:
-        """As ``buffer``; behind a chunk, where what follows it goes in the same read."""
+        """Like ``buffer``; after a chunk, also the memory for what follows it, for the same read."""
         buffer = self.buffer()
         if self._message is None or len(buffer) < self._chunk_bytes - self._filled:
             return [buffer]
@@ -438,12 +445,12 @@ class Decoder:
 
     @property
     def message(self) -> ArrivingMessage | None:
-        """The message in chunks whose memory the next bytes go to, if any."""
+        """The message in chunks whose memory the next bytes are received into, or None."""
         return self._message
 
     def received(self, count: int) -> list[Frame]:
-        """Take note that ``count`` bytes were written to ``buffer()`` or ``buffers()``; returns the frames
-        that are complete now, in order. Raises ``ProtocolError`` if they are not what the protocol allows.
+        """Handle ``count`` bytes that were written to ``buffer()`` or ``buffers()``; returns the frames that
+        are complete now, in order. Raises ``ProtocolError`` if they violate the protocol.
         """
         frames: list[Frame] = []
         if self.scratch_offset < 0:
@@ -463,9 +470,7 @@ class Decoder:
         return frames
 
     def grow(self) -> None:
-        """Have a receive buffer of full size, where it began with a smaller one. Between calls of
-        ``received``.
-        """
+        """Replace a smaller receive buffer by one of full size. Between calls of ``received``."""
         small, kept = self.scratch, max(0, self.scratch_offset)
         if len(small) >= _RECEIVE_BUFFER_BYTES:
             return
@@ -476,17 +481,18 @@ class Decoder:
             self.scratch_end = len(self.scratch)
 
     def clear(self) -> None:
-        """Let go of what has begun to arrive: the rest will not come, and nothing else will."""
+        """Drop what has begun to arrive: neither the rest nor anything else will arrive."""
         self.arriving.clear()
         self._message = None
         self._body = self._view[:0]
 
     def is_between_frames(self) -> bool:
-        """Whether a frame is next, and may come as a whole: no other has been begun."""
+        """Whether a frame is next, and may be a whole one: no other has begun."""
         return not self.scratch_offset and self.scratch_end == len(self.scratch) and self._greeted
 
     def whole_frames(self, count: int) -> list[Frame] | None:
-        """The frames that ``count`` bytes are which have come between frames; the decoder's state stays.
+        """Return the frames that ``count`` bytes consist of that arrived between frames; the decoder's state
+        does not change.
 
         None if these are anything but a few whole frames, each well-formed and complete in itself.
         """
@@ -498,14 +504,15 @@ class Decoder:
                 if frame is None:
                     return None
                 frames.append(frame)
-        except ProtocolError:  # ``received`` finds it too, and says so
+        except ProtocolError:  # ``received`` will raise it again
             return None
         return frames if start == count and frames else None
 
     def _frame_at(self, start: int, end: int) -> tuple[Frame | None, int]:
-        """The frame at ``start`` of the receive buffer, where what has come ends at ``end``, and its end.
+        """Return the frame at ``start`` of the receive buffer, whose content ends at ``end``, and the frame's
+        end.
 
-        None, and ``start``, if it is not there as a whole, or over the limit, or about a message in chunks.
+        Returns None and ``start`` if it is incomplete, over the limit, or about a message in chunks.
         """
         prefix = _unpack_prefix(self.scratch, start)
         stop = start + PREFIX_BYTES + prefix[0]
@@ -574,13 +581,13 @@ class Decoder:
                 missing = body + length - end
                 break
         if start and start != end:
-            # What is left is the beginning of a frame: move it to the front, where all of it will fit.
+            # The rest is the beginning of a frame: move it to the front, where all of it will fit.
             self._view[: end - start] = self._view[start:end].tobytes()
         self.scratch_offset = -1 if within else end - start
         self._set_scratch_end(missing)
 
     def _body_filled(self, frames: list[Frame]) -> None:
-        """The memory that ``buffer`` pointed to is full."""
+        """Handle that the memory that ``buffer`` returned is full."""
         if self._large is None:
             self._chunk_complete(frames)
         elif self._large[4] == Kind.OPENING:
@@ -604,7 +611,7 @@ class Decoder:
         open_message(self.arriving, number, opening, self.max_frame_bytes)
 
     def _read_chunk(self, prefix: Prefix, available: memoryview, frames: list[Frame]) -> bool:
-        """A chunk begins, of which some is available; returns whether that is all of it."""
+        """Start a chunk, of which some is available; returns whether that is all of it."""
         length, number = prefix[:2]
         offset = prefix[2] | prefix[3] << 32  # see ``chunk_prefix``
         message = self.arriving.begin(number, offset, length)

@@ -1,8 +1,8 @@
-"""How many things a header holds, found out without making any of them.
+"""Counts the entries of a header without decoding it.
 
-What msgpack makes of a few bytes can take very many: it trusts the lengths of lists and maps before it has
-seen what is in them, and an empty list takes one byte there and 64 here. So headers that are large, or have a
-large list, are looked through first.
+Decoding a few bytes of msgpack can take very much memory: it trusts the lengths of lists and maps before it
+has seen their entries, and an empty list takes one byte there and 64 here. So headers that are large, or have
+a large list, are checked first.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from rpc.errors import ProtocolError
 __all__ = ["MAX_ENTRIES", "check_entries"]
 
 MAX_ENTRIES: Final = 1 << 20
-"""Of a header: values, keys, lists and maps together."""
+"""Maximum number of entries of a header: values, keys, lists and maps together."""
 
 _MAX_DEPTH: Final = 100
 
-# By the first byte of a value in msgpack: how many bytes follow, how many of them say how many bytes follow
-# these, and how many say how many values do. Maps have two values for each of their entries. Extensions
-# have a byte more, their type; and their size is here where no byte says it.
+# By the first byte of a value in msgpack: the number of bytes that follow; how many of them contain the
+# number of
+# bytes after these; and how many contain the number of values. Maps have two values per entry. Extensions
+# have one
+# more byte, their type; their size is given here if no byte contains it.
 _FIXED: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _EXTENSIONS: Final = {0xC7: (1, 0), 0xC8: (2, 0), 0xC9: (4, 0)} | {
@@ -30,7 +32,9 @@ _COUNTED: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
 def _following() -> list[int]:
-    """How many bytes follow, for all kinds of which the first byte says so; -1 for the others."""
+    """Return the number of bytes that follow, for all kinds whose first byte determines it; -1 for the
+    others.
+    """
     table = [-1] * 256
     for first in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3):
         table[first] = 0
@@ -47,7 +51,7 @@ _FOLLOWING: Final = _following()
 def check_entries(
     packed: memoryview, what: str = "a frame's header", most: int = MAX_ENTRIES, deepest: int = _MAX_DEPTH
 ) -> None:
-    """Raise ``ProtocolError`` if ``what`` has more entries, is nested too deeply, ends too soon, or has an
+    """Raise ``ProtocolError`` if ``what`` has more entries, is nested too deeply, is incomplete, or has an
     extension of msgpack's own, such as a timestamp.
     """
     data = bytes(packed)

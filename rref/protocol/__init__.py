@@ -1,1 +1,1 @@
-"""The reference protocol, without I/O, threads or clocks. Its theory stands at the head of ``machine``."""
+"""The reference protocol, without I/O, threads or clocks. Its theory is at the head of ``machine``."""

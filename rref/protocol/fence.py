@@ -1,19 +1,19 @@
-"""The fence: what must happen everywhere before a dead user's forks may be dropped.
+"""The fence: what every worker must do before the forks of a dead user may be dropped.
 
-A dead worker may have forked a reference to a living one that is about to have it confirmed. Were the
-owner to drop the dead one's forks at once, it could free the object that the living one holds. So it asks
-every living worker to cut the dead one off, to throw away what is unread of it, and to answer when each
-fork it had already taken from the dead one is settled, that is counted by the owner or refused. After the
-last answer no fork that came from the dead is unaccounted for, and none can turn up.
+A dead worker may have forked a reference to a living worker that is about to have it confirmed. If the owner
+dropped the dead worker's forks at once, it could free an object that the living worker holds. So the owner
+asks every living worker to cut the dead one off, to discard its unread messages, and to answer when every
+fork that it had already received from the dead worker is settled, that is, counted by the owner or refused.
+After the last answer, no fork that came from the dead worker is unaccounted for, and none can appear later.
 
-The dead are fenced together, never one by one. Had ``u`` handed a fork to ``z``, and ``z`` to ``v``, all of
-them unconfirmed, then ``v`` has settled what it got from ``u`` (nothing) while what keeps its fork alive is
-still ``u``'s. So whoever dies before a fence is over is added to it; and whoever died with no need for a
-fence is remembered, and is part of the next one.
+Dead workers are fenced together, never one by one. Suppose that ``u`` forked a reference to ``z``, and ``z``
+to ``v``, all unconfirmed. Then ``v`` has settled what it received from ``u`` (nothing), but its fork is still
+kept alive by the fork of ``u``. So a worker that dies before a fence is over is added to that fence, and a
+worker that died without needing a fence is remembered and included in the next one.
 
-A fence starts when a worker is lost that has forks here, or when a living worker is *bereaved*: the
-child of a fork of its own was at the dead one. It keeps that child until the fence is over, for the same
-reason: its own fork may be all that the owner counts of what the dead one had passed on.
+A fence starts when a worker that has forks here is lost, or when a living worker is *bereaved*: the child of
+one of its forks was at the dead worker. It keeps that child until the fence is over, for the same reason: its
+own fork may be the only one that the owner counts of those that the dead worker had passed on.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["FenceAnswers", "Fences"]
 
 
 class Fences:
-    """The owner's side: asks, waits, and says when it is over.
+    """The owner's side: asks the living workers, waits for their answers, and reports when the fence is over.
 
     Args:
-        peers: the living and the dead.
-        over: called with the dead whose forks may now be dropped.
+        peers: the living and dead workers.
+        over: called with the dead workers whose forks may now be dropped.
     """
 
     __slots__ = ("_bereaved", "_fenced", "_over", "_peers", "_waiting")
@@ -39,15 +39,15 @@ class Fences:
     def __init__(self, peers: Peers, over: Callable[[set[Peer]], None]) -> None:
         self._peers = peers
         self._over = over
-        self._fenced: set[Peer] = set()  # those whom the fence now up is about
-        self._waiting: dict[Peer, set[Peer]] = {}  # living -> the dead it has not yet answered for
-        self._bereaved: dict[Peer, set[Peer]] = {}  # dead -> the living who asked to be told
+        self._fenced: set[Peer] = set()  # the dead workers of the current fence
+        self._waiting: dict[Peer, set[Peer]] = {}  # living -> the dead for which its answer is missing
+        self._bereaved: dict[Peer, set[Peer]] = {}  # dead -> the living workers to notify
 
     def __len__(self) -> int:
         return len(self._fenced) + len(self._waiting) + len(self._bereaved)
 
     def lost(self, peer: Peer, has_forks: bool) -> None:
-        """``peer`` is dead, and cut off from this worker."""
+        """Record that ``peer`` is dead, and cut off from this worker."""
         self._waiting.pop(peer, None)
         for dead, waiting in list(self._bereaved.items()):
             waiting.discard(peer)
@@ -57,7 +57,9 @@ class Fences:
             self._raise()
 
     def bereaved(self, peer: Peer, dead: Peer) -> None:
-        """``peer`` holds a child that was at ``dead`` and wants to know when it may let go."""
+        """Record that ``peer`` has a child that was at ``dead``, and must be notified when it may
+        release it.
+        """
         if dead in self._peers.dead and dead not in self._peers.unfenced:
             self._peers.send(peer, ["cleared", dead])
             return
@@ -69,12 +71,12 @@ class Fences:
             self._peers.suspect(dead, "another worker lost it")
 
     def joined(self, peer: Peer) -> None:
-        """``peer`` is new; it may have heard from those whom the fence is about."""
+        """Record that ``peer`` is new; it may have received messages from the fenced workers."""
         for dead in self._fenced:
             self._ask(peer, dead)
 
     def answered(self, peer: Peer, dead: Peer) -> None:
-        """``peer`` has nothing unread of ``dead`` and nothing unsettled from it."""
+        """Record that ``peer`` has nothing unread from ``dead``, and no unsettled fork from it."""
         missing = self._waiting.get(peer)
         if missing is not None:
             missing.discard(dead)
@@ -105,11 +107,11 @@ class Fences:
 
 
 class FenceAnswers:
-    """Every worker's side: cut off, settle, answer.
+    """The side of every worker: cut the dead worker off, settle its forks, answer.
 
     Args:
-        peers: the living and the dead.
-        unsettled: gives the forks of an owner's objects that came from a peer and are not settled.
+        peers: the living and dead workers.
+        unsettled: returns the forks of an owner's objects that came from a peer and are not settled.
     """
 
     __slots__ = ("_asked", "_peers", "_unsettled", "_unsettled_from")
@@ -117,14 +119,14 @@ class FenceAnswers:
     def __init__(self, peers: Peers, unsettled: Callable[[Peer, Peer], set[ForkId]]) -> None:
         self._peers = peers
         self._unsettled_from = unsettled
-        self._asked: dict[Peer, set[Peer]] = {}  # said to be dead, not yet cut off -> who asked
-        self._unsettled: dict[tuple[Peer, Peer], set[ForkId]] = {}  # (owner, dead) -> what it awaits
+        self._asked: dict[Peer, set[Peer]] = {}  # reported dead, not yet cut off -> the owners that asked
+        self._unsettled: dict[tuple[Peer, Peer], set[ForkId]] = {}  # (owner, dead) -> forks not yet settled
 
     def __len__(self) -> int:
         return len(self._asked) + len(self._unsettled)
 
     def asked(self, owner: Peer, dead: Peer, reason: str) -> None:
-        """``owner`` raises a fence around ``dead``."""
+        """Handle the start of a fence around ``dead`` by ``owner``."""
         if dead in self._peers.dead:
             self._answer(owner, dead)
         else:
@@ -133,12 +135,12 @@ class FenceAnswers:
             self._peers.suspect(dead, reason)
 
     def lost(self, peer: Peer) -> None:
-        """``peer`` is dead and cut off: no more forks can come from it."""
+        """Record that ``peer`` is dead and cut off: no more forks can come from it."""
         for owner in self._asked.pop(peer, ()):
             self._answer(owner, peer)
 
     def settled(self, owner: Peer, sender: Peer, fork: ForkId) -> None:
-        """``fork``, which came from ``sender``, has had its owner's answer."""
+        """Record that the owner has answered for ``fork``, which came from ``sender``."""
         awaited = self._unsettled.get((owner, sender))
         if awaited is not None:
             awaited.discard(fork)

@@ -1,7 +1,7 @@
-"""What the reference protocol says to other workers, and what it asks of its own shell.
+"""Messages of the reference protocol to other workers, and its actions for the shell.
 
-Messages travel as msgpack lists, the kind first. ``MESSAGES`` is the whole vocabulary; ``parse`` admits
-nothing else. Who says what to whom, and when, stands at the head of ``rref.protocol.machine``.
+Messages travel as msgpack lists, with the kind first. ``MESSAGES`` lists all of them; ``parse`` accepts no
+others. Who sends which message, and when, is described at the head of ``rref.protocol.machine``.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ __all__ = [
 Peer = int
 """A worker's incarnation."""
 RRefId = tuple[int, int]
-"""Which object: the incarnation that created the reference, and a number."""
+"""Id of an object: the incarnation that created the reference, and a number."""
 ForkId = tuple[int, int]
-"""Which use of it: the incarnation that forked it, and a number."""
+"""Id of a fork: the incarnation that forked it, and a number."""
 Ref = tuple[int, int]
-"""One local reference, to be released once. Never the same for two, whatever their objects."""
+"""Id of a local reference, which is released once. Unique, whatever the object."""
 Descriptor = tuple[Peer, RRefId, ForkId]
-"""What a message carries for each reference in it: owner, object, fork."""
+"""Describes a reference in a message: owner, object, fork."""
 Message = list[Any]
-"""A control message, as msgpack sees it."""
+"""A control message, as msgpack encodes it."""
 
 
 _LONGEST_TEXT: Final = 500
-"""Characters of a reason that are kept."""
+"""Maximum length of a reason, in characters."""
 
 
 class State(IntEnum):
-    """How a local reference stands; one not yet released is ``PENDING``, ``CONFIRMED`` or ``FAILED``."""
+    """State of a local reference; one not yet released is ``PENDING``, ``CONFIRMED`` or ``FAILED``."""
 
-    __hash__ = int.__hash__  # of an enum, it is slow, and the tables are looked up often
+    __hash__ = int.__hash__  # an enum's own is slow, and the tables are looked up often
 
     PENDING = 1
     """Held; the owner has not answered yet."""
@@ -62,16 +62,16 @@ class State(IntEnum):
     ORPHANED = 3
     """Released before the owner's answer, which is awaited."""
     LINGERING = 4
-    """Released and confirmed; stays for its children."""
+    """Released and confirmed; kept because it has children."""
     FAILED = 5
-    """Held, and good for nothing: there is a reason."""
+    """Held, but not usable; there is a reason."""
     GONE = 6
     """Neither held nor remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Deliver ``message`` to ``peer`` exactly once. If that cannot be, ``peer`` is lost: say so."""
+    """Deliver ``message`` to ``peer`` exactly once. If that is impossible, report ``peer`` as lost."""
 
     peer: Peer
     message: Message
@@ -79,14 +79,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """``ref``, pending until now, is counted by its owner: what waits for it may run."""
+    """``ref``, pending until now, is counted by its owner: code that waits for it may run."""
 
     ref: Ref
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """``ref`` will never be of use (again), for ``reason``; it is still to be released."""
+    """``ref`` cannot be used (any more), for ``reason``; it is still to be released."""
 
     ref: Ref
     reason: str
@@ -94,14 +94,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """No reference to the object ``rref`` is left anywhere: drop it. Said once."""
+    """No reference to the object ``rref`` is left anywhere: drop it. Given once."""
 
     rref: RRefId
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Another worker found ``peer`` dead: close the link to it, discard the unread, call ``peer_lost``."""
+    """Another worker found ``peer`` dead: close the link to it, discard unread frames, call ``peer_lost``."""
 
     peer: Peer
     reason: str
@@ -130,35 +130,34 @@ def _text(value: Any) -> str:
 
 
 CREATOR_LOST: Final = "its creator was lost before the creation arrived"
-"""What the reason of a reference that failed so begins with."""
+"""Beginning of the reason of a reference that failed because its creator was lost."""
 
 MESSAGES: Final[dict[str, tuple[Callable[[Any], Any], ...]]] = {
     # user to owner
-    "confirm": (_id, _id),  # rref, fork: count my fork and tell me
+    "confirm": (_id, _id),  # rref, fork: count my fork, and answer
     "delete": (_id, _id),  # rref, fork: my fork is gone
     "abandon": (_id, _text),  # rref, reason: its creation failed at me, the creator
     # owner to user
     "confirmed": (_id,),  # fork
     "refused": (_id, _text),  # fork, reason
-    # owner to the creator of an object that it only knows by hearsay, and back
+    # owner to the creator of an object that it knows only from third parties, and back
     "wanted": (_id,),  # rref: is its creation on the way?
-    "unknown": (_id,),  # rref: it is not
-    # the receiver of a fork to its sender, and back
-    "accepted": (_id,),  # fork: it needs its parent no longer
-    "withdraw": (_peer, _id, _id),  # owner, rref, fork: if you don't have it yet, never take it
-    # about the dead
+    "unknown": (_id,),  # rref: no
+    # the receiver of a fork to its sender
+    "accepted": (_id,),  # fork: it no longer needs its parent
+    # about dead workers
     "bereaved": (_peer,),  # any to owner: a child of your object's fork was at that peer
-    "fence": (_peer, _text),  # owner to all: discard what is unread of it, settle what was read
+    "fence": (_peer, _text),  # owner to all: discard its unread messages, settle those that were read
     "fenced": (_peer,),  # the answer, when done
-    "cleared": (_peer,),  # owner to the bereaved: all have done so, let the child go
+    "cleared": (_peer,),  # owner to the bereaved: all have answered, release the child
 }
 
 
 def parse(message: object) -> tuple[str, tuple[Any, ...]]:
-    """A received message as its kind and arguments, ids as tuples.
+    """Parse a received message into its kind and arguments, with ids as tuples.
 
     Raises:
-        ProtocolError: it is no message of this vocabulary.
+        ProtocolError: it is not one of ``MESSAGES``.
     """
     try:
         if type(message) is list:
@@ -171,10 +170,10 @@ def parse(message: object) -> tuple[str, tuple[Any, ...]]:
 
 
 def parse_descriptor(descriptor: object) -> Descriptor:
-    """A received descriptor with its ids as tuples.
+    """Parse a received descriptor, with its ids as tuples.
 
     Raises:
-        ProtocolError: it is no descriptor.
+        ProtocolError: it is not a descriptor.
     """
     try:
         if isinstance(descriptor, list | tuple):

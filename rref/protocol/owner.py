@@ -1,6 +1,6 @@
-"""The owner's half of the reference protocol: the life of each object, and which forks it has.
+"""The owner's half of the reference protocol: the state of each object, and its forks.
 
-The rules (R1 to R7) are explained at the head of ``machine``.
+The rules (R1 to R6) are explained at the head of ``machine``.
 
 An object at its owner
 ======================
@@ -28,16 +28,15 @@ An object at its owner
     BURIED     given up: a tombstone       creator lost  UNKNOWN
                                            swept         UNKNOWN
 
-What has no row changes nothing: a second creation is not run. *Referred*: by "confirm", ``adopt`` or
+An event without a row changes nothing: a second creation is not run. *Referred*: by "confirm", ``adopt`` or
 ``expect``; confirmed or accepted at once if the object is here, refused if it is given up. *Unused*: the last
 fork is gone; a local reference of the owner is a fork, too.
 
-[1] if the creator is this worker or is dead: the object existed and is no more, or never will.
+[1] if the creator is this worker or is dead: the object existed before, or never will.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
 from enum import IntEnum
 from typing import Final
 
@@ -61,9 +60,9 @@ __all__ = ["TRANSITIONS", "ObjectEvent", "ObjectState", "Owner"]
 
 
 class ObjectState(IntEnum):
-    """Where an object stands at its owner."""
+    """State of an object at its owner."""
 
-    __hash__ = int.__hash__  # of an enum, it is slow, and the tables are looked up often
+    __hash__ = int.__hash__  # an enum's own is slow, and the tables are looked up often
 
     UNKNOWN = 1
     PARKED = 2
@@ -75,18 +74,18 @@ class ObjectState(IntEnum):
 
 
 class ObjectEvent(IntEnum):
-    """What happens to an object at its owner."""
+    """Event of an object at its owner."""
 
     __hash__ = int.__hash__
 
-    OWN = 1  # a value that is here already gets its first reference
+    OWN = 1  # an existing value gets its first reference
     AWAIT = 2  # this worker sends a creation to itself
-    ARRIVED = 3  # the creation is here
+    ARRIVED = 3  # the creation has arrived
     REFERRED = 4  # one more fork: of another worker, or a local one
     UNUSED = 5  # the last fork is gone
     FINISHED = 6  # the creation has been run
-    ABANDONED = 7  # the creator gives it up
-    CREATOR_LOST = 8  # nothing comes from the creator any more
+    ABANDONED = 7  # the creator gave it up
+    CREATOR_LOST = 8  # nothing more comes from the creator
     DENIED = 9  # the creator does not know it
     SWEPT = 10  # two sweeps have found it waiting for a late message
 
@@ -112,15 +111,17 @@ TRANSITIONS: Final[dict[ObjectState, dict[ObjectEvent, ObjectState]]] = {
     _S.CANCELLED: {_E.FINISHED: _S.BURIED},
     _S.BURIED: {_E.CREATOR_LOST: _S.UNKNOWN, _E.SWEPT: _S.UNKNOWN},
 }
-"""What has no place here changes nothing."""
+"""Events that are not listed for a state change nothing."""
 
-_HERE: Final = (_S.AWAITED, _S.CREATING, _S.OWNED, _S.CANCELLED)  # the shell has a place for it, till Free
-_LATE: Final = (_S.PARKED, _S.BURIED)  # a message is awaited that may never come
+_HERE: Final = (_S.AWAITED, _S.CREATING, _S.OWNED, _S.CANCELLED)  # the shell has an entry for it, until Free
+_LATE: Final = (_S.PARKED, _S.BURIED)  # waits for a message that may never come
 _GIVEN_UP: Final = (_S.CANCELLED, _S.BURIED)
 
 
 class _Object:
-    """One object, and its forks: by whom. A local reference is one whose user is this worker."""
+    """One object, and the user of each of its forks. A local reference is a fork whose user is this
+    worker.
+    """
 
     __slots__ = ("accept", "forks", "reason", "rref", "state")
 
@@ -128,12 +129,12 @@ class _Object:
         self.rref = rref
         self.state = ObjectState.UNKNOWN
         self.forks: dict[ForkId, Peer] = {}
-        self.accept: dict[ForkId, Peer] | None = None  # if parked: local forks, and whom to tell "accepted"
+        self.accept: dict[ForkId, Peer] | None = None  # if parked: local forks, and whom to send "accepted"
         self.reason = ""  # why it was given up
 
 
 class Owner:
-    """All objects that this worker owns or is said to own."""
+    """All objects that this worker owns, or that other workers say it owns."""
 
     __slots__ = ("_broken", "_late", "_local", "_objects", "_peers", "fences")
 
@@ -143,19 +144,19 @@ class Owner:
         self._objects: dict[RRefId, _Object] = {}  # all that are not UNKNOWN
         self._late: dict[RRefId, bool] = {}  # those in a state of _LATE: whether a sweep has seen it
         self._local: dict[Ref, RRefId] = {}  # local references
-        self._broken: dict[Ref, str] = {}  # local references to what never came or was given up: why
+        self._broken: dict[Ref, str] = {}  # local references to objects that were given up, and why
 
     def __contains__(self, ref: Ref) -> bool:
         return ref in self._local or ref in self._broken
 
-    # Beginnings
+    # Creating references
 
     def own(self, rref: RRefId) -> None:
-        """A value that is here already; its first local reference has the object's id."""
+        """Register an existing value; its first local reference has the object's id."""
         self._begin(rref, ObjectEvent.OWN, rref)
 
     def create(self, rref: RRefId, fork: ForkId) -> None:
-        """A creation sent to oneself."""
+        """Register a creation that this worker sends to itself."""
         self._begin(rref, ObjectEvent.AWAIT, fork)
 
     def _begin(self, rref: RRefId, event: ObjectEvent, fork: ForkId) -> None:
@@ -165,7 +166,7 @@ class Owner:
         self._step(created, event)
 
     def arrived(self, rref: RRefId, fork: ForkId, creator: Peer) -> bool:
-        """A creation is here; true if it is to be run."""
+        """Handle a creation that was received; returns whether to run it."""
         if rref[0] != creator:
             raise ProtocolError(f"worker {creator} sent a creation in another's name: {rref}")
         created = self._objects.get(rref) or _Object(rref)
@@ -188,14 +189,14 @@ class Owner:
         self._accept(created)
 
     def finished(self, rref: RRefId) -> None:
-        """The creation has been run."""
+        """Record that the creation has been run."""
         created = self._objects.get(rref)
         if created is not None:
             self._step(created, ObjectEvent.FINISHED)
             self._leave_if_unused(created)
 
     def adopt(self, rref: RRefId, fork: ForkId, sender: Peer | None, why_not: str | None = None) -> None:
-        """A new local reference: from a message, or (``sender`` is none) of the shell's wish."""
+        """Add a local reference: from a message, or, if ``sender`` is None, for the shell."""
         me = self._peers.me
         if fork in self:
             raise ProtocolError(f"fork {fork} of reference {rref} came twice")
@@ -220,7 +221,7 @@ class Owner:
     # Passing on
 
     def fork(self, ref: Ref, to: Peer, fork: ForkId) -> Descriptor:
-        """A fork for ``to``, counted from now on."""
+        """Return a fork for ``to``, which is counted from now on."""
         if ref in self._broken:
             raise RRefError(f"this reference cannot be sent: {self._broken[ref]}")
         rref = self._local[ref]
@@ -229,35 +230,28 @@ class Owner:
         return self._peers.me, rref, fork
 
     def take_back(self, rref: RRefId, fork: ForkId) -> None:
-        """The fork was never sent."""
+        """Record that the fork was never sent."""
         self._drop(rref, fork)
-
-    def link_lost(self, peer: Peer, kept: Container[ForkId]) -> None:
-        """Ask which forks ``peer`` has: some may have been lost on their way."""
-        for rref, each in self._objects.items():
-            for fork, user in each.forks.items():
-                if user == peer and fork not in kept:
-                    self._peers.send(peer, ["withdraw", self._peers.me, rref, fork])
 
     # Ends
 
     def release(self, ref: Ref) -> None:
-        """One local reference less."""
+        """Release one local reference."""
         if self._broken.pop(ref, None) is None:
             self._drop(self._local.pop(ref), ref)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """``peer`` is dead: nothing comes from it any more, and its forks wait for the fence."""
+        """Record that ``peer`` is dead: nothing more comes from it, and its forks wait for the fence."""
         self.creator_lost(peer, reason)
         self.fences.lost(peer, any(peer in each.forks.values() for each in self._objects.values()))
 
     def creator_lost(self, creator: Peer, reason: str) -> None:
-        """No creation comes from ``creator`` any more."""
+        """Record that no more creations come from ``creator``."""
         for rref in [rref for rref in self._late if rref[0] == creator]:
             self._give_up(self._objects[rref], ObjectEvent.CREATOR_LOST, _creator_lost(reason))
 
     def sweep(self) -> None:
-        """Give up what the last sweep saw waiting already."""
+        """Give up the objects that were already waiting at the last sweep."""
         for rref, seen in list(self._late.items()):
             if seen:
                 late = "its creation did not arrive in time"
@@ -266,15 +260,15 @@ class Owner:
                 self._late[rref] = True
 
     def abandon(self, rref: RRefId, reason: str) -> None:
-        """The creator gave it up: every reference to it fails, and what may still arrive is not run."""
-        if rref in self._objects or rref[0] != self._peers.me:  # else this worker has freed it already
+        """Give up an object for its creator: every reference to it fails, and a late creation is not run."""
+        if rref in self._objects or rref[0] != self._peers.me:  # otherwise this worker has freed it already
             self._peers.note_hearsay(rref[0], rref not in self._objects)
             self._give_up(self._objects.get(rref) or _Object(rref), ObjectEvent.ABANDONED, reason)
 
     # Messages
 
     def on_confirm(self, peer: Peer, rref: RRefId, fork: ForkId) -> None:
-        """``peer`` received a fork from another user."""
+        """``peer`` received a fork from another user and asks to have it counted."""
         reason = self._why_not(rref, fork, peer)
         if reason is not None:
             self._peers.send(peer, ["refused", fork, reason])
@@ -286,27 +280,27 @@ class Owner:
             self._peers.send(peer, ["confirmed", fork])
 
     def on_delete(self, peer: Peer, rref: RRefId, fork: ForkId) -> None:
-        """``peer`` has done with a fork."""
+        """``peer`` has deleted a fork."""
         referred = self._objects.get(rref)
         if referred is not None and referred.forks.get(fork) == peer:
             self._drop(rref, fork)
 
     def on_abandon(self, peer: Peer, rref: RRefId, reason: str) -> None:
-        """``peer``, which created it, gives it up."""
+        """``peer``, the creator, gives the object up."""
         if rref[0] != peer:
             raise ProtocolError(f"worker {peer} abandoned what another created: {rref}")
         self.abandon(rref, reason)
 
     def on_unknown(self, peer: Peer, rref: RRefId) -> None:
-        """``peer`` did not create it, or not any more: what has come by now is here."""
+        """``peer``, the creator, has no such creation under way: if there was one, it has arrived by now."""
         parked = self._objects.get(rref)
         if rref[0] == peer and parked is not None and parked.state is ObjectState.PARKED:
             self._give_up(parked, ObjectEvent.DENIED, "its creator knows nothing of it")
 
-    # What can be asked
+    # Queries
 
     def state(self, ref: Ref) -> State | None:
-        """How ``ref`` stands; none if there is no such reference. From any thread."""
+        """Return the state of ``ref``, or None if there is no such reference. From any thread."""
         rref = self._local.get(ref)
         referred = None if rref is None else self._objects.get(rref)
         if referred is None:
@@ -314,7 +308,7 @@ class Owner:
         return State.PENDING if referred.state is ObjectState.PARKED else State.CONFIRMED
 
     def reason(self, ref: Ref) -> str:
-        """Why ``ref`` failed, or nothing. From any thread."""
+        """Return why ``ref`` failed, or an empty string. From any thread."""
         return self._broken.get(ref, "")
 
     @property
@@ -323,7 +317,7 @@ class Owner:
         return bool(self._late)
 
     def leaks(self) -> dict[RRefId, tuple[int, int]]:
-        """For each object, how many forks others have, and how many references this worker."""
+        """Return, for each object, its number of forks at other workers and of references on this one."""
         me, found = self._peers.me, {}
         for rref, each in self._objects.items():
             if each.state in _HERE:
@@ -331,8 +325,23 @@ class Owner:
                 found[rref] = (len(each.forks) - native, native)
         return found
 
+    def holders(self, limit: int) -> list[tuple[RRefId, ObjectState, dict[Peer, int]]]:
+        """Objects, their states, and how many forks each worker has, this one included. From any thread.
+
+        Args:
+            limit: maximum number of objects; the newest.
+        """
+        found: list[tuple[RRefId, ObjectState, dict[Peer, int]]] = []
+        for each in list(self._objects.values())[-limit:]:
+            if each.state in _HERE:
+                forks: dict[Peer, int] = {}
+                for user in list(each.forks.values()):
+                    forks[user] = forks.get(user, 0) + 1
+                found.append((each.rref, each.state, forks))
+        return found
+
     def counts(self) -> dict[str, int]:
-        """How much is remembered."""
+        """Return the number of entries by kind."""
         states = [each.state for each in self._objects.values()]
         leaks = self.leaks()
         shared = [foreign for foreign, _ in leaks.values() if foreign]
@@ -365,13 +374,13 @@ class Owner:
             self._peers.actions.append(Free(each.rref))
 
     def _give_up(self, each: _Object, event: ObjectEvent, reason: str) -> None:
-        """The forks are refused, since the object is no more, or will never be."""
+        """Refuse the forks of an object that no longer exists, or never will."""
         forks, each.forks = each.forks, {}
         for fork, user in forks.items():
             if user != self._peers.me:
                 self._peers.send(user, ["refused", fork, reason])
             elif fork in self._local:
-                self._broken[fork] = reason  # first, so that ``state`` finds it here or there
+                self._broken[fork] = reason  # before it leaves the other table: ``state`` always finds it
                 del self._local[fork]
                 self._peers.actions.append(Failed(fork, reason))
         self._accept(each)
@@ -380,9 +389,10 @@ class Owner:
         self._step(each, event)
 
     def _why_not(self, rref: RRefId, fork: ForkId, user: Peer) -> str | None:
-        """Why ``fork`` cannot be counted for ``user``; ``None`` if it can, as soon as the object is here.
+        """Return why ``fork`` cannot be counted for ``user``; None if it can, as soon as the object is here.
 
-        A fork is one worker's. Who of two has it wrongly cannot be seen here, so neither is accused.
+        A fork belongs to one worker. If two claim it, this worker cannot tell which is wrong, and accuses
+        neither.
         """
         known, creator = self._objects.get(rref), rref[0]
         if known is not None:
@@ -396,11 +406,11 @@ class Owner:
         return _creator_lost(self._peers.dead[creator]) if creator in self._peers.dead else None
 
     def _refer(self, rref: RRefId) -> _Object:
-        """The object, from now on parked if it was unknown; its creator is asked then."""
+        """Return the object, which is parked if it was unknown; its creator is asked then."""
         referred = self._objects.get(rref)
         if referred is None:
             referred = _Object(rref)
-            self._peers.send(rref[0], ["wanted", rref])  # which also finds out whether the creator lives
+            self._peers.send(rref[0], ["wanted", rref])  # also finds out whether the creator lives
         self._step(referred, ObjectEvent.REFERRED)
         return referred
 

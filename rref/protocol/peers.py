@@ -1,4 +1,4 @@
-"""Who else lives, what is to be said to them, and what the shell is to do: shared by all of the protocol."""
+"""Living and dead peers, messages to them, and the shell's actions: shared by all parts of the protocol."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["Peers"]
 DEAD_MOST: Final = 65_536
 
 HEARSAY_MOST: Final = 1 << 17
-"""How much a peer may have others remember of what they know nothing of, from one sweep to the next but one.
+"""Maximum number of unknown objects, forks and workers that a peer may mention between one sweep and the next
+but one.
 """
 
 
 class Peers:
-    """The living and the dead, the actions not yet taken, and the source of ids.
+    """The living and the dead workers, the actions not yet taken, and the source of ids.
 
-    A peer that was never announced, and is not among the dead, is taken to live from the first word of it.
-    The dead are remembered by their incarnation only, the latest ``DEAD_MOST`` of them.
+    A peer that was never announced, and is not known to be dead, is considered alive from its first message
+    on. Of dead peers only the incarnation is remembered, for the latest ``DEAD_MOST`` of them.
     """
 
     __slots__ = (
@@ -40,8 +41,8 @@ class Peers:
     def __init__(self, me: Peer) -> None:
         self.me = me
         self.living: set[Peer] = set()
-        self.dead: dict[Peer, str] = {}  # and why
-        self.unfenced: set[Peer] = set()  # the dead about whom no fence has been up since; see fence
+        self.dead: dict[Peer, str] = {}  # with the reason
+        self.unfenced: set[Peer] = set()  # dead peers that no fence has included yet; see fence
         self.actions: Final[list[Action]] = []
         self._suspects: set[Peer] = set()
         self._numbers = count(1)
@@ -49,23 +50,23 @@ class Peers:
         self._hearsay_before: Counter[Peer] = Counter()
 
     def new_id(self) -> tuple[int, int]:
-        """An id unique in the group, for a reference or a fork. From any thread."""
+        """Return an id that is unique in the group, for a reference or a fork. From any thread."""
         return self.me, next(self._numbers)
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Say ``message`` to ``peer``, unless it is dead."""
+        """Send ``message`` to ``peer``, unless it is dead."""
         if peer not in self.dead:
             self.actions.append(Send(peer, message))
 
     def joined(self, peer: Peer) -> bool:
-        """Count ``peer`` among the living; true if that is news."""
+        """Record that ``peer`` is alive; returns whether it was unknown."""
         if peer == self.me or peer in self.living or peer in self.dead:
             return False
         self.living.add(peer)
         return True
 
     def lost(self, peer: Peer, reason: str) -> bool:
-        """Count ``peer`` among the dead, for ever; true if that is news."""
+        """Record that ``peer`` is dead, for ever; returns whether it was not known to be."""
         if peer == self.me or peer in self.dead:
             return False
         self.living.discard(peer)
@@ -80,30 +81,32 @@ class Peers:
         return True
 
     def note_hearsay(self, peer: Peer, is_news: bool = True) -> None:
-        """What ``peer`` says has this worker remember something that may mean nothing: an object that it has
-        not heard of, a fork that may never come, a member whom nobody has met.
+        """Count an entry that this worker keeps only because ``peer`` mentioned it: an unknown object, a fork
+        that may never come, an unknown member.
 
         Raises:
-            ProtocolError: it says too much of that.
+            ProtocolError: ``peer`` has mentioned too many of them.
         """
         if is_news and peer != self.me:
             self._hearsay[peer] += 1
             if self._hearsay[peer] + self._hearsay_before[peer] > HEARSAY_MOST:
                 raise ProtocolError(
-                    f"it has spoken of more than {HEARSAY_MOST} objects, forks and workers that nobody knows"
+                    f"it has mentioned more than {HEARSAY_MOST} unknown objects, forks and workers"
                 )
 
     @property
     def has_hearsay(self) -> bool:
-        """Whether a sweep would forget that anybody has said such things."""
+        """Whether there are such counts for a sweep to reset."""
         return bool(self._hearsay or self._hearsay_before)
 
     def sweep(self) -> None:
-        """What was said before the last sweep is forgotten, as is what it was about."""
+        """Forget the counts from before the last sweep; the entries themselves are swept by their owners."""
         self._hearsay_before, self._hearsay = self._hearsay, Counter()
 
     def suspect(self, peer: Peer, reason: str) -> None:
-        """Another worker says that ``peer`` is dead: have the shell cut it off, and confirm by ``lost``."""
+        """Handle another worker's report that ``peer`` is dead: have the shell cut it off, and confirm by
+        ``lost``.
+        """
         if peer != self.me and peer not in self.dead and peer not in self._suspects:
             self._suspects.add(peer)
             self.actions.append(Fence(peer, reason))

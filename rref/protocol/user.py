@@ -1,6 +1,6 @@
-"""The user's half of the reference protocol: forks of objects that live elsewhere.
+"""The user's half of the reference protocol: forks of objects that other workers own.
 
-The rules (R1 to R7) are explained at the head of ``machine``.
+The rules (R1 to R6) are explained at the head of ``machine``.
 
 A user's fork
 =============
@@ -24,16 +24,16 @@ A user's fork
                                                     dropped         GONE        abandon to owner [1]
     GONE                 not remembered
 
-*Granted*: the owner's "confirmed", or its answer to the creation. *Failed*: its "refused", its death, a
-failed creation; the children are let go then. *Held once more*: another fork joins it (R3). A fork enters
-as PENDING when created or received, as CONFIRMED when received from the owner (R1).
+*Granted*: the owner's "confirmed", or its answer to the creation. *Failed*: the owner's "refused", its death,
+or a failed creation; the children are released then. *Held once more*: another fork joins it (R3). A fork
+enters as PENDING when created or received, as CONFIRMED when received from the owner (R1).
 
-[1] if its creation failed here, where the owner may have the object or get it yet.
+[1] if its creation failed here: the owner may have the object, or receive it later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -46,7 +46,7 @@ __all__ = ["TRANSITIONS", "Event", "Users"]
 
 
 class Event(IntEnum):
-    """What happens to a user's fork."""
+    """Event of a user's fork."""
 
     __hash__ = int.__hash__
 
@@ -81,7 +81,7 @@ TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
     },
     State.LINGERING: {
         Event.HELD: State.CONFIRMED,
-        Event.CHILDLESS: State.GONE,  # and here only, the owner is told to delete it
+        Event.CHILDLESS: State.GONE,  # only here is the owner asked to delete it
         Event.FAILED: State.GONE,
     },
     State.FAILED: {
@@ -102,7 +102,7 @@ class _Fork:
         self.owner = owner
         self.rref = rref
         self.fork = fork
-        self.sender = sender  # who is to be told "accepted"; none for a creation or a fork by the owner
+        self.sender = sender  # to be sent "accepted"; None for a creation or a fork from the owner
         self.state = state
         self.held = 1
         self.children: set[ForkId] | None = None
@@ -116,7 +116,7 @@ class _Child(NamedTuple):
 
 
 class Users:
-    """All forks that this worker holds of others' objects, and their children."""
+    """All forks that this worker holds of other workers' objects, and their children."""
 
     __slots__ = ("_answers", "_children", "_created", "_forks", "_peers", "_refs", "_shared")
 
@@ -125,9 +125,9 @@ class Users:
         self._answers = FenceAnswers(peers, self._unsettled)
         self._forks: dict[ForkId, _Fork] = {}
         self._refs: dict[Ref, _Fork] = {}
-        self._shared: dict[RRefId, _Fork] = {}  # a confirmed fork of each object, for others to join
+        self._shared: dict[RRefId, _Fork] = {}  # a confirmed fork of each object, which others can join
         self._children: dict[ForkId, _Child] = {}
-        self._created: set[RRefId] = set()  # of the forks that were created here
+        self._created: set[RRefId] = set()  # objects of the forks that were created here
 
     def __contains__(self, ref: Ref) -> bool:
         return ref in self._refs
@@ -136,10 +136,10 @@ class Users:
         """Whether ``fork`` is remembered here, held or not."""
         return fork in self._forks or fork in self._refs
 
-    # Beginnings
+    # Creating references
 
     def create(self, owner: Peer, rref: RRefId, fork: ForkId) -> None:
-        """The fork that a creation carries."""
+        """Add the fork of a creation."""
         if owner in self._peers.dead:
             self._add_failed((owner, rref, fork), self._peers.dead[owner])
         else:
@@ -147,23 +147,23 @@ class Users:
             self._created.add(rref)
 
     def created(self, owner: Peer, rref: RRefId, fork: ForkId) -> None:
-        """The owner answered the creation."""
+        """Record that the owner answered the creation."""
         user = self._forks.get(fork)
         if user is None:
-            # An answer after the time-out: the owner may have kept it after all.
+            # An answer after the timeout: the owner may have kept the object after all.
             self._peers.send(owner, ["delete", rref, fork])
         elif user.state in _UNANSWERED:
             self._grant(user)
 
     def creation_failed(self, fork: ForkId, reason: str) -> None:
-        """The creation will not be answered, or not in time."""
+        """Record that the creation will not be answered, or was not answered in time."""
         user = self._forks.get(fork)
         if user is not None and user.state in _UNANSWERED:
             user.abandons = True
             self._fail(user, reason)
 
     def adopt(self, descriptor: Descriptor, sender: Peer, why_not: str | None) -> None:
-        """A fork that a message brought; it must not be taken if there is a reason why not."""
+        """Add a fork from a message; ``why_not`` is the reason why it must not be taken, if any."""
         owner, rref, fork = descriptor
         if self.knows(fork):
             raise ProtocolError(f"fork {fork} of reference {rref} came twice")
@@ -186,7 +186,7 @@ class Users:
             self._peers.send(owner, ["confirm", rref, fork])
 
     def _adopt_own(self, descriptor: Descriptor) -> None:
-        """A message to myself: the new reference shares the fork that it came from."""
+        """Add a fork from a message to this worker itself: it shares the fork that it came from."""
         child = self._children.get(descriptor[2])
         if child is None:
             self._add_failed(descriptor, "the reference failed before this message was read")
@@ -197,7 +197,7 @@ class Users:
     # Passing on
 
     def fork(self, ref: Ref, to: Peer, fork: ForkId) -> Descriptor:
-        """A child of ``ref`` for ``to``."""
+        """Return a child of ``ref`` for ``to``."""
         user = self._refs[ref]
         if user.state is State.FAILED:
             raise RRefError(f"this reference cannot be sent: {user.reason}")
@@ -209,31 +209,25 @@ class Users:
         return user.owner, user.rref, fork
 
     def take_back(self, fork: ForkId) -> None:
-        """The child was never sent."""
+        """Record that the child was never sent."""
         self._clear(fork)
-
-    def link_lost(self, peer: Peer, kept: Container[ForkId]) -> None:
-        """Ask for the children back that may have been lost on their way."""
-        for fork, (parent, to) in self._children.items():
-            if to == peer and fork not in kept:
-                self._peers.send(peer, ["withdraw", parent.owner, parent.rref, fork])
 
     # Ends
 
     def release(self, ref: Ref) -> None:
-        """One local reference less."""
+        """Release one local reference."""
         user = self._refs.pop(ref)
         user.held -= 1
         if not user.held:
             self._step(user, Event.DROPPED)
 
     def release_all(self) -> None:
-        """No local reference left."""
+        """Release all local references."""
         for ref in list(self._refs):
             self.release(ref)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """``peer`` is dead: its objects are, and what was forked to it waits for the fence."""
+        """Record that ``peer`` is dead: its objects are lost, and forks sent to it wait for the fence."""
         for user in [user for user in self._forks.values() if user.owner == peer]:
             self._fail(user, reason)
         for owner in {child.parent.owner for child in self._children.values() if child.to == peer}:
@@ -249,47 +243,47 @@ class Users:
             self._grant(user)
 
     def on_refused(self, peer: Peer, fork: ForkId, reason: str) -> bool:
-        """The owner does not, or no longer, count the fork; false if it is not known here."""
+        """The owner does not count the fork (any longer); returns false if it is not known here."""
         user = self._forks.get(fork)
         if user is not None and user.owner == peer:
             self._fail(user, reason)
         return user is not None
 
     def on_wanted(self, peer: Peer, rref: RRefId) -> None:
-        """The owner asks for a creation by this worker: it is under way, or done, while its fork is here."""
+        """The owner asks for a creation by this worker: while its fork exists, it is under way or done."""
         if rref not in self._created:
             self._peers.send(peer, ["unknown", rref])
 
     def on_accepted(self, peer: Peer, fork: ForkId) -> None:
-        """The child at ``peer`` needs its parent no longer."""
+        """The child at ``peer`` no longer needs its parent."""
         child = self._children.get(fork)
         if child is not None and child.to == peer:
             self._clear(fork)
 
     def on_fence(self, peer: Peer, dead: Peer, reason: str) -> None:
-        """An owner found ``dead`` dead."""
+        """An owner reports that ``dead`` is dead."""
         self._answers.asked(peer, dead, reason)
 
     def on_cleared(self, peer: Peer, dead: Peer) -> None:
-        """Nothing of ``dead`` is unsettled anywhere: children that were there need no parent."""
+        """No fork from ``dead`` is unsettled anywhere: children that were there need no parent."""
         for fork, (parent, to) in list(self._children.items()):
             if to == dead and parent.owner == peer:
                 self._clear(fork)
 
-    # What can be asked
+    # Queries
 
     def state(self, ref: Ref) -> State | None:
-        """How ``ref`` stands; none if there is no such reference. From any thread."""
+        """Return the state of ``ref``, or None if there is no such reference. From any thread."""
         user = self._refs.get(ref)
         return None if user is None else user.state
 
     def reason(self, ref: Ref) -> str:
-        """Why ``ref`` failed, or nothing. From any thread."""
+        """Return why ``ref`` failed, or an empty string. From any thread."""
         user = self._refs.get(ref)
         return "" if user is None else user.reason
 
     def counts(self) -> dict[str, int]:
-        """How much is remembered."""
+        """Return the number of entries by kind."""
         return {
             "users": len(self._forks),
             "pending_users": sum(user.state in _UNANSWERED for user in self._forks.values()),

@@ -29,41 +29,41 @@ __all__ = ["RemoteModule", "reduce_remote_module"]
 
 
 class RemoteModule(WithoutLocalState):
-    """A module that is made on another worker, lives there, and is called from here.
+    """A module that is created on another worker, lives there, and is called from here.
 
     It can be part of a local model, and can be sent to other workers, which then use the same module. Inside
-    ``dist_autograd.context`` gradients flow through it. The local model's own ``parameters()`` and the like
-    raise, since they would leave out what is remote: give optimizers the parameters of the local parts, and
-    ``remote_parameters()`` of this one.
+    ``dist_autograd.context``, gradients flow through it. ``parameters()`` and similar methods of a local
+    model that contains it raise, since they would omit what is remote: give optimizers the parameters of the
+    local parts, and ``remote_parameters()`` of this one.
 
-    Calling it calls the remote module as such, so that hooks that were registered there run.
+    Calling it calls the remote module as usual, so hooks that are registered there run.
 
     Args:
-        remote_device: where it is to live: ``"worker1/cpu"``, ``"worker1/cuda:0"``, ``"rank:1/cpu"``, or
-            ``"worker1"``, which means the CPU. On another device than the CPU, tensors among the arguments
-            are moved there, and those in the result are moved to the CPU unless this worker has a device
-            map for that one.
+        remote_device: worker and device: ``"worker1/cpu"``, ``"worker1/cuda:0"``, ``"rank:1/cpu"``, or
+            ``"worker1"``, which means its CPU. If the device is not the CPU, tensors among the arguments are
+            moved to it, and tensors in the result are moved to the CPU unless this worker has a device map
+            for the remote one.
         module_cls: a class derived from ``nn.Module``, or a function that returns a module.
         args: positional arguments for ``module_cls``.
         kwargs: keyword arguments for ``module_cls``.
-        _module_interface_cls: a class decorated with ``@torch.jit.interface``: the module is then made in
-            TorchScript, and ``torch.jit.script`` of this object gives a module with that interface and a
+        _module_interface_cls: a class decorated with ``@torch.jit.interface``: the module is then created in
+            TorchScript, and ``torch.jit.script`` of this object returns a module with that interface and a
             ``forward_async``. As in PyTorch, it may change.
 
     Attributes:
-        on: the name of the worker that it lives on.
-        device: the device there.
-        is_device_map_set: whether this worker has a device map for that one.
-        is_scriptable: whether ``torch.jit.script`` of it is possible.
+        on: name of the worker that the module lives on.
+        device: device of the module on that worker.
+        is_device_map_set: whether this worker has a device map for that worker.
+        is_scriptable: whether ``torch.jit.script`` can compile this object.
         module_rref: the reference that ``get_module_rref`` returns.
 
     Raises:
-        NotInitializedError: there is no agent.
-        ValueError: ``remote_device`` is malformed, or the interface is none.
+        NotInitializedError: ``rpc.init_rpc`` has not been called.
+        ValueError: ``remote_device`` is malformed, or ``_module_interface_cls`` is not an interface.
         UnknownWorkerError: there is no such worker.
         RuntimeError: the worker has no such device.
 
-    What else goes wrong in making the module is raised by its first use.
+    Any other error in creating the module is raised when it is first used.
 
     Example::
 
@@ -102,16 +102,16 @@ class RemoteModule(WithoutLocalState):
     def init_from_module_rref(
         cls, remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: type | None = None
     ) -> Self:
-        """A remote module out of a reference to a module that exists already, and is shared.
+        """Make a remote module from a reference to an existing module, which is then shared.
 
         Args:
             remote_device: as for ``RemoteModule``; the worker is always the reference's owner, and the device
                 must be the one that the module is on.
-            module_rref: refers to an ``nn.Module``.
+            module_rref: a reference to an ``nn.Module``.
             _module_interface_cls: as for ``RemoteModule``.
 
         Raises:
-            TypeError: ``module_rref`` is no reference.
+            TypeError: ``module_rref`` is not a reference.
 
         Example::
 
@@ -140,22 +140,22 @@ class RemoteModule(WithoutLocalState):
         self.module_rref = module
         self._interface = interface
 
-    # ---- calling it
+    # ---- calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output for these inputs, computed on its owner.
+        """Compute the module's output for these inputs on its owner.
 
         Raises:
             WorkerLostError: the owner is gone.
-            RpcTimeoutError: no answer within the timeout of calls.
-            Exception: what making the module, or its ``forward``, raised.
+            RpcTimeoutError: there was no answer within the timeout of calls.
+            Exception: the error raised by the module's constructor or its ``forward``.
         """
         if self.device == "cpu":
             return self.module_rref.rpc_sync().__call__(*args, **kwargs)
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As ``forward``, but returns a future of the output at once."""
+        """Like ``forward``, but returns a future of the output immediately."""
         module = self.module_rref
         if self.device == "cpu":
             future: Future[Any] = module.rpc_async().__call__(*args, **kwargs)
@@ -163,13 +163,13 @@ class RemoteModule(WithoutLocalState):
         how = (module, self.device, self.is_device_map_set, args, kwargs)
         return rpc_async(module.owner(), call_on_device, args=how)
 
-    # ---- what it consists of
+    # ---- parts of the module
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the module's parameters, as ``DistributedOptimizer`` takes them.
+        """Return references to the module's parameters, as ``DistributedOptimizer`` accepts them.
 
         Args:
-            recurse: also those of its submodules.
+            recurse: whether to include the parameters of submodules.
         """
         references: list[RRef[nn.Parameter]] = rpc_sync(
             self.module_rref.owner(), parameter_references, args=(self.module_rref, recurse)
@@ -177,11 +177,11 @@ class RemoteModule(WithoutLocalState):
         return references
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """The reference to the module itself."""
+        """Return the reference to the module itself."""
         return self.module_rref
 
     def train(self, mode: bool = True) -> Self:
-        """Puts the remote module, and this stand-in, into training mode; evaluation mode if not ``mode``."""
+        """Set the remote module, and this object, to training mode, or to evaluation mode if not ``mode``."""
         rpc_sync(self.module_rref.owner(), set_training, args=(self.module_rref, mode))
         self.training = mode
         return self
@@ -198,7 +198,7 @@ class RemoteModule(WithoutLocalState):
         )
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What ``torch.jit.script`` compiles in place of this object."""
+        """Return the module that ``torch.jit.script`` compiles in place of this object."""
         if self._interface is None:
             raise RuntimeError(f"{self!r} was made without _module_interface_cls: it cannot be scripted")
         return script_face(self._interface, self.forward_async)
@@ -210,7 +210,7 @@ def _check_initialized() -> None:
 
 
 def reduce_remote_module(remote_module: RemoteModule) -> tuple[Any, ...]:
-    """How a remote module travels in messages: as the reference to the module, and where that is."""
+    """Reduce a remote module for a message: it travels as the reference to the module, and its device."""
     kind, state = type(remote_module), vars(remote_module)
     place = f"{state['on']}/{state['device']}"
     return kind.init_from_module_rref, (place, state["module_rref"], state["_interface"])

@@ -1,4 +1,4 @@
-"""What the owner of a remote module does for those who use it. Called remotely."""
+"""Functions that the users of a remote module call on its owner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_module(
     device: str,
     interface: type | None,
 ) -> nn.Module:
-    """Makes the module, on a device of this worker, in TorchScript if an interface is asked for."""
+    """Create the module on a device of this worker, in TorchScript if an interface is given."""
     check_device(device)
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
@@ -40,7 +40,7 @@ def make_module(
 
 
 def check_device(device: str) -> None:
-    """Raises ``RuntimeError`` if this worker does not have a device; says which ones it has."""
+    """Raise ``RuntimeError`` if this worker does not have a device; the message lists those that it has."""
     wanted = torch.device(device)
     if wanted.type in ("cpu", "meta"):
         return
@@ -61,14 +61,15 @@ def call_on_device(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a module that is not on the CPU: tensors among the arguments are moved to its device.
+    """Call a module that is not on the CPU, after moving tensors among the arguments to its device.
 
     Args:
-        module: owned by this worker.
-        device: where it is.
-        answers_from_device: whether tensors in the answer may stay there; else they are moved to the CPU.
+        module: reference to the module, which this worker owns.
+        device: device of the module.
+        answers_from_device: whether tensors in the answer may stay there; otherwise they are moved to the
+        CPU.
         args: positional arguments of ``forward``.
-        kwargs: keyword arguments.
+        kwargs: keyword arguments of ``forward``.
     """
     callable_here = module.local_value()
     args, kwargs = _moved((args, kwargs), device)
@@ -77,16 +78,16 @@ def call_on_device(
 
 
 def _moved(tree: T, device: str) -> T:
-    """All tensors in nested tuples, lists and dicts on a device."""
+    """Move all tensors in nested tuples, lists and dicts to a device."""
     moved: T = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
     return moved
 
 
 def parameter_references(module: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
-    """A reference to each parameter of a module that this worker owns."""
+    """Return a reference to each parameter of a module that this worker owns."""
     return [RRef(parameter) for parameter in module.local_value().parameters(recurse)]
 
 
 def set_training(module: RRef[nn.Module], mode: bool) -> None:
-    """Puts a module that this worker owns into training mode, or into evaluation mode."""
+    """Set a module that this worker owns to training or evaluation mode."""
     module.local_value().train(mode)

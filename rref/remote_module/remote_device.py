@@ -1,4 +1,4 @@
-"""Where a remote module is to live: a worker and one of its devices, written ``"worker/device"``."""
+"""The worker and device of a remote module, written ``"worker/device"``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _RANK: Final = re.compile("rank:([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class RemoteDevice:
-    """A worker and a device there.
+    """A worker and one of its devices.
 
     Attributes:
-        worker: the worker's name, or its rank.
-        device: as that worker calls it.
+        worker: the worker's name or rank.
+        device: the device, as that worker names it.
     """
 
     worker: WorkerReference
@@ -30,11 +30,11 @@ class RemoteDevice:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads ``"worker1/cpu"``, ``"rank:1/cuda:0"`` or, for the CPU, ``"worker1"``.
+        """Parse ``"worker1/cpu"``, ``"rank:1/cuda:0"`` or, for the CPU, ``"worker1"``.
 
         Raises:
-            TypeError: it is no string.
-            ValueError: it has another form, or names no worker.
+            TypeError: ``text`` is not a string.
+            ValueError: ``text`` has another form, or names no worker.
             RuntimeError: PyTorch knows no such kind of device.
 
         Example::

@@ -1,9 +1,10 @@
 """A remote module as TorchScript sees it.
 
-TorchScript compiles source, and cannot hold a reference or call a method of ours. So for each interface the
-source of a module is written, with the interface's own argument and return types; that module calls back
-into Python. What it cannot hold rides as a Python attribute on an empty tensor, which it can hold: such an
-attribute lives exactly as long as the tensor does, also where only TorchScript still refers to it.
+TorchScript compiles source code, and can neither hold a reference nor call a method of ours. So for each
+interface the source of a module is generated, with the interface's own argument and return types; that module
+calls back into Python. What TorchScript cannot hold is attached as a Python attribute to an empty tensor,
+which it can hold: such an attribute lives exactly as long as the tensor, even if only TorchScript refers to
+it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ _UNSENDABLE: Final = (
 
 
 def check_interface(interface: type) -> None:
-    """Raise ``ValueError`` unless ``interface`` can be one of a remote module."""
+    """Raise ``ValueError`` unless ``interface`` can be the interface of a remote module."""
     if not getattr(interface, "__torch_script_interface__", False):
         raise ValueError(
             f"module_interface_cls {interface} must be a type object decorated by @torch.jit.interface"
@@ -89,10 +90,11 @@ def check_interface(interface: type) -> None:
 
 
 def script_face(interface: type, forward_async: ForwardAsync) -> nn.Module:
-    """What ``torch.jit.script`` compiles: a module with the interface's ``forward``, and ``forward_async``.
+    """Return what ``torch.jit.script`` compiles: a module with the interface's ``forward``, and
+    ``forward_async``.
 
     Args:
-        interface: decorated with ``@torch.jit.interface``.
+        interface: a class decorated with ``@torch.jit.interface``.
         forward_async: calls the remote module.
     """
     module = torch.empty(0)
@@ -102,14 +104,14 @@ def script_face(interface: type, forward_async: ForwardAsync) -> nn.Module:
 
 
 def begin_call(module: Tensor, *args: Any) -> Tensor:
-    """Called from TorchScript: begins a call of a remote module."""
+    """Start a call of a remote module. Called from TorchScript."""
     call = torch.empty(0)
     call.future = module.forward_async(*args)  # type: ignore[attr-defined]
     return call
 
 
 def end_call(call: Tensor) -> Any:
-    """Called from TorchScript: waits for the end of a call."""
+    """Wait for the end of a call. Called from TorchScript."""
     return call.future.wait()  # type: ignore[attr-defined]
 
 
@@ -119,7 +121,7 @@ def _compiled(interface: type) -> Any:
 
 @functools.cache
 def _source_module(interface: type) -> Any:
-    """The Python module that is written for an interface; TorchScript looks up its source line by line."""
+    """Return the Python module generated for an interface; TorchScript looks up its source line by line."""
     schema = _compiled(interface).getMethod("forward")
     arguments = schema.arguments[1:]  # without self; an interface has no defaults
     source = _SOURCE.format(

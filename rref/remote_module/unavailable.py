@@ -1,7 +1,7 @@
-"""The methods of ``nn.Module`` that a remote module cannot have, each with what to use in its place.
+"""The methods of ``nn.Module`` that a remote module cannot have, each with an alternative.
 
-They work on tensors or submodules that are here. A remote module has none: those are on its owner. To do
-nothing in silence would be worse than to raise.
+They work on local tensors or submodules. A remote module has none: they are on its owner. Raising an error is
+better than silently doing nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["WithoutLocalState"]
 
 
 def unavailable(name: str, instead: str) -> Callable[..., NoReturn]:
-    """A method that raises, saying what to use."""
+    """Return a method that raises an error, which says what to use instead."""
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(f"Method ``{name}`` not supported for RemoteModule. {instead}")
@@ -32,11 +32,11 @@ def _on_owner(name: str, instead: str = "") -> Callable[..., NoReturn]:
 
 
 def _moves(name: str) -> Callable[..., NoReturn]:
-    return unavailable(name, "Where it lives is said when it is made, by ``remote_device``.")
+    return unavailable(name, "Its device is given when it is created, by ``remote_device``.")
 
 
 def _converts(name: str) -> Callable[..., NoReturn]:
-    return unavailable(name, "Pass a ``module_cls`` that makes the module with the dtype it is to have.")
+    return unavailable(name, "Pass a ``module_cls`` that creates the module with the dtype you want.")
 
 
 def _lists_parameters(name: str) -> Callable[..., NoReturn]:
@@ -48,11 +48,11 @@ def _lists_parts(name: str) -> Callable[..., NoReturn]:
 
 
 def _makes_state(name: str) -> Callable[..., NoReturn]:
-    return unavailable(name, "Pass a ``module_cls`` that makes it in its ``__init__``.")
+    return unavailable(name, "Pass a ``module_cls`` that adds it in its ``__init__``.")
 
 
 class WithoutLocalState(nn.Module):
-    """A module without parameters, buffers or submodules of its own, that says so."""
+    """A module without local parameters, buffers or submodules, whose methods for them raise."""
 
     register_buffer = _makes_state("register_buffer")
     register_parameter = _makes_state("register_parameter")
@@ -63,7 +63,7 @@ class WithoutLocalState(nn.Module):
     ipu = _moves("ipu")
     xpu = _moves("xpu")
     mtia = _moves("mtia")
-    spmd = _moves("spmd")  # which modules have once SPMD mode has been used
+    spmd = _moves("spmd")  # added to modules once SPMD mode has been used
     cpu = _moves("cpu")
     to = _moves("to")
     to_empty = _moves("to_empty")

@@ -1,13 +1,13 @@
-"""The folders of a ``CheckpointManager``, one per step, and whose they are.
+"""The folders of a ``CheckpointManager``, one per step, and how it recognizes its own.
 
-A save writes three things into the step's folder, in this order: a marker, ``.manager_folder``, which says
-that a manager has made the folder, and for which step; the checkpoint; and ``.manager_metadata``, with which
-the checkpoint counts. A folder with a marker and without ``.manager_metadata`` is a save that was
-interrupted, and may be removed. A folder without either belongs to somebody else, whatever its name is, and
-so does a copy of a step's folder under another number: they are neither changed nor removed.
+A save writes three things into the step's folder, in this order: a marker, ``.manager_folder``, which records
+that a manager has made the folder, and for which step; the checkpoint; and ``.manager_metadata``, which makes
+the checkpoint valid. A folder with a marker and without ``.manager_metadata`` is an interrupted save, and may
+be removed. A folder without either does not belong to a manager, whatever its name is, and neither does a
+copy of a step's folder under another number: they are neither changed nor removed.
 
-A step that is saved again is written to a second folder, ``STEP.coming``, and takes the place of the first
-when it is complete. So there is a complete checkpoint at any time.
+A step that is saved again is written to a second folder, ``STEP.coming``, and replaces the first when it is
+complete. So there is a complete checkpoint at any time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _METADATA: Final = ".manager_metadata"
 _COMING: Final = ".coming"
 """Suffix of the folder of a step that is being saved again."""
 _GOING: Final = ".going"
-"""Suffix of the folder that it replaces, while the two change places."""
+"""Suffix of the folder that it replaces, while the two are exchanged."""
 
 
 @dataclass(frozen=True)

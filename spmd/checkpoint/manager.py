@@ -1,4 +1,4 @@
-"""Checkpoints step by step: every so many steps, in the background, on SIGTERM, the last few kept.
+"""Checkpoints at intervals, in the background, and on SIGTERM; the last few are kept.
 
 There is a complete checkpoint at any time, and ``kill -9`` costs at most the one under way
 (:mod:`spmd.checkpoint.folders`). The next save removes what such a save has left. Nothing else is removed or
@@ -26,8 +26,8 @@ from spmd.checkpoint.folders import Checkpoint, Folders, naming
 from spmd.checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, sharded_cpu_state_dict
 from spmd.checkpoint.reading import RestrictedReader
 from spmd.checkpoint.torch_internals import FsspecReader, FsspecWriter
-from spmd.engine.current import is_running
-from spmd.engine.start import sync
+from spmd.engine.driver.current import is_running
+from spmd.engine.driver.start import sync
 
 __all__ = ["CheckpointManager"]
 
@@ -35,7 +35,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves a program's state now and then, and knows what it has saved.
+    """Saves a program's state periodically, and lists what it has saved.
 
     Call ``save`` or ``save_async`` in every step; they save when it is time to. When the
     engine announces a preemption (``farcall.preempted``), the next step is saved, whatever its number, and
@@ -248,7 +248,7 @@ class CheckpointManager:
         return self._preempted
 
     def _found(self) -> list[Checkpoint]:
-        """What an earlier manager has saved, the oldest first."""
+        """Return the checkpoints of earlier managers, the oldest first."""
         found, self._interrupted, others = self._folders.found()
         if others:
             _log.warning(

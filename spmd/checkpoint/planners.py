@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` asks when it saves or loads tensors on the logical device.
+"""Planners with which ``torch.distributed.checkpoint`` saves and loads tensors on the logical device.
 
 A tensor that is cut is saved and loaded shard by shard: each distinct shard once, with its place in the whole
 tensor, so another mesh, or another number of workers, or a program without any, can load it. The driver has
@@ -266,8 +266,8 @@ def _is_cut(value: Any) -> bool:
 
 
 def _distinct(sharding: OpSharding, shape: Sequence[int]) -> list[tuple[int, ChunkStorageMetadata]]:
-    """The parts of a tensor, each with the first worker that has it. Empty ones are left out, but for one of
-    a tensor that has no elements: without any, its key would not be saved.
+    """Return the parts of a tensor, each with the first worker that has it. Empty ones are left out, except
+    one of a tensor without elements: without any, its key would not be saved.
     """
     found: list[tuple[int, ChunkStorageMetadata]] = []
     if not sharding.tiles:

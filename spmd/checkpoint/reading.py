@@ -1,9 +1,10 @@
-"""Reads checkpoints without running code of whoever wrote them.
+"""Reads checkpoints without running code from them.
 
 A checkpoint of ``torch.distributed.checkpoint`` consists of tensors, which PyTorch loads with
-``weights_only``, and of pickles: its ``.metadata``, and one for each entry of the state dict that is no
-tensor. To load a pickle runs what it names. So ``.metadata`` is loaded here by an unpickler that knows only
-the classes which PyTorch writes there, and other entries are loaded with ``weights_only``.
+``weights_only``, and of
+pickles: its ``.metadata``, and one for each entry of the state dict that is not a tensor. Loading a pickle
+can run any code that it names. So ``.metadata`` is loaded here by an unpickler that only knows the classes
+that PyTorch writes there, and other entries are loaded with ``weights_only``.
 """
 
 from __future__ import annotations

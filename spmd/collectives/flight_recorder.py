@@ -38,6 +38,8 @@ _FORMAT: Final = "2.10"
 """Version of the format, as PyTorch 2.15 has it."""
 _LIBRARY: Final = "c10d"
 """The library that PyTorch's tools expect before the name of an operation that no library of theirs did."""
+_MAX_OBSERVED: Final = 64
+"""Maximum number of operations that observers are told; the newest."""
 _FRAMES: Final = 12
 """Maximum number of places in the program that are kept of one operation."""
 _NAMES: Final = {
@@ -183,6 +185,25 @@ class FlightRecorder:
         )
         self._records.append(record)
         return record
+
+    def since(self, number: int) -> list[Record]:
+        """The recorded operations from a number on, as far as they are still kept."""
+        return [record for record in self._records.copy() if record.number >= number]
+
+    def observed(self) -> list[dict[str, Any]]:
+        """What observers are to know: the last operations, with their bytes; times in seconds since 1970."""
+        return [
+            {
+                "name": record.name,
+                "group": record.group.name,
+                "number": record.number,
+                "started": record.started / 1e9,
+                "ended": record.ended / 1e9,
+                "succeeded": record.succeeded,
+                "bytes": sum(shape.numel() * dtype.itemsize for shape, dtype in record.inputs),
+            }
+            for record in list(self._records)[-_MAX_OBSERVED:]
+        ]
 
     def dump(self, prefix: str, rank: int) -> str:
         """Write what is recorded to a file, and return its name.

@@ -10,7 +10,7 @@ import torch
 
 from spmd.collectives.errors import CollectiveError
 
-__all__ = ["bytes_of", "copy_bytes", "move", "of_even_size", "pieces"]
+__all__ = ["bytes_of", "check_same_size", "copy_bytes", "move", "of_even_size", "overlap", "pieces"]
 
 _EMPTY = memoryview(bytearray())
 
@@ -31,12 +31,23 @@ def copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
     Raises:
         CollectiveError: they differ in size.
     """
+    check_same_size(source, target)
+    if source.data_ptr() != target.data_ptr():
+        move(target.data_ptr(), source.data_ptr(), 0, source.nbytes)
+
+
+def check_same_size(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Raise ``CollectiveError`` unless both have the same number of bytes."""
     if source.nbytes != target.nbytes:
         raise CollectiveError(
             f"this rank gives {source.nbytes} bytes, and its own place in the result has {target.nbytes}"
         )
-    if source.data_ptr() != target.data_ptr():
-        move(target.data_ptr(), source.data_ptr(), 0, source.nbytes)
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have memory in common."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

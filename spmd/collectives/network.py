@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from struct import Struct
 from time import monotonic
 from typing import Any, Final, Protocol
@@ -17,11 +18,12 @@ from typing import Any, Final, Protocol
 import torch
 
 from rpc.bulk.copying import scatter
+from rpc.bulk.matching import REPORT
 from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.runtime.blocking import INFINITE
 from spmd.collectives import schedules
 from spmd.collectives.errors import CollectiveError, CollectiveMismatchError, RankLostError, RanksMissingError
-from spmd.collectives.memory import bytes_of, copy_bytes, of_even_size, pieces
+from spmd.collectives.memory import bytes_of, check_same_size, copy_bytes, of_even_size, overlap, pieces
 from spmd.collectives.reductions import Reduction
 from spmd.collectives.schedules import Step
 from spmd.collectives.signature import FIELD_BYTES, what_differs
@@ -31,11 +33,19 @@ __all__ = ["Channel", "NetworkCollectives"]
 _TOGETHER_BYTES: Final = 32 << 10
 """A first message of up to so many bytes comes in one with the signature."""
 
-_PIECE_BYTES: Final = 3 << 20
-"""A longer message goes in pieces, so that one is reduced while the next is on its way."""
+_WHOLE_BYTES: Final = 3 << 20
+"""Maximum number of bytes of a step that go in one message. Longer ones go in pieces."""
 
-_LONG_PIECE_BYTES: Final = 6 << 20
-"""Number of bytes in a piece that is not reduced, behind the first, which may come before it has a place."""
+_FIRST_BYTES: Final = REPORT
+"""Number of bytes in the first piece, which may come before it has a place, and is copied then. A sender's
+credit does not allow for more than that before the receiver has answered: longer pieces always have a place.
+"""
+
+_REDUCED_BYTES: Final = 6 << 20
+"""Number of bytes in a further piece that is reduced, while the next one is on its way."""
+
+_UNCHANGED_BYTES: Final = 64 << 20
+"""Number of bytes in a further piece that is not reduced."""
 
 _AHEAD: Final = 4
 """How many pieces are sent before one is received, and have a place before they come."""
@@ -130,6 +140,8 @@ class _Operation:
                 return first.into
         for following in itertools.islice(expected, _AHEAD):
             if following.size and following.message is None:
+                if following.into is None:  # the allocator keeps this thread's memory from piece to piece
+                    following.into = [bytes_of(torch.empty(following.size, dtype=torch.uint8))]
                 following.message = self._post(rank, following.into, following.size)
         first = expected[0]
         found = [] if first.message is None else self._wait(rank, first.message)
@@ -222,7 +234,7 @@ def _messages(
 ) -> list[Sequence[torch.Tensor]]:
     """Some blocks as messages: large ones in pieces. Both ranks of a step divide them alike."""
     chosen = [blocks[each] for each in numbers]
-    if sum(block.nbytes for block in chosen) <= _PIECE_BYTES:
+    if sum(block.nbytes for block in chosen) <= _WHOLE_BYTES:
         return [chosen]
     return [
         [piece]
@@ -234,7 +246,7 @@ def _messages(
 
 def _sizes(count: int, itemsize: int, longest: int) -> list[int]:
     """How many elements each piece of a block has."""
-    first = min(count, _PIECE_BYTES // itemsize)
+    first = min(count, _FIRST_BYTES // itemsize)
     others = longest // itemsize
     full, rest = divmod(count - first, others)
     return [first, *[others] * full, *[rest] * bool(rest)]
@@ -290,14 +302,25 @@ class NetworkCollectives:
         steps: Sequence[Step],
         blocks: Sequence[torch.Tensor],
         reduction: Reduction | None = None,
+        *,
+        reduced: Sequence[torch.Tensor] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> None:
-        """Do the steps of a schedule, on blocks that lie one after the other in memory or are sent singly."""
+        """Do the steps of a schedule.
+
+        Args:
+            blocks: lie one after the other in memory, or are sent singly.
+            reduced: where the reductions of the blocks go; default the blocks themselves.
+            meanwhile: called once, when the first messages are on their way.
+        """
         operation = self._begin(signature, deadline)
+        blocks = list(blocks)
+        reduced = blocks if reduced is None else reduced
 
         def longest(step: Step) -> int:
             # In a reduction, what a rank only sends is reduced by the one that receives it.
             reduces = step.reduces or (reduction is not None and step.source < 0)
-            return _PIECE_BYTES if reduces else _LONG_PIECE_BYTES
+            return _REDUCED_BYTES if reduces else _UNCHANGED_BYTES
 
         try:
             for step in steps:
@@ -307,11 +330,18 @@ class NetworkCollectives:
             for step in steps:
                 sends = iter(_messages(blocks, step.sends, longest(step)) if step.to >= 0 else ())
                 takes = _messages(blocks, step.takes, longest(step)) if step.source >= 0 else ()
+                results = _messages(reduced, step.takes, longest(step)) if step.reduces else takes
                 self._send(operation, step, itertools.islice(sends, _AHEAD))
-                for message in takes:
-                    self._take(operation, step, message, reduction)
+                if meanwhile is not None:
+                    meanwhile()
+                    meanwhile = None
+                for message, result in zip(takes, results, strict=True):
+                    self._take(operation, step, message, result, reduction)
                     self._send(operation, step, itertools.islice(sends, 1))
                 self._send(operation, step, sends)
+                if step.reduces:
+                    for number in step.takes:
+                        blocks[number] = reduced[number]
             operation.finish()
         finally:
             operation.cancel()
@@ -322,15 +352,20 @@ class NetworkCollectives:
             operation.send(self._ranks[step.to], [bytes_of(each) for each in message])
 
     def _take(
-        self, operation: _Operation, step: Step, targets: Sequence[torch.Tensor], reduction: Reduction | None
+        self,
+        operation: _Operation,
+        step: Step,
+        targets: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        reduction: Reduction | None,
     ) -> None:
         found = operation.receive(self._ranks[step.source])
         if step.reduces:
             assert reduction is not None
             if step.to >= 0 and step.sends == step.takes:
                 operation.finish()  # it is about to change
-            for mine, other in zip(targets, _as_tensors(found, targets), strict=True):
-                reduction.merge(mine, other)
+            for mine, other, result in zip(targets, _as_tensors(found, targets), results, strict=True):
+                reduction.merge(mine, other, result)
 
     # ---- operations
 
@@ -388,13 +423,15 @@ class NetworkCollectives:
         inputs: Sequence[torch.Tensor],
         reduction: Reduction,
     ) -> None:
-        blocks = [each.clone() for each in inputs]
-        for each in blocks:
-            reduction.prepare(each)
         steps = schedules.reduce_scatter(self._me, self._size, output.nbytes * self._size)
-        self._run(signature, deadline, steps, blocks, reduction)
-        reduction.finish(blocks[self._me], self._size)
-        copy_bytes(blocks[self._me], output)
+        taken = {number for step in steps for number in step.takes}
+        blocks = [reduction.prepared(each) for each in inputs]
+        reduced = [torch.empty_like(each) if i in taken else each for i, each in enumerate(blocks)]
+        if not any(overlap(output, each) for each in inputs):
+            reduced[self._me] = output.view(inputs[self._me].shape)
+        self._run(signature, deadline, steps, blocks, reduction, reduced=reduced)
+        reduction.finish(reduced[self._me], self._size)
+        copy_bytes(reduced[self._me], output)
 
     def all_to_all(
         self,
@@ -403,9 +440,10 @@ class NetworkCollectives:
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
     ) -> None:
-        copy_bytes(inputs[self._me], outputs[self._me])
-        blocks = [*inputs, *outputs]
-        self._run(signature, deadline, schedules.all_to_all(self._me, self._size), blocks)
+        own = inputs[self._me], outputs[self._me]
+        check_same_size(*own)
+        steps = schedules.all_to_all(self._me, self._size)
+        self._run(signature, deadline, steps, [*inputs, *outputs], meanwhile=partial(copy_bytes, *own))
 
     def gather(
         self,

@@ -36,6 +36,7 @@ __all__ = ["Node", "WatchesWorkers", "find_node"]
 _NONE: Final = "-"
 _LOOK_SECONDS: Final = 2.0
 _EXTENSION: Final = "spmd.node"
+_RECORDER: Final = "spmd.collectives"
 
 
 class WatchesWorkers(Protocol):
@@ -95,7 +96,7 @@ class Node:
         for handlers, mine in self._hooks:
             handlers.append(mine)
         self._extensions = extensions
-        extensions[_EXTENSION] = self
+        extensions[_EXTENSION], extensions[_RECORDER] = self, self.recorder
         if owned:
             atexit.register(self.close)
             _owned.add(self)
@@ -143,7 +144,7 @@ class Node:
             with contextlib.suppress(ValueError):
                 handlers.remove(mine)
         if self._extensions.get(_EXTENSION) is self:
-            del self._extensions[_EXTENSION]
+            del self._extensions[_EXTENSION], self._extensions[_RECORDER]
         if self._owned:
             self.close()
 

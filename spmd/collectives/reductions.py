@@ -62,14 +62,18 @@ class Reduction:
         if not rest:
             out.copy_(first)
 
-    def merge(self, mine: torch.Tensor, other: torch.Tensor) -> None:
-        """``mine`` becomes the reduction of itself and ``other``, where each has been ``prepare``d."""
-        self._kernel(mine, other, out=mine)
+    def merge(self, mine: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+        """``out``, which may be ``mine``, becomes the reduction of two tensors that are ``prepare``d."""
+        self._kernel(mine, other, out=out)
 
     def prepare(self, tensor: torch.Tensor) -> None:
         """To be done to each tensor before partial results are merged."""
         if self._factor is not None:
             tensor.mul_(self._factor)
+
+    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As ``prepare``, but the tensor stays as it is: the result is another one, if it differs."""
+        return tensor if self._factor is None else tensor.clone().mul_(self._factor)
 
     def finish(self, tensor: torch.Tensor, count: int) -> None:
         """To be done to the reduction of ``count`` tensors at the end, once."""
@@ -97,7 +101,7 @@ def _performs(reduction: Reduction, dtype: torch.dtype) -> bool:
                 reduction.reduce(terms[:count], total)
                 reduction.finish(total, count)
             reduction.prepare(total)
-            reduction.merge(total, terms[0])
+            reduction.merge(total, terms[0], total)
     except (RuntimeError, TypeError):
         return False
     return True

@@ -1,4 +1,4 @@
-"""What the public API stands on: where tensors lie, and their parts.
+"""The engine's interface for the public API: layouts of tensors, and their parts.
 
 All take tensors on ``spmd.device()``.
 """
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spmd.engine.aliases import Alias, Value, read, write
-from spmd.engine.current import engine
-from spmd.engine.logical_tensor import LogicalTensor, alias_of, wrap
-from spmd.engine.metas import spec_of
-from spmd.engine.parts import extents, has_blocks
-from spmd.engine.program import Layout
+from spmd.engine.driver.aliases import Alias, Value, read, write
+from spmd.engine.driver.blocks import extents, has_blocks
+from spmd.engine.driver.current import engine
+from spmd.engine.driver.logical_tensor import LogicalTensor, alias_of, wrap
+from spmd.engine.program.metas import spec_of
+from spmd.engine.program.program import Layout
 
 __all__ = [
     "constrain",
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def workers_count() -> int:
-    """How many workers there are.
+    """Return the number of workers.
 
     Raises:
         NotInSpmdModeError: no ``use_spmd``.
@@ -47,18 +47,18 @@ def is_logical(tensor: object) -> bool:
 
 
 def value_layout(tensor: Tensor) -> Layout:
-    """Where a tensor lies now. Nothing is run for it."""
+    """Return a tensor's current layout. This runs nothing."""
     recorder = engine().recorder
     with recorder.lock:
         return read(recorder, alias_of(tensor)).spec.layout
 
 
 def constrain(tensor: Tensor, layout: Layout) -> None:
-    """Lay a tensor out so, in place.
+    """Change a tensor's layout, in place.
 
-    What has not been uploaded yet is uploaded so; else it is redistributed. Autograd does not notice, since
-    the value is the same. Changes in place keep the layout of the tensor, so that a parameter stays where it
-    is put. Of a view only its present value is laid out so, not what it is a view of.
+    A tensor that has not been uploaded yet is uploaded with this layout; otherwise it is redistributed.
+    Autograd does not record it, since the value is the same. Changes in place keep the layout of the tensor,
+    so that a parameter keeps its own. For a view, only its present value gets the layout, not the base.
     """
     recorder = engine().recorder
     alias = alias_of(tensor)
@@ -68,7 +68,7 @@ def constrain(tensor: Tensor, layout: Layout) -> None:
 
 
 def redistributed(tensor: Tensor, layout: Layout) -> Tensor:
-    """The same tensor laid out so, as a new one that shares nothing; without autograd.
+    """Return the same tensor with another layout, as a new one that shares no memory; without autograd.
 
     Example::
 
@@ -146,19 +146,19 @@ def uploaded_with(data: Tensor, layout: Layout) -> Tensor:
 
 
 def flush() -> None:
-    """Have workers begin with what is recorded, and do not wait for them."""
+    """Have workers start with what is recorded, without waiting for them."""
     engine().recorder.flush()
 
 
 def upload(tensor: Tensor) -> None:
-    """Send a tensor's content to the workers now, if it is still here; else that is when it is first used."""
+    """Send a tensor's content to the workers now, if it is still here, instead of on its first use."""
     recorder = engine().recorder
     with recorder.lock:
         recorder.send(read(recorder, alias_of(tensor)))
 
 
 def upload_data(tensor: Tensor) -> None:
-    """The same, and nothing at all for what is computed, or with the workers."""
+    """Like ``upload``, but does nothing for computed tensors, and those that are with the workers."""
     value = alias_of(tensor).value
     if value is not None and value.data is not None:
         upload(tensor)

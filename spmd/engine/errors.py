@@ -1,4 +1,4 @@
-"""What can go wrong in SPMD mode."""
+"""Errors of SPMD mode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReshardingError(SpmdError):
 
 
 class OperationError(SpmdError):
-    """An operation has failed on the workers. Its cause is what it raised there.
+    """An operation has failed on the workers. Its cause is the error raised there.
 
     Attributes:
         where: the line of the program that asked for it.

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer state cut over all workers.
+"""Fully sharded data parallelism: parameters, gradients and optimizer state sharded over all workers.
 
 Names and meanings are those of PyTorch/XLA's FSDPv2.
 

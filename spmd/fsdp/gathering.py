@@ -1,7 +1,7 @@
-"""Parameters that are whole while a module computes, and no longer.
+"""Parameters that are gathered while a module computes, and freed afterwards.
 
-What autograd saves of such a parameter for backward, itself or views of it, is not kept: it is the shard, and
-is gathered again when backward asks for it. What is computed of the parameter is saved as it is.
+If autograd saves such a parameter for backward, itself or views of it, the saved tensor is the shard, which
+is gathered again when backward needs it. Values computed from the parameter are saved as they are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rpc.runtime.torch_internals import top_saved_tensors_hooks
-from spmd.engine.aliases import Alias, Value, read
-from spmd.engine.current import engine
-from spmd.engine.logical_tensor import LogicalTensor, alias_of, wrap
-from spmd.engine.program import REPLICATED, Layout
+from spmd.engine.driver.aliases import Alias, Value, read
+from spmd.engine.driver.current import engine
+from spmd.engine.driver.logical_tensor import LogicalTensor, alias_of, wrap
+from spmd.engine.program.program import REPLICATED, Layout
 
 __all__ = ["gathered", "keep_changes", "saving_shards"]
 
@@ -83,7 +83,7 @@ class _LaidOut(torch.autograd.Function):
 
 
 class _Shard:
-    """What a parameter was in forward, and who waits for it in backward.
+    """The parameter as it was in forward, and the saved tensors that wait for it in backward.
 
     It is gathered once for all that was saved of it, however often the module has used it.
     """

@@ -1,8 +1,9 @@
-"""FSDPv2: every parameter cut over one axis of a mesh, and the batch cut over the same axis.
+"""FSDPv2: every parameter sharded over one axis of a mesh, and the batch sharded over the same axis.
 
-The wrapper cuts the parameters when it is made. In forward, each layer computes with whole parameters, which
-are gathered for it, on its part of the batch; gradients go the same way back, and come to the parameters
-summed and cut. What comes out is cut along the batch, so that the next layer computes in the same way.
+The wrapper shards the parameters when it is made. In forward, each layer computes with whole parameters,
+which are gathered for it, on its part of the batch; gradients take the reverse path, and arrive at the
+parameters summed and sharded. Outputs are sharded along the batch, so that the next layer computes in the
+same way.
 """
 
 from __future__ import annotations
@@ -25,33 +26,33 @@ from spmd.sharding.placing import place
 __all__ = ["AXIS", "FSDPv2", "ShardOutput", "SpmdFullyShardedDataParallel"]
 
 AXIS = "fsdp"
-"""The name of the axis that cuts parameters."""
+"""Name of the axis that shards parameters."""
 
 ShardOutput: TypeAlias = Callable[[Any, Mesh], None]
 """Marks what a module returned: ``shard_output(output, mesh)``."""
 
 
 class SpmdFullyShardedDataParallel(nn.Module):
-    """A module whose parameters are cut over the axis ``fsdp`` of a mesh.
+    """A module whose parameters are sharded over the axis ``fsdp`` of a mesh.
 
-    Each parameter that is not marked yet is cut along its largest dimension. The module is moved to the
-    logical device; what is on the meta device is made there shard by shard, with ``reset_parameters``.
-    Wrap layers by themselves, or give a policy, so that parameters are gathered layer by layer.
+    Each parameter that is not marked yet is sharded along its largest dimension. The module is moved to the
+    logical device; tensors on the meta device are made there shard by shard, with ``reset_parameters``. Wrap
+    layers separately, or give a policy, so that parameters are gathered layer by layer.
 
     Args:
-        module: of one device.
-        mesh: with an axis ``fsdp``; None for the global mesh.
-        shard_output: marks what ``module`` returns. By default the first dimension of a tensor, or of the
-            first element of a tuple, is cut over ``(extra_data_axis, "fsdp")``.
-        auto_wrap_policy: which modules inside are wrapped by themselves, see :mod:`spmd.fsdp.wrap`.
+        module: an ordinary module.
+        mesh: mesh with an axis ``fsdp``; None for the global mesh.
+        shard_output: marks the output of ``module``. By default the first dimension of a tensor, or of the
+            first element of a tuple, is sharded over ``(extra_data_axis, "fsdp")``.
+        auto_wrap_policy: decides which submodules are wrapped separately, see :mod:`spmd.fsdp.wrap`.
         auto_wrapper_callable: wraps these in place of this class, called with the same options.
-        extra_data_axis: a second axis that cuts the batch, and not the parameters.
+        extra_data_axis: a second axis that shards the batch, and not the parameters.
 
     Raises:
-        ValueError: there is no mesh, or the mesh lacks an axis, or a module inside is wrapped while there is
-            a policy.
-        RuntimeError: ``module`` is wrapped, or has no ``forward``; in forward, it returns what needs a
-            ``shard_output``.
+        ValueError: there is no mesh, or the mesh lacks an axis, or a submodule is wrapped while there is a
+        policy.
+        RuntimeError: ``module`` is wrapped, or has no ``forward``; in forward, its output needs a
+        ``shard_output``.
 
     Example::
 

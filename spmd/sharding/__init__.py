@@ -1,1 +1,1 @@
-"""How tensors are cut over workers: meshes, partition specs, marks, and what lies where."""
+"""Sharding of tensors over workers: meshes, partition specs, marks, and layouts."""

@@ -1,8 +1,8 @@
-"""``use_spmd(auto=True)``: shardings chosen by cost, where the program says none.
+"""``use_spmd(auto=True)``: shardings chosen by cost, where the program specifies none.
 
 The first program in which parameters change, an optimizer's step, runs as it is recorded. Then layouts of its
 inputs are searched for, with the user's marks fixed, and the tensors that outlive it are laid out as they
-would be at the end of that program with these inputs. What is recorded later follows from where tensors are.
+would be at the end of that program with these inputs. Later recordings follow from the tensors' layouts.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from spmd.engine.aliases import Alias
 from spmd.engine.auto.cost import local_bytes
 from spmd.engine.auto.search import Chosen, choose_layouts
-from spmd.engine.current import engine
-from spmd.engine.logical_tensor import LogicalTensor
-from spmd.engine.parts import has_blocks
-from spmd.engine.program import REDISTRIBUTE, Layout, MeshKey, Program, Ref
-from spmd.engine.recorder import LIMIT, Recording
-from spmd.engine.session import Session, build
+from spmd.engine.driver.aliases import Alias
+from spmd.engine.driver.blocks import has_blocks
+from spmd.engine.driver.current import engine
+from spmd.engine.driver.logical_tensor import LogicalTensor
+from spmd.engine.driver.recorder import LIMIT, Recording
+from spmd.engine.driver.session import Session, build
+from spmd.engine.program.program import REDISTRIBUTE, Layout, MeshKey, Program, Ref
 from spmd.sharding.distribute import mesh_of
 from spmd.sharding.marks import mark_of
 from spmd.sharding.mesh import Mesh, get_1d_mesh, get_global_mesh
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["AutoPlan", "AutoPlanLine", "Planner", "auto_plan", "auto_policy", "choose"]
 
 _LIMIT: Final = 20 * LIMIT
-"""Instructions that a first step may have, to be planned as one."""
+"""Maximum number of instructions of a first step that is planned as one program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class AutoPlanLine:
     """One input of the program.
 
     Attributes:
-        shape: of the whole.
-        sharding: as ``t.sharding_spec`` says it.
+        shape: shape of the whole tensor.
+        sharding: sharding, in the format of ``t.sharding_spec``.
         kind: ``"changed"`` by the program, as parameters are; or ``"read"``.
-        fixed: it is where it was: the user has marked it, or it was cut already.
-        bytes_before, bytes_after: that the worker with the largest part holds of it.
+        fixed: whether it was not moved: the user has marked it, or it was sharded already.
+        bytes_before, bytes_after: bytes of it on the worker with the largest part.
     """
 
     shape: tuple[int, ...]
@@ -57,14 +57,14 @@ class AutoPlanLine:
 
 @dataclass(frozen=True, slots=True)
 class AutoPlan:
-    """What ``spmd.auto_plan()`` gives: which shardings were chosen. Printed, it is a table.
+    """The result of ``spmd.auto_plan()``: the shardings that were chosen. Printed, it is a table.
 
     Attributes:
         lines: one for each input with dimensions, in the order of first use.
-        sent_before, sent_after: bytes that a worker sends in the program by the model of cost, with inputs as
-            they were marked and whole otherwise, and as chosen.
-        held_before, held_after: bytes that it holds of all inputs.
-        evaluations: how many plans were looked at.
+        sent_before, sent_after: bytes that a worker sends in the program according to the cost model, with
+            inputs as they were marked and replicated otherwise, and as chosen.
+        held_before, held_after: bytes of all inputs that a worker holds.
+        evaluations: number of plans that were evaluated.
     """
 
     lines: tuple[AutoPlanLine, ...]
@@ -89,7 +89,7 @@ class AutoPlan:
 
 
 def auto_plan() -> AutoPlan | None:
-    """The shardings that ``use_spmd(auto=True)`` has chosen; None as long as it has chosen none.
+    """Return the shardings that ``use_spmd(auto=True)`` has chosen; None if it has not chosen any yet.
 
     Raises:
         NotInSpmdModeError: SPMD mode is off.
@@ -104,10 +104,10 @@ def auto_plan() -> AutoPlan | None:
 
 
 def choose(mesh: Mesh | None = None) -> None:
-    """Have shardings chosen from here on, as ``use_spmd(auto=True)`` does; a second call changes nothing.
+    """Choose shardings from here on, as ``use_spmd(auto=True)`` does; a second call has no effect.
 
     Args:
-        mesh: over which; None for the global mesh, and without one all workers along one axis.
+        mesh: mesh to shard over; None for the global mesh, or if there is none, all workers along one axis.
 
     Raises:
         NotInSpmdModeError: SPMD mode is off.
@@ -129,10 +129,10 @@ def auto_policy(name: str, module: object, mesh: Mesh | DeviceMesh) -> None:
 
 
 class Planner:
-    """Chooses layouts once for a session. Called by it with each recording, under the recorder's lock.
+    """Chooses layouts once for a session, which calls it with each recording, under the recorder's lock.
 
     Attributes:
-        plan: what was chosen.
+        plan: the plan, once it is chosen.
     """
 
     def __init__(self, session: Session, mesh: Mesh | None = None) -> None:
@@ -144,7 +144,7 @@ class Planner:
             self._recorder.limit = _LIMIT
 
     def __call__(self, recording: Recording) -> Callable[[], None] | None:
-        """What is to be done once a recording has run; None: nothing."""
+        """Return the function to call once a recording has run, or None."""
         changes = self._recorder.changes
         if not changes:  # or no longer: there is a plan
             return None
@@ -257,7 +257,7 @@ def _taken_as_they_are(program: Program) -> set[int]:
 
 
 def _origins(changes: dict[int, int]) -> dict[int, int]:
-    """For each value that a change has made, the one before all changes."""
+    """Return, for each value that a change has made, the one before all changes."""
     found: dict[int, int] = {}
     for before, after in changes.items():  # in the order in which they came
         found[after] = found.get(before, before)
@@ -273,7 +273,7 @@ def _index(alias: Alias, recording: Recording) -> int | None:
 
 
 def _alive() -> tuple[list[Alias], list[LogicalTensor]]:
-    """What all tensors show, and these. Nobody keeps lists of them: the garbage collector has some."""
+    """Return the aliases of all living tensors, and the tensors, which only the garbage collector lists."""
     objects = gc.get_objects()
     return (
         [each for each in objects if type(each) is Alias],

@@ -8,19 +8,19 @@ __all__ = ["attributes", "count", "known_count"]
 
 
 def known_count() -> int | None:
-    """How many workers there are; None without SPMD mode."""
-    from spmd.engine.start import global_device_count, is_spmd
+    """Return the number of workers; None without SPMD mode."""
+    from spmd.engine.driver.start import global_device_count, is_spmd
 
     return global_device_count() if is_spmd() else None
 
 
 def count() -> int:
-    """How many workers there are.
+    """Return the number of workers.
 
     Raises:
         NotInSpmdModeError: :func:`spmd.use_spmd` was not called.
     """
-    from spmd.engine.start import global_device_count
+    from spmd.engine.driver.start import global_device_count
 
     return global_device_count()
 
@@ -32,7 +32,7 @@ def attributes() -> list[dict[str, Any]]:
         NotInSpmdModeError: :func:`spmd.use_spmd` was not called.
     """
     from rpc.runtime.current import current_agent
-    from spmd.engine.start import worker_names
+    from spmd.engine.driver.start import worker_names
 
     names = worker_names()
     agent: Any = current_agent()

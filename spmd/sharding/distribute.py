@@ -1,4 +1,4 @@
-"""DTensor's way to say how tensors are cut: placements, one for each dimension of a mesh."""
+"""DTensor's interface for sharding: placements, one for each dimension of a mesh."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from spmd.engine import api as engine
-from spmd.engine.start import device
+from spmd.engine.driver.start import device
 from spmd.sharding.marks import is_marked, mark_of, mark_sharding, op_sharding, remember
 from spmd.sharding.mesh import Mesh, check_mesh
 from spmd.sharding.movement import laid_out
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def mesh_of(mesh: Mesh | DeviceMesh) -> Mesh:
-    """The mesh of a ``DeviceMesh`` whose numbers are those of the workers."""
+    """Return the mesh of a ``DeviceMesh`` whose ranks are the workers' numbers."""
     if isinstance(mesh, Mesh) or not hasattr(mesh, "mesh_dim_names"):
         check_mesh(mesh)
         return mesh  # type: ignore[return-value]
@@ -61,7 +61,7 @@ def partition_spec_of(dims: int, placements: Sequence[Placement]) -> PartitionSp
 
 
 def spec_of(dims: int, placements: Sequence[Placement]) -> PartitionSpec:
-    """The same, of any placements: what is neither ``Shard`` nor ``Replicate`` cuts nothing."""
+    """Like ``partition_spec_of``, for any placements: those other than ``Shard`` are ignored."""
     cut_by: list[list[int]] = [[] for _ in range(dims)]
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -72,16 +72,16 @@ def spec_of(dims: int, placements: Sequence[Placement]) -> PartitionSpec:
 def distribute_tensor(
     tensor: Tensor, device_mesh: Mesh | DeviceMesh, placements: Sequence[Placement] | None = None
 ) -> Tensor:
-    """A tensor on the logical device, cut.
+    """Return a sharded tensor on the logical device.
 
     Args:
         tensor: the whole tensor, on the CPU or on the logical device.
-        device_mesh: all workers: a :class:`Mesh`, or a ``DeviceMesh`` of their numbers.
+        device_mesh: mesh of all workers: a :class:`Mesh`, or a ``DeviceMesh`` of their numbers.
         placements: ``Shard`` or ``Replicate`` for each dimension of the mesh; None: replicated.
 
     Raises:
-        ValueError: ``tensor`` is a DTensor, or cut already, or a placement is of another kind.
-        AssertionError: there are not as many placements as the mesh has dimensions.
+        ValueError: ``tensor`` is a DTensor, or is sharded already, or a placement is of another kind.
+        AssertionError: the number of placements differs from the number of mesh dimensions.
 
     Example::
 
@@ -116,15 +116,15 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """A module on the logical device, its parameters cut as a function says; changed in place.
+    """Move a module to the logical device and shard its parameters as a function specifies; changed in place.
 
     Args:
         device_mesh: as in :func:`distribute_tensor`.
-        partition_fn: called with the name of each module inside, the module and the mesh; it marks parameters
-            with :func:`mark_sharding` or replaces them by ``nn.Parameter(distribute_tensor(...))``. What it
-            leaves is replicated.
-        input_fn, output_fn: called with the module, its inputs or outputs, and the mesh, around forward; what
-            they return takes the place of these, unless it is None.
+        partition_fn: called with the name of each submodule, the submodule and the mesh; it marks parameters
+            with :func:`mark_sharding` or replaces them by ``nn.Parameter(distribute_tensor(...))``. Other
+            parameters are replicated.
+        input_fn, output_fn: called with the module, its inputs or outputs, and the mesh, before and after
+            forward; their return values replace the inputs or outputs, unless None.
 
     Returns:
         ``module``.
@@ -147,12 +147,12 @@ def redistribute(
     *,
     async_op: bool = False,
 ) -> Tensor:
-    """A tensor of the same value, cut in another way; gradients come back in the old one.
+    """Return a tensor with the same value and another sharding; gradients are returned in the old one.
 
     Args:
-        device_mesh: as in :func:`distribute_tensor`; None for the mesh that ``t`` is on.
-        placements: as there.
-        async_op: means nothing: operations on this device never wait.
+        device_mesh: as in :func:`distribute_tensor`; None for the mesh of ``t``.
+        placements: as in :func:`distribute_tensor`.
+        async_op: ignored: operations on this device never wait.
 
     Raises:
         ValueError: not one placement for each dimension of the mesh.

@@ -1,8 +1,8 @@
 """Meshes over several hosts: axes that cross hosts outside, axes within a host inside.
 
-A *slice* is a set of workers with a fast network among them: for us, the workers of one host. Where workers
-say that they stand in a torus (``coords``), each axis of the mesh gets one or more whole axes of the torus:
-the last axis of the mesh, which communicates most, chooses first, and takes as many as it can.
+A *slice* is a set of workers with a fast network among them: for us, the workers of one host. If workers
+report their positions in a torus (``coords``), each axis of the mesh gets one or more whole axes of the
+torus: the last axis of the mesh, which communicates most, is assigned first, and gets as many as possible.
 """
 
 from __future__ import annotations

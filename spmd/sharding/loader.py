@@ -1,4 +1,4 @@
-"""Batches from the user's loader, on the logical device, cut as one says."""
+"""Batches of the user's loader, on the logical device, sharded as specified."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ InputSharding: TypeAlias = ShardingSpec | Mapping[str, ShardingSpec | None] | No
 
 _END: Final = object()
 _LOOK: Final = 0.1
-"""Seconds after which a thread that waits for room looks whether anybody still reads."""
+"""Interval in seconds at which a thread that waits for room checks whether there is still a reader."""
 _PATIENCE: Final = 5.0
-"""Seconds that the user's loader has to come to an end."""
+"""Timeout in seconds for the user's loader to end."""
 _log: Final = logging.getLogger(__name__)
 
 
 class DeviceLoader:
     """Iterates over a loader's batches with their tensors moved to a device.
 
-    A thread reads ahead from the loader. A batch is moved when it is asked for; the program recorded so far
-    is sent off there, so that workers compute while the next step is recorded.
+    A thread reads ahead from the loader. A batch is moved when it is requested; the program recorded so far
+    is sent then, so that workers compute while the next step is recorded.
 
     Args:
-        loader: gives batches: tensors in tuples, lists, mappings and dataclasses, with other things between.
+        loader: yields batches: tensors in tuples, lists, mappings and dataclasses, which may have other
+        values.
         device: the logical device.
-        input_sharding: one spec cuts every tensor that has as many dimensions as it; the others are
+        input_sharding: one spec shards every tensor with the same number of dimensions; the others are
             replicated. A dict has a spec, or None, for each entry of a batch.
-        loader_prefetch_size: how many batches to read ahead.
-        batches_per_execution: how many batches are between two cuts.
-        options: others of PyTorch/XLA's loader are taken and mean nothing here.
+        loader_prefetch_size: number of batches to read ahead.
+        batches_per_execution: number of batches per program.
+        options: other options of PyTorch/XLA's loader, which are accepted and ignored.
 
     Raises:
         TypeError: an option is unknown, or ``input_sharding`` is of another kind.
@@ -138,7 +139,7 @@ def _read(loader: Iterable[Any], batches: Queue[Any], abandoned: threading.Event
             if abandoned.is_set():
                 return
         put(_END)
-    except BaseException as error:  # whoever iterates hears of it
+    except BaseException as error:  # raised in the iterating thread
         put(_Failed(error))
 
 
@@ -150,7 +151,7 @@ def _end(reader: threading.Thread, batches: Queue[Any]) -> None:
         if not reader.is_alive():
             return
     _log.warning(
-        "nobody wants more batches, and the loader has not given its next for %g s: its thread is left alone",
+        "no more batches are needed, and the loader has not returned one for %g s: its thread is abandoned",
         _PATIENCE,
     )
 
@@ -164,7 +165,7 @@ def _empty(batches: Queue[Any]) -> None:
 
 
 def send(batch: Any, device: torch.device, sharding: InputSharding = None) -> Any:
-    """A batch with its tensors moved to a device and cut; see :class:`DeviceLoader`."""
+    """Return a batch with its tensors moved to a device and sharded; see :class:`DeviceLoader`."""
     if not isinstance(sharding, Mapping):
         return pytree.tree_map(lambda leaf: _moved(leaf, device, sharding), batch)
     if not isinstance(batch, Mapping):
@@ -187,7 +188,9 @@ def _with(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
 
 
 def _moved(t: Any, device: torch.device, spec: ShardingSpec | None) -> Any:
-    """What is no tensor stays, but for mappings and dataclasses that PyTorch's trees do not know."""
+    """Move a tensor; other values are returned unchanged, except mappings and dataclasses unknown
+    to pytree.
+    """
     if isinstance(t, Mapping):
         return _with(t, {key: send(value, device, spec) for key, value in t.items()})
     if dataclasses.is_dataclass(t) and not isinstance(t, type):
@@ -199,7 +202,7 @@ def _moved(t: Any, device: torch.device, spec: ShardingSpec | None) -> Any:
     if not isinstance(t, Tensor):
         return t
     if spec is not None:
-        spec.xla_spec(t)  # complains before anything moves
+        spec.xla_spec(t)  # raises before anything moves
     moved = t.to(device)
     if spec is not None and spec.can_apply(moved):
         spec.apply(moved)

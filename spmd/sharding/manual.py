@@ -1,8 +1,8 @@
-"""Tensors of which the program computes each worker's part by itself.
+"""Tensors of which the program computes each worker's part separately.
 
-Between :func:`enable_manual_sharding` and :func:`disable_manual_sharding` a tensor stands for what each
-worker has, and has the shape of a shard. Each worker does operations on it, and on replicated tensors, on its
-own part, and nothing is moved. What mixes it with tensors that are cut has no meaning.
+Between :func:`enable_manual_sharding` and :func:`disable_manual_sharding` a tensor represents the part of
+each worker, and has the shape of a shard. Each worker applies operations on it, and on replicated tensors, to
+its own part, and nothing is communicated. Operations that combine it with sharded tensors are undefined.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from spmd.engine.api import redistributed, value_layout
-from spmd.engine.logical_tensor import alias_of
-from spmd.engine.manual import from_local, to_local
-from spmd.engine.program import Layout
+from spmd.engine.driver.logical_tensor import alias_of
+from spmd.engine.driver.manual import from_local, to_local
+from spmd.engine.program.program import Layout
 from spmd.sharding.marks import mark_sharding, remember_sharding
 from spmd.sharding.mesh import Mesh, get_global_mesh
 from spmd.sharding.op_sharding import MANUAL, OpSharding
@@ -56,7 +56,7 @@ def enable_manual_sharding(t: Tensor, partition_spec: PartitionSpec, *, mesh: Me
 
 
 def worker_parts(t: Tensor) -> Tensor:
-    """A tensor that stands for each worker's shard of ``t``, however that is cut."""
+    """Return a tensor that represents each worker's shard of ``t``, whatever its sharding."""
     local: Tensor = _ToLocal.apply(t)  # type: ignore[no-untyped-call]
     return remember_sharding(local, MANUAL)
 
@@ -88,13 +88,13 @@ def disable_manual_sharding(
 
 
 def whole_of(part: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
-    """The tensor of this shape and layout, of which ``part`` stands for each worker's shard."""
+    """Return the tensor of this shape and layout whose shards are represented by ``part``."""
     whole: Tensor = _FromLocal.apply(part, shape, layout)  # type: ignore[no-untyped-call]
     return remember_sharding(whole, OpSharding.of_layout(layout, len(shape)))
 
 
 def mark_manual_sharding(t: Tensor) -> Tensor:
-    """Say that ``t`` stands for each worker's part.
+    """Declare that ``t`` represents each worker's part.
 
     Raises:
         RuntimeError: it is data.

@@ -1,7 +1,7 @@
-"""Marks: where the user says that a tensor is cut.
+"""Marks: the user's specification of a tensor's sharding.
 
-A mark is kept with the tensor object, and holds until it is cleared; where a tensor lies is the engine's to
-know, for every tensor, marked or not.
+A mark is kept with the tensor object, and is valid until it is cleared; the engine knows the layout of every
+tensor, marked or not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from spmd.engine import api as engine
-from spmd.engine.logical_tensor import alias_of, know_gradient
-from spmd.engine.program import REPLICATED
+from spmd.engine.driver.logical_tensor import alias_of, know_gradient
+from spmd.engine.program.program import REPLICATED
 from spmd.sharding.mesh import Mesh, check_mesh
 from spmd.sharding.op_sharding import MANUAL, OpSharding, ShardingType
 from spmd.sharding.partition_spec import PartitionSpec, check_length
@@ -39,26 +39,26 @@ _MARK: Final = "_spmd_mark"
 
 
 def mark_sharding(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tensor:
-    """Cut a tensor over a mesh, in place: a parameter stays the parameter.
+    """Shard a tensor over a mesh, in place: a parameter stays the same parameter.
 
-    What is computed before it is needed may be marked as often as one likes. Data, such as parameters, may be
-    marked anew where it was replicated, or in the same way; else :func:`clear_sharding` comes first.
+    Results that have not been computed yet may be marked any number of times. Data, such as parameters, may
+    be marked again if it was replicated, or in the same way; otherwise call :func:`clear_sharding` first.
 
     Args:
-        t: on the logical device.
-        mesh: of all workers.
-        partition_spec: for each dimension of ``t``: the axis of the mesh that cuts it, by name or number; a
-            tuple of axes, the first the slowest to change; or None, it stays whole. ``()`` for a scalar.
-            Axes that are not named hold copies.
+        t: a tensor on the logical device.
+        mesh: mesh of all workers.
+        partition_spec: for each dimension of ``t``: the axis of the mesh that shards it, by name or number; a
+            tuple of axes, the first the slowest to change; or None for a dimension that is not sharded.
+            ``()`` for a scalar. The tensor is replicated along axes that are not named.
 
     Returns:
         ``t``.
 
     Raises:
-        RuntimeError: there is no logical device, or ``t`` is not on it, or is cut in another way, or stands
-            for workers' parts.
+        RuntimeError: there is no logical device, or ``t`` is not on it, or is sharded in another way, or
+            represents workers' parts.
         AssertionError, ValueError: the spec does not fit the tensor or the mesh.
-        TypeError: an argument is of another kind.
+        TypeError: an argument has another type.
 
     Example::
 
@@ -82,14 +82,14 @@ def mark_sharding(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tenso
 
 
 def annotate_custom_sharding(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tensor:
-    """Like :func:`mark_sharding`, whatever the tensor was marked with before."""
+    """Like :func:`mark_sharding`, whatever the tensor's previous mark."""
     return _mark(t, mesh, tuple(partition_spec), _checked(t, mesh, partition_spec))
 
 
 def mark_sharding_with_gradients(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tensor:
-    """A tensor of the same value, cut over a mesh; its gradient is cut in the same way.
+    """Return a tensor with the same value, sharded over a mesh; its gradient is sharded in the same way.
 
-    Args and errors are those of :func:`mark_sharding`; ``t`` itself stays as it is.
+    Arguments and errors are those of :func:`mark_sharding`; ``t`` itself is not changed.
     """
     _checked(t, mesh, partition_spec)
     marked: Tensor = _Marked.apply(t, mesh, tuple(partition_spec))  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ class _Marked(torch.autograd.Function):
 
 
 def clear_sharding(t: Tensor) -> Tensor:
-    """Take a mark away, in place; all workers hold the whole tensor then. Returns ``t``."""
+    """Remove a mark, in place; all workers then hold the whole tensor. Returns ``t``."""
     if engine.is_logical(t):
         engine.constrain(t, REPLICATED)
         if hasattr(t, _MARK):
@@ -118,17 +118,19 @@ def clear_sharding(t: Tensor) -> Tensor:
 
 
 def is_marked(t: Any) -> bool:
-    """Whether somebody has said how this tensor is cut, or it is cut."""
+    """Whether a tensor's sharding was specified, or it is sharded."""
     return engine.is_logical(t) and (hasattr(t, _MARK) or bool(op_sharding(t).tiles))
 
 
 def wrap_if_sharded(x: Any) -> Any:
-    """``x``: every tensor on the logical device knows its shards. :func:`is_marked` tells which are cut."""
+    """Return ``x``: every tensor on the logical device has its shards. :func:`is_marked` tells which are
+    sharded.
+    """
     return x
 
 
 def op_sharding(t: Tensor) -> OpSharding:
-    """How a tensor on the logical device is cut."""
+    """Return the sharding of a tensor on the logical device."""
     mark = mark_of(t)
     if mark is not None and mark.sharding.type is ShardingType.MANUAL:
         return MANUAL
@@ -136,18 +138,20 @@ def op_sharding(t: Tensor) -> OpSharding:
 
 
 def sharding_spec(t: Tensor) -> str:
-    """How a tensor is cut, in the words of :class:`OpSharding`; '' where nobody said and nothing is cut."""
+    """Return a tensor's sharding as text; see :class:`OpSharding`. Empty if none was specified and it is
+    whole.
+    """
     return str(op_sharding(t)) if is_marked(t) else ""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What was said of a tensor.
+    """The specified sharding of a tensor.
 
     Attributes:
-        sharding: how it is cut.
-        mesh, spec: said so; None where shards were put together or taken apart by hand.
-        is_data: it was given, and not computed: a parameter, or what came from the CPU.
+        sharding: the sharding.
+        mesh, spec: as specified; None if shards were combined or taken apart by hand.
+        is_data: whether it was given, and not computed: a parameter, or a tensor from the CPU.
     """
 
     sharding: OpSharding
@@ -160,18 +164,18 @@ class Mark:
 
 
 def mark_of(t: Tensor) -> Mark | None:
-    """What was said of a tensor last."""
+    """Return the latest mark of a tensor."""
     return getattr(t, _MARK, None)
 
 
 def remember(computed: Tensor, mesh: Mesh, spec: PartitionSpec) -> Tensor:
-    """Note what was said of a result, which lies so already."""
+    """Record the mark of a result, which has that layout already."""
     setattr(computed, _MARK, Mark(mesh.get_op_sharding(spec), mesh, spec, is_data=False))
     return computed
 
 
 def remember_sharding(computed: Tensor, sharding: OpSharding) -> Tensor:
-    """The same, where no spec was said. ``MANUAL``: only the program knows what the shards are."""
+    """Like ``remember``, without a spec. ``MANUAL``: only the program knows what the shards are."""
     setattr(computed, _MARK, Mark(sharding, None, (), is_data=False))
     return computed
 
@@ -214,11 +218,11 @@ def _checked(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> OpSharding
 
 @dataclass
 class ShardingSpec:
-    """How tensors of some number of dimensions are to be cut, for loaders.
+    """The sharding of tensors with a number of dimensions, for loaders.
 
     Attributes:
         mesh, partition_spec: as in :func:`mark_sharding`.
-        minibatch: the first dimension must be a multiple of the number of workers.
+        minibatch: whether the first dimension must be a multiple of the number of workers.
 
     Example::
 
@@ -234,7 +238,7 @@ class ShardingSpec:
         return t.dim() == len(self.partition_spec)
 
     def xla_spec(self, t: Tensor) -> OpSharding | None:
-        """How a tensor is to be cut; None if the spec is not for such.
+        """Return the sharding of a tensor; None if the spec does not fit it.
 
         Raises:
             RuntimeError: ``minibatch``, and the first dimension is no multiple of the number of workers.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd.engine.program import Layout
+from spmd.engine.program.program import Layout
 from spmd.sharding.devices import count, known_count
 from spmd.sharding.op_sharding import WHOLE, OpSharding, layout_of
 from spmd.sharding.partition_spec import PartitionSpec, resolve
@@ -19,15 +19,15 @@ __all__ = ["Mesh", "check_mesh", "get_1d_mesh", "get_global_mesh", "made_op_shar
 
 
 class Mesh:
-    """All workers of the logical device, arranged.
+    """All workers of the logical device, arranged along axes.
 
     Args:
         device_ids: the workers' numbers, each of them once, in any order; they fill the mesh row by row.
-        mesh_shape: its size along each axis.
+        mesh_shape: size along each axis.
         axis_names: a name for each axis; None for numbers only.
 
     Attributes:
-        device_ids: int array ``[number of workers]``.
+        device_ids: int array of shape ``[number of workers]``.
         mesh_shape, axis_names: as given.
 
     Raises:
@@ -82,20 +82,20 @@ class Mesh:
         self.axis_names = None if axis_names is None else tuple(axis_names)
 
     def size(self) -> int:
-        """How many workers it has."""
+        """Return the number of workers."""
         return math.prod(self.mesh_shape)
 
     def shape(self) -> OrderedDict[str | int, int]:
-        """Its size along each axis, by name, or by number where they have none."""
+        """Return the size along each axis, by name, or by number if they have no names."""
         names: Sequence[str | int] = self.axis_names or range(len(self.mesh_shape))
         return OrderedDict(zip(names, self.mesh_shape, strict=True))
 
     def get_logical_mesh(self) -> np.ndarray:
-        """The workers' numbers, int array of ``mesh_shape``."""
+        """Return the workers' numbers, an int array of ``mesh_shape``."""
         return self.device_ids.reshape(self.mesh_shape)
 
     def get_axis_name_idx(self, name: str) -> int | None:
-        """The number of an axis; None if the mesh has none of this name."""
+        """Return the number of an axis; None if the mesh has none with this name."""
         if self.axis_names is None or name not in self.axis_names:
             return None
         return self.axis_names.index(name)
@@ -152,10 +152,10 @@ class Mesh:
 
 
 def check_mesh(mesh: object) -> None:
-    """Is it one?
+    """Check that ``mesh`` is a mesh.
 
     Raises:
-        TypeError: no.
+        TypeError: it is not.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"expected a spmd.Mesh, got {type(mesh).__name__}: {mesh!r}")
@@ -165,7 +165,7 @@ _global_mesh: Mesh | None = None
 
 
 def set_global_mesh(mesh: Mesh | None) -> None:
-    """Set the mesh that is meant where none is given, for this process. None takes it away."""
+    """Set the default mesh of this process. None removes it."""
     global _global_mesh
     if mesh is not None:
         check_mesh(mesh)
@@ -173,7 +173,7 @@ def set_global_mesh(mesh: Mesh | None) -> None:
 
 
 def get_global_mesh() -> Mesh | None:
-    """The mesh that :func:`set_global_mesh` was given last."""
+    """Return the default mesh, which :func:`set_global_mesh` has set."""
     return _global_mesh
 
 
@@ -183,7 +183,7 @@ def made_op_shardings() -> int:
 
 
 def get_1d_mesh(axis_name: str | None = None) -> Mesh:
-    """All workers along one axis.
+    """Return a mesh of all workers along one axis.
 
     Args:
         axis_name: the axis's name, if it has one.

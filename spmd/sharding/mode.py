@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from spmd.engine import start
+from spmd.engine.driver import start
+from spmd.engine.driver.logical_tensor import LogicalTensor
+from spmd.engine.driver.session import PROGRAMS
 from spmd.engine.errors import SpmdError
-from spmd.engine.logical_tensor import LogicalTensor
-from spmd.engine.session import PROGRAMS
 from spmd.sharding.auto import choose
 from spmd.sharding.sharded_tensor import install
 
@@ -31,13 +31,13 @@ def use_spmd(
     machine, and end with the mode.
 
     Args:
-        workers: how many workers; of an RPC group also their names. Default: all of the group; on this
+        workers: number of workers; for an RPC group also their names. Default: all of the group; on this
             machine ``FARCALL_SPMD_WORKERS``, else one for each core.
-        auto: choose shardings where the program says none, at the end of the first program that changes
-            parameters; see :mod:`spmd.sharding.auto`.
-        max_programs: Maximum number of recorded programs that the driver and each worker keep, 2 or more.
-            A training step with other shapes is another program; a step of more than 1,000 operations is
-            several. The programs used last stay; a program that was dropped is recorded and sent again.
+        auto: whether to choose shardings that the program does not specify, at the end of the first program
+            that changes parameters; see :mod:`spmd.sharding.auto`.
+        max_programs: maximum number of recorded programs that the driver and each worker keep, 2 or more. A
+            training step with other shapes is another program; a step of more than 1,000 operations is
+            several. The programs used last are kept; a program that was dropped is recorded and sent again.
         device: on which each worker computes, as ``"cuda"``; without an index, workers take the devices of
             their host in turn, and random numbers are those that one such device would draw. Default: the
             CPU.

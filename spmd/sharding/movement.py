@@ -1,4 +1,4 @@
-"""A tensor laid out otherwise, with its gradient going the way back."""
+"""Changing a tensor's layout; its gradient is changed back."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from spmd.engine import api as engine
-from spmd.engine.program import Layout
+from spmd.engine.program.program import Layout
 
 __all__ = ["laid_out"]
 
 
 def laid_out(t: Tensor, layout: Layout) -> Tensor:
-    """A tensor of the same value with this layout; its gradient comes back in the layout of ``t``."""
+    """Return a tensor with the same value and this layout; its gradient is returned in the layout
+    of ``t``.
+    """
     moved: Tensor = _LaidOut.apply(t, layout)  # type: ignore[no-untyped-call]
     return moved
 

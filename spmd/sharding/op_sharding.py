@@ -1,14 +1,14 @@
-"""Where the parts of one tensor are, tile by tile, as PyTorch/XLA writes it.
+"""The sharding of one tensor, tile by tile, in PyTorch/XLA's notation.
 
-``{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}`` says: two tiles along the first dimension of the tensor,
-one along the second, and two workers hold each tile. Workers are listed tile by tile. A tensor of which all
-workers hold all is ``{replicated}``; ``{manual}`` is a tensor of which nobody but the program knows what its
-shards have to do with each other.
+``{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}`` means: two tiles along the first dimension of the tensor,
+one along the second, and two workers hold each tile. Workers are listed tile by tile. A tensor that all
+workers hold completely is ``{replicated}``; ``{manual}`` is a tensor for which only the program knows how its
+shards are related.
 
 A dimension of size n in p tiles is cut into pieces of ``ceil(n / p)``, so the last ones may be short or
-empty. That is how DTensor cuts it, too; but where two dimensions of a mesh cut one dimension of a tensor,
-DTensor cuts the pieces of the first cut once more, and XLA all at once. So a layout speaks of the
-user's mesh where both mean the same, and else of a mesh with these dimensions made one.
+empty. DTensor cuts it in the same way; but if two dimensions of a mesh cut one dimension of a tensor, DTensor
+cuts the pieces of the first cut once more, and XLA cuts all at once. So a layout refers to the user's mesh if
+both agree, and otherwise to a mesh in which these dimensions are merged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from spmd.engine.program import REPLICATED, Layout, MeshKey
+from spmd.engine.program.program import REPLICATED, Layout, MeshKey
 
 __all__ = ["MANUAL", "WHOLE", "OpSharding", "ShardingType", "layout_of"]
 
@@ -46,8 +46,8 @@ class OpSharding:
 
     Attributes:
         type: ``REPLICATED``, ``TILED``, ``PARTIAL`` (several workers hold the same tile) or ``MANUAL``.
-        tiles: how many, for each dimension of the tensor. Empty unless there are tiles.
-        devices: the workers' numbers, tile by tile; those that hold the same tile stand together.
+        tiles: number of tiles for each dimension of the tensor. Empty unless there are tiles.
+        devices: the workers' numbers, tile by tile; those that hold the same tile are adjacent.
 
     Example::
 
@@ -61,7 +61,7 @@ class OpSharding:
 
     @classmethod
     def tiled(cls, tiles: Sequence[int], devices: Sequence[int]) -> OpSharding:
-        """That with these tiles; ``WHOLE`` if it is one."""
+        """Return the sharding with these tiles; ``WHOLE`` if there is one."""
         count = math.prod(tiles)
         if count == 1:
             return WHOLE
@@ -95,7 +95,7 @@ class OpSharding:
         if text == "{manual}":
             return MANUAL
         if not text:
-            raise ValueError("sharding has no value: nobody has said how this tensor is to be cut")
+            raise ValueError("sharding has no value: no sharding was specified for this tensor")
         found = _TILED.fullmatch(text)
         if found is None:
             raise ValueError(f"sharding is not organized as expected, {{devices=[2,2]0,1,2,3}}: {text}")
@@ -118,7 +118,7 @@ class OpSharding:
 
     @property
     def replicas(self) -> int:
-        """How many workers hold each tile."""
+        """Number of workers that hold each tile."""
         return len(self.devices) // math.prod(self.tiles)
 
     def layout(self, shape: Sequence[int]) -> Layout:
@@ -135,7 +135,7 @@ class OpSharding:
         return tuple(-(-size // count) for size, count in zip(shape, self.tiles, strict=True))
 
     def indices(self, shape: Sequence[int], device: int) -> tuple[slice, ...]:
-        """Which elements a worker holds, for each dimension; padding has none."""
+        """Return the elements that a worker holds, a slice for each dimension; without padding."""
         if not self.tiles:
             return tuple(slice(0, size, 1) for size in shape)
         tile = np.unravel_index(self.devices.index(device) // self.replicas, self.tiles)
@@ -145,7 +145,7 @@ class OpSharding:
         )
 
     def replica_id(self, device: int) -> int:
-        """The place of a worker among those that hold the same."""
+        """Return the position of a worker among those that hold the same."""
         return self.devices.index(device) % self.replicas if self.tiles else device
 
 
@@ -154,7 +154,7 @@ _TILED: Final = re.compile(
 )
 
 WHOLE: Final = OpSharding(ShardingType.REPLICATED)
-"""Every worker holds all."""
+"""Every worker holds the whole tensor."""
 
 MANUAL: Final = OpSharding(ShardingType.MANUAL)
 """Only the program knows what the shards are."""
@@ -185,7 +185,7 @@ def layout_of(
     order = list(axes)
     dim_of: dict[int, int] = {}
     for dim, each in enumerate(cut_by):
-        # Axes that a spec names out of order change places with each other; the others stay where they are.
+        # Axes that a spec names out of order change places with each other; the others keep theirs.
         for place, axis in zip(sorted(order.index(axis) for axis in each), each, strict=True):
             axes[place] = axis
             dim_of[axis] = dim
@@ -212,7 +212,7 @@ def _on(devices: np.ndarray, placements: tuple[Placement, ...]) -> Layout:
 
 
 def _cuts_agree(size: int, parts: Sequence[int]) -> bool:
-    """Whether cutting pieces again gives the pieces of cutting all at once."""
+    """Whether cutting pieces again gives the same pieces as cutting all at once."""
     if len(parts) < 2 or size % math.prod(parts) == 0:
         return True
     pieces = [size]

@@ -1,8 +1,8 @@
-"""Partition specs: for each dimension of a tensor, which dimensions of a mesh cut it.
+"""Partition specs: for each dimension of a tensor, the dimensions of a mesh that shard it.
 
-``("data", None)`` cuts the first dimension over the axis *data* and leaves the second whole. An axis is named
-or numbered; a tuple of axes cuts one dimension over all of them, the first named the slowest to change. What
-a spec does not name holds copies.
+``("data", None)`` shards the first dimension over the axis *data* and does not shard the second. An axis is
+given by name or number; a tuple of axes shards one dimension over all of them, the first named the slowest to
+change. The tensor is replicated along axes that a spec does not name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Axes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def check_length(spec: PartitionSpec, dims: int) -> None:
-    """Has a spec one entry for each of ``dims`` dimensions?
+    """Check that a spec has one entry for each of ``dims`` dimensions.
 
     Raises:
-        AssertionError: no.
-        TypeError: it is no tuple.
+        AssertionError: it does not.
+        TypeError: it is not a tuple.
     """
     if not isinstance(spec, (tuple, list)):
         raise TypeError(
@@ -39,12 +39,12 @@ def check_length(spec: PartitionSpec, dims: int) -> None:
 
 
 def resolve(spec: PartitionSpec, names: Sequence[str] | None, axes: int) -> Axes:
-    """The numbers of the axes that a spec names.
+    """Return the numbers of the axes that a spec names.
 
     Args:
         spec: see above.
-        names: the mesh's axes, if they have names.
-        axes: how many the mesh has.
+        names: names of the mesh's axes, if they have names.
+        axes: number of axes of the mesh.
 
     Raises:
         ValueError: an axis that the mesh has not, or an entry that is no axis.

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spmd.engine.api import is_logical
-from spmd.engine.current import engine
-from spmd.engine.start import device
+from spmd.engine.driver.current import engine
+from spmd.engine.driver.start import device
 
 __all__ = ["place"]
 
@@ -19,11 +19,11 @@ __all__ = ["place"]
 def place(module: nn.Module) -> list[nn.Module]:
     """Move a module's parameters and buffers to the logical device, in place.
 
-    What modules share stays shared, which ``module.to`` cannot do between different kinds of tensors; also if
-    they are moved one after the other.
+    Tensors that modules share stay shared, which ``module.to`` cannot do between different kinds of tensors;
+    this holds even if the modules are moved one after the other.
 
     Returns:
-        the modules inside that had something on the meta device: what they have now has no content.
+        The submodules that had tensors on the meta device: their new tensors are uninitialized.
 
     Raises:
         RuntimeError: another module shares a tensor with this one and was moved before, and the tensor has
@@ -55,7 +55,7 @@ def place(module: nn.Module) -> list[nn.Module]:
 
 
 _MOVED: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
-"""What has become of tensors, and their versions then, by engine: as long as both live."""
+"""The new tensors of those that were moved, and their versions at that time, by engine; held weakly."""
 
 
 def _nothing() -> None:

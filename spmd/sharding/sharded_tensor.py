@@ -1,7 +1,7 @@
-"""What a tensor on the logical device can tell of its shards.
+"""The properties of tensors on the logical device that describe their shards.
 
-Every such tensor has these properties, results of operations included; :class:`ShardedTensor` stands for them
-in ``isinstance``. There is no second object around a tensor.
+Every such tensor has these properties, including results of operations; :class:`ShardedTensor` represents
+them in ``isinstance``. There is no wrapper object around a tensor.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["Shard", "ShardedTensor", "install"]
 
 
 class Shard:
-    """A snapshot of what one worker holds of a tensor.
+    """A snapshot of one worker's part of a tensor.
 
     Attributes:
-        data: on the CPU, as large as any shard of the tensor; zeros after its end.
-        indices: the elements of the tensor that it has, a slice for each dimension, without padding;
-            ``Ellipsis`` if it has all.
+        data: tensor on the CPU with the size of the largest shard, padded with zeros.
+        indices: the elements of the tensor that it contains, a slice for each dimension, without padding;
+            ``Ellipsis`` if it contains all.
         shard_device: the worker, ``"CPU:3"``.
-        replica_id: its place among the workers that hold the same.
+        replica_id: its position among the workers that hold the same.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class _AnyMarked(type):
 
 
 class ShardedTensor(metaclass=_AnyMarked):
-    """A tensor on the logical device that is cut, or of which somebody said how it lies.
+    """A tensor on the logical device that is sharded, or whose sharding was specified.
 
-    These are plain tensors: ``mark_sharding`` returns the tensor that it was given. What is listed here, all
-    tensors on the device have.
+    These are plain tensors: ``mark_sharding`` returns the tensor that it was given. All tensors on the device
+    have the members listed here.
 
     Example::
 
@@ -90,13 +90,13 @@ class ShardedTensor(metaclass=_AnyMarked):
 
     @property
     def global_tensor(self) -> Tensor:
-        """The tensor."""
+        """The tensor itself."""
         return self  # type: ignore[return-value]
 
     @property
     def sharding_spec(self) -> str:
-        """How it is cut: ``{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}``, ``{replicated}``,
-        ``{manual}``, or empty where nobody has said and every worker holds all.
+        """Its sharding: ``{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}``, ``{replicated}``, ``{manual}``,
+        or empty if none was specified and every worker holds the whole tensor.
         """
         return marks.sharding_spec(self)  # type: ignore[arg-type]
 
@@ -107,8 +107,8 @@ class ShardedTensor(metaclass=_AnyMarked):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """DTensor's placements, one for each dimension of the mesh it was marked on; of what was never
-        marked, for each dimension of the engine's mesh, and none where every worker holds all.
+        """DTensor's placements, one for each dimension of the mesh that it was marked with; without a mark,
+        for each dimension of the engine's mesh, and empty if every worker holds the whole tensor.
         """
         t: Tensor = self  # type: ignore[assignment]
         mark = _valid_mark(t)
@@ -122,8 +122,8 @@ class ShardedTensor(metaclass=_AnyMarked):
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """The sizes of the mesh that ``placements`` are of; ``()`` where every worker holds all and nobody
-        has said so.
+        """The shape of the mesh of ``placements``; ``()`` if every worker holds the whole tensor and no
+        sharding was specified.
         """
         t: Tensor = self  # type: ignore[assignment]
         mark = _valid_mark(t)
@@ -134,7 +134,7 @@ class ShardedTensor(metaclass=_AnyMarked):
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """The spec it was marked with; of what was never marked, one that says the same, with numbers."""
+        """The spec that it was marked with; without a mark an equivalent one, with numbers."""
         t: Tensor = self  # type: ignore[assignment]
         mark = _valid_mark(t)
         if mark is not None and mark.mesh is not None:
@@ -142,7 +142,7 @@ class ShardedTensor(metaclass=_AnyMarked):
         return spec_of(t.dim(), engine.value_layout(t).placements)
 
     def to_local(self) -> Tensor:
-        """The tensor: the driver has no other part of it. Workers' parts are ``local_shards``."""
+        """Return the tensor: the driver has no local part of it. The workers' parts are ``local_shards``."""
         return self  # type: ignore[return-value]
 
     def redistribute(
@@ -157,7 +157,7 @@ class ShardedTensor(metaclass=_AnyMarked):
 
     @property
     def local_shards(self) -> list[Shard]:
-        """What the workers hold, in the order of their numbers."""
+        """The workers' parts, in the order of their numbers."""
         t: Tensor = self  # type: ignore[assignment]
         sharding = marks.op_sharding(t)
         return [
@@ -166,10 +166,10 @@ class ShardedTensor(metaclass=_AnyMarked):
         ]
 
     def load_local_shards_(self, shards: Sequence[Shard]) -> None:
-        """Give every worker its shard anew.
+        """Replace every worker's shard.
 
         Args:
-            shards: one for each worker, in order; ``data`` is as large as in ``local_shards``.
+            shards: one for each worker, in order; ``data`` has the same size as in ``local_shards``.
 
         Raises:
             RuntimeError: too few or too many, of another shape, or the tensor is replicated.
@@ -201,14 +201,14 @@ class ShardedTensor(metaclass=_AnyMarked):
 
 
 def install(tensors: type) -> None:
-    """Give the class of the logical device's tensors these properties."""
+    """Add these properties to the class of the logical device's tensors."""
     for name, value in vars(ShardedTensor).items():
         if not name.startswith("_"):
             setattr(tensors, name, value)
 
 
 def _valid_mark(t: Tensor) -> marks.Mark | None:
-    """What was said of a tensor, if that is how it lies."""
+    """Return a tensor's mark, if it still describes its layout."""
     mark = marks.mark_of(t)
     return mark if mark is not None and mark.sharding == marks.op_sharding(t) else None
 

@@ -28,11 +28,12 @@ def visualize_sharding(
     """Print a sharding as a table, a cell for each tile of the first two dimensions.
 
     Args:
-        sharding: as ``t.sharding_spec`` says it. Further dimensions of the tensor must not be cut.
-        use_color: whether tiles have colours, if the terminal has any; else there are lines between them.
-        scale: of the cells' heights and widths.
-        min_width: of a cell, in characters.
-        max_width: of the table, in characters.
+        sharding: in the format of ``t.sharding_spec``. Further dimensions of the tensor must not be sharded.
+        use_color: whether tiles have colours, if the terminal supports them; otherwise there are lines
+        between them.
+        scale: factor for the cells' heights and widths.
+        min_width: minimum width of a cell, in characters.
+        max_width: maximum width of the table, in characters.
 
     Returns:
         the table.
@@ -84,14 +85,16 @@ def visualize_sharding(
 
 
 def visualize_tensor_sharding(t: Tensor, **options: Any) -> Table:
-    """Print how a tensor on the logical device is cut; options are those of :func:`visualize_sharding`."""
+    """Print the sharding of a tensor on the logical device; options are those of
+    :func:`visualize_sharding`.
+    """
     from spmd.sharding.marks import sharding_spec
 
     return visualize_sharding(sharding_spec(t), **options)
 
 
 def _cells(sharding: OpSharding) -> list[list[str]]:
-    """What each cell says, row by row."""
+    """Return the text of each cell, row by row."""
     if not sharding.tiles:
         return [[f"CPU {list(range(count()))}"]]
     if any(count > 1 for count in sharding.tiles[2:]):

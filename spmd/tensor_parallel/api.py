@@ -1,4 +1,4 @@
-"""``parallelize_module``: which style is for which module, checked before anything changes."""
+"""``parallelize_module``: assigns styles to modules, and checks them before anything changes."""
 
 from __future__ import annotations
 
@@ -66,41 +66,44 @@ def parallelize_module(
     max_batch_size: int = 1,
     timeout: float = 300.0,
 ) -> nn.Module | ShardedModule:
-    """Parallelize a module, or modules in it, over a one-dimensional mesh, whose ranks all call it alike; or,
-    with ``workers``, over workers of the RPC group, which one of them or another does alone.
+    """Parallelize a module, or submodules of it, over a one-dimensional mesh, whose ranks must all call it in
+    the same way; or, with ``workers``, over workers of the RPC group, in which case one process calls it
+    alone.
 
-    With ``workers`` each of them builds the module on the meta device and has memory for its parts only. One
-    model at a time is made on the same workers. If they are in no default process group, they become one,
-    which stays.
+    With ``workers``, each of them builds the module on the meta device and allocates memory for its parts
+    only. One model at a time is made on the same workers. If they have no default process group, one is made,
+    which is kept.
 
     Args:
-        module: changed in place. With ``workers`` a function that makes it, which is sent to them.
-        device_mesh: one-dimensional; default the one whose ``with`` block this is in. Of one with more
-            dimensions, slice one out: ``mesh["tp"]``.
-        parallelize_plan: a style for the module itself, or styles by the names of modules in it:
+        module: the module, changed in place. With ``workers`` a function that returns it, which is sent to
+        them.
+        device_mesh: a one-dimensional mesh; default: the one whose ``with`` block this is in. Of a mesh with
+            more dimensions, pass a slice: ``mesh["tp"]``.
+        parallelize_plan: a style for the module itself, or styles by the names of submodules:
             ``"layers.0.w1"``. Each part of a name may have wildcards, ``"layers.*.w1"``; ``""`` is the module
             itself. Default None does nothing, with a warning.
-        src_data_rank: parameters are taken from this rank of the mesh; None: each rank cuts its own, and
-            nothing is communicated.
-        strict: names that match no module are an error, rather than a warning.
-        workers: names; the first is rank 0 in the model.
-        initialize: with ``workers``, fills the module, whose parameters are ``DTensor`` s, on each; random
-            numbers are not those of one process. Default: ``reset_parameters`` of each module in it.
-        max_batch_size: with ``workers``, calls that wait are done as one of at most so many rows, where each
-            has one positional tensor, ``[rows, ...]``, and no gradient. Default 1: each by itself.
-        timeout: with ``workers``, seconds that making it, and each collective, may take.
+        src_data_rank: rank of the mesh whose parameters are used; None: each rank uses its own, and nothing
+            is communicated.
+        strict: whether names that match no module are an error, rather than a warning.
+        workers: names of the workers; the first is rank 0 in the model.
+        initialize: with ``workers``, initializes the module, whose parameters are ``DTensor`` s, on each;
+            random numbers are not those of one process. Default: ``reset_parameters`` of each submodule.
+        max_batch_size: with ``workers``, maximum number of rows of waiting calls that are executed together,
+            if each has one positional tensor, ``[rows, ...]``, and no gradient. Default 1: each separately.
+        timeout: with ``workers``, timeout in seconds for making the model, and for each collective.
 
     Returns:
+        The module, or the object that represents it.
         The module, or the object that stands for it.
 
     Raises:
-        ParallelTypeError: the plan, or something in it, is of another type.
-        ParallelError: the mesh will not do; a module is parallelized already; a parameter is tied to one of a
-            module that the plan leaves out; in strict mode, a name matches nothing; there is nothing that
-            fills a parameter on the workers.
-        NotInMeshError: this process is not one of the mesh's.
-        UnsupportedModuleError: a style is not for that kind of module.
-        UnknownWorkerError: there is no such worker.
+        ParallelTypeError: the plan, or an entry of it, has another type.
+            ParallelError: the mesh is unsuitable; a module is parallelized already; a parameter is tied to
+                one of a module that the plan omits; in strict mode, a name matches nothing; a parameter on
+                the workers cannot be initialized.
+            NotInMeshError: this process is not in the mesh.
+            UnsupportedModuleError: a style does not support a module.
+            UnknownWorkerError: there is no such worker.
 
     Example::
 

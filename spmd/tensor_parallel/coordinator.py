@@ -1,12 +1,12 @@
-"""Rank 0 of a served model gives all shards their work, in one order.
+"""Rank 0 of a served model schedules the operations of all shards, in one order.
 
-Every call, backward and other operation of a model makes collectives. If the shards did two of them in
-different orders, each would wait for the other. So clients ask rank 0 alone, whose one thread has all shards
-do one operation (:class:`~spmd.workers.worker_set.WorkerSet`), and only then goes on.
+Every call, backward pass and other operation of a model uses collectives. If the shards executed two of them
+in different orders, each would wait for the other. So clients ask rank 0 alone, whose only thread has all
+shards execute one operation (:class:`~spmd.workers.worker_set.WorkerSet`) before it continues.
 
-*Failure.* Where all shards refuse an operation, as they do a wrong input, they stand where they stood, and
-the model goes on. Where only some do, or one is gone, nobody knows what the others would take the next
-collective for: the model has failed, for good.
+*Failure.* If all shards refuse an operation, for example because of a wrong input, their state has not
+changed, and the model continues. If only some do, or one is gone, the others could be in different
+collectives: the model has failed, for good.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Coordinator", "coordinate"]
 logger = logging.getLogger(__name__)
 
 _GRACE: Final = 5.0
-"""Seconds in which the others end an operation, once one shard has failed in it."""
+"""Time in seconds for the others to end an operation in which one shard has failed."""
 
 
 def coordinate(
@@ -50,7 +50,7 @@ def coordinate(
 
 @dataclass(eq=False)
 class _Operation:
-    """Something that all shards do."""
+    """An operation that all shards execute."""
 
     name: str
     args: tuple[Any, ...]
@@ -59,7 +59,7 @@ class _Operation:
 
     @property
     def joinable(self) -> JoinableCall | None:
-        """The call, if this is one that can be done together with others."""
+        """The call, if it can be executed together with others."""
         if self.name != "forward":
             return None
         (call,) = self.args
@@ -67,12 +67,12 @@ class _Operation:
 
 
 class Coordinator:
-    """Gives the shards of one model their work. ``run`` and ``close`` from any thread.
+    """Schedules the operations of one model's shards. ``run`` and ``close`` from any thread.
 
     Args:
-        shards: by rank.
+        shards: the shards, by rank.
         workers: their names.
-        max_batch_size: how many rows calls may have that are done together.
+        max_batch_size: maximum number of rows of calls that are executed together.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Coordinator:
 
     @async_execution
     def run(self, name: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Have all shards do something, after all that was asked for before.
+        """Have all shards execute an operation, after all earlier ones.
 
         Args:
-            name: of a method of ``ModelShard``.
-            args: for it.
+            name: name of a method of ``ModelShard``.
+            args: its arguments.
 
         Returns:
-            A future of what rank 0's shard returns.
+            A future of the return value of rank 0's shard.
         """
         operation = _Operation(name, args, copy_context(), Future())
         with self._changed:
@@ -114,7 +114,7 @@ class Coordinator:
         return operation.future
 
     def close(self) -> None:
-        """Free the shards, once all that was asked for is done. Idempotent."""
+        """Free the shards, once all earlier operations are done. Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -144,7 +144,7 @@ class Coordinator:
             operation.future.set_exception(self._ended())
 
     def _next(self) -> list[_Operation]:
-        """The next operation, with calls that can be done together with it."""
+        """Return the next operation, with calls that can be executed together with it."""
         together = [self._waiting.popleft()]
         first = together[0].joinable
         if first is None:
@@ -184,7 +184,7 @@ class Coordinator:
             operation.future.set_result(Outcome(value, (), 0))
 
     def _on_all(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Have all shards do something at the same time; what the own one returns."""
+        """Have all shards execute an operation at the same time; returns the value of this worker's shard."""
         if self._failure is not None and name != "close":
             raise copy(self._failure)
         if name == "forward":
@@ -197,7 +197,7 @@ class Coordinator:
         return values[0]
 
     def _failed(self, name: str, failed: dict[int, Exception]) -> Exception:
-        """What is raised for an operation that has failed on some shards."""
+        """Return the error to raise for an operation that has failed on some shards."""
         lost = next((rank for rank, error in failed.items() if self._is_lost(rank, error)), None)
         if lost is not None:
             reason = getattr(failed[lost], "reason", "")

@@ -17,7 +17,7 @@ __all__ = ["embedding_forward"]
 
 
 def embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Embedding calls it
-    """In place of ``nn.Embedding.forward``, where the module has a flow."""
+    """Replaces ``nn.Embedding.forward``, if the module has a flow."""
     flow: Flow = self._tensor_parallel  # type: ignore[assignment]
     flow.site.check_input(input)
     if isinstance(input, DTensor) and input.placements != (flow.wanted,):

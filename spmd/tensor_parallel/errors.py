@@ -1,7 +1,7 @@
-"""What can be wrong with a plan, a mesh or an input. A message names rank, module, what was expected and
+"""Errors for a wrong plan, mesh or input. The message has rank and module, what was expected and what was
 given.
 
-Each class also derives from what ``torch.distributed.tensor.parallel`` raises in the same place.
+Each class also derives from the one that ``torch.distributed.tensor.parallel`` raises in the same place.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = [
 
 
 class ParallelError(RpcError, ValueError):
-    """A plan, a mesh or an input is not what tensor parallelism needs."""
+    """A plan, a mesh or an input is invalid for tensor parallelism."""
 
 
 class ParallelTypeError(ParallelError, TypeError):
-    """A plan, or an input of a parallelized module, has a type that it cannot have."""
+    """A plan, or an input of a parallelized module, has a wrong type."""
 
 
 class UnsupportedModuleError(ParallelError, NotImplementedError):
@@ -31,11 +31,11 @@ class UnsupportedModuleError(ParallelError, NotImplementedError):
 
 
 class LayoutCountError(ParallelError, AssertionError):
-    """Layouts and what they are for differ in number."""
+    """The number of layouts differs from the number of their inputs or outputs."""
 
 
 class NotInMeshError(ParallelError):
-    """This process is not one of the mesh's."""
+    """This process is not in the mesh."""
 
 
 class ShardLostError(WorkerLostError):

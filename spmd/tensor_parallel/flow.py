@@ -1,8 +1,8 @@
-"""What goes through a parallelized layer: in which layout it comes, is computed with, and leaves.
+"""The layouts of a parallelized layer: of its input, of the computation, and of its output.
 
-A layer computes on local shards; what the layouts ask for is done by collectives before and after, in the
-same autograd function. The rules for ``y = x @ W.T + b``, with the features of a ``ColwiseParallel`` layer
-cut by outputs, those of a ``RowwiseParallel`` one by inputs:
+A layer computes on local shards; collectives before and after convert the layouts, in the same autograd
+function. The rules for ``y = x @ W.T + b``, where the features of a ``ColwiseParallel`` layer are sharded by
+outputs, those of a ``RowwiseParallel`` one by inputs:
 
 =========== =============== ===================== ================== ============================
 style       ``x`` wanted    ``y`` comes as        gradient of ``x``  gradients of ``W`` and ``b``
@@ -11,9 +11,9 @@ colwise     ``Replicate``   ``Shard(-1)``         ``Partial``        local
 rowwise     ``Shard(-1)``   ``Partial``           ``Shard(-1)``      local, and the same everywhere
 =========== =============== ===================== ================== ============================
 
-Plain tensors are taken to be laid out as the style declares. A ``DTensor`` says itself, and gets its gradient
-as a ``DTensor``: still ``Partial`` below a colwise layer, so that several layers that share an input have it
-reduced once.
+Plain tensors are assumed to be laid out as the style declares. A ``DTensor`` has its own layout, and gets its
+gradient as a ``DTensor``: still ``Partial`` below a colwise layer, so that several layers that share an input
+have it reduced once.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ PARTIAL: Final = same(Partial())
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """How a layer's input and output are laid out.
+    """The layouts of a layer's input and output.
 
     Attributes:
-        site: of the layer.
-        given: the layout of a plain input.
-        wanted: the layout that the layer computes with.
-        gradient: the layout in which the computation gives the gradient of what it wanted.
-        natural: the layout in which the output comes.
-        output: the layout in which it leaves.
-        local_output: it leaves as a plain tensor, else as a ``DTensor``.
-        weight: the placement of the weight.
-        checked: not empty once the parts of an input were found to be equal.
+        site: site of the layer.
+        given: layout of a plain input.
+        wanted: layout that the layer computes with.
+        gradient: layout in which the computation returns the gradient of its input.
+        natural: layout in which the computation returns the output.
+        output: layout in which the layer returns the output.
+        local_output: whether it is returned as a plain tensor, otherwise as a ``DTensor``.
+        weight: placement of the weight.
+        checked: not empty once the parts of an input were found to have the same size.
     """
 
     site: Site
@@ -80,12 +80,12 @@ class Flow:
         return self
 
     def wanted_in(self, dims: int) -> Placement:
-        """What is wanted of an input of so many dimensions."""
+        """Return the layout for an input with this number of dimensions."""
         return normalized(self.wanted, dims)
 
     @functools.cached_property
     def back(self) -> tuple[Placement, Placement, Placement]:
-        """The layouts of the gradients of a plain input, of the result, and of what leaves."""
+        """The layouts of the gradients of a plain input, of the result, and of the output."""
         return gradient_layout(self.given), gradient_layout(self.natural), gradient_layout(self.output)
 
     @functools.cached_property
@@ -119,7 +119,8 @@ class Flow:
         return parameter.redistribute(placements=(placement,))
 
     def check_place(self, given: Tensor, weight: Tensor) -> None:
-        """Is an input where the parameters are? Either may be on the meta device, both or neither.
+        """Check that an input is on the parameters' device. Either may be on the meta device, both or
+        neither.
 
         Raises:
             ParallelError: it is not.
@@ -132,11 +133,11 @@ class Flow:
             )
 
     def take_in(self, given: Tensor, features: int | None) -> tuple[Tensor, tuple[int, ...], bool]:
-        """The local part of an input, as wanted.
+        """Return the local part of an input, in the layout of the computation.
 
         Args:
-            given: plain, or a ``DTensor`` that is laid out as wanted.
-            features: the size of the whole input's last dimension, if that is checked.
+            given: a plain tensor, or a ``DTensor`` in that layout.
+            features: size of the whole input's last dimension, if that is checked.
 
         Returns:
             The part, the shape of the whole, and whether it came as a ``DTensor``.
@@ -161,9 +162,10 @@ class Flow:
         return reshard(given, self.given, self.wanted, shape, self.site), shape, False
 
     def _check_equal_parts(self, given: Tensor) -> None:
-        """A part does not tell how long the others are; backends fail badly, or not at all, if they differ.
+        """Check that all ranks' parts have the same length; backends fail badly, or not at all, if they
+        differ.
 
-        The first call asks the others. Later ones do not: it would cost a small collective each time.
+        The first call asks the other ranks. Later ones do not: it would cost a small collective each time.
         """
         if self.checked:
             return
@@ -188,12 +190,12 @@ class Flow:
         )
 
     def give_out(self, result: Tensor, shape: Sequence[int]) -> Tensor:
-        """The output as it leaves, from what was computed; ``shape`` is that of the whole."""
+        """Return the output in its layout, from the result; ``shape`` is that of the whole."""
         moved = reshard(result, self.natural, self.output, shape, self.site, owned=True)
         return moved if self.local_output else distributed(moved, self.output, shape, self.site)
 
     def gradient_in(self, gradient: Tensor, shape: Sequence[int]) -> Tensor:
-        """The gradient of what was computed, from that of what left."""
+        """Return the gradient of the result, from that of the output."""
         _, natural, layout = self.back
         if isinstance(gradient, DTensor):
             layout = normalized(layout, len(shape))
@@ -203,7 +205,9 @@ class Flow:
         return reshard(gradient, layout, natural, shape, self.site)
 
     def begin_gradient_out(self, gradient: Tensor, shape: Sequence[int], was_distributed: bool) -> Finish:
-        """The gradient of the input as it came, from that of the local part; the collective is on its way."""
+        """Start converting the gradient of the local part to the layout of the input; the collective is under
+        way.
+        """
         if was_distributed:
             wrapped = distributed(gradient, self.gradient, shape, self.site)
             return lambda: wrapped

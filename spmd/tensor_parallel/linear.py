@@ -16,7 +16,7 @@ __all__ = ["linear_forward"]
 
 
 def linear_forward(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear calls it
-    """In place of ``nn.Linear.forward``, where the module has a flow."""
+    """Replaces ``nn.Linear.forward``, if the module has a flow."""
     flow: Flow = self._tensor_parallel  # type: ignore[assignment]
     flow.site.check_input(input)
     if isinstance(input, DTensor) and input.placements != (flow.wanted_in(input.ndim),):

@@ -75,7 +75,7 @@ class _Intercepted(TorchFunctionMode):
 
 
 def _here() -> str:
-    """What an error's message begins with."""
+    """Return the beginning of error messages."""
     return f"rank {dist.get_rank()}, loss_parallel()"
 
 

@@ -1,4 +1,4 @@
-"""Parameters of parallelized modules become ``DTensor`` parameters, and tied ones stay tied."""
+"""Replaces parameters of parallelized modules by ``DTensor`` parameters; tied ones stay tied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmd.tensor_parallel.site import Site
 __all__ = ["distribute_parameters", "replicate_parameters"]
 
 _DISTRIBUTED: Final = "_tensor_parallel_as"
-"""On a parameter that was distributed: what it became, and where. A module tied to it asks there."""
+"""Attribute of a parameter that was distributed: its replacement, for modules that are tied to it."""
 
 
 def distribute_parameters(
@@ -86,7 +86,7 @@ def _become(parameter: nn.Parameter, data: DTensor, site: Site) -> nn.Parameter:
 
 
 def _tied(parameter: nn.Parameter, placement: Placement, site: Site) -> nn.Parameter | None:
-    """What this parameter has become in another module.
+    """Return the parameter that replaced this one in another module.
 
     Raises:
         ParallelError: that is laid out otherwise than it is needed here.

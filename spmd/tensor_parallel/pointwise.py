@@ -1,4 +1,4 @@
-"""Modules that treat each position of a sequence by itself, on sequence shards."""
+"""Modules that compute each position of a sequence separately, on sequence shards."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["SequenceFlow", "sequence_forward"]
 
 @dataclass(frozen=True, eq=False)
 class SequenceFlow:
-    """How a module's input and output are laid out.
+    """The layouts of a module's input and output.
 
     Attributes:
-        site: of the module.
-        sharding: of the sequence.
-        local_output: the output leaves as a plain tensor, else as a ``DTensor``.
-        independent: a dropout's mask is this rank's own.
+        site: site of the module.
+        sharding: sharding of the sequence.
+        local_output: whether the output is returned as a plain tensor, otherwise as a ``DTensor``.
+        independent: whether a dropout's mask is drawn on each rank separately.
     """
 
     site: Site

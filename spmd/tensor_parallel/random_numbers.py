@@ -1,9 +1,9 @@
 """Random numbers for sharded tensors: those that one process would draw.
 
-PyTorch draws each shard from the generator of its rank: equal seeds give equal shards, and never what one
-process would have. Here every rank draws the whole tensor, of which it keeps its shard. So the generators of
-all ranks, if seeded alike, stay where that of one process would be, and what is drawn for replicated tensors
-next agrees as well. The price is time and memory for the whole tensor, for a moment.
+PyTorch draws each shard from the generator of its rank: equal seeds give equal shards, which one process
+would never draw. Here every rank draws the whole tensor, of which it keeps its shard. So the generators of
+all ranks, if seeded in the same way, keep the state that the one of a single process would have, and later
+draws for replicated tensors agree as well. The cost is time and temporary memory for the whole tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _IN_PLACE: Final = (
 )
 _NEW: Final = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
 _DROPOUT: Final = ("native_dropout",)
-"""What dropout is on accelerators."""
+"""Operators of dropout on accelerators."""
 
 _STREAM: Final = 0x9E3779B97F4A7C15
 

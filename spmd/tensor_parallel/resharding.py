@@ -1,4 +1,4 @@
-"""Local tensors from one layout to another, over a process group: what moves, and its gradient.
+"""Converting local tensors from one layout to another, over a process group: communication and gradients.
 
 A layout is a placement on one mesh dimension: ``Replicate()``, ``Shard(dim)`` or ``Partial()``, a sum that is
 still to be taken. Shards are cut as ``torch.chunk`` does: all of ``ceil(size / n)``, the last shorter, some
@@ -37,7 +37,7 @@ __all__ = ["Finish", "chunk", "global_shape", "gradient_layout", "local_shape", 
 __all__ += ["Reshard", "begin_reshard", "check_dim", "check_layout", "same"]
 
 Finish: TypeAlias = Callable[[], Tensor]
-"""Waits for what was begun and returns its result."""
+"""Waits for an operation that was started and returns its result."""
 
 # Their names since 2.13, and before.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,7 +46,7 @@ _reduce_scatter: Final = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 @functools.cache
 def same(layout: Placement) -> Placement:
-    """The one object that stands for all equal layouts, so that ``is`` tells whether two are equal."""
+    """Return the one object for all equal layouts, so that ``is`` tells whether two are equal."""
     return layout
 
 
@@ -71,7 +71,7 @@ def normalized(layout: Placement, dims: int) -> Placement:
 
 
 def gradient_layout(layout: Placement) -> Placement:
-    """How the gradient of a value with this layout is laid out."""
+    """Return the layout of the gradient of a value with this layout."""
     return same(Replicate()) if isinstance(layout, Partial) else layout
 
 
@@ -87,7 +87,7 @@ def check_layout(layout: Placement, what: str) -> None:
 
 
 def check_dim(layout: Placement, dims: int, what: str, site: Site) -> None:
-    """Has a tensor the dimension that a layout shards?
+    """Check that a tensor has the dimension that a layout shards.
 
     Raises:
         ParallelError: it has not.
@@ -124,15 +124,16 @@ def reshard(
     *,
     owned: bool = False,
 ) -> Tensor:
-    """A local tensor laid out anew. All ranks of the site's mesh call it; autograd does not see it.
+    """Convert a local tensor to another layout. All ranks of the site's mesh call it; autograd does not see
+    it.
 
     Args:
-        local: this rank's part, laid out as ``source``.
+        local: this rank's part, with layout ``source``.
         source: see the head of this file.
-        target: likewise.
-        shape: of the whole tensor.
-        site: for which module.
-        owned: nobody else needs ``local``, so it may be overwritten.
+        target: see the head of this file.
+        shape: shape of the whole tensor.
+        site: the module that needs it.
+        owned: whether ``local`` is not needed elsewhere, so that it may be overwritten.
     """
     if source is target or site.size == 1:  # told at once: this is asked four times for each layer
         return local
@@ -148,7 +149,7 @@ def begin_reshard(
     *,
     owned: bool = False,
 ) -> Finish:
-    """As :func:`reshard`, but returns when the collective is on its way."""
+    """Like :func:`reshard`, but return when the collective is under way."""
     if source is target or site.size == 1:
         return lambda: local
     check_dim(target, len(shape), "a tensor", site)

@@ -1,4 +1,4 @@
-"""A model that is cut over workers of the RPC group, behind one object: :class:`ShardedModule`."""
+"""A model that is sharded over workers of the RPC group, behind one object: :class:`ShardedModule`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from rpc.runtime.torch_internals import pytree
 from rref import RRef
 from spmd.tensor_parallel.coordinator import Coordinator, coordinate
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError, ShardLostError
-from spmd.tensor_parallel.shard import Call, Initialize, Membership, ModelShard, Parallelize, make
-from spmd.tensor_parallel.state_parts import Part, cut_state, whole_of
+from spmd.tensor_parallel.shard import Call, Initialize, ModelShard, Parallelize, ShardMembership, make
+from spmd.tensor_parallel.state_parts import StatePart, cut_state, whole_of
 from spmd.workers.worker_set import wait_together
 
 __all__ = ["ShardedModule", "build"]
@@ -34,17 +34,19 @@ T = TypeVar("T")
 
 
 class ShardedModule:
-    """A module whose parameters are cut over workers: what ``parallelize_module`` with ``workers`` gives.
+    """A module whose parameters are sharded over workers; returned by ``parallelize_module`` with
+    ``workers``.
 
-    It is called like the module: all shards compute, and the result comes here. Inside
-    ``dist_autograd.context`` gradients flow through it to its parameters and to what it was given. It can be
-    sent to other workers, which then use the same model; calls of all of them are done one after the other.
+    It is called like the module: all shards compute, and the result is returned here. Inside
+    ``dist_autograd.context``, gradients flow through it to its parameters and to its inputs. It can be sent
+    to other workers, which then use the same model; calls of all of them are executed one after the other.
 
     The inputs of a call are the same on all shards, and its results must be too, or be ``DTensor`` s, which
-    come whole: give the last layer ``output_layouts=Replicate()`` or ``use_local_output=False``.
+    are returned as whole tensors: give the last layer ``output_layouts=Replicate()`` or
+    ``use_local_output=False``.
 
     Attributes:
-        workers: the names of the workers, by rank in the model.
+        workers: names of the workers, by rank in the model.
 
     Raises:
         ShardLostError: by every method, if a shard is gone. The model has ended then.
@@ -72,7 +74,8 @@ class ShardedModule:
     # ---- calling it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output for these inputs, without a history outside of ``dist_autograd.context``.
+        """Compute the module's output for these inputs; it has gradient history only in
+        ``dist_autograd.context``.
 
         Raises:
             RpcTimeoutError: no answer within the timeout of calls.
@@ -90,34 +93,35 @@ class ShardedModule:
         return pytree.tree_map_only(Tensor, lambda _: next(following), result[0])
 
     def train(self, mode: bool = True) -> Self:
-        """Put all shards into training mode; evaluation mode if not ``mode``."""
+        """Set all shards to training mode, or to evaluation mode if not ``mode``."""
         self._run("train", mode)
         return self
 
     def eval(self) -> Self:
-        """Put all shards into evaluation mode."""
+        """Set all shards to evaluation mode."""
         return self.train(False)
 
     # ---- its parameters
 
     def remote_parameters(self) -> list[RRef[Tensor]]:
-        """References to the shards' parts of the parameters, as ``DistributedOptimizer`` takes them.
+        """Return references to the shards' parts of the parameters, as ``DistributedOptimizer`` accepts them.
 
-        They are plain tensors, shard by shard: an optimizer that looks at whole matrices or norms of them
-        sees parts. Replicated parameters come once for each shard; ``clip_grad_norm_`` counts them once.
+        They are plain tensors, shard by shard: an optimizer that uses whole matrices or their norms sees
+        parts. Replicated parameters occur once for each shard; ``clip_grad_norm_`` counts them once.
         """
         return [reference for found in self._of_all("parameters") for reference in found]
 
     def step(self, optimizer: DistributedOptimizer, context_id: int) -> None:
-        """Take one step of an optimizer, on all shards between the same two calls of the model.
+        """Perform one step of an optimizer, on all shards between the same two calls of the model.
 
-        Where the model has one client, ``optimizer.step`` does the same. Where others call it as well, that
-        one goes past the order of calls: a call that is under way may find some shards before the step, and
-        some after it.
+        If the model has one client, ``optimizer.step`` does the same. If others call it as well, that would
+        bypass the order of calls: a call that is under way may find some shards before the step, and some
+        after it.
 
         Args:
-            optimizer: of the model's parameters, and perhaps of others, which take their step afterwards.
-            context_id: what ``dist_autograd.context`` returned.
+            optimizer: optimizer of the model's parameters, and perhaps of others, which perform their step
+            afterwards.
+            context_id: the id that ``dist_autograd.context`` returned.
 
         Raises:
             AutogradError: there is no such context.
@@ -131,16 +135,16 @@ class ShardedModule:
             on_all_objects(others, "step", lambda local: local.step(context_id))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state, put together here from the shards' parts; nowhere else is it whole."""
-        parts: list[dict[str, Part]] = self._of_all("parts")
+        """Return the state, combined here from the shards' parts; it is whole nowhere else."""
+        parts: list[dict[str, StatePart]] = self._of_all("parts")
         return {name: whole_of([each[name] for each in parts]) for name in parts[0]}
 
     def load_state_dict(self, state: Mapping[str, Tensor] | str | Path) -> None:
-        """Take over a state.
+        """Load a state.
 
         Args:
             state: whole tensors by name, of which each shard is sent its part; or the directory of a
-                distributed checkpoint, which must be there for all workers: each reads its own part.
+                distributed checkpoint, which all workers must be able to read: each reads its own part.
 
         Raises:
             ParallelError: names or shapes in the mapping are not the model's. Nothing is changed then.
@@ -149,7 +153,7 @@ class ShardedModule:
         if isinstance(state, str | Path):
             self._run("load", str(Path(state).absolute()))
             return
-        parts: list[dict[str, Part]] = self._of_all("parts")
+        parts: list[dict[str, StatePart]] = self._of_all("parts")
         self._of_all("take", *cut_state(state, parts))
 
     def save(self, directory: str | Path) -> None:
@@ -185,7 +189,7 @@ class ShardedModule:
             return self._coordinator.rpc_sync(timeout=timeout).run(name, args)
 
     def _of_all(self, name: str, *each: Any) -> list[Any]:
-        """What a method returns on each shard; given one argument each, if any are given."""
+        """Return a method's results on all shards; with one argument for each shard, if any are given."""
         with self._naming_lost():
             calls = [
                 getattr(shard.rpc_async(timeout=0), name)(*each[rank : rank + 1])
@@ -268,7 +272,9 @@ def build(
     with _named(workers):
         made = wait_futures([rpc_async(worker, make, args=(factory,), timeout=timeout) for worker in workers])
         shards, ranks = zip(*made, strict=True)
-        us = Membership(f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout)
+        us = ShardMembership(
+            f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout
+        )
         how = (parallelize, initialize, secrets.randbits(62))
         joining = [shard.rpc_async(timeout=0).join(us, rank, *how) for rank, shard in enumerate(shards)]
         wait_together(joining, partial(_undo, shards, joining))

@@ -1,7 +1,7 @@
-"""What a worker holds of a model that is served by several: its part of every parameter.
+"""A worker's part of a model that several workers serve: its part of every parameter.
 
-A model is made in two steps, so that what can go wrong on one worker alone goes wrong before all of them wait
-for each other: ``make`` builds the module without memory, ``join`` forms the group and fills the shards.
+A model is made in two steps, so that errors of a single worker are raised before all of them wait for each
+other: ``make`` builds the module without memory, ``join`` forms the group and initializes the shards.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
 from spmd.tensor_parallel.filling import materialize, reset
 from spmd.tensor_parallel.random_numbers import draw_parts
-from spmd.tensor_parallel.state_parts import Part, part_of
+from spmd.tensor_parallel.state_parts import StatePart, part_of
 from spmd.torch_internals import DropoutNd, default_store, register_group
 from spmd.workers.forming import Forming
 from spmd.workers.step_queue import StepQueue
 
-__all__ = ["Call", "Membership", "ModelShard", "Outcome", "Task", "make"]
+__all__ = ["Call", "ModelShard", "Outcome", "ShardMembership", "Task", "make"]
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 Initialize = Callable[[nn.Module], object]
@@ -51,14 +51,14 @@ dcp: Any = torch.distributed.checkpoint
 
 
 @dataclass(frozen=True)
-class Membership:
-    """Who a shard's group is.
+class ShardMembership:
+    """The group of a shard.
 
     Attributes:
-        name: of the model, the same on all of its workers and no other's.
-        workers: their names, by rank in the model.
-        world: their ranks in PyTorch's default process group; None: there is none, and they become it.
-        timeout: seconds that forming it, and each collective, may take.
+        name: name of the model, the same on all of its workers and unique among models.
+        workers: names of the workers, by rank in the model.
+        world: their ranks in PyTorch's default process group; None if there is none, and they become it.
+        timeout: timeout in seconds for forming it, and for each collective.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class Task:
-    """What a shard is to do.
+    """A task for a shard.
 
     Attributes:
         sequence: from 0; tasks are done in this order.
@@ -102,7 +102,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call has given.
+    """The outcome of a call.
 
     Attributes:
         value: what ``forward`` returned.
@@ -164,7 +164,12 @@ class ModelShard:
     # ---- making it
 
     def join(
-        self, us: Membership, rank: int, parallelize: Parallelize, initialize: Initialize | None, seed: int
+        self,
+        us: ShardMembership,
+        rank: int,
+        parallelize: Parallelize,
+        initialize: Initialize | None,
+        seed: int,
     ) -> None:
         """The second step: all workers of the model do it at the same time.
 
@@ -195,7 +200,7 @@ class ModelShard:
             if self.rank and not _is_sharded(parameter):
                 mark_as_copy(twin)
 
-    def _form(self, us: Membership) -> None:
+    def _form(self, us: ShardMembership) -> None:
         agent: Any = current_agent()
         world = us.world or tuple(range(len(us.workers)))
         timeout = timedelta(seconds=us.timeout)
@@ -325,8 +330,8 @@ class ModelShard:
         """References to this worker's parts of the parameters: plain tensors that share their memory."""
         return [RRef(self._locals[each]) for each in self.module.parameters()]
 
-    def parts(self) -> dict[str, Part]:
-        """What this shard has of the state, by name."""
+    def parts(self) -> dict[str, StatePart]:
+        """Return this shard's part of the state, by name."""
         return {name: part_of(value, self.rank) for name, value in self.module.state_dict().items()}
 
     def take(self, parts: Mapping[str, Tensor]) -> None:

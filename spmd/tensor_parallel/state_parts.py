@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 from spmd.tensor_parallel.errors import ParallelError
 from spmd.tensor_parallel.resharding import chunk
 
-__all__ = ["Part", "cut_state", "part_of", "whole_of"]
+__all__ = ["StatePart", "cut_state", "part_of", "whole_of"]
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a shard has of one entry of the state.
+class StatePart:
+    """A shard's part of one entry of the state.
 
     Attributes:
         local: its part; None: the whole, which rank 0 gives.
@@ -30,23 +30,25 @@ class Part:
     shape: tuple[int, ...]
 
 
-def part_of(value: Tensor, rank: int) -> Part:
-    """What the shard of a rank has of an entry of its state."""
+def part_of(value: Tensor, rank: int) -> StatePart:
+    """Return a rank's part of an entry of its state."""
     dim, local = None, value
     if isinstance(value, DTensor):
         (placement,) = value.placements
         dim, local = placement.dim if isinstance(placement, Shard) else None, value.to_local()
-    return Part(None if dim is None and rank else local.detach(), dim, tuple(value.shape))
+    return StatePart(None if dim is None and rank else local.detach(), dim, tuple(value.shape))
 
 
-def whole_of(parts: Sequence[Part]) -> Tensor:
+def whole_of(parts: Sequence[StatePart]) -> Tensor:
     """The whole, from the parts of all shards."""
     dim = parts[0].dim
     tensors = [part.local for part in parts if part.local is not None]
     return tensors[0] if dim is None else torch.cat(tensors, dim)
 
 
-def cut_state(state: Mapping[str, Tensor], parts: Sequence[Mapping[str, Part]]) -> list[dict[str, Tensor]]:
+def cut_state(
+    state: Mapping[str, Tensor], parts: Sequence[Mapping[str, StatePart]]
+) -> list[dict[str, Tensor]]:
     """A whole state as the shards take it, each its part.
 
     Args:
@@ -65,7 +67,7 @@ def cut_state(state: Mapping[str, Tensor], parts: Sequence[Mapping[str, Part]]) 
     ]
 
 
-def _cut(whole: Tensor, part: Part, rank: int, count: int, name: str) -> Tensor:
+def _cut(whole: Tensor, part: StatePart, rank: int, count: int, name: str) -> Tensor:
     if tuple(whole.shape) != part.shape:
         raise ParallelError(f"expected {name} of shape {[*part.shape]}, got {[*whole.shape]}")
     if part.dim is None:

@@ -44,7 +44,7 @@ class NamedStyle(ParallelStyle):
 
 
 class _Sharded(NamedStyle):
-    """What colwise and rowwise layers have in common."""
+    """The common part of colwise and rowwise layers."""
 
     default_input: Placement
     default_output: Placement

@@ -1,4 +1,4 @@
-"""What is communicated, for whoever wants to know: :func:`spmd.tensor_parallel.explain`."""
+"""Records the collectives of a module, for :func:`spmd.tensor_parallel.explain`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Transfer:
     """One collective.
 
     Attributes:
-        module: the name of the module for which it was; None: of a ``DTensor``, which does not say for whom.
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; of a ``DTensor``, the name
-            of PyTorch's operator.
-        nbytes: of the whole tensor: the sum of an all-reduce, all parts of the others.
+        module: name of the module that needed it; None for a ``DTensor``, which does not record its module.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; for a ``DTensor``, the
+            name of PyTorch's operator.
+        nbytes: size of the whole tensor in bytes: the sum of an all-reduce, all parts of the others.
     """
 
     module: str | None

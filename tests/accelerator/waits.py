@@ -8,101 +8,77 @@ mode ``lazy``, where what nothing waits for does not happen. At least one must f
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parents[2]
+from tests.support.deletions import Deletion, report, run
 
-_COPIED: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd", "farcall", "tests")
-
-
-@dataclass(frozen=True)
-class Wait:
-    """One line to delete.
-
-    Attributes:
-        what: what it does.
-        file, line: where it is, and its text without indentation.
-        instead: what stands in its place.
-        tests: the expression of pytest's ``-k`` that selects the tests that must notice.
-    """
-
-    what: str
-    file: str
-    line: str
-    instead: str = "pass"
-    tests: str = "test_streams_wait or test_memory_of"
-
+_STREAMS: Final = "test_streams_wait or test_memory_of"
 
 WAITS: Final = (
-    Wait(
+    Deletion(
         "the sending stream waits for the caller's stream",
         "rpc/devices/staging.py",
         "stream.wait_event(_current_stream(device).record_event())",
     ),
-    Wait("the message waits for its copies", "rpc/devices/staging.py", "event.synchronize()"),
-    Wait(
+    Deletion("the message waits for its copies", "rpc/devices/staging.py", "event.synchronize()"),
+    Deletion(
         "a consumer's stream waits for a future's or a reference's tensors",
         "rpc/devices/streams.py",
         "current.wait_event(event)",
     ),
-    Wait("Future.wait joins", "rpc/agent/futures.py", "self._arrived.join()"),
-    Wait("a reference's value joins", "rref/value.py", "self._made.join()"),
-    Wait(
+    Deletion("Future.wait joins", "rpc/agent/futures.py", "self._arrived.join()"),
+    Deletion("a reference's value joins", "rref/value.py", "self._made.join()"),
+    Deletion(
         "a reference's value waits for what other requests did to it",
         "rpc/devices/streams.py",
         "shared.renew()",
         tests="test_requests_on_one_object",
     ),
-    Wait(
+    Deletion(
         "gradients that are held back wait for the device's thread",
         "dist_autograd/participant.py",
         "work.join()",
         tests="test_gradients",
     ),
-    Wait(
+    Deletion(
         "the gradients of a context are joined",
         "dist_autograd/contexts.py",
         "self._work.join(found.values())",
         tests="test_gradients",
     ),
-    Wait(
+    Deletion(
         "a recv waits for gradients on other devices",
         "dist_autograd/recording.py",
         "wait_for_other_devices(gradients)",
         tests="test_gradients_are",
     ),
-    Wait(
+    Deletion(
         "requests wait for optimizers' steps",
         "rpc/devices/installation.py",
         "self.updates.wait()",
         tests="test_requests_after_a_step",
     ),
-    Wait(
+    Deletion(
         "a step is part of what later requests wait for",
         "dist_optim/local_optimizer.py",
         "devices.updates.renew()",
         tests="test_requests_after_a_step",
     ),
-    Wait(
+    Deletion(
         "the caller of step() waits for its own parameters",
         "dist_optim/optimizer.py",
         "devices.updates.join()",
         tests="test_training_here",
     ),
-    Wait(
+    Deletion(
         "memory that is read on another stream is recorded",
         "rpc/devices/streams.py",
         "tensor.record_stream(_current_stream(tensor.device))",
         tests="test_memory_is_kept or test_training or test_gradients",
     ),
-    Wait(
+    Deletion(
         "memory that is being copied for a message is recorded",
         "rpc/devices/staging.py",
         "elements.record_stream(stream)",
@@ -129,31 +105,11 @@ WAITS: Final = (
 )
 
 
-def _without(wait: Wait, folder: Path) -> int:
-    """Delete a wait in a copy of the tree; returns how many lines that were."""
-    path = folder / wait.file
-    lines = path.read_text().split("\n")
-    count = 0
-    for number, line in enumerate(lines):
-        if line.strip() == wait.line:
-            lines[number] = line[: len(line) - len(line.lstrip())] + wait.instead
-            count += 1
-    path.write_text("\n".join(lines))
-    return count
-
-
-def _notices(wait: Wait, folder: Path) -> str:
+def _notices(wait: Deletion, folder: Path) -> str:
     """The tests that fail without a wait."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider"]
-    ended = subprocess.run(
-        [*command, "tests/group/devices", "-k", f"({wait.tests}) and (lazy or not (eager or random))"],
-        check=False,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    chosen = f"({wait.tests or _STREAMS}) and (lazy or not (eager or random))"
+    options = ("-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider")
+    ended = run(folder, "-m", "pytest", *options, "tests/group/devices", "-k", chosen)
     failed = [
         line.split("::")[1].split(" ")[0] for line in ended.stdout.splitlines() if line.startswith("FAILED")
     ]
@@ -166,24 +122,7 @@ def main() -> int:
     """Print the table; returns 1 if a wait can be deleted unnoticed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", type=int, help="one of them, by its number, from 1 on")
-    arguments = parser.parse_args()
-    unnoticed = 0
-    for number, wait in enumerate(WAITS, 1):
-        if arguments.only not in (None, number):
-            continue
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for each in _COPIED:
-                shutil.copytree(ROOT / each, folder / each, ignore=shutil.ignore_patterns("__pycache__"))
-            for each in ("pyproject.toml", "farcall_backend.py", "farcall_guard.py"):
-                shutil.copy(ROOT / each, folder / each)
-            count = _without(wait, folder)
-            if not count:
-                raise SystemExit(f"{wait.file} has no line {wait.line!r}")
-            found = _notices(wait, folder)
-        unnoticed += not found
-        print(f"{number:2} {wait.what}: {found or 'NOTICED BY NO TEST'}", flush=True)
-    return 1 if unnoticed else 0
+    return report(WAITS, _notices, parser.parse_args().only)
 
 
 if __name__ == "__main__":

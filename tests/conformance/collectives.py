@@ -49,7 +49,7 @@ class GroupsTest(distributed_test.DistributedTest._DistTestBase, TestCase):
 
     @property
     def needs_gpus(self) -> bool:
-        """Whether PyTorch skips the test without GPUs, after a group has been formed in vain."""
+        """Whether PyTorch skips the test without GPUs, after forming a group that is not used."""
         return bool(_NEEDS_GPUS & _decorators(getattr(type(self), self._testMethodName)))
 
     @property

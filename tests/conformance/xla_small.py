@@ -27,7 +27,7 @@ _BATCH: Final = 8
 _LENGTH: Final = 32
 """Maximum size of all other dimensions of a batch: the side of an image, the length of a sequence."""
 _WIDTH: Final = 64
-"""Width of models."""
+"""Width of decoders."""
 _PROFILES: Final = Path("/tmp/profile")
 """A directory that ``debug/train_resnet_profile.py`` requires."""
 
@@ -63,7 +63,7 @@ def _make_linear_models_small() -> None:
     parse = args_parse.parse_common_options
 
     def small(opts: Any = None, **defaults: Any) -> Any:
-        widths = {"--input_dim": {"type": int, "default": _WIDTH}}
+        widths = {"--input_dim": {"type": int, "default": _LENGTH}}  # as batches are cut
         return parse(opts=[(name, widths.get(name, option)) for name, option in opts or ()], **defaults)
 
     args_parse.parse_common_options = small

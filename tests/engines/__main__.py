@@ -28,7 +28,7 @@ COMMANDS = {
 }
 """Commands, and the packages of Debian that have them."""
 
-PACKAGES = ("ray==2.60.0", "torchx==0.7.0")
+PACKAGES = ("ray==2.60.0", "torchx==0.7.0", "kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0")
 
 
 def main() -> int:
@@ -42,7 +42,8 @@ def main() -> int:
         for command in (["apt-get", "update"], install):
             subprocess.run(command, check=True, env=quiet, stdout=subprocess.DEVNULL)
     python = ENVIRONMENT / "bin" / "python"
-    if not (ENVIRONMENT / ".ready").exists():
+    ready = ENVIRONMENT / ".ready"
+    if not ready.exists() or ready.read_text() != "\n".join(PACKAGES):
         venv.create(ENVIRONMENT, clear=True, with_pip=True)
         folder = subprocess.run(
             [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
@@ -53,12 +54,12 @@ def main() -> int:
         base = sysconfig.get_path("purelib")
         (Path(folder) / "base.pth").write_text(f"import site; site.addsitedir({base!r})\n")
         subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
-        (ENVIRONMENT / ".ready").touch()
+        ready.write_text("\n".join(PACKAGES))
     scripts = ENVIRONMENT / "bin"
     farcall = scripts / "farcall"
     farcall.write_text(f"#!{python}\nimport sys\nfrom farcall.cli import main\nsys.exit(main())\n")
     farcall.chmod(0o755)
-    tests = [f"tests/engines/{name}.py" for name in ("slurm", "mpi", "others", "ray_cluster")]
+    tests = [f"tests/engines/{name}.py" for name in ("slurm", "mpi", "kubernetes", "others", "ray_cluster")]
     given = sys.argv[1:] or tests
     return subprocess.run(
         [python, "-m", "pytest", "-rs", "--durations=0", *given], cwd=ROOT, check=False

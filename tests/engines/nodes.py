@@ -81,7 +81,11 @@ class Nodes:
 
     def start(self, node: int, *command: str, **variables: str) -> Run:
         """Start a command on a node."""
-        run = Run(self.on(node, *command), self.folder, self.environment | variables)
+        return self.start_command(self.on(node, *command), **variables)
+
+    def start_command(self, command: Sequence[str], **variables: str) -> Run:
+        """Start a command line that ``on`` has made."""
+        run = Run(command, self.folder, self.environment | variables)
         self._runs.append(run)
         return run
 

@@ -199,3 +199,4 @@ def test_what_cannot_be_is_refused(slurm: Slurm, options: str, said: str) -> Non
     run: Run = slurm.nodes.start(0, *options.split())
     assert run.end() != 0
     assert said in run.said
+    assert said in run.said

@@ -32,9 +32,9 @@ from google.protobuf.message import DecodeError, Message
 import farcall
 from farcall.client import Client
 from farcall.client.arrays import NumpyTensors
+from farcall.grpc.values import Malformed, from_value, to_value
 from farcall.kserve import inference_pb2
 from farcall.v1 import service_pb2, value_pb2
-from farcall.values import Malformed, from_value, to_value
 from tests.fuzz.hostile.mutation import Mutator
 from tests.support.gateway import ServerProcess, with_server
 

@@ -24,10 +24,10 @@ SMOKE: Final = (
         *("-m", "pytest", "-q", "-m", "not nightly", "-p", "no:cacheprovider"),
         "tests/unit/test_guard.py",
         "tests/unit/spmd/test_torch_internals.py",
-        "tests/unit/spmd/test_engine_attention.py",
-        "tests/group/spmd/test_backend_face.py",
-        "tests/group/spmd/test_flight_recorder.py",
-        "tests/group/test_calls.py",
+        "tests/unit/spmd/engine/test_attention.py",
+        "tests/group/spmd/collectives/test_backend_face.py",
+        "tests/group/spmd/collectives/test_flight_recorder.py",
+        "tests/group/rpc/agent/test_calls.py",
     ),
 )
 """What CI runs: each part of farcall once, and what depends on the version of PyTorch."""
@@ -35,7 +35,7 @@ SMOKE: Final = (
 WHOLE: Final = (
     ("-m", "farcall", "doctor"),
     ("-m", "pytest", "-m", "not nightly", "tests/unit", "tests/group"),
-    ("-m", "pytest", "tests/group/test_guide.py", "tests/unit/test_requirements.py"),
+    ("-m", "pytest", "tests/group/examples/test_guide.py", "tests/unit/test_requirements.py"),
 )
 """Unit tests, group tests, every session of the guide, and whether the requirements are up to date."""
 

@@ -32,10 +32,10 @@ from tests.simulation.worker import Worker
 __all__ = ["Cost", "main", "measure", "too_steep"]
 
 NEIGHBOURS: Final = 3
-"""Each worker has to do with so many others."""
+"""Number of other workers that each worker communicates with."""
 
 _SAMPLE: Final = 10
-"""Of so many workers the memory of membership is measured: of a thousand, that would take minutes."""
+"""Number of workers for measuring the memory of membership: a thousand would take minutes."""
 
 _STEEPNESS: Final = 2.0
 """How much faster than the group anything may grow, which starts from a few bytes or messages."""

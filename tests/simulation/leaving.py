@@ -13,11 +13,11 @@ __all__ = ["Leaving"]
 
 _REASONS: Final = re.compile(
     "shutdown timed out: (not in shutdown: .*|still busy: .*|no answer yet from: .*"
-    "|worker 'w.*', who leads it, does not answer|worker 'w.*', who led it, is gone)"
+    "|its leader, worker 'w.*', does not answer|its leader, worker 'w.*', is gone)"
     "|this worker still has [1-9].* calls or tasks under way"
 )
 _LATE_SECONDS: Final = 2.5
-"""So much later than its time is over a round may end: it asks the leader why, which may not answer."""
+"""Maximum time in seconds beyond its timeout for a round: it asks the leader why, which may not answer."""
 
 
 class Leaving:
@@ -82,7 +82,7 @@ class Leaving:
         if not _REASONS.fullmatch(failure):
             truth.broken(f"{here} is told: {failure}")
         leader = here.agent.lifecycle.departure.leader
-        if leader is None or ", who le" in failure:
+        if leader is None or "its leader, " in failure:
             return
         for worker in truth.living:
             absent = worker.shutdown_since is None and not any(

@@ -28,7 +28,7 @@ from tests.simulation.worker import Worker
 __all__ = ["Deed", "Life", "Plan"]
 
 _NEWCOMERS: Final = 3
-"""So many more workers than at the beginning may live at a time."""
+"""Maximum number of living workers beyond the initial number."""
 
 _SWEEPS_SECONDS: Final = 200.0
 """What waits for a message that will not come is given up by then."""

@@ -21,7 +21,7 @@ from rpc.rendezvous.arrivals import Pace
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.parting import is_conflict
-from rpc.rendezvous.store import SharedStore, Waiting
+from rpc.rendezvous.store import SharedStore, StoreWait
 from rpc.rendezvous.watching import LogWatch, PutOut
 from tests.simulation.truth import Violation
 
@@ -48,7 +48,7 @@ class _Worker:
         self.alive, self.stopped = True, False
         self.looked_at = world.now
         self.watch = LogWatch(
-            group, self, Waiting(3600.0), world.tell_at(group.me.host), _PACE, lambda: world.now
+            group, self, StoreWait(3600.0), world.tell_at(group.me.host), _PACE, lambda: world.now
         )
 
     def __repr__(self) -> str:

@@ -59,7 +59,7 @@ def test_a_worker_that_awaits_another_whose_hello_is_lost_is_greeted_again() -> 
         life.network.cut(end, half=True)
         while end.open or not life.network.live():
             life.clock.run(0.001)
-        (again,) = life.network.live()  # on which the one says hello, and does not learn that it is in vain
+        (again,) = life.network.live()  # on which the one says hello, and does not learn that it failed
         life.network.cut(again if again.place == large.place else again.other, half=True, loss=1.0)
         life.clock.run(0.1)
         large.loop.call_soon(introduce, life.truth, large, small.name)

@@ -33,7 +33,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent.parent
 PARTS: Final = 20
 NIGHTLY: Final = 10_000
 ENOUGH: Final = 400
-"""So many runs notice each fault below, most in a few."""
+"""Number of runs that detect each fault below, most of them in a few."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""One simulated worker: a real agent that stands on simulated ground."""
+"""One simulated worker: a real agent on a simulated platform."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class _Process(ProcessTuning):
 
 
 def ground(network: SimulatedNetwork, loop: WorkerLoop) -> Ground:
-    """What an agent stands on at a place."""
+    """The simulated platform of an agent."""
     return Ground(
         _Thread(loop),
         _Executor(loop),

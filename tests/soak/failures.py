@@ -3,14 +3,15 @@
 ::
 
     python -m tests.soak.failures --minutes 10
-    python -m tests.soak.failures --minutes 10 --tcp       # connections are reset, too
+    python -m tests.soak.failures --minutes 10 --tcp       # as between hosts: connections are reset, too
 
 Each worker calls the others, passes references round and runs backwards; the first four are ranks of a
 process group as well, and run collectives. The last four are killed now and then, or stopped for longer than
 ``lost_after``, and others started under their names. Checked are: nothing is run twice; sums of what was
 called for lie between what surely ran and that with what may have; gradients and collectives are exact; when
 the load ends, no call is pending, and nothing is left over; the first four, which live through it all, have
-no more descriptors, segments or memory. It prints a table.
+no more descriptors, segments, threads or memory. With ``--tcp`` there is no shared memory, and large tensors
+travel over bulk streams, to calls and in collectives. It prints a table.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ BRIEFLY: Final = 2.0
 """Seconds that any worker may be stopped for: less than ``lost_after``."""
 QUIET_SECONDS: Final = 90.0
 """How long what is under way may take to end when there is no more load."""
+NOTICED_SECONDS: Final = 30.0
+"""Maximum time until a worker has noticed a death; a loaded machine takes longer than usual."""
+LARGE_SECONDS: Final = 0.2
+"""Between two large calls of a worker."""
 WARM_UP: Final = 40.0
 """Seconds after which memory is taken to have been got, in which there are no faults but cuts."""
 
@@ -102,6 +107,17 @@ def total(rref: rpc.RRef[torch.Tensor]) -> float:
     return float(rref.to_here().sum())
 
 
+def check_and_double(x: torch.Tensor, first: float) -> torch.Tensor:
+    """To be called remotely, with a large tensor of numbers in a row."""
+    if not torch.equal(x, _in_a_row(len(x), first)):
+        raise AssertionError("a tensor has not arrived as it was sent")
+    return x * 2
+
+
+def _in_a_row(size: int, first: float) -> torch.Tensor:
+    return torch.arange(float(size)) % 1000 + first
+
+
 def times(x: torch.Tensor, factor: float) -> torch.Tensor:
     """To be called remotely, in a context of distributed autograd."""
     return x * factor
@@ -118,7 +134,7 @@ def times_twice(x: torch.Tensor, then: str, factor: float) -> torch.Tensor:
 class Load:
     """What one worker does until it is told to stop, and what came of it."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, *, across_hosts: bool) -> None:
         self.worker = worker
         self.over = threading.Event()
         self.done: Counter[str] = Counter()
@@ -131,9 +147,10 @@ class Load:
         self.number = 0
         self.me = current_incarnation()
         self.chance = random.Random(self.me)
+        self.sizes = (1, 100, 50_000, 1 << 20, 4 << 20) if across_hosts else (1, 100, 50_000)
 
     def others(self) -> list[str]:
-        """Who is there."""
+        """The workers that are present."""
         mine = rpc.get_worker_info().name
         return [info.name for info in rpc.get_worker_infos() if info.name != mine]
 
@@ -231,6 +248,23 @@ class Load:
             except Exception as error:
                 self.wrong.append(f"autograd: {type(error).__name__}: {error}")
 
+    def transfer_until_over(self) -> None:
+        """Large tensors to calls and back."""
+        chance = random.Random(self.me + 2)
+        while not self.over.is_set():
+            size, first = chance.choice((200_000, 1 << 20, 3 << 20)), float(chance.randrange(1000))
+            try:
+                sent = _in_a_row(size, first)
+                doubled = rpc.rpc_sync(self.pick(chance)[0], check_and_double, args=(sent, first))
+                if not torch.equal(doubled, sent * 2):
+                    self.wrong.append("an answer has not arrived as it was sent")
+                self.done["large calls"] += 1
+            except RpcError as error:
+                self.errors[f"large calls: {type(error).__name__}"] += 1
+            except Exception as error:
+                self.wrong.append(f"large calls: {type(error).__name__}: {error}")
+            self.over.wait(LARGE_SECONDS)
+
     def collect_until_over(self) -> None:
         """Collectives among the first four. The first says when they end, by the value that it sends."""
         rank = self.worker.rank
@@ -241,7 +275,7 @@ class Load:
             )
             goes_on = 1
             while goes_on:
-                size = self.chance.choice((1, 100, 50_000)) if rank == 0 else 0
+                size = self.chance.choice(self.sizes) if rank == 0 else 0
                 head = torch.tensor([size, not self.over.is_set()])
                 dist.broadcast(head, 0)
                 size, goes_on = head.tolist()
@@ -268,12 +302,15 @@ def be_a_worker(worker: Worker, transports: Sequence[str] | None) -> None:
     worker.join(
         dynamic=True,
         transports=transports,
+        **({"shared_memory_bytes": 0} if transports else {}),
         lost_after=LOST_AFTER,
         reconnect_within=20.0,
         rendezvous_timeout=60.0,
     )
-    load = Load(worker)
+    load = Load(worker, across_hosts=transports is not None)
     threads = [threading.Thread(target=load.differentiate_until_over, daemon=True)]
+    if transports is not None:
+        threads.append(threading.Thread(target=load.transfer_until_over, daemon=True))
     if worker.rank < STAYERS and worker.name == f"worker{worker.rank}":
         threads.append(threading.Thread(target=load.collect_until_over, daemon=True))
     orders = threading.Thread(target=follow, args=(worker, load), daemon=True)
@@ -411,7 +448,11 @@ class Driver:
         self.replace(name)
 
     def replace(self, name: str) -> None:
+        how, _ = self.dead_since[name]
+        noticed, end = len(self.noticed[how]), time.monotonic() + NOTICED_SECONDS
         self.pause(self.chance.uniform(0.5, 2.0))
+        while len(self.noticed[how]) == noticed and time.monotonic() < end:  # its name is not free before
+            self.pause(0.1)
         del self.dead_since[name]
         old = self.workers[name]
         new = self.group.add(
@@ -490,6 +531,8 @@ class Driver:
             before, after = self.before[name], self.after[name]
             if after["RSS, MiB"] > 1.3 * before["RSS, MiB"] + 20:
                 found.append(f"{name} has grown: {before} to {after}")
+            if after["threads"] > before["threads"] + 12:
+                found.append(f"{name} has more threads: {before} to {after}")
             if (
                 after["descriptors"] > before["descriptors"] + 12
                 or after["segments"] > before["segments"] + 12

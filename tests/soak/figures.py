@@ -29,7 +29,7 @@ import torch
 
 import rpc
 from rpc.errors import WorkerLostError
-from rpc.group.link import State
+from rpc.group.link import LinkState
 from rpc.runtime.current import current_agent
 from tests.support.fork_server import ForkServer
 from tests.support.serving import wait_at_gate
@@ -188,7 +188,7 @@ def first_contact(worker: Worker) -> str:
         begun = time.monotonic()
         future = rpc.rpc_async("worker1", torch.add, args=(torch.ones(1), 1))
         peer = current_agent().group.peers.find("worker1")
-        until(lambda: peer.link.state is State.HANDSHAKING)
+        until(lambda: peer.link.state is LinkState.HANDSHAKING)
         worker.report("calling")
         assert future.wait() == 2
         return f"answered after {time.monotonic() - begun:.1f} s"

@@ -13,7 +13,7 @@ NAME: Final = os.environ.get("FARCALL_TEST_BACKEND", "")
 BETWEEN_HOSTS: Final = NAME or "tcp"
 """The transport of workers that are to behave as if they were on different hosts."""
 
-PRELOADED: Final = ("farcall.transport.transport",) if NAME == "grpc" else ()
+PRELOADED: Final = ("farcall.grpc.transport",) if NAME == "grpc" else ()
 """What workers over that backend import."""
 
 RECEIVERS_BYTES: Final = 24 << 20 if NAME == "grpc" else 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from rpc.group.handshake import Authenticator, Handshake, Hello, Message, Role
+from rpc.group.handshake import Authenticator, Handshake, HandshakeMessage, Hello, Role
 from rpc.group.workers import Member, WorkerInfo
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode
@@ -126,6 +126,6 @@ class Hostile:
         if answer is None or answer.kind != Kind.CHALLENGE:
             return answer
         proof = handshake.receive(answer.kind, answer.header)
-        assert isinstance(proof, Message)
+        assert isinstance(proof, HandshakeMessage)
         self.say(frame(proof.kind, proof.header, call_id=0))
         return self.hear()

@@ -22,9 +22,15 @@ _SECONDS = 80.0
 class Launcher(Command):
     """One launcher, and what it has printed so far."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        seconds: float = _SECONDS,
+    ) -> None:
         own = {"PYTHONPATH": str(_ROOT), "TMPDIR": str(folder)}
-        super().__init__(command, folder, {**os.environ, **own, **environment}, _SECONDS)
+        super().__init__(command, folder, {**os.environ, **own, **environment}, seconds)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to it, and to nothing else."""

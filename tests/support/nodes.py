@@ -74,9 +74,9 @@ class Node:
         self.peers: dict[int, Peer] = {}
         self.followed: set[int] = set()
         self.received: list[tuple[str, int]] = []
-        """Who sent which message, in the order of their arrival."""
+        """Received messages with their senders, in the order of arrival."""
         self.gone: list[tuple[str, str]] = []
-        """Who is gone and why."""
+        """Workers that are gone, with the reasons."""
         self._changed = threading.Condition()
         if reach is None:
             reach = transports(TransportContext(loop, 1 << 20))
@@ -160,7 +160,7 @@ class Node:
             assert self._changed.wait_for(condition, SOON), (self.received, self.gone)
 
     def wait_gone(self) -> tuple[str, str]:
-        """Who is gone first and why, as soon as somebody is."""
+        """Return the first worker that is gone, with the reason; waits for it."""
         self.wait_until(lambda: self.gone)
         return self.gone[0]
 

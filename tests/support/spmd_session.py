@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from spmd.engine.current import set_engine
-from spmd.engine.device import set_up
-from spmd.engine.messages import Step
-from spmd.engine.session import PROGRAMS, Session
-from spmd.engine.worker import WorkerEngine
+from spmd.engine.driver.current import set_engine
+from spmd.engine.driver.device import set_up
+from spmd.engine.driver.session import PROGRAMS, Session
+from spmd.engine.program.step_messages import EngineStep
+from spmd.engine.worker.worker_engine import WorkerEngine
 
 __all__ = ["InlinePort", "inline_session"]
 
@@ -29,7 +29,7 @@ class InlinePort:
     def __init__(self, name: str = "inline") -> None:
         self.name = name
         self.engine = WorkerEngine(0, self._no_mesh)
-        self.steps: list[Step] = []
+        self.steps: list[EngineStep] = []
 
     def _no_mesh(self, key: Any) -> Any:
         return self
@@ -38,7 +38,7 @@ class InlinePort:
         """One worker needs none."""
         return None
 
-    def send(self, step: Step) -> Any:
+    def send(self, step: EngineStep) -> Any:
         self.steps.append(step)
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self.engine.run(pickle.loads(pickle.dumps(step))))

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from spmd.engine import start
-from spmd.engine.current import set_engine
-from spmd.engine.device import set_up
-from spmd.engine.messages import Answer, Step
-from spmd.engine.program import MeshKey
-from spmd.engine.session import Session
-from spmd.engine.worker import WorkerEngine
+from spmd.engine.driver import start
+from spmd.engine.driver.current import set_engine
+from spmd.engine.driver.device import set_up
+from spmd.engine.driver.session import Session
+from spmd.engine.program.program import MeshKey
+from spmd.engine.program.step_messages import Answer, EngineStep
+from spmd.engine.worker.worker_engine import WorkerEngine
 from tests.support.spmd_session import InlinePort
 
 __all__ = ["Group", "SimulatedWorker", "peak_memory", "simulated_session"]
@@ -89,7 +89,7 @@ class SimulatedWorker(InlinePort):
         self.engine = WorkerEngine(0, lambda key: _Mesh(key, self.sent))
         self._computes = computes
 
-    def send(self, step: Step) -> Any:
+    def send(self, step: EngineStep) -> Any:
         """Do it at once, or nothing."""
         if self._computes:
             return super().send(step)

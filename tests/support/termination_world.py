@@ -13,7 +13,16 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from rpc.group.termination import Action, CutOff, Failed, Leave, Quiescent, Report, Send, Termination
+from rpc.group.termination import (
+    Action,
+    ActivityReport,
+    CutOff,
+    Failed,
+    Leave,
+    Quiescent,
+    SendToWorker,
+    Termination,
+)
 from rpc.group.workers import Member, WorkerInfo
 
 ROUNDS = 2
@@ -66,8 +75,8 @@ class Worker:
     def wants_to_enter(self) -> bool:
         return not (self.absent or self.in_round or self.tasks)
 
-    def report(self) -> Report:
-        return Report(self.active, self.begun)
+    def report(self) -> ActivityReport:
+        return ActivityReport(self.active, self.begun)
 
 
 @dataclass
@@ -194,7 +203,7 @@ class World:
     def act(self, worker: Worker, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Send(peer, message):
+                case SendToWorker(peer, message):
                     self.posted += 1
                     if self.workers[peer].running and peer not in worker.lost:
                         self.in_flight.append(InFlight(worker.peer, peer, "termination", message))

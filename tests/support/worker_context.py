@@ -23,7 +23,7 @@ from tests.support import backend
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Who a worker is; see :class:`Worker` for what the fields mean."""
+    """The identity of a worker; see :class:`Worker` for what the fields mean."""
 
     name: str
     rank: int

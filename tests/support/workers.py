@@ -72,7 +72,7 @@ PRELOADED = (
     "farcall.compat",
     "farcall.observe.installation",
     "spmd",
-    "spmd.engine.start",
+    "spmd.engine.driver.start",
     *backend.PRELOADED,
 )
 

@@ -1,8 +1,8 @@
 """The dependency rule: imports point down only, by package, room and file, and importing does nothing.
 
-``spmd`` stands on ``dist_optim``, that on ``dist_autograd``, that on ``rref``, that on ``rpc``; ``farcall``
+``spmd`` is built on ``dist_optim``, that on ``dist_autograd``, that on ``rref``, that on ``rpc``; ``farcall``
 is the front door and may import them all. Only the face ``rpc/__init__.py`` looks up, to offer ``remote`` and
-``RRef`` where PyTorch does. Inside ``rpc`` the rooms stand on each other as ``ROOMS`` says, and no files
+``RRef`` where PyTorch does. Inside ``rpc`` the rooms depend on each other as ``ROOMS`` says, and no files
 import each other in a circle; what is imported under ``TYPE_CHECKING`` counts. And nobody imports what
 PyTorch may drop: its own RPC.
 """
@@ -61,20 +61,30 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"sharding"},
         {"fsdp", "checkpoint"},
     ),
+    "spmd/engine": (
+        {"errors", "program"},
+        {"rules"},
+        {"worker"},
+        {"driver"},
+        {"api", "auto"},
+    ),
     "farcall": (
-        {"v1", "kserve", "forking"},
-        {"values", "grpc_server"},
+        {"v1", "kserve"},
+        {"grpc", "scraping"},
         {"client"},
-        {"serving", "transport", "compat"},
+        {"serving", "compat"},
         {"observe"},
+        {"page"},
         {"launch", "environment", "one_sided", "ray"},
         {"doctor"},
-        {"meeting", "trials"},
+        {"accelerator_trial", "meeting", "trials"},
         {"cli"},
         {"__main__"},
     ),
 }
-"""The rooms of other packages, from the lowest; those in one set may use each other. Faces stand above."""
+"""The rooms of other packages, and of one room, from the lowest; those in one set may use each other. Faces
+are above them. What a worker of SPMD mode runs imports nothing of the driver, which is another process.
+"""
 
 ENTRY_POINTS = ROOT / "farcall_backend.py"
 GUARD = ROOT / "farcall_guard.py"
@@ -87,9 +97,13 @@ HEAVY_AT_IMPORT = ("sklearn", "scipy", "grpc", "torch._dynamo", "torch._inductor
 """What importing the packages must not bring along, beyond what ``import torch`` does."""
 
 WITH_EXTRAS = {
-    ROOT / "farcall" / "serving": ("grpc", "serve"),
-    ROOT / "farcall" / "transport": ("grpc",),
-    ROOT / "farcall" / "grpc_server.py": ("grpc",),
+    ROOT / "farcall" / "serving": ("grpc", "metrics", "serve"),
+    ROOT / "farcall" / "scraping.py": ("metrics",),
+    ROOT / "farcall" / "observe" / "metric_families.py": ("metrics",),
+    ROOT / "farcall" / "observe" / "metrics_endpoint.py": ("metrics",),
+    ROOT / "farcall" / "observe" / "telemetry.py": ("otel",),
+    ROOT / "farcall" / "grpc": ("grpc",),
+    ROOT / "farcall" / "page": ("page",),
     ROOT / "farcall" / "ray": ("ray",),
 }
 """What needs extras, and which."""
@@ -99,6 +113,8 @@ OTHER_NAMES = {
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
+    "opentelemetry-api": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
     "prometheus-client": "prometheus_client",
     "protobuf": "google",
 }
@@ -257,22 +273,22 @@ def test_the_guard_imports_nothing_of_ours_and_nobody_imports_the_entry_points()
 
 @pytest.mark.parametrize("package", ROOMS_OF)
 def test_rooms_of_a_package_import_only_what_is_below(package: str) -> None:
-    rooms = ROOMS_OF[package]
+    rooms, folder = ROOMS_OF[package], ROOT / package
 
     def floor(path: Path) -> int:
-        room = path.relative_to(ROOT).parts[1].removesuffix(".py")
+        room = path.relative_to(folder).parts[0].removesuffix(".py")
         return next((index for index, floor in enumerate(rooms) if room in floor), -1)
 
     def is_face(path: Path) -> bool:
-        return path.relative_to(ROOT).parts == (package, "__init__.py")
+        return path == folder / "__init__.py"
 
-    files = [path for path in FILES if path.is_relative_to(ROOT / package) and not is_face(path)]
+    files = [path for path in FILES if path.is_relative_to(folder) and not is_face(path)]
     assert not names([path for path in files if floor(path) < 0]), "these have no room"
     assert not [
         f"{path.relative_to(ROOT)} imports {each.relative_to(ROOT)}"
         for path in files
         for each in imported_files(path)
-        if each.is_relative_to(ROOT / package) and not is_face(each) and floor(each) > floor(path)
+        if each.is_relative_to(folder) and not is_face(each) and floor(each) > floor(path)
     ]
 
 

@@ -84,7 +84,7 @@ def _require_initialized(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
-    """What a callee's name, rank or ``WorkerInfo`` means."""
+    """Return the worker with a name, rank or ``WorkerInfo``."""
     return rpc.get_worker_info(to)
 
 
@@ -101,7 +101,7 @@ def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, bl
 def _all_gather(
     obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """What every worker (or each of those named) gave, by name."""
+    """Return the objects of all workers (or of those named), by name."""
     return rpc.all_gather(obj, worker_names, timeout=timeout)
 
 
@@ -133,7 +133,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     _get_current_rpc_agent()
     if graceful and _wait_all_workers is not _wait_all_workers_of_ours:
         try:
-            _wait_all_workers(timeout)  # put in its place by somebody, who wants it to be used
+            _wait_all_workers(timeout)  # the program has replaced it and expects it to be called
         except BaseException:
             rpc.shutdown(graceful=False)
             raise

@@ -23,7 +23,7 @@ from rpc.testing.faults import Faults
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_available"]
 
 __path__: Final[list[str]] = []
-"""A package, as PyTorch's: who imports a module of it is told that there is none."""
+"""Marks it as a package, like PyTorch's, so that importing a submodule fails with the usual error."""
 
 BACKEND: Final = "FAULTY_TENSORPIPE"
 
@@ -58,7 +58,7 @@ _MESSAGES: Final[dict[str, tuple[str, Callable[[str], bool] | None]]] = {
     "CLEANUP_AUTOGRAD_CONTEXT_REQ": ("over", None),
     "BACKWARD_AUTOGRAD_REQ": ("gradients", None),
 }
-"""What of ours each of PyTorch's kinds means, and for which functions."""
+"""Our counterpart of each of PyTorch's kinds, and its functions."""
 
 
 @dataclass(eq=False, kw_only=True)

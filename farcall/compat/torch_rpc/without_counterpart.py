@@ -1,4 +1,4 @@
-"""What a module that stands in for one of PyTorch's says of names that it does not lend."""
+"""The error for names of PyTorch's modules that a facade does not have."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["without_counterpart"]
 
 
 def without_counterpart(module: str) -> Callable[[str], NoReturn]:
-    """The ``__getattr__`` of what stands in for a module.
+    """Return the ``__getattr__`` of a module's facade.
 
     Args:
-        module: PyTorch's name of it.
+        module: PyTorch's name of the module.
     """
 
     def refuse(name: str) -> NoReturn:

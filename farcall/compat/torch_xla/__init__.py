@@ -1,1 +1,1 @@
-"""What PyTorch/XLA's modules offer to programs for its SPMD mode, made of ours."""
+"""PyTorch/XLA's modules for programs in SPMD mode, implemented with ours."""

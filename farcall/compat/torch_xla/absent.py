@@ -1,7 +1,7 @@
-"""Names of ``torch_xla`` that stand for XLA's own compiler, kernels and processes, which do not exist here.
+"""Names of ``torch_xla`` for XLA's own compiler, kernels and processes, which do not exist here.
 
-Programs and libraries import many that they never call. So each can be imported, and when it is called raises
-an error that says what to use.
+Programs and libraries import many that they never call. So each can be imported, and raises an error that
+says what to use when it is called.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _WHY: Final[dict[str, dict[str, str]]] = {
 
 
 def absent(module: str) -> dict[str, Any]:
-    """What a lent module has in place of names that do not exist here."""
+    """Used in a lent module in place of names that do not exist here."""
     return {name: _stand_in(f"{module}.{name}", why) for name, why in _WHY.get(module, {}).items()}
 
 

@@ -18,8 +18,8 @@ from farcall.compat.torch_xla.preemption import (
     _sync_point_reached,
 )
 from spmd.engine import api as engine
-from spmd.engine.current import engine as session
-from spmd.engine.logical_tensor import alias_of
+from spmd.engine.driver.current import engine as session
+from spmd.engine.driver.logical_tensor import alias_of
 from spmd.sharding import op_sharding as shardings
 from spmd.sharding.manual import mark_manual_sharding, whole_of, worker_parts
 from spmd.sharding.marks import is_marked, op_sharding, sharding_spec
@@ -76,7 +76,7 @@ def OpSharding(  # noqa: N802  theirs
 
 
 def _get_xla_sharding_spec(t: Tensor) -> str:
-    """How a tensor is cut; of what nobody marked, ``{replicated}`` once workers have it, and '' before."""
+    """Return a tensor's sharding; without a mark ``{replicated}`` once workers have it, and '' before."""
     if not engine.is_logical(t):
         return ""
     alias = alias_of(t)
@@ -144,7 +144,7 @@ def _mark_manual_sharding(t: Tensor, sharding: shardings.OpSharding | None = Non
 
 
 def _spmd_full_to_shard_shape(t: Tensor) -> Tensor:
-    """A tensor that stands for each worker's part of one that is marked."""
+    """Return a tensor that represents each worker's part of a marked one."""
     if not is_marked(t):
         raise RuntimeError("Input tensor is not sharded: call mark_sharding first")
     return worker_parts(t)

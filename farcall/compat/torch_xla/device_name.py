@@ -15,10 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from spmd.engine import device as engine
-from spmd.engine import saved
-from spmd.engine.current import DEVICE, NAME
-from spmd.engine.dispatch import dispatch
+from spmd.engine.driver import device as engine
+from spmd.engine.driver import saved
+from spmd.engine.driver.current import DEVICE, NAME
+from spmd.engine.driver.dispatch import dispatch
 
 __all__ = ["give_back", "lend"]
 

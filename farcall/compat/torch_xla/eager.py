@@ -17,7 +17,7 @@ def eager_mode(enable: bool) -> None:
 
 
 def is_eager_mode() -> bool:
-    """What was asked for."""
+    """Return the value that was set."""
     return _is_eager
 
 

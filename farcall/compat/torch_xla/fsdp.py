@@ -74,7 +74,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         self.module = module.to(xla_device())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Return the module's output."""
         return self.module(*args, **kwargs)
 
     def clip_grad_norm_(

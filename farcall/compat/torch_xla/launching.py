@@ -48,5 +48,5 @@ class MpSerialExecutor:
     """Functions that processes of a machine run one after another: here the one runs them."""
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """What a function returns."""
+        """Return the function's result."""
         return fn()

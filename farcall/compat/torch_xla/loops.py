@@ -105,17 +105,17 @@ def gradient_accumulation(
     model: nn.Module,
     *carried_tensors: Tensor,
 ) -> Any:
-    """Accumulate the model's gradients over slices of a batch.
+    """Accumulate the model's gradients over slices of a batch. Each slice's loss is divided by their number.
 
     Args:
         train_step: takes a slice of each of ``iterable_tensors``, then what is carried; returns a loss, or a
             loss and what is carried on.
         iterable_tensors: with the same first dimension, over which is iterated.
-        model: its parameters' ``grad`` gets the sums of gradients.
+        model: its parameters' ``grad`` gets the mean of the slices' gradients added to it.
         carried_tensors: at first.
 
     Returns:
-        The sum of the losses; with carried tensors, a tuple of it and what they are at the end.
+        The mean of the losses; with carried tensors, a tuple of it and what they are at the end.
 
     Raises:
         ValueError: there are no tensors, or they are empty, or of different lengths.
@@ -134,6 +134,7 @@ def gradient_accumulation(
     for parts in zip(*iterable_tensors, strict=True):
         made = train_step(*parts, *carried)
         loss, *rest = made if isinstance(made, (tuple, list)) else (made,)
+        loss = loss / len(iterable_tensors[0])
         loss.backward()
         carried = tuple(rest)
         total = loss.detach() if total is None else total + loss.detach()

@@ -1,15 +1,15 @@
-"""``torch_xla.debug.metrics``: what workers were sent and asked for, under the names that XLA has for it.
+"""``torch_xla.debug.metrics``: messages to and from workers, under XLA's names.
 
-A *program* is what XLA calls a graph: one that is new is counted as compiled. There are no times and no
-counters of operators. What workers had to move stands in the report.
+A *program* is what XLA calls a graph: a new one is counted as compiled. There are no times and no counters of
+operators. Data that workers had to move is listed in the report.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from spmd.engine import start
-from spmd.engine.current import engine, is_running
+from spmd.engine.driver import start
+from spmd.engine.driver.current import engine, is_running
 from spmd.sharding.mesh import made_op_shardings
 
 __all__ = [
@@ -60,7 +60,7 @@ def counter_names() -> list[str]:
 
 
 def counter_value(name: str) -> int | None:
-    """What a counter has counted; None if nothing."""
+    """Return the value of a counter; None if it has none."""
     return _count(_COUNTERS[name]) or None if name in _COUNTERS else None
 
 
@@ -70,8 +70,8 @@ def metric_names() -> list[str]:
 
 
 def metric_data(name: str) -> tuple[int, float, tuple[tuple[float, float], ...]] | None:
-    """The number of samples, their sum (of bytes; 0 of times, which nobody takes), and no samples; None if
-    there are none.
+    """Return the number of samples, their sum (of bytes; 0 for times, which are not measured), and no
+    samples; None if there are none.
     """
     samples, total = _METRICS.get(name, ("", None))
     if not _count(samples):

@@ -6,7 +6,7 @@ import os
 
 from farcall.compat.torch_xla import compiling, device_name, operators, specs
 from rpc.runtime.current import is_initialized
-from spmd.engine import start
+from spmd.engine.driver import start
 from spmd.sharding.mode import use_spmd
 
 __all__ = ["begin_alone", "begin_spmd", "expected_workers", "is_spmd", "lend_names"]

@@ -30,8 +30,8 @@ from farcall.compat.torch_xla.replicas import (
     set_replication,
 )
 from rpc.runtime.torch_internals import pytree
-from spmd.engine import start
 from spmd.engine.api import is_logical, upload
+from spmd.engine.driver import start
 from spmd.sharding.loader import InputSharding, send
 
 __all__ = [
@@ -109,12 +109,12 @@ def xla_device_kind(device: object = None) -> str:
 
 
 def xla_replication_devices(local_devices: Sequence[object] | None = None) -> list[str]:
-    """What a step is replicated over: nothing but this one device."""
+    """Return the devices that a step is replicated over: none, since there is one logical device."""
     return []
 
 
 def xla_real_devices(devices: Sequence[object] | None = None) -> list[str]:
-    """What is behind each logical device."""
+    """Return the hardware behind each logical device."""
     return ["CPU:0"] * (1 if devices is None else len(devices))
 
 
@@ -203,7 +203,7 @@ def get_rng_state(device: object = None) -> int:
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """What all processes have to say: the one."""
+    """Return the payloads of all processes: there is one."""
     return [payload]
 
 
@@ -251,7 +251,7 @@ class RateTracker:
         self._rate = 0.0
 
     def add(self, count: float) -> None:
-        """So many more."""
+        """Add ``count``."""
         self._count += count
 
     def rate(self) -> float:

@@ -13,7 +13,7 @@ import torch
 from farcall.compat.torch_xla import process_group
 from farcall.compat.torch_xla.mode import begin_alone, lend_names
 from farcall.compat.torch_xla.model import mark_step
-from spmd.engine import start
+from spmd.engine.driver import start
 
 __all__ = [
     "__version__",
@@ -49,7 +49,7 @@ def devices() -> list[torch.device]:
 
 
 def real_devices() -> list[str]:
-    """What is behind each logical device."""
+    """Return the hardware behind each logical device."""
     return ["CPU:0"]
 
 
@@ -65,7 +65,7 @@ def sync(wait: bool = False, reset_scope: bool = True) -> None:
 
 @contextlib.contextmanager
 def step() -> Iterator[None]:
-    """What is inside runs as a step of its own."""
+    """Run the block as a separate step."""
     sync()
     try:
         yield

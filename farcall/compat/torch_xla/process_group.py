@@ -33,7 +33,7 @@ class MixedModesError(SpmdError, AssertionError):
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group of one rank. Its collectives on the device are those of ``spmd/engine/one_rank.py``."""
+    """A group of one rank. Its collectives on the device are those of ``spmd/engine/driver/one_rank.py``."""
     if is_spmd():
         raise MixedModesError(
             "SPMD mode cannot be mixed with other distributed libraries: leave out init_process_group('xla') "

@@ -13,7 +13,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Trace(record_function):
-    """What is inside has this name in a trace of ``torch.profiler``."""
+    """Name the block in a trace of ``torch.profiler``."""
 
     def __init__(self, name: str, **kwargs: Any) -> None:
         super().__init__(name, ", ".join(f"{key}={value}" for key, value in kwargs.items()) or None)

@@ -1,4 +1,4 @@
-"""What of ``torch_xla.core.xla_model`` speaks to other replicas: in SPMD mode there is the one."""
+"""Communication of ``torch_xla.core.xla_model`` with other replicas: in SPMD mode there is only one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def all_reduce(
 def all_gather(
     value: Tensor, dim: int = 0, groups: object = None, output: Tensor | None = None, pin_layout: bool = True
 ) -> Tensor:
-    """What all replicas have: ``value``, and in ``output``, if there is one."""
+    """Return the values of all replicas: ``value``, also in ``output``, if there is one."""
     return value if output is None else output.copy_(value)
 
 

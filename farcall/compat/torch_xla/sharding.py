@@ -13,9 +13,9 @@ from farcall.compat.torch_xla import runtime as _runtime
 from farcall.compat.torch_xla.fsdp_utils import apply_xla_patch_to_nn_linear
 from rpc.runtime.torch_internals import pytree
 from spmd.engine import api as _engine
-from spmd.engine import start as _start
-from spmd.engine.parts import has_blocks
-from spmd.engine.program import Layout
+from spmd.engine.driver import start as _start
+from spmd.engine.driver.blocks import has_blocks
+from spmd.engine.program.program import Layout
 from spmd.sharding.auto import auto_policy
 from spmd.sharding.distribute import distribute_module as xla_distribute_module
 from spmd.sharding.distribute import distribute_tensor as xla_distribute_tensor
@@ -186,7 +186,7 @@ def unwrap_sharded_tensor(t: Tensor) -> Tensor:
 
 
 def xla_patched_nn_linear_forward(m: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  theirs
-    """What a linear layer computes."""
+    """Compute a linear layer."""
     return nn.functional.linear(input, m.weight, m.bias)
 
 
@@ -195,5 +195,5 @@ class XLAPatchedLinear:
 
     @staticmethod
     def apply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  theirs
-        """What a linear layer computes."""
+        """Compute the linear layer."""
         return nn.functional.linear(input, weight, bias)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from spmd.engine import api as engine
-from spmd.engine.logical_tensor import LogicalTensor
+from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.sharding.marks import mark_of
 from spmd.sharding.sharded_tensor import ShardedTensor
 from spmd.torch_internals import DTensorSpec, TensorMeta

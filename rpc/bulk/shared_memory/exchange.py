@@ -20,7 +20,7 @@ from rpc.bulk.shared_memory import fd_channel, memory
 from rpc.bulk.shared_memory.fd_channel import FdListener
 from rpc.bulk.shared_memory.incoming import IncomingSegments
 from rpc.bulk.shared_memory.memory import LEDGER_BYTES, SLOTS, Ledger, Mapping
-from rpc.bulk.shared_memory.negotiation import RECEIVER, SENDER, Event, Negotiation, State
+from rpc.bulk.shared_memory.negotiation import RECEIVER, SENDER, Event, Negotiation, OfferState
 from rpc.bulk.shared_memory.outgoing import OutgoingSegments
 from rpc.bulk.shared_memory.packing import Message, pack, unpack
 from rpc.bulk.shared_memory.pool import Limits, Pool, Segment
@@ -113,6 +113,7 @@ class SharedMemory:
         self._trimming: asyncio.TimerHandle | None = None
         self._said = False
         self._closed = False
+        self.sent_bytes = self.received_bytes = 0
 
     # ---- messages
 
@@ -128,7 +129,7 @@ class SharedMemory:
         link = self._links.get(peer.incarnation)
         outgoing = None if link is None else link.outgoing
         if outgoing is None:
-            if link is None or link.sending.state is State.NEW:
+            if link is None or link.sending.state is OfferState.NEW:
                 self._soon(self._begin, peer)
             return False
         loan = outgoing.lend(buffers[1:])
@@ -147,6 +148,8 @@ class SharedMemory:
         except BaseException:
             outgoing.withdraw(loan)
             raise
+        with self._lock:
+            self.sent_bytes += size
         return True
 
     def unwrap(self, peer: Peer, frame: Frame) -> Frame:
@@ -161,6 +164,8 @@ class SharedMemory:
         if kind == Kind.IN_SEGMENT:
             raise ProtocolError("a message in a segment in a segment")
         buffers = incoming.open(number, use, lengths, self._max_message_bytes)
+        with self._lock:
+            self.received_bytes += sum(lengths)
         return Frame(kind, frame.call_id, header, [pickle, *buffers], frame.codec)
 
     # ---- negotiation
@@ -208,7 +213,7 @@ class SharedMemory:
         if peer.lost is not None:
             return
         link = self._link(peer)
-        if link.sending.state is not State.NEW:
+        if link.sending.state is not OfferState.NEW:
             return
         suits = self._bound and not peer.is_self and peer.near and not self._closed
         link.sending.on(Event.NEED if suits else Event.FAILED)

@@ -24,10 +24,10 @@ from typing import Final
 
 from rpc.errors import ProtocolError
 
-__all__ = ["RECEIVER", "SENDER", "Event", "Negotiation", "State"]
+__all__ = ["RECEIVER", "SENDER", "Event", "Negotiation", "OfferState"]
 
 
-class State(Enum):
+class OfferState(Enum):
     """Where one end is."""
 
     NEW = "nothing was said"
@@ -52,25 +52,25 @@ class Event(Enum):
     GONE = "the peer is gone"
 
 
-Table = Mapping[State, Mapping[Event, State]]
+Table = Mapping[OfferState, Mapping[Event, OfferState]]
 
-_GONE: Final = {Event.GONE: State.SOCKET}
-_REFUSED: Final = {Event.REFUSE: State.SOCKET, **_GONE}
-_FAILED: Final = {Event.FAILED: State.SOCKET, **_GONE}
+_GONE: Final = {Event.GONE: OfferState.SOCKET}
+_REFUSED: Final = {Event.REFUSE: OfferState.SOCKET, **_GONE}
+_FAILED: Final = {Event.FAILED: OfferState.SOCKET, **_GONE}
 
 SENDER: Final[Table] = {
-    State.NEW: {Event.NEED: State.ASKED, **_FAILED},
-    State.ASKED: {Event.COME: State.CONNECTED, **_REFUSED},
-    State.CONNECTED: {Event.PROOF: State.SHARED, **_REFUSED, **_FAILED},
-    State.SHARED: _FAILED,
-    State.SOCKET: _GONE,
+    OfferState.NEW: {Event.NEED: OfferState.ASKED, **_FAILED},
+    OfferState.ASKED: {Event.COME: OfferState.CONNECTED, **_REFUSED},
+    OfferState.CONNECTED: {Event.PROOF: OfferState.SHARED, **_REFUSED, **_FAILED},
+    OfferState.SHARED: _FAILED,
+    OfferState.SOCKET: _GONE,
 }
 
 RECEIVER: Final[Table] = {
-    State.NEW: {Event.ASK: State.LISTENING, **_GONE},
-    State.LISTENING: {Event.ENTERED: State.SHARED, **_FAILED},
-    State.SHARED: {Event.DROP: State.SHARED, **_GONE},
-    State.SOCKET: _GONE,
+    OfferState.NEW: {Event.ASK: OfferState.LISTENING, **_GONE},
+    OfferState.LISTENING: {Event.ENTERED: OfferState.SHARED, **_FAILED},
+    OfferState.SHARED: {Event.DROP: OfferState.SHARED, **_GONE},
+    OfferState.SOCKET: _GONE,
 }
 
 
@@ -79,7 +79,7 @@ class Negotiation:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self.state = State.NEW
+        self.state = OfferState.NEW
 
     def on(self, event: Event) -> None:
         """Something happens. Raises ``ProtocolError`` if it cannot in this state."""

@@ -1,7 +1,7 @@
-"""What a program costs one worker, if its inputs lie so.
+"""The cost of a program for one worker, given the layouts of its inputs.
 
-The rules say where the operations' tensors must lie, as when the program was recorded; what that moves, and
-what each worker then reads, writes and holds, is counted in bytes. Bytes on the wire are those of rings: a
+The rules determine the layouts that operations need, as when the program was recorded; the bytes that are
+then moved, and that each worker reads, writes and holds, are counted. Bytes on the wire are those of rings: a
 reduction over n workers sends each byte 2 (n - 1) / n times, a gather or scatter (n - 1) / n times.
 """
 
@@ -13,15 +13,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from spmd.engine.interpreter import resolve
-from spmd.engine.layouts import local_shape, plan
-from spmd.engine.operators import Propagated, propagate
-from spmd.engine.program import REDISTRIBUTE, REPLICATED, Instruction, Layout, Meta, Program, Ref, Scalar
+from spmd.engine.driver.operators import Propagated, propagate
+from spmd.engine.program.layouts import local_shape, plan
+from spmd.engine.program.program import (
+    REDISTRIBUTE,
+    REPLICATED,
+    Instruction,
+    Layout,
+    Meta,
+    Program,
+    Ref,
+    Scalar,
+)
+from spmd.engine.worker.interpreter import resolve
 
 __all__ = ["Cost", "Costs", "cost_of", "local_bytes"]
 
 _WIRE: Final = 4.0
-"""A byte that is sent costs as much as so many bytes read or written."""
+"""Cost of sending a byte, in bytes read or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """What is compared."""
+        """The sum that is compared."""
         return _WIRE * self.wire + self.touched + self.held
 
 
@@ -48,7 +57,8 @@ def cost_of(program: Program, inputs: Sequence[Layout], updates: Mapping[int, in
     """The cost of a run.
 
     Args:
-        program: its own layouts do not count, but for redistributions that shard: these are the user's marks.
+        program: its own layouts do not count, except for redistributions that shard: these are the user's
+        marks.
         inputs: a layout for each input.
         updates: inputs, by number, that the next run finds as this output (a value's number) leaves them:
             parameters. It comes back to where the input was.
@@ -62,7 +72,7 @@ def cost_of(program: Program, inputs: Sequence[Layout], updates: Mapping[int, in
 
 
 class Costs:
-    """What a program costs, for one choice of layouts after another.
+    """The costs of a program, for one choice of layouts after another.
 
     Layouts have numbers here, and what an instruction needs and gives is looked up once it is known.
 
@@ -84,7 +94,7 @@ class Costs:
         self._wires: dict[tuple[int, int, int], float] = {}
 
     def number(self, layout: Layout) -> int:
-        """Of a layout."""
+        """Return the number of a layout."""
         found = self._numbers.get(layout)
         if found is None:
             found = self._numbers[layout] = len(self._layouts)
@@ -92,15 +102,15 @@ class Costs:
         return found
 
     def layout(self, number: int) -> Layout:
-        """The reverse."""
+        """Return the layout with a number."""
         return self._layouts[number]
 
     def of(self, inputs: Sequence[int]) -> Cost:
-        """The cost, with these layouts of the inputs, by number."""
+        """Return the cost with these layouts of the inputs, given by number."""
         return self._walk(inputs)[0]
 
     def layouts(self, inputs: Sequence[int]) -> list[Layout]:
-        """Where each value of the program is in the end."""
+        """Return the final layout of each value of the program."""
         return [self._layouts[each] for each in self._walk(inputs)[1]]
 
     def _walk(self, inputs: Sequence[int]) -> tuple[Cost, list[int]]:
@@ -126,7 +136,7 @@ class Costs:
         return Cost(wire, touched, held), laid
 
     def _move(self, value: int, number: int, laid: list[int], moved: set[tuple[int, int]]) -> float:
-        """Lay a value out otherwise: what that sends."""
+        """Change the layout of a value; returns the cost of what is sent."""
         before, wire = laid[value], 0.0
         if (value, number) not in moved:
             moved.add((value, number))
@@ -141,7 +151,7 @@ class Costs:
     def _learn(
         self, step: _Step, found: tuple[int, ...], first: int
     ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Where an instruction's values must be, where its results then are, and the bytes that it touches.
+        """Return the layouts that an instruction needs, those of its results, and the bytes that it touches.
 
         Args:
             found: where its values are.
@@ -183,7 +193,7 @@ class Costs:
 
 
 class _Step:
-    """An instruction, the values that it takes, and what is known of it by where these are."""
+    """An instruction, the values that it uses, and what is known of it for each choice of their layouts."""
 
     __slots__ = ("instruction", "known", "refs")
 
@@ -218,12 +228,12 @@ def _propagated(operator: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, A
 
 @functools.lru_cache(1 << 16)
 def local_bytes(meta: Meta) -> int:
-    """What the worker with the largest part holds of a value."""
+    """Return the bytes of a value on the worker with the largest part."""
     return math.prod(local_shape(meta, _first(meta.layout))) * meta.dtype.itemsize
 
 
 def _first(layout: Layout) -> int:
-    """The worker whose shards are the largest."""
+    """Return the worker whose shards are the largest."""
     return 0 if layout.mesh is None else layout.mesh.devices[0]
 
 

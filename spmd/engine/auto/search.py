@@ -1,9 +1,9 @@
-"""Which layouts of a program's inputs cost least.
+"""Finds layouts of a program's inputs with the lowest cost.
 
-Few combinations are all tried. Of many, descent begins at several plans (all whole, the batch cut, all cut
-along their largest dimension, and what the caller gives), and changes all inputs of one shape at a time, then
-one input, then two, as long as that is cheaper. It ends after so many evaluations, fewer of longer programs,
-and not after some time, so that it always finds the same.
+If there are few combinations, all are tried. Otherwise descent starts at several plans (all replicated, the
+batch sharded, all sharded along their largest dimension, and the caller's), and changes all inputs of one
+shape at a time, then one input, then two, as long as that is cheaper. It ends after a number of evaluations,
+fewer for longer programs, and not after a time, so that its result is deterministic.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, Final
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from spmd.engine.auto.cost import Cost, Costs
-from spmd.engine.program import Layout, MeshKey, Meta, Program
+from spmd.engine.program.program import Layout, MeshKey, Meta, Program
 
 __all__ = ["Chosen", "candidates", "choose_layouts"]
 
 _ALL: Final = 512
-"""So many combinations are all tried."""
+"""Maximum number of combinations that are all tried."""
 
 _WORK: Final = 1 << 19
-"""So many instructions are looked at, at most, in all evaluations; some microseconds each."""
+"""Maximum number of instructions evaluated in all evaluations together; some microseconds each."""
 
 _EVALUATIONS: Final = (32, 4000)
-"""At least and at most, however long the program is."""
+"""Minimum and maximum number of evaluations, for programs of any length."""
 
 Plan = tuple[int, ...]
 """A layout for each input, by the number that :class:`Costs` has given it."""
@@ -36,14 +36,14 @@ Plan = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What was found.
+    """The result of the search.
 
     Attributes:
-        layouts: of the inputs.
-        values: of all values of the program, in the end.
-        cost: with these.
-        whole: with every input whole on every worker, but for those that were fixed.
-        evaluations: how many plans were looked at.
+        layouts: layouts of the inputs.
+        values: final layouts of all values of the program.
+        cost: cost with these.
+        whole: cost with every input replicated, except for those that were fixed.
+        evaluations: number of plans that were evaluated.
     """
 
     layouts: tuple[Layout, ...]
@@ -54,7 +54,8 @@ class Chosen:
 
 
 def candidates(meta: Meta, mesh: MeshKey) -> list[Layout]:
-    """How a tensor may lie: whole, or cut along each axis of the mesh in any dimension that is long enough.
+    """Return possible layouts of a tensor: replicated, or sharded along each axis in any dimension that is
+    long enough.
 
     Example::
 
@@ -95,7 +96,7 @@ def choose_layouts(
     Args:
         program: as recorded, on whole inputs.
         mesh: of all workers.
-        fixed: inputs, by number, of which the user has said where they lie.
+        fixed: inputs, by number, whose layouts the user has specified.
         updates: see :func:`spmd.engine.auto.cost.cost_of`.
         starts: plans to begin with, besides those above. None of them is cheaper than what is found.
         limit: evaluations, at most. Default: as many as a few seconds have.
@@ -159,7 +160,7 @@ class _Search:
         return found
 
     def _batch_cut(self) -> Plan:
-        """What is no parameter, along its first dimension."""
+        """Shard everything but parameters along the first dimension."""
         return tuple(
             self._cut(place, 0) if place not in self._updates else choices[0]
             for place, choices in enumerate(self._choices)

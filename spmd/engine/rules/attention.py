@@ -7,10 +7,10 @@ from typing import Any, Final
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from spmd.engine.program import Meta
+from spmd.engine.program.program import Meta
 from spmd.engine.rules.empty import zeros_instead
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
 
 __all__: list[str] = []
 
@@ -21,7 +21,7 @@ _OPERATORS: Final = (
 
 
 @placement_rule(*_OPERATORS)
-def _rows(call: Call) -> list[Row]:
+def _rows(call: OperatorCall) -> list[Row]:
     """Of ``(batch, heads, length, width)``."""
     backward = call.op.name().endswith("backward")
     mask = call["attn_mask"]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from spmd.engine.layouts import chunks, coordinates
-from spmd.engine.program import Meta
-from spmd.engine.redistribution import all_gather
-from spmd.engine.rules.local import Local, Site, local_rule
+from spmd.engine.program.layouts import chunks, coordinates
+from spmd.engine.program.program import Meta
+from spmd.engine.program.redistribution import all_gather
+from spmd.engine.rules.local_rules import Local, Site, local_rule
 from spmd.engine.rules.lookup import check_rows
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
 
 __all__: list[str] = []
 
@@ -28,12 +28,12 @@ _FORWARD: Final = ("_embedding_bag", "_embedding_bag_forward_only")
 _BACKWARD: Final = "_embedding_bag_backward"
 
 
-def _is_plain(call: Call) -> bool:
+def _is_plain(call: OperatorCall) -> bool:
     return call["mode"] != _MAX and call["per_sample_weights"] is None and not call["sparse"]
 
 
 @placement_rule(*_FORWARD)
-def _rows(call: Call) -> list[Row]:
+def _rows(call: OperatorCall) -> list[Row]:
     if not _is_plain(call):
         return []
     whole = Replicate()
@@ -46,7 +46,7 @@ def _rows(call: Call) -> list[Row]:
 
 
 @placement_rule(_BACKWARD)
-def _backward_rows(call: Call) -> list[Row]:
+def _backward_rows(call: OperatorCall) -> list[Row]:
     if not _is_plain(call):
         return []
     whole = Replicate()

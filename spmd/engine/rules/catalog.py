@@ -18,8 +18,8 @@ from spmd.engine.rules import (
 )
 from spmd.engine.rules.compositions import decomposition
 from spmd.engine.rules.lists import is_list_operator, place_lists
-from spmd.engine.rules.local import LOCAL_RULES, Local, Site
-from spmd.engine.rules.placing import PLACEMENT_RULES, Call, Row, choose, strided, tensors_of
+from spmd.engine.rules.local_rules import LOCAL_RULES, Local, Site
+from spmd.engine.rules.placement_rules import PLACEMENT_RULES, OperatorCall, Row, choose, strided, tensors_of
 from spmd.engine.rules.random import is_random, with_generator
 from spmd.engine.rules.shapes import is_view
 from spmd.engine.rules.uneven_views import placed_view
@@ -27,8 +27,8 @@ from spmd.engine.rules.uneven_views import placed_view
 __all__ = [
     "LOCAL_RULES",
     "PLACEMENT_RULES",
-    "Call",
     "Local",
+    "OperatorCall",
     "Row",
     "Site",
     "attention",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from spmd.engine.program import Meta
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.program import Meta
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
 from spmd.engine.rules.reductions import accumulated_in
 
 __all__: list[str] = []
@@ -26,7 +26,7 @@ def broadcast(shape: tuple[int, ...], into: tuple[int, ...], dim: int) -> Placem
 
 
 @placement_rule("copy", "fill.Tensor")
-def _copy_rows(call: Call) -> list[Row]:
+def _copy_rows(call: OperatorCall) -> list[Row]:
     target, source = call.tensors
     dims = range(len(target.shape))
     rows = [Row((Shard(dim), broadcast(source.shape, target.shape, dim)), (Shard(dim),)) for dim in dims]
@@ -34,8 +34,8 @@ def _copy_rows(call: Call) -> list[Row]:
 
 
 @placement_rule("fill.Scalar", "empty_like")
-def _fill_rows(call: Call) -> list[Row]:
-    """What was a sum is whole then: each worker has the number itself, and not an addend."""
+def _fill_rows(call: OperatorCall) -> list[Row]:
+    """A pending sum is complete afterwards: each worker has the number itself, and not an addend."""
     rows = [Row((Shard(dim),), (Shard(dim),)) for dim in range(len(call.tensors[0].shape))]
     return [*rows, Row((Partial(),), (Replicate(),))]
 
@@ -54,14 +54,14 @@ def _copy(site: Site) -> Local:
 
 
 @placement_rule("unfold")
-def _unfold_rows(call: Call) -> list[Row]:
+def _unfold_rows(call: OperatorCall) -> list[Row]:
     rank = len(call.tensors[0].shape)
     dims = [dim for dim in range(rank) if dim != call["dimension"] % rank]
     return [Row((Shard(dim),), (Shard(dim),)) for dim in dims]
 
 
 @placement_rule("constant_pad_nd")
-def _pad_rows(call: Call) -> list[Row]:
+def _pad_rows(call: OperatorCall) -> list[Row]:
     """Along dimensions that keep their length. A sum is done first: each addend would be padded."""
     rank, pad = len(call.tensors[0].shape), call["pad"]
     padded = {rank - 1 - place // 2 for place, count in enumerate(pad) if count}
@@ -69,7 +69,7 @@ def _pad_rows(call: Call) -> list[Row]:
 
 
 @placement_rule("gather")
-def _gather_rows(call: Call) -> list[Row]:
+def _gather_rows(call: OperatorCall) -> list[Row]:
     source, index = call.tensors
     if not source.shape:
         return []
@@ -83,7 +83,7 @@ def _gather_rows(call: Call) -> list[Row]:
 
 
 @placement_rule("index_put")
-def _index_put_rows(call: Call) -> list[Row]:
+def _index_put_rows(call: OperatorCall) -> list[Row]:
     """Along dimensions that are not indexed; along all for a mask and a single number."""
     target, indices, values = call["self"], call["indices"], call["values"]
     given = [each for each in indices if each is not None]
@@ -128,7 +128,7 @@ _NONE, _MEAN, _SUM = range(3)
 
 
 @placement_rule(*_LOSSES, *_LOSSES_BACKWARD)
-def _loss_rows(call: Call) -> list[Row]:
+def _loss_rows(call: OperatorCall) -> list[Row]:
     shape = call["self"].shape
     if call["target"].shape != shape:
         return []

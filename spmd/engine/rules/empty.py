@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from spmd.engine.program import Meta
-from spmd.engine.rules.local import Local, Site, local_rule
+from spmd.engine.program.program import Meta
+from spmd.engine.rules.local_rules import Local, Site, local_rule
 
 __all__ = ["zeros_instead"]
 
@@ -22,7 +22,7 @@ _SUMS: Final = ("aten::convolution", "aten::convolution_backward", "aten::native
 
 
 def zeros_instead(site: Site, single: bool) -> Callable[..., Any] | None:
-    """What takes the place of a kernel: None unless all its results are empty, or sums over nothing.
+    """Return the replacement of a kernel: None unless all its results are empty, or sums over nothing.
 
     Args:
         single: it gives a tensor, and not a sequence.

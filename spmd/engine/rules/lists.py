@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from spmd.engine.layouts import is_shard
-from spmd.engine.program import REPLICATED, Layout, Meta
-from spmd.engine.redistribution import all_reduce
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call
+from spmd.engine.program.layouts import is_shard
+from spmd.engine.program.program import REPLICATED, Layout, Meta
+from spmd.engine.program.redistribution import all_reduce
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import OperatorCall
 from spmd.engine.rules.reductions import reduce_norms
 from spmd.torch_internals import foreach_norm
 
@@ -31,8 +31,8 @@ def is_list_operator(op: Any) -> bool:
     return bool(name.startswith("_foreach_") or name.rstrip("_") in _FUSED)
 
 
-def place_lists(call: Call) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """Where the tensors must lie, and where results do.
+def place_lists(call: OperatorCall) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """Return the layouts that the tensors need, and those of the results.
 
     All tensors of an index lie where the first list's does, whole where that is a sum; single tensors and
     counts of steps are whole.
@@ -78,7 +78,7 @@ def _is_list(value: Sequence[Any]) -> bool:
     return bool(value) and all(isinstance(each, Meta) for each in value)
 
 
-def _named(call: Call) -> list[tuple[Any, Any]]:
+def _named(call: OperatorCall) -> list[tuple[Any, Any]]:
     arguments = call.op._schema.arguments
     by_name = {argument.name: argument for argument in arguments}
     return [

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from spmd.engine.program import Meta
-from spmd.engine.redistribution import all_reduce
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.program import Meta
+from spmd.engine.program.redistribution import all_reduce
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
 
 __all__ = ["check_rows"]
 
@@ -20,7 +20,7 @@ aten: Any = torch.ops.aten
 
 
 @placement_rule("embedding")
-def _embedding_rows(call: Call) -> list[Row]:
+def _embedding_rows(call: OperatorCall) -> list[Row]:
     whole, last = Replicate(), len(call["indices"].shape)
     rows = [Row((whole, Shard(dim)), (Shard(dim),)) for dim in range(last)]
     return [*rows, Row((Shard(1), whole), (Shard(last),)), Row((Shard(0), whole), (Partial(),))]
@@ -54,7 +54,7 @@ def check_rows(indices: Tensor, count: int) -> None:
 
 
 @placement_rule("embedding_dense_backward")
-def _embedding_backward_rows(call: Call) -> list[Row]:
+def _embedding_backward_rows(call: OperatorCall) -> list[Row]:
     last = len(call["indices"].shape)
     if call["scale_grad_by_freq"]:
         return [Row((Shard(last), Replicate()), (Shard(1),))]
@@ -69,7 +69,7 @@ _IGNORED: Final = -100
 _NONE, _MEAN, _SUM = range(3)
 
 
-def _likelihood_rows(call: Call) -> list[tuple[Placement, Placement, tuple[Placement, ...], bool]]:
+def _likelihood_rows(call: OperatorCall) -> list[tuple[Placement, Placement, tuple[Placement, ...], bool]]:
     """Where scores, targets and class weights may lie, and whether it is the samples that are sharded."""
     shape = call["self"].shape
     if len(shape) == 1:
@@ -84,7 +84,7 @@ def _likelihood_rows(call: Call) -> list[tuple[Placement, Placement, tuple[Place
 
 
 @placement_rule("nll_loss_forward", "nll_loss2d_forward")
-def _nll_rows(call: Call) -> list[Row]:
+def _nll_rows(call: OperatorCall) -> list[Row]:
     each_alone = call["reduction"] == _NONE
     return [
         Row((scores, target, *weight), (target if each_alone and by_sample else Replicate(), Replicate()))
@@ -93,7 +93,7 @@ def _nll_rows(call: Call) -> list[Row]:
 
 
 @placement_rule("nll_loss_backward", "nll_loss2d_backward")
-def _nll_backward_rows(call: Call) -> list[Row]:
+def _nll_backward_rows(call: OperatorCall) -> list[Row]:
     each_alone = call["reduction"] == _NONE
     return [
         Row((target if each_alone else Replicate(), scores, target, *weight, Replicate()), (scores,))

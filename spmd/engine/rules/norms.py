@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd.engine.redistribution import all_gather, all_reduce
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, pattern, placement_rule
+from spmd.engine.program.redistribution import all_gather, all_reduce
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, pattern, placement_rule
 from spmd.engine.rules.reductions import accumulated_in
 
 __all__: list[str] = []
@@ -28,7 +28,7 @@ aten: Any = torch.ops.aten
     "_native_batch_norm_legit_no_training",
     "_native_batch_norm_legit.no_stats",
 )
-def _rows(call: Call) -> list[Row]:
+def _rows(call: OperatorCall) -> list[Row]:
     results = len(call.op._schema.returns) - 3
     if call.op.name().endswith("no_stats"):
         return pattern(call, "0rr->0rr|100->100")
@@ -38,13 +38,13 @@ def _rows(call: Call) -> list[Row]:
 
 
 @placement_rule("native_batch_norm_backward")
-def _backward_rows(call: Call) -> list[Row]:
+def _backward_rows(call: OperatorCall) -> list[Row]:
     # The sums over the batch are needed for the gradient of the input, so those of weight and bias are whole.
     sums = "rr" if call["train"] else "pp"
     return pattern(call, f"00rrrrr->0{sums}|1100000->100")
 
 
-def _trains(call: Call) -> bool:
+def _trains(call: OperatorCall) -> bool:
     name = call.op.name()
     if name.endswith("no_training"):
         return False

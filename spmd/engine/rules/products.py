@@ -6,8 +6,8 @@ from typing import Final
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from spmd.engine.program import Meta
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.program import Meta
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
 
 __all__: list[str] = []
 
@@ -20,7 +20,7 @@ def _placement(letter: str) -> Placement:
 
 
 @placement_rule("mm", "bmm", "addmm", "baddbmm")
-def _rows(call: Call) -> list[Row]:
+def _rows(call: OperatorCall) -> list[Row]:
     name = call.op._schema.name.removeprefix("aten::").rstrip("_")
     adds = name in ("addmm", "baddbmm")
     left, right = call.tensors[-2:]
@@ -34,7 +34,7 @@ def _rows(call: Call) -> list[Row]:
 
 
 def _added(meta: Meta, out: tuple[int, ...], result: Placement) -> Placement:
-    """How what is added must lie, which may be broadcast."""
+    """Return the layout for the added tensor, which may be broadcast."""
     if not isinstance(result, Shard):
         return result
     own = result.dim - len(out) + len(meta.shape)

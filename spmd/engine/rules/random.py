@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
-from spmd.engine.redistribution import take_shard
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.redistribution import take_shard
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
 from spmd.torch_internals import is_dense
 
 __all__ = ["is_random", "with_generator"]
@@ -50,7 +50,7 @@ def is_random(op: Any) -> bool:
 
 
 @placement_rule(*_FILLS, *_LIKE, "native_dropout")
-def _rows(call: Call) -> list[Row]:
+def _rows(call: OperatorCall) -> list[Row]:
     results = 2 if call.op.name().endswith("dropout") else 1
     dims = range(len(call.tensors[0].shape))
     return [Row((Shard(dim),), (Shard(dim),) * results) for dim in dims]

@@ -1,4 +1,4 @@
-"""Means, norms, truths, and positions of the largest."""
+"""Means, norms, ``all`` and ``any``, and positions of maxima."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from spmd.engine.redistribution import all_reduce
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.redistribution import all_reduce
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
 
 __all__: list[str] = []
 
 aten: Any = torch.ops.aten
 
 
-def _reduced(call: Call, name: str = "dim") -> list[int]:
+def _reduced(call: OperatorCall, name: str = "dim") -> list[int]:
     rank = len(call.tensors[0].shape)
     try:
         given = call[name]
@@ -30,7 +30,7 @@ def _reduced(call: Call, name: str = "dim") -> list[int]:
     return sorted(each % rank for each in ([given] if isinstance(given, int) else given)) if rank else []
 
 
-def _keeps(call: Call) -> bool:
+def _keeps(call: OperatorCall) -> bool:
     try:
         return bool(call["keepdim"])
     except KeyError:
@@ -38,12 +38,12 @@ def _keeps(call: Call) -> bool:
 
 
 def _after(dim: int, reduced: Sequence[int], keep: bool) -> int:
-    """What a dimension that is not reduced becomes."""
+    """Return the new number of a dimension that is not reduced."""
     return dim if keep else dim - sum(each < dim for each in reduced)
 
 
 @placement_rule("mean", "mean.dim")
-def _mean_rows(call: Call) -> list[Row]:
+def _mean_rows(call: OperatorCall) -> list[Row]:
     reduced, keep = _reduced(call), _keeps(call)
     rows = [Row((Partial(),), (Partial(),))]
     for dim in range(len(call.tensors[0].shape)):
@@ -74,7 +74,7 @@ def accumulated_in(dtype: torch.dtype) -> torch.dtype:
 
 
 @placement_rule("argmax", "argmin", "logsumexp")
-def _arg_rows(call: Call) -> list[Row]:
+def _arg_rows(call: OperatorCall) -> list[Row]:
     if call["dim"] is None:
         return []
     reduced, keep = _reduced(call), _keeps(call)
@@ -88,14 +88,14 @@ def _arg_rows(call: Call) -> list[Row]:
 _TRUTHS: Final = ("any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
 
 
-def _reduced_truths(call: Call) -> list[int]:
+def _reduced_truths(call: OperatorCall) -> list[int]:
     """As of others; but an empty list names none here."""
     by_list = call.op._overloadname == "dims" and call["dim"] is not None
     return [] if by_list and not call["dim"] else _reduced(call)
 
 
 @placement_rule(*_TRUTHS)
-def _truth_rows(call: Call) -> list[Row]:
+def _truth_rows(call: OperatorCall) -> list[Row]:
     """Whole at once: a sum of truths would be multiplied and counted as one of numbers."""
     reduced, keep = _reduced_truths(call), _keeps(call)
     return [
@@ -123,7 +123,7 @@ def _truth(site: Site) -> Local | None:
 
 
 @placement_rule("linalg_vector_norm")
-def _norm_rows(call: Call) -> list[Row]:
+def _norm_rows(call: OperatorCall) -> list[Row]:
     reduced, keep = _reduced(call), _keeps(call)
     return [
         Row((Shard(dim),), (Replicate() if dim in reduced else Shard(_after(dim, reduced, keep)),))

@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor.placement_types import Partial, Shard
 
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
 from spmd.engine.rules.uneven_views import rebalanced
 
 __all__ = ["is_view"]
@@ -47,7 +47,7 @@ def is_view(op: Any) -> bool:
 
 
 @placement_rule("view.dtype")
-def _retyped_rows(call: Call) -> list[Row]:
+def _retyped_rows(call: OperatorCall) -> list[Row]:
     """Not along a last dimension whose length changes; and bits of addends are not those of a sum."""
     (meta,) = call.tensors
     rank = len(meta.shape)
@@ -56,7 +56,7 @@ def _retyped_rows(call: Call) -> list[Row]:
 
 
 @placement_rule("slice_backward", "select_backward")
-def _backward_rows(call: Call) -> list[Row]:
+def _backward_rows(call: OperatorCall) -> list[Row]:
     """Along all dimensions but the one that was sliced, also where that is counted from the last."""
     rank = len(call["input_sizes"])
     cut = call["dim"] % rank

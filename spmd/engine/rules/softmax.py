@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
-from spmd.engine.redistribution import all_reduce
-from spmd.engine.rules.local import Local, Site, local_rule
-from spmd.engine.rules.placing import Call, Row, placement_rule
+from spmd.engine.program.redistribution import all_reduce
+from spmd.engine.rules.local_rules import Local, Site, local_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
 
 __all__: list[str] = []
 
@@ -20,7 +20,7 @@ _BACKWARD: Final = ("_softmax_backward_data", "_log_softmax_backward_data")
 
 
 @placement_rule(*_FORWARD, *_BACKWARD)
-def _rows(call: Call) -> list[Row]:
+def _rows(call: OperatorCall) -> list[Row]:
     dims = range(len(call.tensors[0].shape))
     return [Row((Shard(dim),) * len(call.tensors), (Shard(dim),)) for dim in dims]
 

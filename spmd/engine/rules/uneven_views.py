@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from spmd.engine.layouts import chunks, coordinates, is_shard
-from spmd.engine.program import Layout, Meta
-from spmd.engine.redistribution import all_to_all
-from spmd.engine.rules.local import Site
+from spmd.engine.program.layouts import chunks, coordinates, is_shard
+from spmd.engine.program.program import Layout, Meta
+from spmd.engine.program.redistribution import all_to_all
+from spmd.engine.rules.local_rules import Site
 
 __all__ = ["placed_view", "rebalanced"]
 

@@ -54,7 +54,7 @@ class BodyGenerator:
     # ---- whole bodies
 
     def normal(self, count: int) -> list[Value]:
-        """About so many random steps; the results."""
+        """Make about ``steps`` random steps; returns the results."""
         self._unload(self._values)
         self.wander(count)
         return self.finish(self._cargo(self.random.randint(1, 4)))
@@ -76,7 +76,7 @@ class BodyGenerator:
         return self.finish([self._pick(Kind.MATRIX), self._values[-1]])
 
     def wander(self, count: int, calls: float = 0.35) -> None:
-        """About so many random steps, of which this part are calls."""
+        """Make random steps, of which this share are calls."""
         for _ in range(count):
             chance = self.random.random()
             if chance < calls and self._may_call():

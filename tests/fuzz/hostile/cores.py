@@ -8,7 +8,6 @@ is a failure. Whoever says it all is a member who has proven to belong to the jo
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,16 +15,15 @@ from unittest import mock
 
 import torch
 
+from farcall.grpc.values import Malformed, from_value, to_value
 from farcall.serving.tensors import TorchTensors
 from farcall.v1 import value_pb2 as pb
-from farcall.values import Malformed, from_value, to_value
 from rpc.bulk.shared_memory import packing
 from rpc.errors import ProtocolError, RpcError, SerializationError
 from rpc.group.admission import judge
 from rpc.group.authentication import TokenAuthenticator
-from rpc.group.delivery import WINDOW, Delivery
 from rpc.group.handshake import Handshake, Hello, Refusal, Role, Stream, Welcomed
-from rpc.group.handshake import Message as Said
+from rpc.group.handshake import HandshakeMessage as Said
 from rpc.group.membership import Membership
 from rpc.group.workers import Member, WorkerInfo
 from rpc.serialization.codecs import NEUTRAL
@@ -109,7 +107,7 @@ def seed_frames() -> list[bytes]:
     return [
         one(Kind.CALL, 1, {}, [b"pickle"]),
         one(Kind.CALL, 1, {"rref": [[1, [2, 3], [4, 5]]]}, [b"pickle", b"tensor" * 9, b""]),
-        one(Kind.CONTROL, 0, {"batch": [0, 1, [["rref", ["delete", [1, 2], [3, 4]]]]]}, []) * 2,
+        one(Kind.CONTROL, 0, {"batch": [0, [["rref", ["delete", [1, 2], [3, 4]]]]]}, []) * 2,
         one(Kind.ALIVE, 128, {}, []) + one(Kind.GOODBYE, 0, {"reason": "over"}, []),
         pieces[:4000],
         bytes(opening.head) + b"".join(chunk_prefix(7, 65_536 * n, 16) + bytes(16) for n in range(3)),
@@ -125,7 +123,7 @@ def run_header(data: bytes) -> None:
 
 def seed_headers() -> list[bytes]:
     return [
-        pack_header({"batch": [0, 1, [["rref", ["delete", [1, 2], [3, 4]]]]]}),
+        pack_header({"batch": [0, [["rref", ["delete", [1, 2], [3, 4]]]]]}),
         pack_header({"member": ["worker0", 0, 1 << 62, "host", ["unix:@a"], "", 1 << 30], "wanted": 3}),
         pack_header({"none": None, "text": "\ud800", "deep": [[[[{"a": {}}]]]], "bytes": b"x" * 300}),
         b"\x81\xa1k" + b"\xdd\x00\x00\x04\x01" + b"\xc0" * 1025,
@@ -317,7 +315,7 @@ def seed_handshakes() -> list[bytes]:
     ]
 
 
-# ---- sessions and control messages
+# ---- sessions
 
 
 def run_session(data: bytes) -> None:
@@ -351,31 +349,6 @@ def seed_sessions() -> list[bytes]:
     return [
         packed([["sent", 5], ["acknowledged", 3], ["sent", 2], ["resume", 4, 2], ["acknowledged", 9]]),
         packed([["large"], ["large"], ["arrived", 1], ["resume", 0, 0], ["resumed"], ["resumed"]]),
-    ]
-
-
-def run_delivery(data: bytes) -> None:
-    """Batches of control messages, as a member may number and acknowledge them."""
-    delivery, posted, delivered = Delivery(), 0, Counter[int]()
-    for batch in unpacked(data):
-        for _ in range(3):
-            delivery.send(["topic", posted])
-            posted += 1
-        delivery.outgoing()
-        for message in delivery.received(batch):
-            if type(message) is int:
-                delivered[message] += 1
-        if len(delivery._beyond) > WINDOW or not 0 <= delivery.unacknowledged <= posted:
-            raise Broken(
-                f"{len(delivery._beyond)} numbers are kept, {delivery.unacknowledged} of {posted} queued"
-            )
-    delivery.outgoing(acknowledge=True)
-
-
-def seed_deliveries() -> list[bytes]:
-    return [
-        packed([[0, 1, [1, 2]], [3, 3, [3]], [3, 2, [2, 3, 4]], [9, 5, []]]),
-        packed([[0, 3, [3]], [0, 1, [1, 2]], [2, 4096, [9]], [4, 4000, list(range(90))]]),
     ]
 
 
@@ -429,8 +402,6 @@ class References:
                 protocol.created(_HOSTILE, (a, b), (c, d))
             case ["fetch", [int(a), int(b)]]:
                 protocol.release(protocol.expect((a, b)))
-            case ["link lost"]:
-                protocol.link_lost(_HOSTILE)
             case ["sweep"]:
                 protocol.sweep()
         self.act()
@@ -533,8 +504,6 @@ def seed_references() -> list[bytes]:
                         ("confirmed", [fork]),
                         ("refused", [fork, "why"]),
                         ("accepted", [fork]),
-                        ("withdraw", [1, rref, fork]),
-                        ("withdraw", [2, rref, fork]),
                     )
                 ]
             )
@@ -554,7 +523,7 @@ def seed_references() -> list[bytes]:
         says.append(
             [[to, ["message", ["abandon", [9, 1], "why"]]], [to, ["create", [9, 1], [9, 2]]], [to, ["sweep"]]]
         )
-        says.append([[to, ["created", [to, 4], [to, 5]]], [to, ["link lost"]], [to, ["fetch", [9, 4]]]])
+        says.append([[to, ["created", [to, 4], [to, 5]]], [to, ["fetch", [9, 4]]]])
     return [packed(each) for each in says]
 
 
@@ -566,6 +535,5 @@ TARGETS: Final = (
     Target("value", run_value, (Malformed,), seed_values),
     Target("handshake", run_handshake, (ProtocolError,), seed_handshakes, of_values=True),
     Target("session", run_session, (ProtocolError,), seed_sessions, of_values=True),
-    Target("delivery", run_delivery, (ProtocolError,), seed_deliveries, of_values=True),
     Target("references", run_references, (ProtocolError,), seed_references, of_values=True),
 )

@@ -32,7 +32,7 @@ from tests.support.hostile import Hostile, Target, target
 
 __all__ = ["Attack", "Victim", "seeds"]
 
-EVICTION: Final = [[Kind.CONTROL, 0, {"batch": [0, 1, [["rref", ["fence", -1_000_003, "dead"]]]]}, [], 0]]
+EVICTION: Final = [[Kind.CONTROL, 0, {"batch": [0, [["rref", ["fence", -1_000_003, "dead"]]]]}, [], 0]]
 """A member says that the honest one is dead."""
 
 NAME: Final = "members"
@@ -238,8 +238,8 @@ def seeds() -> list[bytes]:
 
     called = [Kind.CALL, 1, {}, call, NEUTRAL]
 
-    def control(*messages: Any, start: int = 1, acknowledged: int = 0) -> list[Any]:
-        return [Kind.CONTROL, 0, {"batch": [acknowledged, start, list(messages)]}, [], 0]
+    def control(*messages: Any, acknowledged: int = 0) -> list[Any]:
+        return [Kind.CONTROL, 0, {"batch": [acknowledged, list(messages)]}, [], 0]
 
     def said(*messages: Any) -> list[Any]:
         return control(*[["rref", message] for message in messages])
@@ -273,14 +273,13 @@ def seeds() -> list[bytes]:
         [said(["confirm", theirs, [ME, 9]], ["confirm", mine, [ME, 9]], ["confirmed", [VICTIM, 2]])],
         [
             said(
-                ["withdraw", VICTIM, theirs, [HONEST, 3]],
                 ["refused", [VICTIM, 3], "no"],
                 ["accepted", [VICTIM, 4]],
             )
         ],
         [
             control(["call", ["cancel", 1]], ["cancel", 1], ["nobody", 1]),
-            control(1, start=4096, acknowledged=9),
+            control(1, acknowledged=9),
         ],
         [[Kind.ALIVE, 1 << 40, {}, [], 1], [Kind.ALIVE, 0, {}, [], 2], [Kind.ARRIVED, 5, {}, [], 0]],
         [
@@ -391,8 +390,8 @@ class Attack:
                 peer.join(member)
                 reader = threading.Thread(target=_hear_all, args=(peer,))
                 reader.start()
-                for number, messages in enumerate(batches(member.incarnation)):
-                    header = {"batch": [0, 1 + 500 * number, [["rref", message] for message in messages]]}
+                for messages in batches(member.incarnation):
+                    header = {"batch": [0, [["rref", message] for message in messages]]}
                     peer.socket.sendall(b"".join(map(bytes, encode(Kind.CONTROL, 0, header, ())[0])))
                     said += len(messages)
                     if time.monotonic() > end:
@@ -427,7 +426,6 @@ def _floods() -> list[Batches]:
         of(lambda me, number: ["confirm", [7, number], [me, number]]),
         of(lambda me, number: ["abandon", [me, number], long]),
         of(lambda me, number: ["refused", [me, number], long]),
-        of(lambda me, number: ["withdraw", me, [me, number], [me, number]]),
         of(lambda me, number: ["fence", number, long]),
         of(lambda me, number: ["bereaved", number]),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import rpc
-from dist_autograd.messages import GRADIENTS, MARK, WHOLE_PART
+from dist_autograd.backward_messages import GRADIENTS, MARK, WHOLE_PART
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
 from tests.support import backend

@@ -39,7 +39,7 @@ def train(count: int, backward: bool = True) -> None:
 
 
 def megabytes() -> float:
-    """What this process has in memory, but for freed memory that the allocator can give back."""
+    """Memory of this process, except for freed memory that the allocator can give back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -77,3 +77,21 @@ def test_culprit_on_another_host_is_named(run_workers: RunWorkers, tmp_path: Pat
         assert os.stat(file).st_mode & 0o777 == 0o600
     for worker in workers:
         worker.kill()
+
+
+@pytest.mark.nightly
+def test_worker_on_another_host_counts_for_metrics(run_workers: RunWorkers, tmp_path: Path) -> None:
+    workers = run_workers.start(hang, 2, time_limit=60.0)
+    workers.wait_for("joined")
+    until = time.monotonic() + 25
+    counting: dict[str, bool] = {}
+    while time.monotonic() < until and not counting.get("worker1"):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(socket, "gethostname", lambda: "host0")
+            (job,) = jobs(tmp_path / "host0")
+            gather(job.path, read_job(job, gathered=False), count=True)
+            parts = {each.name: each.snapshot.get("counters") for each in read_job(job)}
+            counting = {name: bool(part) and part["on"] for name, part in parts.items() if part}
+    assert counting == {"worker0": False, "worker1": True}
+    for worker in workers:
+        worker.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -12,8 +13,7 @@ from farcall.observe.analysis import Report, analyze
 from farcall.observe.jobs import JobFolder, jobs, jobs_folder
 from farcall.observe.reader import read_job
 from farcall.observe.words import in_words
-from tests.support import hangs
-from tests.support.hangs import HANGS, Hang, culprit_line
+from tests.support.hangs import HANGS, Hang
 from tests.support.workers import RunWorkers, Workers
 
 pytestmark = pytest.mark.processes
@@ -23,8 +23,6 @@ PATIENCE = 25.0
 
 SILENT = 4.0
 """Time after which a worker is seen to have been silent before its end, in seconds."""
-
-HERE = Path(hangs.__file__)
 
 
 def job_of(workers: Workers) -> JobFolder | None:
@@ -41,11 +39,10 @@ def names(report: Report, hang: Hang, kinds: tuple[str, ...]) -> bool:
     if not report.findings:
         return False
     first = report.findings[0]
-    line = culprit_line(hang.name)
     return first.kind in kinds and any(
         node.worker == hang.worker
         and node.place is not None
-        and (Path(node.place.file).name, node.place.line) == (HERE.name, line)
+        and (Path(node.place.file).name, node.place.line) == hang.culprit
         for node in first.nodes
     )
 
@@ -68,7 +65,7 @@ def until_named(workers: Workers, hang: Hang, kinds: tuple[str, ...]) -> Report:
         workers.server_news()
         time.sleep(0.1)
     shown = "nothing" if report is None else "\n".join(in_words(report, everything=True))
-    pytest.fail(f"{hang.name} is not explained by line {culprit_line(hang.name)}:\n{shown}")
+    pytest.fail(f"{hang.name} is not explained by {hang.culprit}:\n{shown}")
 
 
 QUICK = [each for each in HANGS.values() if each.quick]
@@ -83,6 +80,8 @@ def check(run_workers: RunWorkers, hang: Hang) -> None:
     workers = run_workers.start(hang, hang.size, time_limit=90.0)
     report = until_named(workers, hang, hang.kind)
     assert "\n".join(in_words(report))
+    for worker in workers:
+        worker.signal(signal.SIGSTOP)  # none may see that another has ended
     for worker in workers:
         worker.kill()
     until_named(workers, hang, hang.dead_kinds or hang.kind)

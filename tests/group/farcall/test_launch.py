@@ -60,7 +60,7 @@ def test_death_by_a_signal_has_its_exit_status(tmp_path: Path) -> None:
     done = launch(tmp_path, "die")
     assert done.returncode == 128 + 9
     summary = done.stderr.partition("failed first: it was killed by SIGKILL\n")[2]
-    assert "worker1 failed in <module>, at program.py:" in summary
+    assert "worker1 was last seen in <module>, at program.py:" in summary
 
 
 # ---- dynamic groups

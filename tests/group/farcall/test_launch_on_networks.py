@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launchers import Launchers, launchers
 from tests.support.network_namespaces import Hosts, hosts
 
-__all__ = ["hosts"]
+__all__ = ["hosts", "launchers"]
 
 pytestmark = [pytest.mark.processes, pytest.mark.nightly]
 
@@ -61,3 +62,18 @@ def test_machines_meet_at_an_address_that_their_own_names_do_not_mean(
     ends = [launcher.communicate(timeout=80) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], ends
     assert sorted(out for out, _ in ends) == ["[0] called worker1\n", "[1] called worker0\n"]
+
+
+def test_a_network_that_cannot_be_reached_is_waited_for_and_no_taken_port(
+    hosts: Hosts, launchers: Launchers
+) -> None:
+    hosts.block(1)
+    place = f"{hosts.more_addresses[0]}:29500"
+    within = ["ip", "netns", "exec", hosts.names[1]]
+    token = {"FARCALL_TOKEN": "a token of the test's"}
+    launcher = launchers(
+        SCRIPT, f"-n 1 --nnodes 2 --node-rank 1 --rdzv {place} --timeout 5", within=within, **token
+    )
+    assert launcher.end() == 1
+    assert f"the rendezvous at {place} has not been reachable for 5 s" in launcher.lines[-1]
+    assert "is taken by" not in launcher.said

@@ -40,7 +40,7 @@ def test_it_serves_where_farcall_is_installed(tmp_path: Path, monkeypatch: pytes
 
 def test_its_options_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch)
-    with pytest.raises(ValueError, match=r"whoever reaches 0\.0\.0\.0 could call"):
+    with pytest.raises(ValueError, match=r"anyone who reaches 0\.0\.0\.0 could call"):
         rpc.serve({"scale": Scale()}, host="0.0.0.0")
     rpc.serve({"scale": Scale()}, host="0.0.0.0", insecure=True).stop()
 
@@ -58,6 +58,6 @@ def test_it_takes_what_farcall_serve_takes() -> None:
     ]
 
 
-def implements(server: farcall.serving.Server) -> rpc.serving.Server:
+def implements(server: farcall.serving.Server) -> rpc.serving.RunningServer:
     """Checked by mypy alone: what ``farcall.serve`` returns is what ``rpc.serve`` says."""
     return server

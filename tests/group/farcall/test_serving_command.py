@@ -71,7 +71,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "ending: no more calls are taken" in rest
+    assert "ending: no more calls are accepted" in rest
     assert "model OK" in rest
 
 

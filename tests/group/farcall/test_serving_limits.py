@@ -181,7 +181,7 @@ def test_the_name_in_a_certificate_is_its_owners(
 
 
 def test_beyond_this_host_callers_must_be_known() -> None:
-    with pytest.raises(ValueError, match=r"whoever reaches 0\.0\.0\.0 could call"):
+    with pytest.raises(ValueError, match=r"anyone who reaches 0\.0\.0\.0 could call"):
         farcall.serve({"scale": Scale()}, host="0.0.0.0")
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from farcall.grpc.values import Elements
 from farcall.serving.tensors import TorchTensors
 from farcall.v1 import service_pb2, value_pb2
-from farcall.values import Elements
 from tests.support.effort import EFFORT
 from tests.support.gateway import Connect, Gate, Scale, Serve
 

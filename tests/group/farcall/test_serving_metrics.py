@@ -83,7 +83,7 @@ def test_idle_connections_take_no_threads_and_the_oldest_are_closed(serve: Serve
 def test_connections_that_do_not_begin_tls_count_as_well(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farcall.serving.scraping._SECONDS", 10 * SOON)
+    monkeypatch.setattr("farcall.scraping._SECONDS", 10 * SOON)
     tls = Authority(tmp_path).issue(host=BEYOND)
     served = {"tls": tls, "client_certificates": False, "tokens": TOKEN}
     server = serve({"scale": Scale()}, metrics_port=0, metrics_host=BEYOND, **served)
@@ -97,7 +97,7 @@ def test_connections_that_do_not_begin_tls_count_as_well(
 def test_a_request_that_does_not_come_in_time_is_not_waited_for(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farcall.serving.scraping._SECONDS", 0.1)
+    monkeypatch.setattr("farcall.scraping._SECONDS", 0.1)
     with connected(serve({"scale": Scale()}, metrics_port=0)) as slow:
         slow.sendall(b"GET / HTTP/1.1")
         assert slow.recv(1) == b""
@@ -127,7 +127,7 @@ def test_beyond_this_host_they_need_a_token(serve: Serve) -> None:
         with pytest.raises(urllib.error.HTTPError) as caught:
             scrape(server, BEYOND, token=wrong)
         assert (caught.value.code, caught.value.headers["WWW-Authenticate"]) == (401, "Bearer")
-    with pytest.raises(ValueError, match=f"whoever reaches {BEYOND} could read the metrics"):
+    with pytest.raises(ValueError, match=f"anyone who reaches {BEYOND} could read metrics"):
         farcall.serve({"scale": Scale()}, metrics_port=0, metrics_host=BEYOND)
 
 

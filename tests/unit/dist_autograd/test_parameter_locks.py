@@ -1,4 +1,4 @@
-"""Who may work on which parameters at the same time."""
+"""Locks of parameters: which optimizers may work on which parameters at the same time."""
 
 from __future__ import annotations
 

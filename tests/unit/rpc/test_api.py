@@ -41,8 +41,8 @@ class AloneAgent:
         kwargs: dict[str, Any],
         timeout: float,
     ) -> Any:
-        if self.events.call_begun:
-            self.events.tell(self.events.call_begun, CallBegun(1, self.me.name, function.__name__))
+        if self.events.call_begun is not None:
+            self.events.call_begun(1, self.me.name, function.__name__)
         return function(*args, **kwargs)
 
     def call_async(

@@ -169,6 +169,25 @@ def test_interpreter_that_is_held() -> None:
     assert first(worker(0, waits_for_call(1, 1, 5), calls=[call(1, 1)]), stuck) == ("frozen", "worker1", 9)
 
 
+def test_interpreter_that_is_held_since_before_the_look_after_the_call() -> None:
+    frozen = {2: Stack(2, (("native", "prog.py", 9), ("run", "<ours>", 1)))}
+    stuck = worker(1, frozen=frozen, looked=NOW - 20)
+    report = found(worker(0, waits_for_call(1, 1, 5), calls=[call(1, 1, "native")]), stuck)
+    (finding,) = report.findings
+    assert (finding.kind, str(finding.culprit.place), finding.waiting) == ("frozen", "prog.py:9", 1)
+    assert "runs native for worker0, holds the interpreter lock in C code" in finding.text
+
+
+def test_call_that_began_after_the_last_look_at_its_callee() -> None:
+    gone = Process(alive=False)
+    asked = call(1, 1, "native") | {"defined": ["native", "prog.py", 8], "began": NOW - 1.5}
+    caller = worker(0, waits_for_call(1, 1, 5), calls=[asked], process=gone)
+    callee = worker(1, process=gone, wall=998.0, looked=NOW - 2)
+    (finding,) = found(caller, callee).findings
+    assert "worker1 last wrote its state 0.5 s before this call" in finding.text
+    assert "native is defined at prog.py:8" in finding.text
+
+
 def test_in_a_job_that_is_over_a_worker_that_died_before_the_others() -> None:
     gone = Process(alive=False)
     early = worker(1, thread(MAIN, line=8), process=gone, wall=990.0)

@@ -1,4 +1,4 @@
-"""Who holds the lock that a thread waits for, as frames and code show."""
+"""The holder of the lock that a thread waits for, found in frames and code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,34 @@ class Account:
             pass
 
 
+class SlottedAccount:
+    __slots__ = ("lock",)
+    shared = threading.Lock()
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def hold(self, held: threading.Event, release: threading.Event) -> None:
+        with self.lock:
+            held.set()
+            release.wait()
+
+    def wait(self) -> None:
+        with self.lock:
+            pass
+
+    def hold_shared(self, held: threading.Event, release: threading.Event) -> None:
+        with self.shared:
+            held.set()
+            release.wait()
+
+    def wait_for_shared(self) -> None:
+        with self.shared:
+            pass
+
+
 ACCOUNT = Account()
+SLOTTED = SlottedAccount()
 
 
 def hold_lock(held: threading.Event, release: threading.Event) -> None:
@@ -114,6 +141,8 @@ def until_waits(thread: threading.Thread, function: Callable[..., Any]) -> Frame
         (hold_rlock, wait_for_rlock, "RLOCK", True),
         (hold_in_table, wait_for_table, "TABLE['lock']", True),
         (ACCOUNT.hold, ACCOUNT.wait, "self.lock", True),
+        (SLOTTED.hold, SLOTTED.wait, "self.lock", True),
+        (SLOTTED.hold_shared, SLOTTED.wait_for_shared, "self.shared", True),
     ],
 )
 def test_holder_is_found(hold: Callable[..., Any], wait: Callable[..., Any], name: str, sure: bool) -> None:

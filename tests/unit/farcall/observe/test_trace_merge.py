@@ -8,22 +8,28 @@ from typing import Any
 import msgpack
 import pytest
 
-from farcall.observe.trace_merge import Part, align, merge, read_part
+from farcall.observe.trace_clocks import align
+from farcall.observe.trace_merge import merge
+from farcall.observe.trace_parts import Part, read_part
 
 
 def part(worker: str, boot: str, records: list[Any], wall: float = 0.0) -> Part:
-    return Part(worker, [worker], boot, boot, 1, wall, {"1": "MainThread"}, records, 0)
+    return Part(worker, [worker], boot, boot, 1, wall, ["MainThread"] * 2, records, 0)
 
 
 def call(number: int, sent: float, came: float, answered: float, back: float) -> tuple[list[Any], list[Any]]:
     """The records of a call of ``a`` to ``b``, each on its own clock."""
     return (
-        [("call", sent, 1, 0, number, "b", "f", "sync"), ("called", back, 1, 0, number, back - sent, "")],
         [
-            ("came", came, 1, "a", number, 0),
-            ("run", came, 1, "a", number, 0, "f", 0.0, 0.0),
-            ("ran", answered, 1, "a", number, 0),
-            ("answered", answered, 1, "a", number, 0, False),
+            ("call", sent, 1, 0, number, "b", "f", "sync"),
+            ("sent", sent, 1, 0, number, 10),
+            ("called", back, 1, 0, number, ""),
+        ],
+        [
+            ("came", came, 1, "a", number),
+            ("run", came, 1, "a", number, "f", 0.0, 0.0),
+            ("ran", answered, 1, "a", number),
+            ("answered", answered, 1, "a", number, False, 10),
         ],
     )
 
@@ -39,8 +45,8 @@ def test_clocks_of_hosts_are_aligned_by_the_tightest_calls() -> None:
 
 def test_a_host_between_two_others_aligns_them() -> None:
     at_a, at_b = call(1, 0.0, 100.001, 100.002, 0.003)
-    to_c = [("call", 100.0, 1, 0, 1, "c", "f", "sync"), ("called", 100.004, 1, 0, 1, 0.004, "")]
-    at_c = [("came", 7.001, 1, "b", 1, 0), ("answered", 7.003, 1, "b", 1, 0, False)]
+    to_c = [("sent", 100.0, 1, 0, 1, 10), ("called", 100.004, 1, 0, 1, "")]
+    at_c = [("came", 7.001, 1, "b", 1), ("answered", 7.003, 1, "b", 1, False, 10)]
     found = align([part("a", "x", at_a), part("b", "y", at_b + to_c), part("c", "z", at_c)])
     assert found["z"].offset == pytest.approx(-7.0)
     assert found["z"].error == pytest.approx(0.002)
@@ -50,28 +56,26 @@ def test_hosts_that_have_not_called_each_other_are_aligned_by_the_time_of_day() 
     found = align([part("a", "x", [], wall=10.0), part("b", "y", [], wall=30.0)])
     assert found["y"].offset == 30.0
     assert math.isinf(found["y"].error)
-    assert merge([part("a", "x", []), part("b", "y", [])])["metadata"]["clocks"]["y"] == "by the time of day"
+    assert merge([part("a", "x", []), part("b", "y", [])]).metadata["clocks"]["y"] == "by the time of day"
 
 
 def test_arrows_lead_from_a_call_to_its_run_and_back() -> None:
     at_a, at_b = call(1, 1.0, 2.0, 3.0, 4.0)
     made = merge([part("a", "x", at_a), part("b", "x", at_b)])
-    arrows = [
-        (event["ph"], event["pid"], event["id"]) for event in made["traceEvents"] if event["ph"] in "stf"
-    ]
-    assert sorted(arrows) == [("f", 1, 1), ("s", 1, 1), ("t", 2, 1)]
-    slices = {event["name"]: event for event in made["traceEvents"] if event["ph"] == "X"}
+    arrows = [(event["ph"], event["pid"], event["id"]) for event in made.events() if event["ph"] in "stf"]
+    assert sorted(arrows) == [("f", 1, "a/1"), ("s", 1, "a/1"), ("t", 2, "a/1")]
+    slices = {event["name"]: event for event in made.events() if event["ph"] == "X"}
     assert slices["call f"]["ts"] == 0.0
     assert slices["call f"]["dur"] == 3e6
     assert (slices["f"]["ts"], slices["f"]["dur"], slices["f"]["pid"]) == (1e6, 1e6, 2)
 
 
 def test_a_call_without_an_answer_ends_with_the_trace() -> None:
-    (begun, _), _ = call(1, 1.0, 2.0, 3.0, 4.0)
+    (begun, *_), _ = call(1, 1.0, 2.0, 3.0, 4.0)
     made = merge([part("a", "x", [begun, ("span", 1.0, 1, "barrier", 9.0, True, {})])])
-    (found,) = [event for event in made["traceEvents"] if event["name"] == "call f"]
+    (found,) = [event for event in made.events() if event["name"] == "call f"]
     assert found["args"]["error"] == "not answered yet"
-    assert not [event for event in made["traceEvents"] if event["ph"] == "f"]
+    assert not [event for event in made.events() if event["ph"] == "f"]
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\xc1", bytes(msgpack.packb([1])), bytes(msgpack.packb({"a": 1}))])

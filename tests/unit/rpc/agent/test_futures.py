@@ -96,7 +96,7 @@ def test_an_error_without_a_text_completes_all_that_wait_for_it(base: type[BaseE
     future: Future[None] = Future()
     after = future.then(fail)
     future.set_result(None)
-    with pytest.raises(RuntimeError, match=rf"{base.__name__}: \(its text cannot be had\)"):
+    with pytest.raises(RuntimeError, match=rf"{base.__name__}: \(its text is not available\)"):
         after.wait(SOON)
 
 

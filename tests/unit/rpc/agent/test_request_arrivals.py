@@ -7,6 +7,7 @@ from typing import Any
 
 from rpc.agent.request_runner import Request, RequestRunner
 from rpc.agent.tape import Tracing
+from rpc.runtime.events import Events
 from rpc.wire.frames import Frame, Kind
 
 
@@ -18,7 +19,7 @@ class Codec:
 def test_who_still_knows_of_a_request_keeps_no_reference_alive() -> None:
     serializer: Any = SimpleNamespace(codecs={0: Codec()}, adopt=None)
     unused: Any = None
-    runner = RequestRunner(unused, serializer, Tracing(), unused, unused, unused, unused, unused)
+    runner = RequestRunner(unused, serializer, Tracing(), Events(), unused, unused, unused, unused)
     peer: Any = SimpleNamespace(name="worker1")
     reference = object()
     request = Request(peer, Frame(Kind.CALL, 1, {}, [b""], 0), {"rref": [reference]})

@@ -9,7 +9,7 @@ import pytest
 
 from rpc.agent.slow_calls import (
     Answer,
-    Awaited,
+    AwaitedCall,
     Hop,
     Schedule,
     chain_in_words,
@@ -77,7 +77,7 @@ def test_making_of_a_remote_object_is_not_reported() -> None:
 
 # ---- answers
 
-ANSWER = Answer("running", "farcall-3", "step", "train.py:7", "sleeps", 0, Awaited(5, 6, "block"))
+ANSWER = Answer("running", "farcall-3", "step", "train.py:7", "sleeps", 0, AwaitedCall(5, 6, "block"))
 
 
 def test_answers_travel() -> None:
@@ -93,7 +93,7 @@ def test_long_texts_are_cut_by_their_writer() -> None:
 
 def test_what_a_peer_says_stays_on_its_line() -> None:
     message = write_answer(
-        Answer("running", "t\n", "f\x1b[2J", "x.py:1\r", "a\tb", 0, Awaited(1, 2, "\nERROR"))
+        Answer("running", "t\n", "f\x1b[2J", "x.py:1\r", "a\tb", 0, AwaitedCall(1, 2, "\nERROR"))
     )
     words = chain_in_words("worker0", [Hop("worker1", read_answer(message), "worker2")], closed=False)
     assert words.isprintable()
@@ -146,9 +146,10 @@ def test_answer_in_words(answer: Answer | str, words: str) -> None:
     assert hop_in_words(Hop("w", answer, "v")) == words
 
 
-def test_way_back_is_named() -> None:
-    there, back, elsewhere = Hop("b", ANSWER, "a"), Hop("a", Answer("unknown")), Hop("c", Answer("unknown"))
+def test_way_back_is_named_while_there_is_one() -> None:
+    there, back, elsewhere = Hop("b", ANSWER, "a"), Hop("a", Answer("running")), Hop("c", Answer("running"))
+    moved_on = Hop("a", Answer("unknown"))
     assert chain_in_words("a", [there, back], closed=False).endswith("; the calls lead back to a: a → b → a")
     assert chain_in_words("a", [there], closed=True).endswith("; this is a cycle of calls: a → b → a")
-    for hops in ([there, elsewhere], [back], [elsewhere]):
+    for hops in ([there, elsewhere], [back], [elsewhere], [there, moved_on]):
         assert "→" not in chain_in_words("a", hops, closed=False)

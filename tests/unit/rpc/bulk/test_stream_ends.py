@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 
 from rpc.bulk import stream_ends
 from rpc.bulk.stream_ends import LEAVING, BulkQueue, StreamReader
-from rpc.transport.bulk_socket import bulk_socket
+from rpc.transport.bulk_socket import BulkSocket, bulk_socket
 from rpc.wire.chunking import MAX_OPEN, Reassembly, Target, allocate
 from rpc.wire.frames import PREFIX_BYTES, Frame, Kind, LargeFrame, chunk_prefix, chunked, encode, open_message
 from tests.support.frames import prefix
@@ -53,6 +55,14 @@ class Watching(Loop):
     def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
         self.callback = callback
         self.watched.set()
+
+
+class NonBlocking(Loop):
+    """A loop that makes what it watches non-blocking, as uvloop does."""
+
+    def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
+        os.set_blocking(fd, False)
+        callback(*args)
 
 
 class Receiver:
@@ -256,6 +266,25 @@ def test_a_reader_that_waits_for_the_rest_of_a_message_can_be_closed() -> None:
         receiver.close()
         assert receiver.failures == []
         assert not receiver.readers[0].is_running
+
+
+def test_a_thread_sleeps_until_the_rest_of_a_message_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    receive = BulkSocket.receive
+
+    def timed(sock: BulkSocket, view: memoryview) -> int:
+        begin = monotonic()
+        count = receive(sock, view)
+        if not count:
+            waits.append(monotonic() - begin)
+        return count
+
+    monkeypatch.setattr(BulkSocket, "receive", timed)
+    size = 2 * MIB
+    with streams(loop=NonBlocking()) as (socks, receiver):
+        in_the_middle(socks[0], receiver, np.zeros(size, np.uint8), size)
+        until(lambda: len(waits) >= 3)
+    assert min(waits[:3]) > 1e-3  # a look that does not wait takes some microseconds
 
 
 # ---- what a peer may not do

@@ -1,4 +1,4 @@
-"""Who is let in: the wanted worker, by members of its group, on one connection per pair."""
+"""Admission: the wanted worker accepts members of its group, with one connection per pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has the token belongs to the job; who knows everything else does not."""
+"""Authentication: a process with the token belongs to the job; one that knows everything else does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rpc.errors import ProtocolError
 from rpc.group.admission import judge
 from rpc.group.authentication import ForeignRecordError, Seal, TokenAuthenticator
-from rpc.group.handshake import Handshake, Hello, Message, Refusal, Role, Stream, Welcomed
+from rpc.group.handshake import Handshake, HandshakeMessage, Hello, Refusal, Role, Stream, Welcomed
 from rpc.group.membership import Membership
 from rpc.wire.frames import Kind
 from tests.support.effort import PROFILE
@@ -29,7 +29,7 @@ def acceptor() -> Handshake:
     return Handshake(Role.ACCEPTOR, TOKEN)
 
 
-def answer(side: Handshake, message: Message) -> Any:
+def answer(side: Handshake, message: HandshakeMessage) -> Any:
     return side.receive(message.kind, message.header)
 
 
@@ -51,7 +51,7 @@ def test_a_proof_is_good_for_one_connection() -> None:
 
 
 def test_a_welcome_is_good_for_one_connection() -> None:
-    recorded: list[Message] = []
+    recorded: list[HandshakeMessage] = []
     for _ in range(2):
         one, other = dialler(), acceptor()
         challenge = answer(other, one.greet(Hello(A, B.incarnation, "group")))

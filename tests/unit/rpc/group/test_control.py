@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rpc.errors import ProtocolError, WorkerLostError
-from rpc.group.control import ACK_SECONDS, Control
+from rpc.group.control import ACK_EVERY, ACK_SECONDS, BATCH_MOST, Control
 from rpc.runtime.mailbox import Mailbox
 from rpc.transport.base import INFINITE
 from rpc.wire.frames import Frame, Kind, decode_one
@@ -183,4 +183,60 @@ def test_a_message_that_nobody_follows_or_that_cannot_be_is_a_violation(
     here: Worker, there: Worker, message: object
 ) -> None:
     with pytest.raises(ProtocolError, match="control message"):
-        here.control.received(there.seen_as, Frame(Kind.CONTROL, 0, {"batch": [0, 1, [message]]}, []))
+        here.control.received(there.seen_as, Frame(Kind.CONTROL, 0, {"batch": [0, [message]]}, []))
+
+
+def test_an_acknowledgement_of_many_messages_does_not_wait(
+    clockwork: Clockwork, here: Worker, there: Worker
+) -> None:
+    for number in range(ACK_EVERY):
+        here.control.post(there.seen_as, "news", number)
+    clockwork.advance(0)
+    there.receive(here)
+    clockwork.advance(0)
+    assert here.receive(there) == 1
+    assert here.control.unacknowledged() == 0
+
+
+def test_more_messages_than_a_frame_may_have_go_in_several(
+    clockwork: Clockwork, here: Worker, there: Worker
+) -> None:
+    for number in range(BATCH_MOST + 1):
+        here.control.post(there.seen_as, "news", number)
+    clockwork.advance(0)
+    assert there.receive(here) == 2
+    assert there.heard == [("here", number) for number in range(BATCH_MOST + 1)]
+
+
+def test_a_large_batch_that_is_overtaken_does_not_take_an_acknowledgement_back(
+    clockwork: Clockwork, here: Worker, there: Worker
+) -> None:
+    here.control.post(there.seen_as, "news", 1)
+    here.control.post(there.seen_as, "news", 2)
+    clockwork.advance(0)
+    for acknowledged in (2, 0):
+        here.control.received(there.seen_as, Frame(Kind.CONTROL, 0, {"batch": [acknowledged, []]}, []))
+    assert here.control.unacknowledged() == 0
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        *(None, [], 7, {"0": 1}, [0], [0, [], 5], [0, "abc"], ["0", []], [-1, []]),
+        [3, []],  # acknowledges what was never sent
+        [0, [["news", 1]] * (BATCH_MOST + 1)],
+    ],
+    ids=lambda batch: str(batch)[:20],
+)
+def test_a_malformed_batch_is_refused_whole(
+    clockwork: Clockwork, here: Worker, there: Worker, batch: object
+) -> None:
+    here.control.post(there.seen_as, "news", 1)
+    here.control.post(there.seen_as, "news", 2)
+    clockwork.advance(0)
+    here.control.post(there.seen_as, "news", 3)  # still here
+    with pytest.raises(ProtocolError, match="malformed batch"):
+        here.control.received(there.seen_as, Frame(Kind.CONTROL, 0, {"batch": batch}, []))
+    assert here.heard == []
+    clockwork.advance(0)
+    assert here.control.unacknowledged() == 3

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rpc.group.link import State
+from rpc.group.link import LinkState
 from rpc.testing.memory_transport import MemoryNetwork, MemoryTransport
 from rpc.transport.base import Transport
 from tests.support.effort import EFFORT
@@ -78,7 +78,7 @@ def check(left: Node, right: Node) -> None:
         assert here.gone == []
         assert len(here.open_connections()) == 1
         assert not here.connections.handshaking
-        assert here.peers[there.member.incarnation].link.state is State.ESTABLISHED
+        assert here.peers[there.member.incarnation].link.state is LinkState.ESTABLISHED
     (end,), (other_end,) = left.open_connections(), right.open_connections()
     assert end.other is other_end  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Who is let in and who is not: both sides and the log learn why, and the listener lives on."""
+"""Handshakes over connections: both sides and the log have the reason, and the listener stays."""
 
 from __future__ import annotations
 
@@ -309,7 +309,10 @@ def test_a_worker_that_refuses_us_is_gone_and_says_why(make_node: MakeNode) -> N
     ("answer", "reason"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the peer does not speak farcall's protocol"),
-        (MAGIC + b"\x09", "the peer speaks version 9 of farcall's protocol, this worker version 4"),
+        (
+            MAGIC + b"\x09",
+            f"the peer speaks version 9 of farcall's protocol, this worker version {PROTOCOL_VERSION}",
+        ),
         (PREAMBLE + frame(Kind.REPLY, {}), "expected challenge or welcome or refused, got a frame of kind 6"),
         (PREAMBLE + frame(Kind.REFUSED, {"reason": "no\nlines"}), "it refused the connection: 'no\\nlines'"),
         (PREAMBLE + frame(Kind.REFUSED, {}), "it refused the connection: no reason given"),

@@ -17,11 +17,11 @@ from rpc.group.handshake import (
     TRANSITIONS,
     Authenticator,
     Handshake,
+    HandshakeMessage,
+    HandshakeState,
     Hello,
-    Message,
     Refusal,
     Role,
-    State,
     Welcomed,
     legible,
     parse_refusal,
@@ -57,7 +57,7 @@ def converse(dialler: Handshake, acceptor: Handshake, *, change: int = 0) -> tup
         if message.kind == change:
             header["more"] = 1
         match receiver.receive(message.kind, header):
-            case Message() as message:
+            case HandshakeMessage() as message:
                 pass
             case Hello():
                 message = receiver.welcome()
@@ -74,19 +74,19 @@ def converse(dialler: Handshake, acceptor: Handshake, *, change: int = 0) -> tup
 def test_without_an_authenticator_welcome_follows_hello() -> None:
     dialler, acceptor = sides(None, None)
     assert converse(dialler, acceptor) == ([Kind.HELLO, Kind.WELCOME], Welcomed())
-    assert dialler.state is acceptor.state is State.WELCOMED
+    assert dialler.state is acceptor.state is HandshakeState.WELCOMED
 
 
 def test_with_an_authenticator_both_sides_prove_that_they_belong_to_the_job() -> None:
     dialler, acceptor = sides(TokenAuthenticator(b"token"), TokenAuthenticator(b"token"))
     assert converse(dialler, acceptor) == ([Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME], Welcomed())
-    assert dialler.state is acceptor.state is State.WELCOMED
+    assert dialler.state is acceptor.state is HandshakeState.WELCOMED
 
 
 @pytest.mark.parametrize("role", Role)
-@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("state", HandshakeState)
 def test_whatever_is_not_in_the_table_or_the_receivers_own_to_say_is_refused(
-    role: Role, state: State
+    role: Role, state: HandshakeState
 ) -> None:
     for kind in range(256):
         side = Handshake(role, TokenAuthenticator(b"token"))
@@ -103,14 +103,17 @@ def test_whatever_is_not_in_the_table_or_the_receivers_own_to_say_is_refused(
 
 
 def test_every_state_can_be_reached_and_leads_to_an_end() -> None:
-    reachable, todo = set[State](), [State.BEGUN]
+    reachable, todo = set[HandshakeState](), [HandshakeState.BEGUN]
     while todo:
         state = todo.pop()
         if state not in reachable:
             reachable.add(state)
             todo += TRANSITIONS[state].values()
-    assert reachable == set(State)
-    assert {state for state in State if not TRANSITIONS[state]} == {State.WELCOMED, State.REFUSED}
+    assert reachable == set(HandshakeState)
+    assert {state for state in HandshakeState if not TRANSITIONS[state]} == {
+        HandshakeState.WELCOMED,
+        HandshakeState.REFUSED,
+    }
 
 
 # ---- proofs
@@ -152,9 +155,9 @@ def test_a_proof_cannot_be_given_back_as_ones_own() -> None:
     dialler, acceptor = sides(TokenAuthenticator(b"token"), TokenAuthenticator(b"token"))
     hello = dialler.greet(HELLO)
     challenge = acceptor.receive(hello.kind, hello.header)
-    assert isinstance(challenge, Message)
+    assert isinstance(challenge, HandshakeMessage)
     proof = dialler.receive(challenge.kind, challenge.header)
-    assert isinstance(proof, Message)
+    assert isinstance(proof, HandshakeMessage)
     with pytest.raises(ProtocolError, match="has not proven"):
         dialler.receive(Kind.WELCOME, proof.header)
 

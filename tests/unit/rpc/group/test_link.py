@@ -6,60 +6,60 @@ import itertools
 
 import pytest
 
-from rpc.group.link import CONNECTING, TRANSITIONS, Event, GiveUp, Link, State
+from rpc.group.link import CONNECTING, TRANSITIONS, GiveUp, Link, LinkEvent, LinkState
 
-ENDS = {State.LEFT, State.LOST}
+ENDS = {LinkState.LEFT, LinkState.LOST}
 
 
 def test_every_state_is_reached_and_has_a_row() -> None:
-    assert set(TRANSITIONS) == set(State)
-    assert {state for row in TRANSITIONS.values() for state in row.values()} == set(State) - {
-        State.UNCONNECTED
+    assert set(TRANSITIONS) == set(LinkState)
+    assert {state for row in TRANSITIONS.values() for state in row.values()} == set(LinkState) - {
+        LinkState.UNCONNECTED
     }
 
 
-@pytest.mark.parametrize("state", State)
-def test_a_worker_may_leave_or_be_lost_at_any_time_but_only_once(state: State) -> None:
-    ends = {TRANSITIONS[state].get(event) for event in (Event.LEAVE, Event.LOSE)}
+@pytest.mark.parametrize("state", LinkState)
+def test_a_worker_may_leave_or_be_lost_at_any_time_but_only_once(state: LinkState) -> None:
+    ends = {TRANSITIONS[state].get(event) for event in (LinkEvent.LEAVE, LinkEvent.LOSE)}
     assert ends == ({None} if state in ENDS else ENDS)
 
 
-def happens(link: Link, event: Event) -> bool:
+def happens(link: Link, event: LinkEvent) -> bool:
     """Report an event to a link; returns whether it makes a difference."""
     match event:
-        case Event.DIAL:
+        case LinkEvent.DIAL:
             return link.dial()
-        case Event.REACH:
+        case LinkEvent.REACH:
             return link.reach(None)
-        case Event.WELCOME:
+        case LinkEvent.WELCOME:
             return link.welcome(0.0)
-        case Event.CROSS:
+        case LinkEvent.CROSS:
             return link.cross()
-        case Event.ACCEPT:
+        case LinkEvent.ACCEPT:
             return link.accept(0.0)
-        case Event.BREAK:
+        case LinkEvent.BREAK:
             return link.broke("cut", 0.0, 30.0, progressed=True) is not None
-        case Event.LEAVE:
+        case LinkEvent.LEAVE:
             return link.leave()
-        case Event.LOSE:
+        case LinkEvent.LOSE:
             return link.lose()
 
 
 def test_whatever_happens_there_is_one_attempt_and_one_connection() -> None:
     """Of four events in any order: one attempt and one connection between breaks, nothing after the end."""
-    for events in itertools.product(Event, repeat=4):
+    for events in itertools.product(LinkEvent, repeat=4):
         link = Link()
         passed = [link.state]
         for event in events:
             before = link.state
             assert happens(link, event) is (event in TRANSITIONS[before])
             passed += [link.state] if link.state is not before else []
-        breaks = passed.count(State.BROKEN)
-        assert all(passed.count(state) <= 1 + breaks for state in State)
+        breaks = passed.count(LinkState.BROKEN)
+        assert all(passed.count(state) <= 1 + breaks for state in LinkState)
         assert not ENDS & set(passed[:-1])
-        if State.ESTABLISHED in passed:
-            following = passed[passed.index(State.ESTABLISHED) :]
-            assert not CONNECTING & set(following) or State.BROKEN in following
+        if LinkState.ESTABLISHED in passed:
+            following = passed[passed.index(LinkState.ESTABLISHED) :]
+            assert not CONNECTING & set(following) or LinkState.BROKEN in following
 
 
 def test_attempts_fail_with_growing_pauses_until_patience_is_over() -> None:

@@ -1,4 +1,4 @@
-"""Who is in the group: names and ids lead to workers, and who is gone stays gone."""
+"""Membership: names and ids lead to workers, and a worker that is gone stays gone."""
 
 from __future__ import annotations
 

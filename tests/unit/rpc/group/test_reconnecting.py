@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rpc.group import connections
-from rpc.group.link import State
+from rpc.group.link import LinkState
 from rpc.testing.memory_transport import MemoryNetwork, MemoryTransport
 from rpc.transport.base import Transport
 from tests.support.nodes import Node
@@ -80,8 +80,8 @@ class Pair:
 
     async def connect(self) -> bool:
         """Let handshakes go on until the left one is connected; whether it is."""
-        await self.settle(lambda: self.peer.link.state is State.ESTABLISHED)
-        return self.peer.link.state is State.ESTABLISHED
+        await self.settle(lambda: self.peer.link.state is LinkState.ESTABLISHED)
+        return self.peer.link.state is LinkState.ESTABLISHED
 
     def cut(self) -> None:
         """Both notice at once that their connection is broken, and nothing is on its way any more."""

@@ -10,11 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.group.termination import Action, CutOff, Failed, Leave, Quiescent, Report, Send, Termination, Waits
+from rpc.group.termination import (
+    Action,
+    ActivityReport,
+    CutOff,
+    Failed,
+    Leave,
+    Quiescent,
+    SendToWorker,
+    Termination,
+    Waits,
+)
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.termination_world import World, members
 
-IDLE = Report(0)
+IDLE = ActivityReport(0)
 
 
 def entered(count: int, rounds: int = 1, timeout: float = 0.0) -> tuple[Termination, list[int]]:
@@ -35,7 +45,7 @@ def report(
 
 
 def probes(wave: int, *to: int, dead: Sequence[int] = ()) -> list[Action]:
-    return [Send(peer, [0, "probe", wave, list(dead)]) for peer in sorted(to)]
+    return [SendToWorker(peer, [0, "probe", wave, list(dead)]) for peer in sorted(to)]
 
 
 # ---- properties
@@ -118,7 +128,7 @@ def test_no_wave_before_all_have_entered() -> None:
 def test_two_equal_waves_are_needed() -> None:
     leader, (peer,) = entered(2)
     assert report(leader, peer, 1) == probes(2, peer)
-    assert report(leader, peer, 2) == [Send(peer, [0, "quiescent"]), Leave()]
+    assert report(leader, peer, 2) == [SendToWorker(peer, [0, "quiescent"]), Leave()]
 
 
 def test_a_busy_worker_is_not_asked_again_before_it_says_that_something_changed() -> None:
@@ -132,10 +142,10 @@ def test_a_busy_worker_is_not_asked_again_before_it_says_that_something_changed(
 def test_a_worker_that_was_busy_when_asked_says_once_that_it_is_idle() -> None:
     group = members(2)
     worker, leader = Termination(group[1], group), group[0].incarnation
-    worker.enter(0.0, Report(1))
-    worker.receive(leader, [0, "probe", 1, []], 0.0, Report(1))
-    assert worker.became_idle(Report(1)) == []
-    assert worker.became_idle(IDLE) == [Send(leader, [0, "changed"])]
+    worker.enter(0.0, ActivityReport(1))
+    worker.receive(leader, [0, "probe", 1, []], 0.0, ActivityReport(1))
+    assert worker.became_idle(ActivityReport(1)) == []
+    assert worker.became_idle(IDLE) == [SendToWorker(leader, [0, "changed"])]
     assert worker.became_idle(IDLE) == []
 
 
@@ -173,8 +183,8 @@ def test_worker_cuts_off_whom_the_leader_holds_dead_before_it_counts_as_clean() 
     worker = Termination(group[1], group)
     worker.enter(0.0, IDLE)
     answer = worker.receive(leader, [0, "probe", 1, [dead]], 0.0, IDLE)
-    assert answer == [CutOff(dead), Send(leader, [0, "report", 1, [], 0, 0])]
-    assert worker.lost(dead, 0.0, IDLE) == [Send(leader, [0, "changed"])]
+    assert answer == [CutOff(dead), SendToWorker(leader, [0, "report", 1, [], 0, 0])]
+    assert worker.lost(dead, 0.0, IDLE) == [SendToWorker(leader, [0, "changed"])]
 
 
 def test_late_and_doubled_messages_do_no_harm() -> None:
@@ -185,7 +195,7 @@ def test_late_and_doubled_messages_do_no_harm() -> None:
     assert report(leader, peer, 1) == []
     assert Leave() in report(leader, peer, 2)
     assert report(leader, peer, 2) == []
-    assert leader.receive(peer, [0, "probe", 4, []], 0.0, IDLE) == [Send(peer, [0, "quiescent"])]
+    assert leader.receive(peer, [0, "probe", 4, []], 0.0, IDLE) == [SendToWorker(peer, [0, "quiescent"])]
 
 
 def test_message_of_the_next_round_proves_that_this_one_is_over() -> None:
@@ -193,8 +203,11 @@ def test_message_of_the_next_round_proves_that_this_one_is_over() -> None:
     peer = group[1].incarnation
     leader = Termination(group[0], group, rounds=2)
     leader.enter(0.0, IDLE)
-    assert leader.receive(peer, [1, "entered"], 0.0, IDLE) == [Send(peer, [0, "quiescent"]), Quiescent()]
-    assert leader.enter(0.0, IDLE) == [Send(peer, [1, "probe", 1, []])]
+    assert leader.receive(peer, [1, "entered"], 0.0, IDLE) == [
+        SendToWorker(peer, [0, "quiescent"]),
+        Quiescent(),
+    ]
+    assert leader.enter(0.0, IDLE) == [SendToWorker(peer, [1, "probe", 1, []])]
 
 
 def test_timeout_names_who_has_not_entered() -> None:
@@ -247,7 +260,7 @@ def test_a_leader_that_is_lost_when_the_time_is_over_is_named() -> None:
     worker.enter(0.0, IDLE, timeout=5.0)
     worker.tick(5.0, IDLE)
     (failed,) = worker.lost(group[0].incarnation, 5.5, IDLE)
-    assert failed == Failed("shutdown timed out: worker 'worker0', who led it, is gone")
+    assert failed == Failed("shutdown timed out: its leader, worker 'worker0', is gone")
 
 
 def test_other_workers_ask_the_leader_what_the_timeout_was_for() -> None:
@@ -255,9 +268,9 @@ def test_other_workers_ask_the_leader_what_the_timeout_was_for() -> None:
     leader, worker = Termination(group[0], group), Termination(group[1], group)
     worker.enter(0.0, IDLE, timeout=5.0)
     (ask,) = worker.tick(5.0, IDLE)
-    assert isinstance(ask, Send)
+    assert isinstance(ask, SendToWorker)
     (status,) = leader.receive(group[1].incarnation, ask.message, 5.0, IDLE)
-    assert isinstance(status, Send)
+    assert isinstance(status, SendToWorker)
     (failed,) = worker.receive(group[0].incarnation, status.message, 5.0, IDLE)
     assert isinstance(failed, Failed)
     assert "'worker0'" in failed.reason
@@ -272,7 +285,7 @@ def test_leader_that_does_not_answer_is_named() -> None:
     assert worker.next_tick == 6.0
     (failed,) = worker.tick(6.0, IDLE)
     assert isinstance(failed, Failed)
-    assert "'worker0', who leads it, does not answer" in failed.reason
+    assert "its leader, worker 'worker0', does not answer" in failed.reason
 
 
 @pytest.mark.parametrize(

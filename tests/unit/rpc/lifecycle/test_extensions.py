@@ -1,4 +1,4 @@
-"""What stands on an agent: packages name their extension as an entry point, and each new agent gets it."""
+"""Extensions of an agent: packages name their extension as an entry point, and each new agent gets it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 from rpc.group.workers import Member, WorkerInfo
-from rpc.rendezvous.arrivals import Arrival, Conflict, Kind, Verdict, describe_ranks, examine
+from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Conflict, Verdict, describe_ranks, examine
 
 
 def arrival(name: str, rank: int, world_size: int = 3, index: int = 0) -> Arrival:
@@ -56,19 +56,19 @@ def test_ranks_are_listed_up_to_twenty() -> None:
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        (Kind.MISMATCH, GroupMismatchError),
-        (Kind.TIMEOUT, RendezvousTimeoutError),
-        (Kind.INTERRUPTED, RendezvousError),
+        (ArrivalKind.MISMATCH, GroupMismatchError),
+        (ArrivalKind.TIMEOUT, RendezvousTimeoutError),
+        (ArrivalKind.INTERRUPTED, RendezvousError),
     ],
 )
-def test_refusal_is_an_error_to_its_worker(kind: Kind, error: type[Exception]) -> None:
+def test_refusal_is_an_error_to_its_worker(kind: ArrivalKind, error: type[Exception]) -> None:
     with pytest.raises(error, match="because"):
         Verdict(kind, "because").raise_if_refused()
-    Verdict(Kind.COMPLETE, "1-5").raise_if_refused()
+    Verdict(ArrivalKind.COMPLETE, "1-5").raise_if_refused()
 
 
 def test_record_is_read_as_it_was_written() -> None:
-    one, verdict = arrival("a", 1), Verdict(Kind.MISMATCH, "why")
+    one, verdict = arrival("a", 1), Verdict(ArrivalKind.MISMATCH, "why")
     assert Arrival.unpack(one.index, one.pack()) == one
     assert Verdict.unpack(verdict.pack()) == verdict
 

@@ -5,7 +5,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rpc.errors import GroupMismatchError, RendezvousTimeoutError
 from rpc.group.workers import Member
-from rpc.rendezvous.arrivals import Arrival, Kind, Pace, Verdict
+from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Pace, Verdict
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.keeping import Keeper
@@ -113,7 +113,9 @@ def test_joiner_that_was_taken_for_dead_arrives_again(memory: SharedStore, worke
     join_dynamic(memory, one.member, 5)
 
     def tell(_: Member) -> bool:
-        log.decide(2, Verdict(Kind.GONE))  # as another joiner does that has waited too long for the slow one
+        log.decide(
+            2, Verdict(ArrivalKind.GONE)
+        )  # as another joiner does that has waited too long for the slow one
         return False
 
     again = Member(one.member.info, slow.member.incarnation, one.member.host, ())

@@ -293,7 +293,7 @@ def test_rank_0_serves_after_one_that_was_just_dying() -> None:
 
 
 def accept_two_and_die(listener: socket.socket) -> None:
-    """Who asks whether somebody is there, and then the client of the store."""
+    """The probe of the port, and then the client of the store."""
     accepted = [listener.accept()[0] for _ in range(2)]
     for each in (listener, *accepted):
         each.close()

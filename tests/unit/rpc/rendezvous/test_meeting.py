@@ -7,7 +7,7 @@ import pytest
 from rpc.errors import RendezvousTimeoutError
 from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.meeting import meet
-from rpc.rendezvous.store import Backoff, SharedStore, Waiting
+from rpc.rendezvous.store import Backoff, SharedStore, StoreWait
 from tests.unit.rpc.rendezvous.conftest import Connect, Listening, Workers, in_thread, results
 
 
@@ -16,7 +16,7 @@ def group_of(me: Listening, everybody: list[Listening]) -> Group:
 
 
 def wait_for(store: SharedStore, key: str) -> None:
-    backoff = Backoff(Waiting(10))
+    backoff = Backoff(StoreWait(10))
     while not store.has(f"farcall/meeting/job/1/{key}"):
         assert backoff.pause()
 

@@ -1,4 +1,4 @@
-"""Who is in a dynamic group: what is decided about newcomers, and about members that were lost."""
+"""Which workers are in a dynamic group: decisions about newcomers, and about lost members."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc.rendezvous.arrivals import Kind, Verdict
+from rpc.rendezvous.arrivals import ArrivalKind, Verdict
 from rpc.rendezvous.parting import Action, Admission, Contact, Part, admission, parting
 
 MEMBER, ANNOUNCED = True, False
@@ -60,7 +60,7 @@ def test_of_two_parts_that_both_ask_at_most_one_stays(one: Part, other: Part) ->
 
 @given(parts)
 def test_a_question_says_which_part_asks(part: Part) -> None:
-    verdict = Verdict(Kind.MEMBER, "3").asking(part.question())
+    verdict = Verdict(ArrivalKind.MEMBER, "3").asking(part.question())
     assert verdict.worker_id == 3
     assert Part.that_asks(verdict.question) == part
     assert Verdict.unpack(verdict.pack()) == verdict
@@ -72,7 +72,7 @@ def test_the_larger_part_stays_and_of_equal_ones_the_older() -> None:
     assert not Part(1, frozenset({1, 2, 3})).outweighs(Part(2, frozenset({2, 3})))  # which are with the other
 
 
-FREE = Verdict(Kind.MEMBER, "1")
+FREE = Verdict(ArrivalKind.MEMBER, "1")
 ASKED = FREE.asking("4 a")
 
 
@@ -86,9 +86,9 @@ ASKED = FREE.asking("4 a")
         (ASKED, "4 a", True, False, Action.REMOVE),
         (ASKED, None, False, False, Action.WAIT),  # another part has asked it
         (FREE, "4 a", False, True, Action.YIELD),
-        (Verdict(Kind.GONE), "4 a", False, True, Action.NOTHING),
+        (Verdict(ArrivalKind.GONE), "4 a", False, True, Action.NOTHING),
         (None, None, False, False, Action.NOTHING),
-        (Verdict(Kind.ANNOUNCED, "1"), None, False, False, Action.ASK),
+        (Verdict(ArrivalKind.ANNOUNCED, "1"), None, False, False, Action.ASK),
     ],
 )
 def test_a_lost_worker_is_asked_and_taken_out_when_it_does_not_answer(

@@ -10,7 +10,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rpc.errors import GroupMismatchError, RendezvousError
 from rpc.group.authentication import ForeignRecordError
-from rpc.rendezvous.arrivals import Arrival, Kind, Pace, Verdict
+from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Pace, Verdict
 from rpc.rendezvous.dynamic import join_dynamic
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.log import Log
@@ -36,7 +36,7 @@ def log(shared: HashStore, token: bytes | None = TOKEN) -> Log:
 
 
 def put(shared: HashStore, key: str, value: bytes) -> None:
-    """As whoever reaches the store can."""
+    """As any process that reaches the store can."""
     shared.set(f"farcall/default/{key}", value)  # type: ignore[arg-type]
 
 
@@ -95,7 +95,7 @@ def test_a_worker_with_another_token_does_not_join_a_dynamic_group_nor_found_a_s
 
 
 def test_a_member_that_was_changed_is_not_taken(shared: HashStore, workers: Workers) -> None:
-    """Who writes to the store would have calls to one worker go to another."""
+    """A process that writes to the store tries to redirect calls to another worker."""
     zero, one = workers(2)
     store = sealed(shared, TOKEN).under("farcall/default")
     join_static(sealed(shared, TOKEN), zero.member, 1, 10)
@@ -121,14 +121,16 @@ def test_a_record_is_not_taken_from_another_place(shared: HashStore, workers: Wo
 def test_a_verdict_by_a_stranger_is_none_but_that_one_is_gone(shared: HashStore, workers: Workers) -> None:
     (worker,) = workers(1)
     place = log(shared).append(Arrival.of(worker.member, 1))
-    assert log(shared, GUESS).decide(place, Verdict(Kind.COMPLETE, "1-666")).kind is Kind.COMPLETE
+    assert (
+        log(shared, GUESS).decide(place, Verdict(ArrivalKind.COMPLETE, "1-666")).kind is ArrivalKind.COMPLETE
+    )
     given = log(shared).verdict(place)
     assert given is not None
     with pytest.raises(GroupMismatchError, match="has another token"):
         given.raise_if_refused()
     second = log(shared).append(Arrival.of(worker.member, 1))
-    log(shared, GUESS).decide(second, Verdict(Kind.GONE))
-    assert log(shared).verdict(second) == Verdict(Kind.GONE)
+    log(shared, GUESS).decide(second, Verdict(ArrivalKind.GONE))
+    assert log(shared).verdict(second) == Verdict(ArrivalKind.GONE)
 
 
 def test_garbage_in_the_place_of_an_arrival_keeps_nobody_out(shared: HashStore, workers: Workers) -> None:
@@ -143,11 +145,11 @@ def test_a_counter_that_a_stranger_has_set_ends_in_an_error(
     shared: HashStore, workers: Workers, counter: bytes
 ) -> None:
     put(shared, "arrivals", counter)
-    with pytest.raises(RendezvousError, match="somebody who does not belong to this job"):
+    with pytest.raises(RendezvousError, match="a process that does not belong to this job"):
         log(shared).read()
     if counter.isdigit():  # else the store itself counts no further
         for join in (partial(join_static, world_size=1), join_dynamic):
-            with pytest.raises(RendezvousError, match="somebody who does not belong to this job"):
+            with pytest.raises(RendezvousError, match="a process that does not belong to this job"):
                 join(sealed(shared, TOKEN), workers(1)[0].member, timeout=10)
 
 

@@ -7,7 +7,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rpc.errors import GroupMismatchError, RendezvousTimeoutError
 from rpc.group.workers import Member
-from rpc.rendezvous.arrivals import Arrival, Group, Kind, Pace, Verdict
+from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Group, Pace, Verdict
 from rpc.rendezvous.dynamic import join_dynamic
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.log import Log
@@ -152,7 +152,7 @@ def test_worker_that_was_given_up_before_it_wrote_its_arrival_arrives_again(
         def add(self, key: str, amount: int) -> int:
             index = int(super().add(key, amount))
             if key.endswith("/arrivals") and index == 1:
-                Log(store).decide(index, Verdict(Kind.GONE))
+                Log(store).decide(index, Verdict(ArrivalKind.GONE))
             return index
 
     shared = open_store(GivenUp(), 0, None, timeout=10)

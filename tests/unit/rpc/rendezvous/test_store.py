@@ -11,14 +11,14 @@ from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from rpc.errors import RendezvousTimeoutError
 from rpc.group.workers import Member, WorkerInfo
-from rpc.rendezvous.arrivals import Arrival, Kind, Verdict
+from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Verdict
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import (
     Abandoned,
     SharedStore,
     StoreLost,
-    Waiting,
+    StoreWait,
     run_with_deadline,
 )
 from tests.unit.rpc.rendezvous.conftest import Connect
@@ -36,7 +36,7 @@ def test_work_that_is_stuck_is_left_behind() -> None:
 def test_work_left_behind_ends_at_its_next_pause() -> None:
     ended, started = threading.Event(), threading.Event()
 
-    def work(waiting: Waiting) -> None:
+    def work(waiting: StoreWait) -> None:
         started.set()
         try:
             waiting.pause(30)
@@ -53,7 +53,7 @@ def test_work_left_behind_ends_at_its_next_pause() -> None:
     assert ended.wait(10)
 
 
-class Recorder(Waiting):
+class Recorder(StoreWait):
     """Notes the pauses instead of making them."""
 
     def __init__(self) -> None:
@@ -105,19 +105,19 @@ def test_file_that_is_replaced_is_noticed_and_opened_again(
     open_store(url, 0, 1, timeout=5).set("other", b"1")
     with pytest.raises(StoreLost):
         store.get("key")
-    assert store.outlast(Waiting(5), lambda _: store.get("other")) == b"1"
+    assert store.outlast(StoreWait(5), lambda _: store.get("other")) == b"1"
 
 
 def test_store_that_is_lost_again_and_again_is_opened_after_longer_and_longer_pauses() -> None:
     recorder = Recorder()
     opened: list[HashStore] = []
 
-    def work(_: Waiting) -> str:
+    def work(_: StoreWait) -> str:
         if len(opened) < 20:
             raise StoreLost("no answer")
         return "done"
 
-    def reopen(_: Waiting) -> HashStore:
+    def reopen(_: StoreWait) -> HashStore:
         opened.append(HashStore())
         return opened[-1]
 
@@ -128,10 +128,10 @@ def test_store_that_is_lost_again_and_again_is_opened_after_longer_and_longer_pa
 
 
 def test_store_is_not_opened_again_when_nobody_waits_any_longer() -> None:
-    nobody = Waiting(60)
+    nobody = StoreWait(60)
     nobody.abandon()
 
-    def work(_: Waiting) -> None:
+    def work(_: StoreWait) -> None:
         raise StoreLost("no answer")
 
     with pytest.raises(Abandoned):
@@ -140,7 +140,7 @@ def test_store_is_not_opened_again_when_nobody_waits_any_longer() -> None:
 
 # The log
 
-GONE = Verdict(Kind.GONE)
+GONE = Verdict(ArrivalKind.GONE)
 
 
 def arrival(name: str) -> Arrival:
@@ -154,8 +154,8 @@ def names(log: Log) -> list[str]:
 def test_log_has_what_is_not_settled_in_order(connect: Connect) -> None:
     log = Log(connect())
     places = [log.append(arrival(name)) for name in "abcd"]
-    log.decide(places[0], Verdict(Kind.MISMATCH, "why"))
-    assert log.decide(places[1], Verdict(Kind.MEMBER, "5")) == Verdict(Kind.MEMBER, "5")
+    log.decide(places[0], Verdict(ArrivalKind.MISMATCH, "why"))
+    assert log.decide(places[1], Verdict(ArrivalKind.MEMBER, "5")) == Verdict(ArrivalKind.MEMBER, "5")
     other = Log(connect())
     assert names(other) == ["b", "c", "d"]
     member = other.entry(places[1]).member()
@@ -170,7 +170,7 @@ def test_first_verdict_counts(memory: SharedStore) -> None:
     log = Log(memory)
     place = log.append(arrival("a"))
     assert log.verdict(place) is None
-    assert log.decide(place, GONE) == log.decide(place, Verdict(Kind.COMPLETE, "1")) == GONE
+    assert log.decide(place, GONE) == log.decide(place, Verdict(ArrivalKind.COMPLETE, "1")) == GONE
     assert log.verdict(place) == GONE
 
 

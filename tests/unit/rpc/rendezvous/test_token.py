@@ -52,7 +52,7 @@ def test_a_token_is_not_read_from_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token", 0o600)
     writer = os.open(tmp_path / "token", os.O_RDWR)
     try:
-        with pytest.raises(InvalidOptionError, match="is no regular file"):
+        with pytest.raises(InvalidOptionError, match="is not a regular file"):
             find_credential(AgentOptions(token_file=str(tmp_path / "token")), {})
     finally:
         os.close(writer)
@@ -154,21 +154,28 @@ def anothers(directory: Path) -> None:
     os.chown(directory, 65534, 65534)
 
 
-def not_a_key(directory: Path) -> None:
+def place_of_key(directory: Path) -> Path:
+    """Where the key is kept, found by having one kept elsewhere."""
+    elsewhere = directory.parent / "elsewhere"
+    elsewhere.mkdir()
+    user_key([str(elsewhere)])
+    (kept,) = elsewhere.rglob("key-*")
     directory.mkdir(mode=0o700)
-    kept = directory / f"key-{token._boot()}"
+    return directory / kept.name
+
+
+def not_a_key(directory: Path) -> None:
+    kept = place_of_key(directory)
     kept.write_bytes(b"short")
     kept.chmod(0o600)
 
 
 def chosen_by_another(directory: Path) -> None:
-    directory.mkdir(mode=0o700)
-    (directory / f"key-{token._boot()}").symlink_to("/dev/zero")
+    place_of_key(directory).symlink_to("/dev/zero")
 
 
 def pipe(directory: Path) -> None:
-    directory.mkdir(mode=0o700)
-    os.mkfifo(directory / f"key-{token._boot()}", 0o600)
+    os.mkfifo(place_of_key(directory), 0o600)
 
 
 @pytest.mark.parametrize("prepare", [readable, linked, anothers, not_a_key, chosen_by_another, pipe])

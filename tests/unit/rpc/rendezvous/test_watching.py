@@ -12,7 +12,7 @@ from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Pace
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.log import Log
-from rpc.rendezvous.store import SharedStore, Waiting
+from rpc.rendezvous.store import SharedStore, StoreWait
 from rpc.rendezvous.watching import LogWatch, PutOut
 from tests.unit.rpc.rendezvous.conftest import Acquaintances, Listening, Workers
 
@@ -29,7 +29,7 @@ class Watcher:
         self.group, self.me, self.incarnation = group, group.me, group.me.incarnation
         self.known = Acquaintances(group)
         clock = lambda: Watcher.now  # noqa: E731
-        self.watch = LogWatch(group, self.known, Waiting(30), tell, PACE, clock)
+        self.watch = LogWatch(group, self.known, StoreWait(30), tell, PACE, clock)
 
     def meet(self, *others: Watcher) -> Watcher:
         for other in others:
@@ -190,7 +190,7 @@ def test_a_stopped_member_is_taken_out_and_learns_of_it(
         two.look()
         wait()
     assert in_log(memory) == {"worker0", "worker1"}
-    with pytest.raises(PutOut, match="taken it out"):
+    with pytest.raises(PutOut, match="removed it"):
         stopped.look()
 
 

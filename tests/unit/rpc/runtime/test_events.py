@@ -1,4 +1,4 @@
-"""Events: who listens is told, in order and until it ends its subscription; who fails is logged."""
+"""Events: handlers are called in order until their subscription ends; their errors are logged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ EVENT = PeerJoined("worker1", 1)
 
 
 def tell(events: Events) -> None:
-    events.tell(events.peer_joined, EVENT)
+    if events.peer_joined is not None:
+        events.peer_joined(EVENT.name, EVENT.id)
 
 
 def test_handlers_are_called_in_the_order_in_which_they_came() -> None:

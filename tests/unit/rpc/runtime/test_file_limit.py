@@ -72,7 +72,7 @@ def test_what_the_system_does_not_permit_is_said_once(
     assert limits.soft == 4096
     (record,) = caplog.records
     assert record.getMessage() == (
-        "this process may open no more than 4096 files, and may need more with so many other workers: "
+        "this process may open no more than 4096 files, and may need more for this number of other workers: "
         "raise the limit (ulimit -Hn)"
     )
 

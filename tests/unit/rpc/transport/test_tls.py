@@ -284,9 +284,9 @@ def test_files_that_are_not_there_are_named(authority: Authority, missing: str) 
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        ("fifo", "no regular file, but a pipe"),
-        ("/dev/zero", "no regular file, but a device"),
-        (".", "no regular file, but a folder"),
+        ("fifo", "not a regular file, but a pipe"),
+        ("/dev/zero", "not a regular file, but a device"),
+        (".", "not a regular file, but a folder"),
         ("large", "more than 4194304 bytes"),
     ],
 )

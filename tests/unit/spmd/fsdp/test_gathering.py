@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spmd
-from spmd.engine import current
-from spmd.engine.program import REDISTRIBUTE, REPLICATED
+from spmd.engine.driver import current
+from spmd.engine.program.program import REDISTRIBUTE, REPLICATED
 from spmd.fsdp import FSDPv2, checkpoint_module
 from tests.support.spmd_simulated import SimulatedWorker, peak_memory, simulated_session
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from spmd.engine.program import REPLICATED, Layout, MeshKey
+from spmd.engine.program.program import REPLICATED, Layout, MeshKey
 from spmd.sharding.mesh import Mesh
 from spmd.sharding.op_sharding import MANUAL, WHOLE, OpSharding, ShardingType
 

@@ -1,4 +1,4 @@
-"""Who is let in where a peer was told to come, and who is not."""
+"""Which processes are accepted at the socket for a peer's memory, and which are refused."""
 
 from __future__ import annotations
 

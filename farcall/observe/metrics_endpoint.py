@@ -1,0 +1,119 @@
+"""``farcall metrics``: the metrics of all workers of a job at one address, for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from farcall.observe.counters import COUNT, EXTENSION
+from farcall.observe.gathered import gather
+from farcall.observe.jobs import JobFolder
+from farcall.observe.metric_families import families
+from farcall.observe.orders import give_order
+from farcall.observe.reader import read_job
+from farcall.observe.state import JobState
+from farcall.scraping import published
+from rpc.options import AgentOptions
+from rpc.rendezvous.token import find_credential
+
+__all__ = ["JobMetrics", "bearer_token", "serve_metrics", "token_file"]
+
+_FRESH_SECONDS: Final = 1.0
+"""A state that is younger than this is served again, in seconds."""
+
+_AGAIN_SECONDS: Final = 5.0
+"""Minimum time between two orders to count, in seconds."""
+
+
+class JobMetrics(Collector):
+    """The metrics of one job: reads its state when they are asked for, and has its workers count."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        self._folder = folder
+        self._read_at = self._ordered_at = -_AGAIN_SECONDS
+        self._found: list[Metric] = []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as of now."""
+        if time.monotonic() - self._read_at >= _FRESH_SECONDS:
+            self._found = families(self.read())
+            self._read_at = time.monotonic()
+        yield from self._found
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the names are not checked before the first read."""
+        return iter(())
+
+    def read(self) -> JobState:
+        """The state of the job, whose workers are told to count if some do not yet."""
+        found = read_job(self._folder, gathered=False)
+        parts = [each.snapshot.get(EXTENSION) for each in found.living]
+        all_count = all(isinstance(each, Mapping) and each.get("on") is True for each in parts)
+        if not all_count and time.monotonic() - self._ordered_at >= _AGAIN_SECONDS:
+            self._ordered_at = time.monotonic()
+            give_order(self._folder.path, COUNT)
+        return read_job(self._folder) if gather(self._folder.path, found, count=True) else found
+
+
+def bearer_token(environ: Mapping[str, str]) -> str:
+    """The token that readers of a job's metrics must have. It is derived from the job's token, but does not
+    reveal it: a configuration of Prometheus may have it.
+    """
+    credential = find_credential(AgentOptions(), environ)
+    return hmac.new(credential.token or b"", b"farcall metrics", hashlib.sha256).hexdigest()
+
+
+def token_file(folder: JobFolder, token: str) -> Path:
+    """Put the token into the folder of the job, for ``credentials_file`` of Prometheus."""
+    path = folder.path / "metrics.token"
+    written = folder.path / f".metrics.{os.getpid()}"
+    file = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(file, "w") as target:
+        target.write(token)
+    written.replace(path)
+    return path
+
+
+def serve_metrics(folder: JobFolder, port: int, said: Callable[[str], object]) -> None:
+    """Serve the metrics of a job on loopback until SIGINT or SIGTERM.
+
+    Args:
+        folder: the job.
+        port: 0 for one that is free.
+        said: is given a line that says where they are.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    asyncio.run(_serve(folder, port, said))
+
+
+async def _serve(folder: JobFolder, port: int, said: Callable[[str], object]) -> None:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(JobMetrics(folder))
+    token = bearer_token(os.environ)
+    wanted = f"Bearer {token}".encode()
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+
+    def admits(given: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "replace"), wanted)
+
+    async with published(registry, "127.0.0.1", port, admits=admits, tls=None) as bound:
+        said(
+            f"metrics of job {folder.id} at http://127.0.0.1:{bound}/metrics, "
+            f"with the token in {token_file(folder, token)}"
+        )
+        await ended.wait()

@@ -1,0 +1,385 @@
+"""Serves the page: the files of ``static``, and the data as JSON and as server-sent events. Thin.
+
+``access`` decides which requests are answered. Connections, event streams and the sizes of requests are
+bounded, and no request is logged: an address may hold the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+
+from farcall.observe.jobs import JobFolder, find_job, jobs
+from farcall.observe.launches import log_ends, read_launch
+from farcall.observe.stacks import chosen
+from farcall.page.access import Access, Refusal
+from farcall.page.history import History
+from farcall.page.view import worker_view
+from farcall.page.watcher import Watcher
+
+__all__ = ["Server"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS: Final = 64
+"""Maximum number of connections at a time."""
+
+_MAX_STREAMS: Final = 12
+"""Maximum number of event streams at a time."""
+
+_MAX_WATCHERS: Final = 4
+"""Maximum number of jobs that are watched at a time."""
+
+_FIRST_REQUEST_SECONDS: Final = 10.0
+"""Time in which a connection must have made a request, in seconds."""
+
+_WRITE_SECONDS: Final = 20.0
+"""Time after which an event that the browser does not take ends its stream, in seconds."""
+
+_PING_SECONDS: Final = 15.0
+"""Maximum time between two events, in seconds."""
+
+_RECORD_SECONDS: Final = 10.0
+"""Time between two entries in the history, in seconds."""
+
+_PRUNE_SECONDS: Final = 3600.0
+_MAX_LOG_LINES: Final = 500
+_MAX_LOG_CHARACTERS: Final = 4000
+
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+
+_TYPES: Final = {
+    "html": "text/html",
+    "js": "text/javascript",
+    "css": "text/css",
+    "svg": "image/svg+xml",
+    "txt": "text/plain",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """Serves the page of one job, and those of this user's other jobs. Runs on one event loop.
+
+    Args:
+        jobs_folder: the folder of all jobs.
+        job: the job that the page shows first.
+        token: what requests must carry.
+    """
+
+    def __init__(self, jobs_folder: Path, job: JobFolder, token: str) -> None:
+        self._jobs_folder = jobs_folder
+        self._job = job
+        self._token = token
+        self._history = History(jobs_folder)
+        self._watchers: dict[str, Watcher] = {}
+        self._streams = 0
+        self._stopping = False
+        self._silent: set[object] = set()
+        """Connections that have made no request yet that was answered."""
+        self._news: asyncio.Condition
+        self._access: Access
+        self._recorded = (0.0, 0.0)
+        self._pruned = 0.0
+        self._files = {
+            each.name: (each.read_bytes(), _TYPES[each.name.rpartition(".")[2]])
+            for each in resources.files("farcall.page").joinpath("static").iterdir()
+            if each.name.rpartition(".")[2] in _TYPES
+        }
+
+    async def run(self, port: int, ready: Callable[[str], object], stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set.
+
+        Args:
+            port: port of 127.0.0.1; 0: a free one.
+            ready: called with the page's address when it is served.
+
+        Raises:
+            OSError: the port cannot be listened on.
+        """
+        listener = socket.create_server(("127.0.0.1", port), backlog=_MAX_CONNECTIONS)
+        port = listener.getsockname()[1]
+        self._access = Access(self._token, port)
+        self._news = asyncio.Condition()
+        self._loop = asyncio.get_running_loop()
+        app = web.Application(middlewares=[self._guard], client_max_size=1)
+        app.add_routes(
+            [
+                web.get("/", self._index),
+                web.get("/static/{name}", self._static),
+                web.get("/api/events", self._events),
+                web.get("/api/worker", self._worker),
+                web.get("/api/logs", self._logs),
+                web.get("/api/jobs", self._jobs),
+                web.get("/api/points", self._points),
+            ]
+        )
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=30.0,
+            lingering_time=0.5,
+            max_line_size=2048,
+            max_field_size=2048,
+            shutdown_timeout=1.0,
+        )
+        await runner.setup()
+        assert runner.server is not None
+        made = runner.server
+        server = await self._loop.create_server(lambda: self._connected(made), sock=listener)
+        self._watch(self._job)
+        ticker = asyncio.create_task(self._keep_history())
+        try:
+            ready(f"http://127.0.0.1:{port}/?token={self._token}")
+            await stop.wait()
+        finally:
+            ticker.cancel()
+            server.close()
+            async with self._news:
+                self._stopping = True
+                self._news.notify_all()
+            await runner.cleanup()
+            for watcher in self._watchers.values():
+                await asyncio.to_thread(watcher.stop)
+            self._record()
+            self._history.close()
+
+    def _connected(self, server: web.Server) -> asyncio.BaseProtocol:
+        """The protocol of a new connection: one that closes it, if there are too many."""
+        if len(server.connections) >= _MAX_CONNECTIONS:
+            return _Closing()
+        handler = server()
+        self._silent.add(handler)
+        self._loop.call_later(_FIRST_REQUEST_SECONDS, self._end_if_silent, handler)
+        return handler
+
+    def _end_if_silent(self, handler: web.RequestHandler) -> None:
+        if handler in self._silent:
+            self._silent.discard(handler)
+            if handler.transport is not None:
+                handler.transport.abort()
+
+    # ---- who may ask
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal = self._access.refuse(request.method, request.raw_path, request.headers)
+        if refusal is None:
+            refusal = self._without_token(request)
+        if refusal is not None:
+            return _answer(refusal)
+        self._silent.discard(request.protocol)
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _answer(Refusal(error.status, error.reason))
+        if not response.prepared:
+            response.headers.update(_HEADERS)
+        return response
+
+    def _without_token(self, request: web.Request) -> Refusal | None:
+        if request.path.startswith("/api/"):
+            opened = self._access.opens_data(request.headers.get("Authorization"))
+        else:
+            cookie = request.cookies.get(self._access.cookie_name)
+            opened = self._access.opens_files(request.query.get("token"), cookie)
+        return None if opened else Refusal(401, "open the address that `farcall page` has printed")
+
+    # ---- files
+
+    async def _index(self, request: web.Request) -> web.Response:
+        response = self._file("index.html")
+        if "token" in request.query:
+            response.set_cookie(
+                self._access.cookie_name, self._access.cookie, httponly=True, samesite="Strict", path="/"
+            )
+        return response
+
+    async def _static(self, request: web.Request) -> web.Response:
+        return self._file(request.match_info["name"])
+
+    def _file(self, name: str) -> web.Response:
+        if name not in self._files:
+            raise web.HTTPNotFound
+        body, kind = self._files[name]
+        return web.Response(body=body, content_type=kind, charset="utf-8")
+
+    # ---- data
+
+    async def _watcher_of(self, request: web.Request) -> Watcher:
+        """The watcher of the job that a request names."""
+        given = request.query.get("job", self._job.id)
+        known = self._watchers.get(given)
+        if known is not None:
+            return known
+        try:
+            folder = await asyncio.to_thread(find_job, self._jobs_folder, given)
+        except LookupError:
+            raise web.HTTPNotFound from None
+        if folder.id not in self._watchers and len(self._watchers) >= _MAX_WATCHERS:
+            raise web.HTTPTooManyRequests
+        return self._watchers.get(folder.id) or self._watch(folder)
+
+    def _watch(self, folder: JobFolder) -> Watcher:
+        watcher = self._watchers[folder.id] = Watcher(folder, self._looked)
+        watcher.start()
+        return watcher
+
+    async def _left(self, watcher: Watcher) -> None:
+        """A viewer has gone: a job that nobody views is not watched, other than the page's own."""
+        if watcher.add_viewer(-1) == 0 and watcher.folder.id != self._job.id:
+            self._watchers.pop(watcher.folder.id, None)
+            await asyncio.to_thread(watcher.stop)
+
+    def _looked(self) -> None:
+        """On a watcher's thread."""
+
+        async def tell() -> None:
+            async with self._news:
+                self._news.notify_all()
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(tell()))
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        if self._streams >= _MAX_STREAMS:
+            raise web.HTTPTooManyRequests
+        watcher = await self._watcher_of(request)
+        self._streams += 1
+        watcher.add_viewer()
+        response = web.StreamResponse(headers=_HEADERS)
+        response.content_type = "text/event-stream"
+        try:
+            await response.prepare(request)
+            await self._stream(watcher, response)
+        except (ConnectionError, TimeoutError):
+            pass  # it has gone, or takes nothing
+        finally:
+            self._streams -= 1
+            await self._left(watcher)
+        return response
+
+    async def _stream(self, watcher: Watcher, response: web.StreamResponse) -> None:
+        """Send each look of a watcher; one who is slow misses some."""
+        number, version, at = 0, 0, 0.0
+        while not self._stopping:
+            watched = watcher.watched
+            if watched is None or watched.number == number:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_PING_SECONDS), self._news:
+                        await self._news.wait()
+                        continue
+                await asyncio.wait_for(response.write(b": still here\n\n"), _WRITE_SECONDS)
+                continue
+            number = watched.number
+            version, tasks = watcher.tasks_since(version)
+            points = watcher.points_since(at)
+            at = points[-1][0] if points else at
+            event = {"view": watched.view, "tasks": tasks, "points": points}
+            packed = json.dumps(event, separators=(",", ":")).encode()
+            await asyncio.wait_for(response.write(b"data: " + packed + b"\n\n"), _WRITE_SECONDS)
+
+    async def _worker(self, request: web.Request) -> web.Response:
+        watcher = await self._watcher_of(request)
+        watched = watcher.watched
+        found = None if watched is None else worker_view(watched.job, request.query.get("name", ""))
+        if found is None:
+            raise web.HTTPNotFound
+        return web.json_response(found)
+
+    async def _logs(self, request: web.Request) -> web.Response:
+        watcher = await self._watcher_of(request)
+        watched = watcher.watched
+        if watched is None:
+            raise web.HTTPNotFound
+        try:
+            workers = chosen(watched.job, [request.query.get("name", "")])
+            lines = await asyncio.to_thread(
+                lambda: list(log_ends(watcher.folder.path, workers, _MAX_LOG_LINES))
+            )
+        except LookupError as error:
+            return web.json_response({"lines": [], "trouble": str(error.args[0])})
+        prefix = f"{workers[0].name}  "
+        shown = [line.removeprefix(prefix)[:_MAX_LOG_CHARACTERS] for line in lines]
+        return web.json_response({"lines": shown, "trouble": ""})
+
+    async def _jobs(self, _: web.Request) -> web.Response:
+        here = {each.id: each for each in await asyncio.to_thread(jobs, self._jobs_folder)}
+        self._record()
+        past = [each.to_json() | {"files": each.id in here} for each in self._history.jobs()]
+        known = {each["id"] for each in past}
+        others = [
+            {
+                "id": each.id,
+                "program": str(read_launch(each.path).get("program", "")),
+                "host": "",
+                "began": 0.0,
+                "seen": each.written,
+                "workers": len(each.state_files()),
+                "state": "",
+                "why": "",
+                "files": True,
+            }
+            for each in here.values()
+            if each.id not in known and each.state_files()
+        ]
+        found = sorted(past + others, key=lambda each: -each["seen"])
+        return web.json_response({"shown": self._job.id, "jobs": found, "trouble": self._history.trouble})
+
+    async def _points(self, request: web.Request) -> web.Response:
+        return web.json_response({"points": self._history.points(request.query.get("job", ""))})
+
+    # ---- the history
+
+    async def _keep_history(self) -> None:
+        while True:
+            await asyncio.sleep(_RECORD_SECONDS)
+            try:
+                self._record()
+            except Exception:
+                logger.exception("recording the history of jobs failed")
+
+    def _record(self) -> None:
+        """Put how the watched jobs are into the history."""
+        now = time.time()
+        for watcher in list(self._watchers.values()):
+            past = watcher.past_job()
+            if past is not None:
+                self._history.record(past, watcher.points_since(now - 1.5 * _RECORD_SECONDS)[-1:])
+        if now - self._pruned > _PRUNE_SECONDS:
+            self._pruned = now
+            self._history.prune()
+
+
+def _answer(refusal: Refusal) -> web.Response:
+    response = web.Response(status=refusal.status, text=f"{refusal.why}\n", headers=_HEADERS)
+    response.force_close()
+    return response
+
+
+class _Closing(asyncio.Protocol):
+    """A connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()

@@ -1,0 +1,232 @@
+"""Tensors on the device ``spmd:0``, without data.
+
+They are of a wrapper subclass, so that what C++ copies of them (views, gradients, saved tensors) stays ours.
+Autograd works as on any device; below it, each operation goes to what ``dispatch_with`` has named.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from spmd.engine.driver.aliases import Alias, Value, read
+from spmd.engine.driver.current import DEVICE, NAME, engine, is_running
+from spmd.engine.program.metas import spec_of
+from spmd.torch_internals import (
+    BaseTensor,
+    disabled_torch_function,
+    is_dense,
+    make_wrapper,
+    rebuild_on_device,
+    rebuild_parameter,
+)
+
+__all__ = [
+    "LogicalTensor",
+    "alias_of",
+    "dispatch_with",
+    "fetched",
+    "in_message",
+    "know_gradient",
+    "parameter_of",
+    "show_instead",
+    "uploaded",
+    "wrap",
+]
+
+Dispatch = Callable[[Any, tuple[Any, ...], "dict[str, Any] | None"], Any]
+
+
+class LogicalTensor(torch.Tensor):
+    """A tensor on ``spmd:0``. Its data, if it is computed at all, is on the workers."""
+
+    __slots__ = ("_alias",)
+    _alias: Alias
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor; assigning it makes this tensor show the other one's memory."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, LogicalTensor):
+            raise RuntimeError(
+                "incompatible tensor type: .data of a tensor on spmd:0 can only be one on spmd:0; use "
+                ".data.copy_(value), or .data = value.to(spmd.device())"
+            )
+        show_instead(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
+        if id(self) in memo:
+            found: Tensor = memo[id(self)]
+            return found
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        copied.__dict__.update(
+            {
+                name: deepcopy(each, memo)
+                for name, each in self.__dict__.items()
+                if name not in ("_alias", _KNOWN)
+            }
+        )
+        if self.grad is not None:
+            copied.grad = deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return the reduction that PyTorch uses for XLA's tensors, so that ``torch.load`` restores it on any
+        device.
+        """
+        if isinstance(self, Parameter):
+            return rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
+        return rebuild_on_device, (
+            self.detach().cpu(),
+            self.dtype,
+            str(DEVICE),
+            self.requires_grad,
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self), spec)
+
+    def tolist(self) -> Any:
+        """As of any tensor; waits for the workers."""
+        return self.detach().cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raises, as for any tensor that is not on the CPU, unless ``force``."""
+        if not force:
+            raise TypeError(
+                "can't convert spmd:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                "host memory first."
+            )
+        return self.detach().cpu().numpy()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shown = repr(self.detach().cpu())
+        more = f", device='{NAME}:0'"
+        if self.grad_fn is not None:
+            more += f", grad_fn=<{type(self.grad_fn).__name__}>"
+        elif self.requires_grad:
+            more += ", requires_grad=True"
+        return f"{shown[:-1]}{more})"
+
+
+_TENSOR_DATA: Final[Any] = vars(BaseTensor).get("data")
+
+
+def in_message(tensor: LogicalTensor) -> tuple[Any, ...]:
+    """Return the reduction of a tensor in a message, whose receiver need not have the device."""
+    return _received, (tensor.detach().cpu(), tensor.requires_grad)
+
+
+def _received(data: Tensor, requires_grad: bool) -> Tensor:
+    """A tensor on the device, where there is one; else on the CPU."""
+    return (data.to(DEVICE) if is_running() else data).requires_grad_(requires_grad)
+
+
+def wrap(alias: Alias) -> LogicalTensor:
+    """Make a tensor that shows an alias."""
+    spec = alias.spec
+    made: LogicalTensor = make_wrapper(
+        LogicalTensor, spec.shape, spec.stride, spec.offset, None, spec.dtype, torch.strided, DEVICE
+    )
+    made._alias = alias
+    return made
+
+
+def alias_of(tensor: Tensor) -> Alias:
+    """Return the alias that a tensor shows.
+
+    Raises:
+        TypeError: it is not on the device.
+    """
+    if not isinstance(tensor, LogicalTensor):
+        where = getattr(tensor, "device", type(tensor).__name__)
+        raise TypeError(f"expected a tensor on spmd:0, got one on {where}: move it with .to(spmd.device())")
+    return tensor._alias
+
+
+def know_gradient(parameter: Tensor) -> None:
+    """Have the gradients of a parameter know whose they are. Once is enough."""
+    if isinstance(parameter, LogicalTensor) and not hasattr(parameter, _KNOWN):
+        register: Any = parameter.register_post_accumulate_grad_hook
+        register(_tell_gradient)
+        setattr(parameter, _KNOWN, True)
+
+
+def parameter_of(gradient: Tensor) -> LogicalTensor | None:
+    """Return the parameter of a gradient, or None."""
+    found: weakref.ref[LogicalTensor] | None = getattr(gradient, _PARAMETER, None)
+    return None if found is None else found()
+
+
+_KNOWN: Final = "_gradient_knows"
+_PARAMETER: Final = "_gradient_of"
+
+
+def _tell_gradient(parameter: Tensor) -> None:
+    setattr(parameter.grad, _PARAMETER, weakref.ref(parameter))
+
+
+def uploaded(data: Tensor) -> LogicalTensor:
+    """A tensor with this content, which goes to the workers when it is first used there.
+
+    Args:
+        data: on the CPU; taken over.
+    """
+    spec = spec_of(data)
+    return wrap(Alias(Value(spec, data=data), spec))
+
+
+def fetched(alias: Alias) -> Tensor:
+    """Return the content, on the CPU."""
+    current = engine()
+    with current.recorder.lock:
+        value = read(current.recorder, alias)
+        spec = alias.spec
+    content = current.fetch(value)
+    if content.stride() != spec.stride and not spec.offset and content.numel():
+        laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+        if is_dense(laid_out):
+            return laid_out.copy_(content)
+    return content
+
+
+def show_instead(tensor: LogicalTensor, other: LogicalTensor) -> None:
+    """Have a tensor show what another one does, as assigning its ``data`` does."""
+    _TENSOR_DATA.__set__(tensor, other)
+    tensor._alias = other._alias
+
+
+def _nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    raise AssertionError("the device is not set up")
+
+
+_dispatch: Dispatch = _nothing
+
+
+def dispatch_with(dispatch: Dispatch) -> None:
+    """Say what operations on these tensors go to: the operator, its arguments, and those by keyword."""
+    global _dispatch
+    _dispatch = dispatch

@@ -1,0 +1,64 @@
+"""Tensors in files of ``torch.load`` that are to be restored on the device.
+
+PyTorch restores a storage where the file, or ``map_location``, says, and makes tensors of it. The device has
+no storages: there it gets one on the CPU that says it is on the device, so that tensors are made there, of
+its content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd.engine.driver.current import DEVICE, NAME
+from spmd.engine.driver.handlers import HANDLERS
+from spmd.engine.driver.logical_tensor import LogicalTensor, show_instead, uploaded
+
+__all__ = ["NAMES", "restored"]
+
+aten: Final = torch.ops.aten
+NAMES: Final = {NAME}
+"""Names of the device in files."""
+
+
+class _StorageOnDevice(torch.UntypedStorage):
+    """The content of a storage that is to be on the device."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
+
+def restored(storage: Any, location: str) -> Any:
+    """What ``torch.load`` makes tensors of.
+
+    Args:
+        storage: on the CPU.
+        location: where it is to be.
+
+    Returns:
+        None if the location is another device.
+    """
+    if location.partition(":")[0] not in NAMES:
+        return None
+    there = _StorageOnDevice(storage.nbytes())  # type: ignore[no-untyped-call]
+    return there.copy_(storage)
+
+
+def _set_storage(
+    target: LogicalTensor,
+    storage: torch.UntypedStorage,
+    offset: int = 0,
+    size: Sequence[int] = (),
+    stride: Sequence[int] = (),
+) -> Tensor:
+    """Have a tensor show a storage's content, as ``torch.load`` does with an empty one."""
+    content = torch.empty(0, dtype=target.dtype).set_(storage, offset, size, stride)
+    show_instead(target, uploaded(content.clone()))
+    return target
+
+
+HANDLERS[aten.set_.source_Storage_storage_offset] = _set_storage

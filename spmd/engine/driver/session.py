@@ -1,0 +1,574 @@
+"""Between the recorder and the workers: programs by number, ids of values, and what has gone wrong.
+
+Everything goes out as steps, one for each flush and worker, in one order. Workers compute while the user's
+program goes on; what failed there is raised when the program waits for them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from rpc.agent.futures import wait_futures
+from rpc.errors import RpcError, WorkerLostError
+from rpc.runtime import spans
+from spmd.engine.driver.aliases import Value
+from spmd.engine.driver.blocks import cut, has_blocks, holders, put_together
+from spmd.engine.driver.bounded_cache import BoundedCache
+from spmd.engine.driver.logical_tensor import LogicalTensor
+from spmd.engine.driver.poison import poisoned
+from spmd.engine.driver.recorder import ENTRIES_PER_PROGRAM, Entry, Recorder, Recording, lost, nowhere
+from spmd.engine.driver.report import costliest
+from spmd.engine.driver.source_positions import Place, described
+from spmd.engine.errors import OperationError, SpmdError
+from spmd.engine.program.metas import Spec
+from spmd.engine.program.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
+from spmd.engine.program.repetition import Repetition
+from spmd.engine.program.step_messages import Answer, EngineStep
+from spmd.workers.worker_set import Port, WorkerSet, cause_of
+
+__all__ = ["PROGRAMS", "EnginePort", "Session"]
+
+PROGRAMS: Final = 256
+"""Maximum number of programs that the driver and each worker keep, by default."""
+
+_MAX_OBSERVED: Final = 5000
+"""Maximum number of values whose layouts observers are told; the newest."""
+
+_MAX_LISTED: Final = 50
+"""Maximum number of layouts, and of lines of the report, that observers are told; the largest."""
+
+_AHEAD: Final = 16
+"""Maximum number of steps that workers may be behind the driver."""
+
+_GRACE: Final = 2.0
+"""Seconds in which the others end a step, once one worker has failed in it."""
+
+
+class EnginePort(Port, Protocol):
+    """A worker of SPMD mode, from the driver's side."""
+
+    def regroup(self, generation: int) -> Any:
+        """Have it make its process groups anew, together with the others; a future."""
+        ...
+
+
+class _Remote:
+    """Keeps a value on the workers, as long as it lives."""
+
+    __slots__ = ("__weakref__", "error", "freed", "id", "spec")
+
+    def __init__(self, number: int, freed: deque[int], spec: Spec) -> None:
+        self.id = number
+        self.freed = freed
+        self.spec = spec
+        self.error: SpmdError | None = None
+
+    def __del__(self) -> None:
+        self.freed.append(self.id)
+
+
+@dataclass(eq=False)
+class _Known:
+    """A program that the workers have.
+
+    Attributes:
+        number: its; no other program of the session has it, or had it.
+        kept: for each of its instructions, which of the recorded operations it is.
+    """
+
+    number: int
+    program: Program
+    kept: list[int]
+    repetition: Repetition = field(default_factory=Repetition)
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """A step that the workers have not answered yet, and what is to be said if it fails.
+
+    Attributes:
+        answers: futures, by worker.
+        inputs: ids.
+        made: ids of what it makes.
+        number: of the step, from 0.
+    """
+
+    answers: list[Any]
+    known: _Known | None = None
+    operations: list[tuple[Entry, tuple[int, ...]]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    made: range = range(0)
+    number: int = 0
+
+    def described(self) -> str:
+        """Return a description of the step, with the user's lines."""
+        if not self.places:
+            return f"step {self.number}, {'to fetch a tensor' if self.inputs else 'to free tensors'}"
+        first, last = (described(self.places[end]) for end in (0, -1))
+        where = f"at {first}" if first == last else f"from {first} to {last}"
+        return f"step {self.number}, {len(self.places)} operations {where}"
+
+
+def _described(spec: Spec, count: int) -> dict[str, Any]:
+    """Values of one spec, for observers."""
+    mesh = spec.layout.mesh
+    return {
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "shape": list(spec.shape),
+        "mesh": [] if mesh is None else list(mesh.shape),
+        "placements": [str(each) for each in spec.layout.placements],
+        "count": count,
+        "bytes": spec.nbytes * count,
+    }
+
+
+class Session:
+    """A recorder and the workers behind it.
+
+    Attributes:
+        counts: of what workers were sent and asked for: ``programs``, those of them that were ``new``, and
+            of those ``new_auto`` with a planner; ``uploads`` and their ``uploaded_bytes``, ``fetches``.
+        planner: is shown each recording before it goes; what it gives is done once it has gone.
+        on_accelerators: whether workers compute on accelerators.
+
+    Args:
+        ports: the workers.
+        programs: Maximum number of programs that are kept, here and on each worker.
+    """
+
+    def __init__(self, ports: Sequence[EnginePort], programs: int = PROGRAMS) -> None:
+        self.recorder = Recorder(self._run, LogicalTensor, programs * ENTRIES_PER_PROGRAM)
+        self.on_accelerators = False
+        self._ports = tuple(ports)
+        self._set = WorkerSet(self._ports, "an SPMD step", _GRACE, _has_ended)
+        self._programs: BoundedCache[Any, _Known] = BoundedCache(programs, self._drop)
+        self._dropped: list[int] = []
+        self._program_count = 0
+        self._ids = 0
+        self._freed: deque[int] = deque()
+        self._remotes: dict[int, weakref.ref[_Remote]] = {}
+        self._under_way: deque[_UnderWay] = deque()
+        self._lost: dict[int, OperationError] = {}
+        self._error: Exception | None = None
+        self._broken: Exception | None = None
+        self._ending: OperationError | None = None
+        self._generation = 0
+        self.counts: Counter[str] = Counter()
+        self.planner: Callable[[Recording], Callable[[], None] | None] | None = None
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return len(self._ports)
+
+    def observed(self) -> dict[str, Any]:
+        """What observers are to know: counts, the layouts of values on the workers, and what was laid out
+        otherwise. It waits for no lock.
+        """
+        remotes = [each() for each in list(self._remotes.values())[-_MAX_OBSERVED:]]
+        layouts = Counter(each.spec for each in remotes if each is not None)
+        largest = sorted(layouts.items(), key=lambda item: -item[0].nbytes * item[1])[:_MAX_LISTED]
+        return {
+            "workers": self.workers,
+            "counts": dict(self.counts),
+            "layouts": [_described(spec, count) for spec, count in largest],
+            "moved": [asdict(each) for each in costliest(self.recorder, _MAX_LISTED)],
+        }
+
+    # ---- what is recorded
+
+    def _run(self, recording: Recording) -> None:
+        """Take a recording over."""
+        if self._broken is not None:
+            raise self._broken
+        then = None if self.planner is None else self.planner(recording)
+        specs = tuple([value.spec for value in recording.inputs])
+        uploads = [(place, value) for place, value in enumerate(recording.inputs) if value.remote is None]
+        parts = [self._parts(value) for _, value in uploads]
+        base = self._ids
+        for number, (_, value) in enumerate(uploads, start=base):
+            self._has_gone(value, number)
+        inputs = tuple([value.remote.id for value in recording.inputs])
+        references = [weakref.ref(value) for value in recording.inputs]
+        uploads.clear()
+        recording.inputs.clear()
+        value = None  # type: ignore[assignment]
+        kept_inputs = tuple([place for place, each in enumerate(references) if each() is not None])
+        outputs: list[int] = []
+        alive: list[Value] = []
+        for number, reference in enumerate(recording.made):
+            if reference is not None and (made := reference()) is not None:
+                outputs.append(number)
+                alive.append(made)
+        key = (specs, kept_inputs, tuple(recording.operations), tuple(outputs))
+        known = self._programs[key]
+        is_new = known is None
+        if known is None:
+            program, kept = build(specs, kept_inputs, recording.operations, outputs, recording.default_dtype)
+            known = self._programs[key] = _Known(self._program_count, program, kept)
+            self._program_count += 1
+        first = base + len(parts)
+        self._ids = first + len(alive)
+        for number, made in enumerate(alive, start=first):
+            self._has_gone(made, number)
+        sent = sum([part.nbytes for several in parts for part in several])
+        computes = bool(known.program.instructions)
+        compiled = computes and is_new
+        self.counts.update(programs=computes, new=compiled, uploads=len(parts), uploaded_bytes=sent)
+        self.counts["new_auto"] += compiled and self.planner is not None
+        gone = set(inputs).difference([inputs[place] for place in kept_inputs])
+        self._send(
+            _UnderWay([], known, recording.operations, recording.places, inputs, range(first, self._ids)),
+            base,
+            parts,
+            is_new,
+            tuple(recording.scalars),
+            gone=gone,
+        )
+        if then is not None:
+            then()
+
+    def _drop(self, known: _Known) -> None:
+        """A program was not used for long: the next step has the workers forget it.
+
+        Steps under way that run it come before that step, and none after it does.
+        """
+        self._dropped.append(known.number)
+
+    def _has_gone(self, value: Value, number: int) -> None:
+        """A value is, or will be, with the workers under this id."""
+        value.data = None
+        value.remote = _Remote(number, self._freed, value.spec)
+        self._remotes[number] = weakref.ref(value.remote)
+
+    def _send(
+        self,
+        under_way: _UnderWay,
+        base: int,
+        parts: Sequence[list[Tensor]] = (),
+        is_new: bool = False,
+        scalars: tuple[Any, ...] = (),
+        wanted: tuple[int, ...] = (),
+        workers: Sequence[int] = (),
+        gone: AbstractSet[int] = frozenset(),
+    ) -> None:
+        """Have all workers do a step.
+
+        Args:
+            gone: ids that the program uses up.
+            workers: those of which something is wanted.
+        """
+        freed, used = [], set(under_way.inputs)
+        for _ in range(len(self._freed)):
+            number = self._freed.popleft()
+            if number in used and number not in gone:
+                self._freed.append(number)  # since it was taken as an input: free it in the next step
+                continue
+            del self._remotes[number]
+            if number not in gone:
+                freed.append(number)
+        known, under_way.number = under_way.known, self._set.number
+        forget, self._dropped = tuple(self._dropped), []
+        packed = None if known is None else known.repetition.pack(base, under_way.inputs, scalars)
+        steps = [
+            EngineStep(
+                under_way.number,
+                base,
+                tuple([part[worker] for part in parts]),
+                None if known is None else known.number,
+                known.program if is_new and known is not None else None,
+                packed,
+                tuple(freed),
+                wanted if worker in workers else (),
+                forget,
+            )
+            for worker in range(len(self._ports))
+        ]
+        under_way.answers = self._set.send(steps)
+        self._under_way.append(under_way)
+        while len(self._under_way) > _AHEAD:
+            self._settle(self._under_way.popleft())
+
+    # ---- waiting for workers
+
+    def sync(self) -> None:
+        """Run what is recorded, and wait until all workers have done it and freed the values no longer
+        referenced.
+
+        Raises:
+            OperationError: an operation has failed.
+            WorkerLostError: a worker is gone.
+        """
+        self.recorder.flush()
+        with self.recorder.lock:
+            if self._freed and self._broken is None:
+                self._send(_UnderWay([]), self._ids)
+            self._wait()
+
+    def _wait(self) -> None:
+        while self._under_way:
+            self._settle(self._under_way.popleft())
+        self._lost.clear()
+        if self._broken is not None:
+            raise self._broken
+        if self._ending is not None:
+            self._ending = None
+            self._regroup()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _settle(self, step: _UnderWay) -> list[Answer]:
+        """Wait for a step, and note what has failed."""
+        details = {"lines": step.described()} if spans.is_listened_to() else {}
+        answers, failed = self._set.wait(step.answers, **details)
+        for worker, error in failed.items():
+            self._broken = self._broken or _unanswered(step.described(), error)
+            answers[worker] = Answer()
+        lost = {place: self._lost[each] for place, each in enumerate(step.inputs) if each in self._lost}
+        if lost or any(each.failures for each in answers):
+            self._lose(step, lost, answers)
+        return answers
+
+    def _lose(self, step: _UnderWay, lost: dict[int, OperationError], answers: Sequence[Answer]) -> None:
+        """Something has failed in a step, or what it takes is lost: note what it has not made.
+
+        Args:
+            lost: which of its inputs, and why.
+        """
+        ends = [each for answer in answers for each in answer.failures if each.ends]
+        reasons: list[OperationError | None]
+        if ends:
+            if self._ending is None:
+                failure = ends[cause_of({place: each.cause for place, each in enumerate(ends)})]
+                self._ending = _explained(step, failure.index, failure.cause)
+            self._error = self._error or self._ending
+            reasons = [self._ending] * len(step.made)
+        elif step.known is None:
+            return
+        else:
+            program = step.known.program
+            failed = {
+                each.index: _explained(step, each.index, each.cause)
+                for answer in answers
+                for each in answer.failures
+            }
+            values, news = poisoned(program, lost, failed)
+            self._error = self._error or next(iter(news.values()), None)
+            made = program.outputs[len(program.outputs) - len(step.made) :]
+            reasons = [values.get(each) for each in made]
+        for number, reason in zip(step.made, reasons, strict=True):
+            if reason is not None:
+                self._lost[number] = reason
+                reference = self._remotes.get(number)
+                if reference is not None and (remote := reference()) is not None:
+                    remote.error = reason
+
+    def _regroup(self) -> None:
+        """A program has ended early on some worker, and with it the collectives of all: make new groups."""
+        self._generation += 1
+        try:
+            wait_futures([port.regroup(self._generation) for port in self._ports])
+        except RpcError as error:  # some workers have new groups, and others have not
+            self._broken = _unanswered("the request for new process groups after a failed operation", error)
+            self._set.abort("another worker has failed")  # the others may wait for the one that has failed
+            if self._broken is error:
+                raise
+            raise self._broken from None
+
+    def drain(self) -> None:
+        """Wait until the workers have done what they were sent, however it ends."""
+        with self.recorder.lock:
+            while self._under_way:
+                self._settle(self._under_way.popleft())
+
+    def end(self) -> None:
+        """End the workers, and delete their data: it must not be mistaken for later data."""
+        self.drain()
+        for reference in list(self._remotes.values()):
+            if (remote := reference()) is not None:
+                remote.error = nowhere()
+
+    def _parts(self, value: Value) -> list[Tensor]:
+        """Return each worker's part of a value that is still here."""
+        assert value.data is not None, "a value that nobody has"
+        if isinstance(value.data, list):
+            return value.data
+        return cut(value.data, value.spec.layout, self.workers)
+
+    # ---- values
+
+    def fetch(self, value: Value) -> Tensor:
+        """Return a value as a whole."""
+        with self.recorder.lock:
+            if not has_blocks(value.spec.layout):
+                value = self.recorder.moved(value, REPLICATED)
+            layout = value.spec.layout
+            parts = self.fetch_parts(value, holders(layout, self.workers))
+        return put_together(value.spec.shape, value.spec.dtype, layout, parts)
+
+    def fetch_parts(self, value: Value, workers: Sequence[int]) -> dict[int, Tensor]:
+        """Return these workers' parts of a value, by worker."""
+        with self.recorder.lock:
+            if value.data is not None:
+                parts = self._parts(value)
+                return {worker: parts[worker].clone() for worker in workers}
+            self.recorder.flush()
+            if value.remote is None:
+                raise nowhere()
+            if not isinstance(value.remote.error, OperationError | None):
+                raise lost(value.remote.error)
+            self.counts["fetches"] += 1
+            step = _UnderWay([], inputs=(value.remote.id,))
+            self._send(step, self._ids, wanted=(value.remote.id,), workers=workers)
+            while self._under_way[0] is not step:
+                self._settle(self._under_way.popleft())
+            answers = self._settle(self._under_way.popleft())
+            self._wait()
+            if value.remote.error is not None:
+                raise lost(value.remote.error)
+            return {worker: answers[worker].values[0] for worker in workers}
+
+
+def _has_ended(answer: Answer) -> bool:
+    """Whether a worker has ended a program early, so that others may wait for it."""
+    return any(each.ends for each in answer.failures)
+
+
+def _unanswered(asked: str, error: Exception) -> Exception:
+    """If a worker is gone, an error that says what it did not answer; any other error as it is."""
+    if not isinstance(error, WorkerLostError):
+        return error
+    return WorkerLostError(
+        f"worker '{error.worker}' is gone: {error.reason}. It has not answered {asked}. What the workers "
+        "hold is lost: end SPMD mode with spmd.shutdown(), begin it again, and go on from a checkpoint",
+        error.worker,
+        error.reason,
+    )
+
+
+def _explained(step: _UnderWay, index: int, cause: Exception) -> OperationError:
+    """An error with the user's line."""
+    if step.known is None or index < 0:
+        error = OperationError(
+            f"workers could not run a program: {type(cause).__name__}: {_first_line(cause)}"
+        )
+        error.__cause__ = cause
+        return error
+    number = step.known.kept[index]
+    entry = step.operations[number][0]
+    where = described(step.places[number])
+    instruction = step.known.program.instructions[index]
+    metas = _metas(step.known.program)
+    given = ", ".join(_shown(each, metas) for each in instruction.args)
+    error = OperationError(
+        f"{entry.operator}({given}) has failed at {where}: {type(cause).__name__}: {_first_line(cause)}",
+        where,
+        entry.operator,
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _first_line(cause: Exception) -> str:
+    return str(cause).strip().partition("\n")[0]
+
+
+def _metas(program: Program) -> list[Meta | None]:
+    found: list[Meta | None] = list(program.inputs)
+    for each in program.instructions:
+        found += each.results
+    return found
+
+
+def _shown(arg: Any, metas: list[Meta | None]) -> str:
+    if isinstance(arg, Ref):
+        meta = metas[arg.index]
+        return "?" if meta is None else f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}"
+    if isinstance(arg, Scalar):
+        return "number"
+    if isinstance(arg, tuple):
+        return f"[{', '.join(_shown(each, metas) for each in arg)}]"
+    return str(arg)
+
+
+# ---- from a recording to a program
+
+
+def build(
+    inputs: Sequence[Spec],
+    kept_inputs: Sequence[int],
+    operations: Sequence[tuple[Entry, tuple[int, ...]]],
+    outputs: Sequence[int],
+    default_dtype: torch.dtype = torch.float32,
+) -> tuple[Program, list[int]]:
+    """Return the program of a recording, without unused results.
+
+    Args:
+        kept_inputs: inputs that are needed afterwards: they are the program's first outputs.
+        outputs: numbers of results that are.
+
+    Returns:
+        The program, and for each of its instructions, which operation it is.
+    """
+    starts: list[int] = []
+    count = 0
+    for entry, _ in operations:
+        starts.append(count)
+        count += len(entry.specs)
+    used = set(outputs)
+    kept: list[int] = []
+    for number in reversed(range(len(operations))):
+        entry, refs = operations[number]
+        if entry.effect or any(starts[number] + offset in used for offset in range(len(entry.specs))):
+            kept.append(number)
+            used.update(refs)
+    kept.reverse()
+    first_scalars: list[int] = []
+    scalars = 0
+    for entry, _ in operations:
+        first_scalars.append(scalars)
+        scalars += _count_scalars((entry.args, entry.kwargs))
+    place = {-1 - index: index for index in range(len(inputs))}
+    instructions: list[Instruction] = []
+    following = len(inputs)
+    for number in kept:
+        entry, refs = operations[number]
+        values = tuple(place[each] for each in refs)
+        args: Any = _filled(entry.args, values, first_scalars[number])
+        kwargs: Any = _filled(entry.kwargs, values, first_scalars[number])
+        results: list[Meta | None] = []
+        for result, spec in enumerate(entry.specs, start=starts[number]):
+            results.append(spec.meta if spec is not None and result in used else None)
+            place[result] = following
+            following += 1
+        instructions.append(Instruction(entry.operator, args, kwargs, tuple(results)))
+    every = (*kept_inputs, *[place[each] for each in outputs])
+    metas = tuple([spec.meta for spec in inputs])
+    return Program(metas, tuple(instructions), every, default_dtype), kept
+
+
+def _filled(tree: Any, values: tuple[int, ...], first_scalar: int) -> Any:
+    """An operation's arguments, with numbers of the program for its own."""
+    if isinstance(tree, Ref):
+        return Ref(values[tree.index])
+    if isinstance(tree, Scalar):
+        return Scalar(first_scalar + tree.index)
+    if isinstance(tree, tuple):
+        return tuple([_filled(each, values, first_scalar) for each in tree])
+    return tree
+
+
+def _count_scalars(tree: Any) -> int:
+    if isinstance(tree, Scalar):
+        return 1
+    return sum(_count_scalars(each) for each in tree) if isinstance(tree, tuple) else 0

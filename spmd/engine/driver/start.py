@@ -1,0 +1,380 @@
+"""``spmd.use_spmd`` and the end of it: where workers come from, and where they go."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+import torch.distributed as dist
+
+import rpc
+from rpc.agent.futures import wait_futures
+from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
+from rpc.options import AgentOptions
+from rpc.runtime.current import current_agent, is_initialized
+from rpc.runtime.notices import Notices, tell_of_start
+from spmd import backend
+from spmd.collectives.store import WorkerStore
+from spmd.engine.driver.current import DEVICE, set_engine
+from spmd.engine.driver.device import set_up
+from spmd.engine.driver.logical_tensor import LogicalTensor, in_message
+from spmd.engine.driver.report import LayoutReport, report_of
+from spmd.engine.driver.session import PROGRAMS, Session
+from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
+from spmd.engine.worker.served_worker import make
+from spmd.engine.worker.worker_process import serve
+from spmd.workers.worker_set import RemotePort, wait_together
+
+__all__ = [
+    "device",
+    "global_device_count",
+    "is_spmd",
+    "report",
+    "shutdown",
+    "strict",
+    "sync",
+    "use_spmd",
+    "worker_names",
+]
+
+_ALONE: Final = (
+    "SPMD mode cannot be mixed with other ways to use several workers: its one driver drives all of them, so "
+    "leave out init_process_group() and what is built on it, such as DistributedDataParallel"
+)
+
+_DRIVER: Final = "driver"
+
+_WORKER: Final = (
+    "import farcall_guard; farcall_guard.prefer(); from spmd.engine.worker.worker_process import main; main()"
+)
+"""Program of a worker process. It finds farcall's packages wherever the driver's ``sys.path`` leads."""
+
+_EXTENSION: Final = "spmd.session"
+"""Under which observers find the session among the agent's extensions."""
+
+_PATIENCE: Final = 10.0
+"""Timeout in seconds for a worker to end."""
+
+
+class _Port(RemotePort):
+    """A worker behind calls."""
+
+    def regroup(self, generation: int) -> Any:
+        return self.worker.rpc_async(timeout=0).regroup(generation)
+
+
+class _Mode:
+    """SPMD mode, from ``use_spmd`` to ``shutdown``.
+
+    Attributes:
+        session: with its workers.
+        processes: that were started for it.
+        owns_agent: the agent was started for it.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        owns_agent: bool,
+        processes: Sequence[subprocess.Popen[bytes]] = (),
+        programs: int = PROGRAMS,
+        device: str | None = None,
+    ) -> None:
+        self.processes = processes
+        self.owns_agent = owns_agent
+        name = f"spmd-{secrets.token_hex(8)}"
+        current_agent().serializer.register_reducer(LogicalTensor, in_message)
+        own = rpc.get_worker_info().name
+        calls = [
+            rpc.rpc_async(each, make, args=(own, list(names), rank, name, device), timeout=0)
+            for rank, each in enumerate(names)
+        ]
+        try:
+            made = wait_together(calls, partial(_give_up, names[0], name))
+        except WorkerLostError as error:
+            said = f"SPMD mode could not begin: worker '{error.worker}' is gone: {error.reason}"
+            raise WorkerLostError(said, error.worker, error.reason) from None
+        self.ports = [_Port(name, worker) for name, worker in zip(names, made, strict=True)]
+        state = torch.get_rng_state()
+        wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
+        self.session = Session(self.ports, programs)
+        self._extensions: dict[str, Any] = current_agent().extensions
+        self._extensions[_EXTENSION] = self.session
+        self.session.on_accelerators = device is not None
+
+    def end(self) -> None:
+        """Release the workers."""
+        self._extensions.pop(_EXTENSION, None)
+        self.session.end()
+        for port in self.ports:
+            with suppress(RpcError):  # it is gone, and its values with it
+                port.worker.rpc_sync(timeout=_PATIENCE).close()
+        self.ports.clear()
+        if self.owns_agent and is_initialized():
+            with suppress(RpcTimeoutError):  # then the processes are ended
+                rpc.shutdown(timeout=_PATIENCE)
+        _end(self.processes)
+
+
+def _give_up(worker: str, name: str, reason: str) -> None:
+    """Have workers end that wait for others to begin."""
+    store = WorkerStore(worker, f"{name}/")
+    store.set_timeout(timedelta(seconds=_PATIENCE))
+    store.give_up(f"SPMD mode could not begin: {reason}")
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        try:
+            process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+_mode: _Mode | None = None
+
+
+def use_spmd(
+    workers: int | Sequence[str] | None = None,
+    programs: int = PROGRAMS,
+    device: str | torch.device | None = None,
+) -> Session:
+    """Begin SPMD mode: see :func:`spmd.sharding.mode.use_spmd`. The session that it has."""
+    global _mode
+    if _mode is not None:
+        raise AlreadyInSpmdModeError(
+            f"SPMD mode has {_mode.session.workers} workers already: call spmd.shutdown() before another "
+            "use_spmd()"
+        )
+    if dist.is_initialized() and dist.get_backend() == "farcall":
+        raise SpmdError(f"this process is in a process group of farcall's already. {_ALONE}")
+    of_workers = None if device is None or str(device) == "cpu" else str(device)
+    set_up()
+    if is_initialized():
+        _mode = _Mode(_members(workers), owns_agent=False, programs=programs, device=of_workers)
+    elif "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+        _mode = _under_torchrun(workers, programs, of_workers)
+    else:
+        _mode = _on_this_machine(workers, programs, of_workers)
+    set_engine(_mode.session)
+    backend.refuse(_ALONE)
+    atexit.register(shutdown)
+    return _mode.session
+
+
+def _members(workers: int | Sequence[str] | None) -> list[str]:
+    """Return the workers of the RPC group."""
+    agent: Any = current_agent()
+    own = agent.get_worker_info().name
+    names = [each.name for each in agent.get_worker_infos() if each.name != own]
+    if isinstance(workers, int) or workers is None:
+        count = len(names) if workers is None else workers
+        if not 0 < count <= len(names):
+            raise SpmdError(f"expected up to {len(names)} workers, the others of this RPC group, got {count}")
+        return names[:count]
+    wrong = [each for each in workers if each not in names]
+    if wrong or not workers or len(set(workers)) != len(workers):
+        raise SpmdError(f"expected names of other workers of this RPC group, each once, got {list(workers)}")
+    return list(workers)
+
+
+def _on_this_machine(workers: int | Sequence[str] | None, programs: int, device: str | None) -> _Mode:
+    if workers is None:
+        said = os.environ.get("FARCALL_SPMD_WORKERS") or str(len(os.sched_getaffinity(0)))
+        if not said.isdecimal() or not int(said):
+            raise SpmdError(f"FARCALL_SPMD_WORKERS is {said!r}: expected the number of workers, 1 or more")
+        workers = int(said)
+    if not isinstance(workers, int) or workers < 1:
+        raise SpmdError(
+            f"expected the number of workers, 1 or more, got {workers!r}. Names are those of workers of an "
+            "RPC group: call rpc.init_rpc first"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="farcall-spmd-"))
+    init_method = f"file://{folder / 'rendezvous'}"
+    names = [f"spmd{rank}" for rank in range(workers)]
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    path = os.pathsep.join(each for each in sys.path if each)
+    environ["PYTHONPATH"] = path
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        signs = []
+        for rank, name in enumerate(names, start=1):
+            process, sign = _start_worker([init_method, name, str(rank), str(workers + 1)], environ)
+            processes.append(process)
+            signs.append(sign)
+        _await_start(dict(zip(names, zip(processes, signs, strict=True), strict=True)))
+        options = AgentOptions(init_method=init_method)
+        rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
+        return _Mode(names, True, processes, programs, device)
+    except BaseException:
+        for process in processes:
+            process.kill()
+            process.wait()
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # they have met
+
+
+def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+    """Start one; a pipe from which a byte comes when it is about to join, and nothing if it has ended."""
+    ours, theirs = os.pipe()
+    sign = open(ours, "rb")  # noqa: SIM115
+    try:
+        command = [sys.executable, "-c", _WORKER, *args, str(theirs)]
+        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(theirs,))
+    except BaseException:
+        sign.close()
+        raise
+    finally:
+        os.close(theirs)
+    return process, sign
+
+
+def _await_start(workers: dict[str, tuple[subprocess.Popen[bytes], BinaryIO]]) -> None:
+    """Wait until all are about to join; the log says for whom, if it takes long."""
+    with ExitStack() as until_end:
+        signs: dict[Any, str] = {until_end.enter_context(sign): name for name, (_, sign) in workers.items()}
+        notices = Notices()
+        while signs:
+            ready: list[Any] = wait(list(signs), max(0.0, notices.next - time.monotonic()))
+            for sign in ready:
+                name = signs.pop(sign)
+                if not sign.read(1):
+                    process, _ = workers[name]
+                    raise SpmdError(
+                        f"worker {name!r} (process {process.pid}) ended with status {process.wait()} while "
+                        "it began: what it has printed says why"
+                    )
+            if signs and notices.due():
+                tell_of_start(list(signs.values()), notices.waited)
+
+
+def _under_torchrun(workers: int | Sequence[str] | None, programs: int, device: str | None) -> _Mode:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size < 2 or workers not in (None, size - 1):
+        raise SpmdError(
+            f"under torchrun with {size} processes rank 0 is the driver, and the other {size - 1} are its "
+            f"workers; asked for {workers}"
+        )
+    if rank:
+        serve(f"spmd{rank - 1}", rank)
+    rpc.init_rpc(_DRIVER)
+    names = [f"spmd{each}" for each in range(size - 1)]
+    return _Mode(names, owns_agent=True, programs=programs, device=device)
+
+
+def shutdown() -> None:
+    """End SPMD mode: workers free what they hold, and those that were started for it end. Idempotent.
+
+    Tensors on the device are lost; fetch with ``.cpu()`` before what is to be kept.
+    """
+    global _mode
+    mode, _mode = _mode, None
+    if mode is None:
+        return
+    atexit.unregister(shutdown)
+    set_engine(None)
+    backend.refuse(None)
+    mode.end()
+
+
+def _current() -> _Mode:
+    if _mode is None:
+        raise NotInSpmdModeError("SPMD mode has not begun, or has ended: call spmd.use_spmd() first")
+    return _mode
+
+
+def is_spmd() -> bool:
+    """Whether SPMD mode is on."""
+    return _mode is not None
+
+
+def global_device_count() -> int:
+    """Return the number of workers.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+    """
+    return _current().session.workers
+
+
+def worker_names() -> list[str]:
+    """The workers' names in the RPC group, by number.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+    """
+    return [port.name for port in _current().ports]
+
+
+def device() -> torch.device:
+    """The logical device.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+    """
+    _current()
+    return DEVICE
+
+
+def report() -> LayoutReport:
+    """Return what was replicated or redistributed because operations required it, since the mode began.
+
+    Sums that workers held in parts, and moves that the program asked for, do not count.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+
+    Example::
+
+        print(spmd.report())    # train.py:41 in forward: aten::batch_norm, 10 times, 12.000 MB: ...
+    """
+    return report_of(_current().session.recorder)
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Raise an error inside the block for everything that ``report`` would list.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+        ReshardingError: by an operation inside that needs a tensor elsewhere than where it is.
+
+    Example::
+
+        with spmd.strict():
+            loss = model(batch)
+    """
+    recorder = _current().session.recorder
+    before, recorder.strict = recorder.strict, True
+    try:
+        yield
+    finally:
+        recorder.strict = before
+
+
+def sync() -> None:
+    """Run what is recorded, and wait until all workers have done it.
+
+    Raises:
+        NotInSpmdModeError: SPMD mode is off.
+        OperationError: an operation has failed; says which, and the line that asked for it.
+        WorkerLostError: a worker is gone, and the mode with it.
+    """
+    _current().session.sync()

@@ -1,0 +1,1 @@
+"""The common part of SPMD mode's driver and workers: programs, layouts, and messages."""

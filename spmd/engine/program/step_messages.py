@@ -1,0 +1,78 @@
+"""Messages between the driver and a worker: one step for each flush, answered when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from spmd.engine.program.program import Program
+
+__all__ = ["Answer", "EngineStep", "Failure"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """A step for a worker. Values have ids: from ``base`` first uploads, then the values that the program
+    makes.
+
+    Attributes:
+        sequence: from 0; steps are done in this order.
+        base: see above.
+        uploads: this worker's parts of new tensors.
+        program: a number; None: nothing is run.
+        definition: of a program that comes for the first time.
+        run: the ids of its inputs, and its scalars, as ``Repetition`` packs them.
+        freed: ids of values that are no longer needed, not even by this step; inputs that the program uses up
+            are not listed.
+        wanted: ids of values that the answer must contain.
+        forget: numbers of programs that neither this step nor a later one runs.
+    """
+
+    sequence: int
+    base: int
+    uploads: tuple[Tensor, ...] = ()
+    program: int | None = None
+    definition: Program | None = None
+    run: Any = None
+    freed: tuple[int, ...] = ()
+    wanted: tuple[int, ...] = ()
+    forget: tuple[int, ...] = ()
+
+    def __reduce__(self) -> Any:
+        return EngineStep, (
+            self.sequence,
+            self.base,
+            self.uploads,
+            self.program,
+            self.definition,
+            self.run,
+            self.freed,
+            self.wanted,
+            self.forget,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An instruction that has failed.
+
+    Attributes:
+        index: its number in the program; -1: the program could not be run at all.
+        cause: the error that it raised.
+        ends: whether none of the program's results exist; otherwise only those that depend on the instruction
+            are lost, and replaced by zeros.
+    """
+
+    index: int
+    cause: Exception
+    ends: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A worker's answer when a step is done: local tensors that were wanted, or errors."""
+
+    values: tuple[Tensor, ...] = ()
+    failures: tuple[Failure, ...] = ()

@@ -1,0 +1,206 @@
+"""Passes over a linked program's steps that gather: fewer, sooner, and while others compute.
+
+Tensors that are gathered soon after one another are gathered together, and each gathering starts when the
+previous one is complete, if its inputs exist by then. So a worker holds at most two that are not used yet. A
+tensor that both a layer's forward and the following backward need is gathered once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from spmd.engine.program.program import Meta, Program, Ref
+from spmd.engine.program.redistribution import Begun, begin_gathering
+from spmd.engine.worker.steps import Step
+
+__all__ = ["gather_ahead"]
+
+_BYTES: Final = 4 << 20
+"""Maximum number of bytes gathered at once before they are needed."""
+
+
+def gather_ahead(
+    program: Program, steps: Sequence[Step], metas: Sequence[Meta | None], handles: Iterator[int]
+) -> list[Step]:
+    """Where something is gathered, what is gathered next comes with it, as far as it is there already.
+
+    Args:
+        metas: of all values.
+        handles: numbers for new values.
+    """
+    groups = _groups(program, _views_first(steps, len(program.inputs)), metas)
+    starts: dict[int, list[_Group]] = {}
+    for before, group in zip(groups.in_order, groups.in_order[1:], strict=False):
+        if group.ready <= before.place:
+            group.handle = next(handles)
+            starts.setdefault(before.place, []).append(group)
+    done: list[Step] = []
+    for place, step in enumerate(groups.steps):
+        if place in groups.taken:
+            continue
+        done.append(groups.by_place[place].arrive() if place in groups.by_place else step)
+        done += [each.start() for each in starts.get(place, ())]
+    return done
+
+
+@dataclass(eq=False)
+class _Group:
+    """Steps that are gathered together.
+
+    Attributes:
+        place: where the first of them is needed.
+        ready: after this place all that they gather is there.
+        which: for each of them, which of ``sources`` it gathers.
+        handle: of what has begun, if it begins sooner.
+    """
+
+    place: int
+    ready: int
+    steps: list[Step]
+    sources: list[Step]
+    which: list[int]
+    handle: int | None = None
+
+    def arrive(self) -> Step:
+        """Have all results."""
+        results = tuple(each.results[0] for each in self.steps)
+        first = replace(self.steps[0], moves=(), results=results, single=False, shared=self._twice())
+        if self.handle is None:
+            begin = self._begin(blocks=True)
+            return replace(
+                first,
+                function=functools.partial(_gather, begin),
+                args=([each.args[0] for each in self.sources],),
+            )
+        return replace(first, function=Begun.finish, args=(Ref(self.handle),))
+
+    def start(self) -> Step:
+        """Begin."""
+        assert self.handle is not None
+        return replace(
+            self.steps[0],
+            function=self._begin(blocks=False),
+            args=([each.args[0] for each in self.sources],),
+            moves=(),
+            results=(self.handle,),
+            single=True,
+            shared=tuple((self.handle, each.args[0].index) for each in self.sources),  # it is being sent
+        )
+
+    def _begin(self, *, blocks: bool) -> Any:
+        return functools.partial(
+            begin_gathering,
+            moves=[each.moves[0][0] for each in self.sources],
+            group=self.sources[0].moves[0][1],
+            which=tuple(self.which),
+            blocks=blocks,
+        )
+
+    def _twice(self) -> tuple[tuple[int, int], ...]:
+        """Results that are one tensor."""
+        first: dict[int, Any] = {}
+        pairs = []
+        for step, which in zip(self.steps, self.which, strict=True):
+            result = step.results[0]
+            assert result is not None
+            if first.setdefault(which, result) != result:
+                pairs.append((result, first[which]))
+        return tuple(pairs)
+
+
+def _gather(begin: Any, tensors: Any) -> Any:
+    return begin(tensors).finish()
+
+
+@dataclass(eq=False)
+class _Groups:
+    steps: Sequence[Step]
+    in_order: list[_Group] = field(default_factory=list)
+    by_place: dict[int, _Group] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
+
+
+def _groups(program: Program, steps: Sequence[Step], metas: Sequence[Meta | None]) -> _Groups:
+    """Which steps are gathered together; each group where the first of them was."""
+    made = dict.fromkeys(range(len(program.inputs)), -1)
+    made |= {value: place for place, step in enumerate(steps) for value in step.results if value is not None}
+    gathers = [place for place, step in enumerate(steps) if _is_gather(step)]
+    outputs = frozenset(program.outputs)
+    found = _Groups(steps)
+    for number, place in enumerate(gathers):
+        if place in found.taken:
+            continue
+        first = steps[place]
+        group = _Group(place, made[first.args[0].index], [first], [first], [0])
+        total = 0
+        for later in gathers[number + 1 :]:
+            other = steps[later]
+            if later in found.taken or _source(other, metas) != _source(first, metas):
+                continue
+            which = _same(group, other, outputs)
+            if which is None:
+                total += _size(other, metas)
+                if total > _BYTES:
+                    break
+                if made[other.args[0].index] >= place:
+                    continue
+                which = len(group.sources)
+                group.sources.append(other)
+                group.ready = max(group.ready, made[other.args[0].index])
+            group.steps.append(other)
+            group.which.append(which)
+            found.taken.add(later)
+        found.in_order.append(group)
+        found.by_place[place] = group
+    return found
+
+
+def _same(group: _Group, step: Step, outputs: frozenset[int]) -> int | None:
+    """Which one of a group gathers the same; outputs have memory of their own."""
+    for which, each in enumerate(group.sources):
+        if each.args == step.args and each.moves[0][0] == step.moves[0][0]:
+            values = [
+                other.results[0] for other, at in zip(group.steps, group.which, strict=True) if at == which
+            ]
+            return None if outputs.intersection([*values, step.results[0]]) else which
+    return None
+
+
+def _source(step: Step, metas: Sequence[Meta | None]) -> tuple[Any, ...]:
+    meta = metas[step.args[0].index]
+    assert meta is not None
+    move, _ = step.moves[0]
+    return move.mesh, move.axis, meta.dtype
+
+
+def _size(step: Step, metas: Sequence[Meta | None]) -> int:
+    meta = metas[step.args[0].index]
+    assert meta is not None
+    size: int = math.prod(meta.shape) * meta.dtype.itemsize
+    return size
+
+
+def _is_gather(step: Step) -> bool:
+    if len(step.moves) != 1 or step.results == (None,):
+        return False
+    move = step.moves[0][0]
+    return bool(move.kind == "gather" and move.strided == 1)
+
+
+def _views_first(steps: Sequence[Step], inputs: int) -> list[Step]:
+    """Views of inputs, which cost nothing, come first, so that what they show may be gathered early."""
+    there = set(range(inputs))
+    first: list[Step] = []
+    rest: list[Step] = []
+    for step in steps:
+        reads = step.reads()
+        if step.shared and not step.moves and reads and reads <= there:
+            first.append(step)
+            there.update(value for value in step.results if value is not None)
+        else:
+            rest.append(step)
+    return first + rest

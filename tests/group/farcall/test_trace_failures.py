@@ -1,0 +1,139 @@
+"""Traces of jobs of which workers are stopped or killed, and traces that cannot be written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import rpc
+from tests.support.chrome_trace import read_trace
+from tests.support.streams import until
+from tests.support.workers import RunWorkers, Worker, WorkerProcess
+
+STOPPED, KILLED = 2, 3
+MAX_KIB = 10
+"""Maximum size of a file on the disk that is full."""
+
+
+def serve_until_told(worker: Worker) -> None:
+    """Worker 0 calls worker 1 until it is told to leave."""
+    os.environ["FARCALL_JOBS_DIR"] = str(worker.folder / "jobs")
+    with worker.group(dynamic=True):
+        if worker.rank == 0:
+            worker.report("ready")
+            worker.wait_for("all are there")
+            while not (worker.folder / "leave").exists():
+                rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+        else:
+            worker.report("ready")
+            worker.wait_for("leave")
+
+
+def command(folder: Path, *, seconds: float, limit: int | None = None) -> subprocess.Popen[str]:
+    trace = [sys.executable, "-m", "farcall", "trace", "--seconds", str(seconds), "-o", "live.json"]
+    limited = [] if limit is None else ["bash", "-c", f'ulimit -f {limit}; exec "$@"', "bash"]
+    return subprocess.Popen(
+        limited + trace,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"FARCALL_JOBS_DIR": str(folder / "jobs")},
+    )
+
+
+def job_of(
+    run_workers: RunWorkers, folder: Path, count: int
+) -> tuple[list[WorkerProcess], Callable[[], object]]:
+    """Workers that run, and what ends them."""
+    started = run_workers.start(serve_until_told, count)
+    workers = [started[rank] for rank in range(count)]
+    for each in workers:
+        each.wait_for("ready")
+    workers[0].tell("all are there")
+
+    def end() -> None:
+        (folder / "leave").touch()
+        for each in workers[1:]:
+            if not each.ended:
+                each.tell("leave")
+
+    return workers, end
+
+
+def test_a_trace_lacks_workers_that_are_stopped_or_killed_and_names_them(
+    run_workers: RunWorkers, tmp_path: Path
+) -> None:
+    workers, end = job_of(run_workers, tmp_path, 4)
+    workers[STOPPED].stop()
+    try:
+        with command(tmp_path, seconds=0.5) as tracing:
+            until(lambda: bool(list((tmp_path / "jobs").glob("*/trace.order"))))
+            workers[KILLED].kill()
+            said, errors = tracing.communicate(timeout=60)
+    finally:
+        workers[STOPPED].resume()
+        end()
+    assert tracing.returncode == 0, errors
+    assert "2 of 4 workers" in said
+    missing = [line.partition(": ")[2] for line in said.splitlines() if line.startswith("missing: ")]
+    assert sorted((line.split()[0], line.partition(": ")[2]) for line in missing) == [
+        ("worker2", "it is stopped"),
+        ("worker3", "it has died"),
+    ]
+    trace = read_trace(tmp_path / "live.json")
+    assert trace.metadata["missing"] == missing
+    assert trace.counts()["worker0", "call torch.add"]
+
+
+def test_a_trace_that_does_not_fit_on_the_disk_is_an_error_and_leaves_nothing(
+    run_workers: RunWorkers, tmp_path: Path
+) -> None:
+    _, end = job_of(run_workers, tmp_path, 2)
+    try:
+        with command(tmp_path, seconds=0.2, limit=MAX_KIB) as tracing:
+            _, errors = tracing.communicate(timeout=60)
+    finally:
+        end()
+    assert tracing.returncode == 1
+    assert "the trace cannot be written: " in errors
+    assert "File too large" in errors
+    assert not list(tmp_path.glob("*.json*"))
+    assert not list(tmp_path.glob(".live.json*"))
+
+
+def leave_no_room(worker: Worker) -> str:
+    with worker.group():
+        if worker.rank:
+            return ""
+        with pytest.raises(OSError, match="No such file or directory"), rpc.trace("missing/run.json"):
+            rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+        with pytest.raises(ZeroDivisionError), rpc.trace("missing/run.json"):
+            rpc.rpc_sync("worker1", divmod, args=(1, 0))
+        return "went on"
+
+
+def test_a_programs_trace_that_cannot_be_written_does_not_hide_its_own_error(run_workers: RunWorkers) -> None:
+    assert run_workers(leave_no_room, 2)[0] == "went on"
+
+
+@pytest.mark.nightly
+def test_sixteen_workers_are_traced_while_they_run(run_workers: RunWorkers, tmp_path: Path) -> None:
+    _, end = job_of(run_workers, tmp_path, 16)
+    try:
+        with command(tmp_path, seconds=2) as tracing:
+            said, errors = tracing.communicate(timeout=80)
+    finally:
+        end()
+    assert tracing.returncode == 0, errors
+    assert "16 of 16 workers" in said
+    trace = read_trace(tmp_path / "live.json")
+    assert len(trace.processes) == 16
+    assert json.loads((tmp_path / "live.json").read_text())["metadata"]["missing"] == []

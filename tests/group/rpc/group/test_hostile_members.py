@@ -1,0 +1,379 @@
+"""Members who do not play by the rules: what is malformed ends that one's connection, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+import resource
+import struct
+import sys
+from typing import Any
+
+import pytest
+
+import rpc
+from rpc.bulk.shared_memory.packing import Message, pack
+from rpc.runtime.current import current_agent
+from rpc.wire.frames import Kind
+from rref.requests import CREATE, name_creation
+from tests.support import backend
+from tests.support.hostile import Hostile, Target, frame, target
+from tests.support.orders import add_follower, ask, dismiss, start_followers
+from tests.support.serving import open_gate, wait_at_gate
+from tests.support.tracked import Tracked
+from tests.support.workers import TIME_LIMIT, RunWorkers, WorkerProcess, Workers
+from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
+
+pytestmark = backend.over_sockets
+
+PREFIX = struct.Struct("<QQIIB3x")
+"""Of a frame: body length, call id, header length, segment count, kind."""
+
+
+def my_name() -> str:
+    return rpc.get_worker_info().name
+
+
+def log_lines(worker: WorkerProcess) -> list[str]:
+    return worker.log.read_text().splitlines()
+
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "an unknown kind": (frame(200, {}), "a frame of kind 200, which means nothing to this worker"),
+    "a hello": (frame(Kind.HELLO, {}), "a frame of kind 1, which means nothing"),
+    "a huge frame": (
+        PREFIX.pack(1 << 62, 0, 0, 1, Kind.CALL),
+        f"a frame of {1 << 62} bytes is over the limit",
+    ),
+    "references that are none": (frame(Kind.CALL, {"rref": 3}, [b""]), "has a malformed 'rref' header"),
+    "a reference that is none": (frame(Kind.CALL, {"rref": [3]}, [b""]), "a reference is described by 3"),
+    "a reference of nobody": (
+        frame(Kind.CALL, {"rref": [[5, [5, 1], [6, 1]]]}, [b""]),
+        "a reference names incarnation 5, which is not in this group",
+    ),
+    "a creation of nothing": (frame(32, {}), "does not say which object"),
+    "a fetch of nothing": (frame(33, {}), "does not say which object"),
+    "a method of nothing": (frame(34, {"object": "x"}), "names an object by x"),
+    "no batch": (frame(Kind.CONTROL, {}), "a malformed batch of control messages: None"),
+    "an unknown topic": (frame(Kind.CONTROL, {"batch": [0, [["gossip", 1]]]}), "on topic 'gossip'"),
+    "no control message": (
+        frame(Kind.CONTROL, {"batch": [0, [7]]}),
+        "a malformed control message: 7",
+    ),
+    "no reference message": (
+        frame(Kind.CONTROL, {"batch": [0, [["rref", ["nonsense", 1]]]]}),
+        "a reference message that cannot be",
+    ),
+    "a chunk of nothing": (
+        PREFIX.pack(8, 5, 0, 0, Kind.CHUNK) + bytes(8),
+        "a chunk belongs to message 5, which is not open",
+    ),
+    "memory that was never shared": (
+        frame(Kind.IN_SEGMENT, {}, [pack(Message(Kind.CALL, {}, 1, 1, (5,), b""))]),
+        "a malformed message in a segment",
+    ),
+    "a return of nothing": (frame(Kind.SEGMENTS, {"return": [1]}), "a malformed message about shared memory"),
+    "a shutdown": (
+        frame(Kind.SHUTDOWN, {"message": [0, "entered"]}),
+        "a shutdown message in a dynamic group",
+    ),
+}
+
+
+def break_rules(at: Target) -> None:
+    for number, (name, (data, _)) in enumerate(BROKEN.items()):
+        with Hostile(at) as peer:
+            peer.join(peer.newcomer(number))
+            peer.say(data, frame(Kind.CALL, {}, [b"not even looked at"]))
+            assert peer.is_hung_up(), name
+
+
+def say_goodbye(at: Target) -> None:
+    with Hostile(at) as peer:
+        peer.join(peer.newcomer(500))
+        peer.say(frame(Kind.GOODBYE, {"reason": "\x1b[31m\n" * 1000}))
+        assert peer.is_hung_up()
+
+
+def start_group(run_workers: RunWorkers, time_limit: float = TIME_LIMIT) -> Workers:
+    workers = start_followers(run_workers, 1, time_limit, dynamic=True)
+    add_follower(workers, dynamic=True)
+    return workers
+
+
+def test_malformed_messages_close_that_connection_and_no_other(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = ask(workers[1], target)
+    before = ask(workers[1], open_descriptors)
+    ask(workers[0], break_rules, at)
+    ask(workers[0], say_goodbye, at)
+    assert ask(workers[0], rpc.rpc_sync, "worker1", rpc.get_worker_infos) == [
+        rpc.WorkerInfo("worker0", 0),
+        rpc.WorkerInfo("worker1", 1),
+    ]
+    more = ask(workers[1], open_descriptors) - before  # the connection with worker0 may have got some
+    assert len(more) < len(BROKEN) // 4
+    dismiss(workers)
+    lines = log_lines(workers[1])
+    for number, (line, (name, (_, text))) in enumerate(zip(lines, BROKEN.items(), strict=True)):
+        said = rf"worker 'worker1': worker 'evil{number}' \(id {1000 + number}\) is gone: .*{text}"
+        assert re.match(said, line), f"{name}: {line}"
+    assert log_lines(workers[0]) == []
+
+
+def junk(chance: random.Random, depth: int = 0) -> Any:
+    """Anything that msgpack can carry."""
+    leaves = [None, True, -1, chance.getrandbits(63), 0.5, "x" * chance.randrange(4), b"y"]
+    if depth > 3 or chance.random() < 0.4:
+        return chance.choice(leaves)
+    parts = [junk(chance, depth + 1) for _ in range(chance.randrange(5))]
+    return dict.fromkeys(range(len(parts)), parts) if chance.random() < 0.2 else parts
+
+
+HEADER_KEYS = ("create", "object", "method", "type", "rref", "batch", "message", "!", "reason", "member")
+REFERENCE_MESSAGES = (
+    *("confirm", "delete", "abandon", "confirmed", "refused", "accepted"),
+    *("bereaved", "fence", "fenced", "cleared"),
+)
+
+
+def random_frame(chance: random.Random, me: int, victim: int) -> bytes:
+    """A frame that is nearly right: real ids, invented contents, perhaps a few bytes changed."""
+    ids = [[me, chance.randrange(4)], [victim, chance.randrange(4)]]
+    said = chance.choices([*ids, me, victim, "why"], k=chance.randrange(4))
+    plausible: dict[str, Any] = {
+        "rref": [[chance.choice([me, victim]), chance.choice(ids), [me, chance.randrange(4)]]],
+        "object": chance.choice(ids),
+        "create": [chance.choice(ids), [me, chance.randrange(4)]],
+        "method": "append",
+        "batch": [0, [["rref", [chance.choice(REFERENCE_MESSAGES), *said]]]],
+    }
+    header: dict[Any, Any] = {key: junk(chance) for key in chance.sample(HEADER_KEYS, chance.randrange(3))}
+    header |= {key: plausible[key] for key in chance.sample(list(plausible), chance.randrange(4))}
+    kind = chance.choice([*range(1, 10), 32, 33, 34])
+    segments = [chance.randbytes(chance.randrange(30)) for _ in range(chance.randrange(3))]
+    data = bytearray(frame(kind, header, segments, call_id=chance.randrange(100)))
+    for _ in range(chance.choice([0, 0, 1, 3])):
+        data[chance.randrange(len(data))] = chance.randrange(256)
+    return bytes(data)
+
+
+def fuzz(at: Target, seed: int, connections: int) -> None:
+    chance = random.Random(seed)
+    for number in range(connections):
+        with Hostile(at) as peer:
+            member = peer.newcomer(seed * 10_000 + number)
+            peer.join(member)
+            for _ in range(chance.randrange(1, 8)):
+                peer.say(random_frame(chance, member.incarnation, at.member.incarnation))
+            peer.socket.shutdown(1)
+            peer.hear_all()
+
+
+def memory() -> int:
+    """The most that this process has ever had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def work_on_each_other() -> bool:
+    rref: rpc.RRef[list[Any]] = rpc.remote("worker0", list)
+    rref.rpc_sync().append(3)
+    return bool(rref.to_here() == [3] and rpc.rpc_sync("worker1", my_name) == "worker1")
+
+
+def test_random_messages_of_members_are_survived_and_take_no_memory(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = ask(workers[1], target)
+    ask(workers[0], fuzz, at, 0, 50)
+    before = ask(workers[1], memory)
+    for seed in range(1, 6):
+        ask(workers[0], fuzz, at, seed, 100)
+        assert ask(workers[1], work_on_each_other)
+    assert ask(workers[1], memory) - before < 30
+    dismiss(workers)
+    surprises = ("deferred action", "Exception in callback", "Task exception")
+    assert not [line for line in log_lines(workers[1]) if any(each in line for each in surprises)]
+
+
+def announce_much(at: Target) -> None:
+    for number, kind in enumerate((Kind.CALL, Kind.REPLY, Kind.CONTROL)):
+        with Hostile(at) as peer:
+            peer.join(peer.newcomer(number))
+            peer.say(PREFIX.pack(8 << 30, 1, 0, 1, kind), bytes(1 << 20))  # and no more
+
+
+def test_what_is_announced_and_never_sent_takes_no_memory(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = ask(workers[1], target)
+    before = ask(workers[1], memory)
+    ask(workers[0], announce_much, at)
+    assert ask(workers[1], work_on_each_other)
+    assert ask(workers[1], memory) - before < 30
+    dismiss(workers)
+
+
+# ---- a member that only some have met
+
+
+def leave_something(at: Target) -> None:
+    call = current_agent().group.peers.own.codec.dump_call(
+        Tracked, ("left",), {}, current_agent().group.peers.own
+    )
+    with Hostile(at) as peer:
+        member = peer.newcomer(1)
+        peer.join(member)
+        name_creation(call, (member.incarnation, 1), (member.incarnation, 2))
+        peer.say(frame(CREATE, {}, call.buffers))
+        answer = peer.hear()
+        assert answer is not None
+        assert answer.kind == Kind.REPLY
+
+
+def test_what_a_member_left_is_freed_though_not_all_have_met_it(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = ask(workers[1], target)
+    ask(workers[0], leave_something, at)
+    assert workers[1].wait_for("freed") == "left"
+    dismiss(workers)
+
+
+# ---- an answer to somebody else's call
+
+
+def answer_for_others(at: Target) -> None:
+    with Hostile(at) as peer:
+        peer.join(peer.newcomer(1))
+        for call_id in range(1, 200):
+            peer.say(
+                frame(
+                    Kind.REPLY,
+                    {},
+                    current_agent().group.peers.own.codec.dumps("forged", None).buffers,
+                    call_id,
+                )
+            )
+        peer.hear_all()
+
+
+def call_and_wait() -> None:
+    waiting.append(rpc.rpc_async("worker0", wait_at_gate, args=("", "genuine")))
+
+
+waiting: list[rpc.Future[Any]] = []
+
+
+def wait_for_answer() -> Any:
+    return waiting.pop().wait()
+
+
+def test_only_who_was_called_can_answer(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = ask(workers[1], target)
+    ask(workers[1], call_and_wait)
+    workers[0].wait_for("at the gate")
+    ask(workers[0], answer_for_others, at)
+    ask(workers[0], open_gate)
+    assert ask(workers[1], wait_for_answer) == "genuine"
+    dismiss(workers)
+    assert re.search(
+        r"worker 'evil1' .* malformed message: an answer to a call that worker 'worker0' got",
+        workers[1].log.read_text(),
+    )
+
+
+# ---- a member that takes, and does not do its part
+
+
+def much() -> bytes:
+    return bytes(60_000)
+
+
+def take_and_acknowledge_nothing(at: Target) -> None:
+    call = b"".join(
+        current_agent().group.peers.own.codec.dump_call(much, (), {}, current_agent().group.peers.own).buffers
+    )
+    with Hostile(at) as peer:
+        peer.join(peer.newcomer(1))
+        for call_id in range(2000):
+            peer.say(frame(Kind.CALL, {}, [call], call_id))
+        while (heard := peer.hear()) is not None:
+            if heard.kind == Kind.ALIVE:
+                peer.say(frame(Kind.ALIVE, {}, (), 0))
+
+
+@pytest.mark.nightly
+def test_who_takes_and_never_acknowledges_is_lost_when_too_much_is_kept_for_it(
+    run_workers: RunWorkers,
+) -> None:
+    workers = start_followers(run_workers, 1, dynamic=True)
+    add_follower(workers, dynamic=True, lost_after=2, rpc_timeout=0, num_worker_threads=2)
+    at = ask(workers[1], target)
+    ask(workers[0], take_and_acknowledge_nothing, at)
+    assert ask(workers[1], work_on_each_other)
+    dismiss(workers)
+    assert re.search(
+        r"worker 'evil1' .* does not acknowledge what it gets: \d+ messages \(\d+ MiB\) are kept for it",
+        workers[1].log.read_text(),
+    )
+
+
+def ask_for_signs_and_read_none(at: Target) -> None:
+    with Hostile(at) as peer:
+        peer.join(peer.newcomer(1))
+        wanted = frame(Kind.ALIVE, {}, (), 0)
+        wanted = wanted[:25] + b"\1" + wanted[26:]
+        for _ in range(100):
+            peer.say(wanted * 3000)
+
+
+@pytest.mark.nightly
+def test_signs_of_life_for_who_reads_none_are_not_piled_up(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = ask(workers[1], target)
+    before = ask(workers[1], memory)
+    ask(workers[0], ask_for_signs_and_read_none, at)
+    assert ask(workers[1], memory) - before < 20
+    dismiss(workers)
+
+
+# ---- members that come and go
+
+
+def come_and_go(at: Target, begin: int, end: int) -> None:
+    call = b"".join(
+        current_agent().group.peers.own.codec.dump_call(int, (), {}, current_agent().group.peers.own).buffers
+    )
+    for number in range(begin, end):
+        with Hostile(at) as peer:
+            peer.join(peer.newcomer(number))
+            peer.say(frame(Kind.CALL, {}, [call]))
+            answer = peer.hear()
+            assert answer is not None
+            assert answer.kind == Kind.REPLY
+            peer.say(frame(Kind.GOODBYE, {"reason": f"it has shut down, as number {number}"}))
+            peer.hear_all()
+
+
+def blocks() -> int:
+    """How many blocks of memory Python's objects take."""
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
+@pytest.mark.nightly
+def test_members_that_have_left_take_no_memory(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers, time_limit=200)
+    at = ask(workers[1], target)
+    ask(workers[0], come_and_go, at, 0, 300)
+    before = ask(workers[1], blocks)
+    ask(workers[0], come_and_go, at, 300, 1300)
+    # Of 1,000: the number of each that is gone, and once the tables that hold these.
+    assert ask(workers[1], blocks) - before < 6000
+    assert ask(workers[1], len_of_peers) < 150
+    assert ask(workers[1], work_on_each_other)
+    dismiss(workers)
+
+
+def len_of_peers() -> int:
+    return len(current_agent().group.peers.all())

@@ -1,0 +1,611 @@
+"""Checkpoints of sharded tensors: by planner, by manager, from and to programs without this mode."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+
+import spmd
+from spmd.checkpoint import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
+from spmd.checkpoint.planners import CpuShards, sharded_cpu_state_dict
+from spmd.engine.driver.logical_tensor import alias_of
+from tests.group.spmd.driven import WORKERS, driven, driver
+
+__all__ = ["driver"]
+
+pytestmark = pytest.mark.processes
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(10, 7), nn.Linear(7, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc2(torch.relu(self.fc1(x)))
+        return result
+
+
+def sharded(*shape: int, spec: Any = (0, 1)) -> TwoLayers:
+    """A model with one layer's weight cut and one's replicated."""
+    model = TwoLayers().to(spmd.device())
+    mesh = spmd.Mesh(range(WORKERS), shape or (1, WORKERS))
+    spmd.mark_sharding(model.fc1.weight, mesh, spec)
+    spmd.mark_sharding(model.fc2.weight, mesh, (None, None))
+    return model
+
+
+def on_cpu(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.detach().cpu() for name, each in model.state_dict().items()}
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    mine, its = on_cpu(one), on_cpu(other)
+    assert mine.keys() == its.keys()
+    assert all(mine[name].equal(its[name]) for name in mine)
+
+
+def save(state: dict[str, Any], path: str, planner: Any) -> None:
+    save_checkpoint(
+        state,
+        storage_writer=FileSystemWriter(path, sync_files=False),
+        planner=planner,
+        no_dist=True,
+    )
+
+
+def load(state: dict[str, Any], path: str, planner: Any) -> None:
+    load_checkpoint(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+
+
+# ---- planners
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (((2, 2), (0, 1)), ((4, 1), (0, 1))),
+        (((2, 2), ((1, 0), None)), ((2, 2), (None, (0, 1)))),
+        (((2, 2), (0, None)), ((2, 2), (None, 1))),
+        (((4,), (0, None)), ((4,), (None, 0))),
+        (((4,), (0, None)), ((4,), (0, None))),
+    ],
+)
+@driven
+def test_a_checkpoint_loads_on_another_mesh(before: Any, after: Any) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        model, other = sharded(*before[0], spec=before[1]), sharded(*after[0], spec=after[1])
+        cut = other.fc1.weight.sharding_spec  # type: ignore[attr-defined]
+        save(model.state_dict(), path, SPMDSavePlanner())
+        load(other.state_dict(), path, SPMDLoadPlanner())
+        assert_same(model, other)
+        assert other.fc1.weight.sharding_spec == cut  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("from_cpu", [False, True])
+@driven
+def test_a_program_without_workers_loads_it(from_cpu: bool) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        model, alone = sharded(2, 2), TwoLayers()
+        state = model.state_dict()
+        save(sharded_cpu_state_dict(state) if from_cpu else state, path, SPMDSavePlanner())
+        load(alone.state_dict(), path, None)
+        assert_same(model, alone)
+
+
+@driven
+def test_what_such_a_program_saved_is_loaded() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        model, alone = sharded(4, 1), TwoLayers()
+        save(alone.state_dict(), path, None)
+        load(model.state_dict(), path, SPMDLoadPlanner())
+        assert_same(model, alone)
+
+
+@driven
+def test_only_what_is_cut_is_saved_by_shards() -> None:
+    model = sharded()
+    planner = SPMDSavePlanner()
+    planner.set_up_planner(model.state_dict(), is_coordinator=True)
+    assert set(planner.sharded_state_dict) == {"fc1.weight"}
+    assert set(planner.unsharded_state_dict) == {"fc1.bias", "fc2.weight", "fc2.bias"}
+    plan = planner.create_local_plan()
+    shards = [item for item in plan.items if item.index.fqn == "fc1.weight"]
+    assert len(shards) == WORKERS
+    assert len(plan.items) == WORKERS + 3
+    weight: Any = model.fc1.weight
+    for item in shards:
+        assert item.index.index is not None
+        data: Any = planner.resolve_data(item)
+        assert data.equal(weight.local_shards[item.index.index].unpadded_data)
+
+
+@driven
+def test_copies_of_a_shard_are_saved_once() -> None:
+    planner = SPMDSavePlanner()
+    planner.set_up_planner(sharded(2, 2, spec=(1, None)).state_dict(), is_coordinator=True)
+    items = [item for item in planner.create_local_plan().items if item.index.fqn == "fc1.weight"]
+    assert len(items) == 2
+
+
+@driven
+def test_a_snapshot_has_shards_only_of_what_is_cut() -> None:
+    state = sharded_cpu_state_dict({"model": sharded().state_dict(), "step": 3})
+    assert isinstance(state["model"]["fc1.weight"], CpuShards)
+    assert state["model"]["fc2.weight"].device.type == "cpu"
+    assert state["step"] == 3
+    planner = SPMDSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    assert set(planner.sharded_state_dict) == {"model.fc1.weight"}
+
+
+@driven
+def test_a_snapshot_has_each_shard_once() -> None:
+    mesh = spmd.Mesh(range(WORKERS), (2, WORKERS // 2))
+    t = spmd.mark_sharding(torch.randn(8, 3).to(spmd.device()), mesh, (1, None))
+    copied = sharded_cpu_state_dict({"t": t})["t"]
+    assert sum(part.numel() for part in copied.parts.values()) == t.numel()
+
+
+@driven
+def test_shards_arrive_together_when_all_is_read() -> None:
+    model = sharded()
+    alone = TwoLayers()
+    saver = SPMDSavePlanner()
+    saver.set_up_planner(alone.state_dict(), is_coordinator=True)
+    _, metadata = saver.create_global_plan([saver.create_local_plan()])
+    planner = SPMDLoadPlanner()
+    planner.set_up_planner(model.state_dict(), metadata, is_coordinator=True)
+    items = [item for item in planner.create_local_plan().items if item.dest_index.fqn == "fc1.weight"]
+    assert len(items) == WORKERS
+    before = model.fc1.weight.detach().cpu()
+    for item in items:
+        assert model.fc1.weight.detach().cpu().equal(before)
+        part = planner.resolve_tensor(item)
+        part.fill_(7)
+        planner.commit_tensor(item, part)
+    assert model.fc1.weight.detach().cpu().equal(torch.full_like(before, 7))
+
+
+@driven
+def test_what_is_loaded_does_not_stay_with_the_driver() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        model, alone = sharded(), TwoLayers()
+        save(alone.state_dict(), path, None)
+        load(model.state_dict(), path, SPMDLoadPlanner())
+        values = [alias_of(each).value for each in model.parameters()]
+        assert [value is None or value.data is None for value in values] == [True] * 4
+        assert_same(model, alone)
+
+
+@driven
+def test_what_does_not_fit_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        save({"weight": torch.ones(8, 2)}, path, None)
+        t = spmd.mark_sharding(torch.ones(4, 4).to(spmd.device()), spmd.get_1d_mesh(), (0, None))
+        with pytest.raises(CheckpointException, match="Size mismatch"):
+            load({"weight": t}, path, SPMDLoadPlanner())
+        with pytest.raises(CheckpointException, match=r"Missing key.*: other"):
+            load({"other": t}, path, SPMDLoadPlanner())
+        save({"weight": "none"}, path, None)
+        with pytest.raises(CheckpointException, match=r"Not a tensor.*: weight"):
+            load({"weight": t}, path, SPMDLoadPlanner())
+
+
+@driven
+def test_a_tensor_without_elements_is_saved_and_loaded() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        for spec in ((0, None), (None, 0)):
+            t = spmd.mark_sharding(torch.ones(0, 8).to(spmd.device()), spmd.get_1d_mesh(), spec)
+            save({"t": t}, path, SPMDSavePlanner())
+            load({"t": t}, path, SPMDLoadPlanner())
+            load({"t": torch.ones(0, 8)}, path, None)
+
+
+@driven
+def test_dropout_goes_on_where_the_devices_generator_was() -> None:
+    def dropped() -> Tensor:
+        return nn.functional.dropout(torch.ones(8, 8).to(spmd.device())).cpu()
+
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        manager.save(0, {"rng": torch.spmd.get_rng_state()})  # type: ignore[attr-defined]
+        before = dropped()
+        state = {"rng": torch.spmd.get_rng_state()}  # type: ignore[attr-defined]
+        manager.restore(0, state)
+        torch.spmd.set_rng_state(state["rng"])  # type: ignore[attr-defined]
+        assert dropped().equal(before)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@driven
+def test_optimizers_go_on_where_they_were(kind: str) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(4, 10).to(spmd.device())).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def made() -> tuple[TwoLayers, Any]:
+        model = sharded(2, 2)
+        options: Any = {"momentum": 0.9} if kind == "SGD" else {}
+        return model, getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+
+    with tempfile.TemporaryDirectory() as path:
+        model, optimizer = made()
+        step(model, optimizer)
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        manager.save(0, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        other, new = made()
+        prime_optimizer(new)
+        state = {"model": other.state_dict(), "optimizer": new.state_dict()}
+        manager.restore(0, state)
+        other.load_state_dict(state["model"])
+        new.load_state_dict(state["optimizer"])
+        assert_same(model, other)
+        step(model, optimizer)
+        step(other, new)
+        assert_same(model, other)
+
+
+# ---- the manager
+
+
+@driven
+def test_a_manager_saves_every_so_many_steps() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, save_interval=10, chkpt_on_preemption=False)
+        model = sharded()
+        state = model.state_dict()
+        assert [step for step in range(25) if manager.save(step, state)] == [0, 10, 20]
+        assert manager.save(7, state, force=True)
+        assert manager.all_steps() == [0, 7, 10, 20]
+        other = sharded()
+        manager.restore(7, other.state_dict())
+        assert_same(model, other)
+        with pytest.raises(AssertionError, match="Cannot restore from untracked step 3"):
+            manager.restore(3, state)
+
+
+@driven
+def test_the_oldest_by_time_goes_also_for_a_new_manager() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        state = {"x": torch.ones(2)}
+        manager = CheckpointManager(path, 10, max_to_keep=2, chkpt_on_preemption=False)
+        for step in (10, 20, 30, 10):
+            assert manager.save(step, state)
+        assert manager.all_steps() == [10, 30]
+        later = CheckpointManager(path, 10, max_to_keep=2, chkpt_on_preemption=False)
+        assert later.save(20, state)
+        assert later.all_steps() == [10, 20]
+        assert sorted(os.listdir(path)) == ["10", "20"]
+
+
+@driven
+def test_folders_without_a_checkpoint_are_ignored_with_a_warning() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        CheckpointManager(path, 1, chkpt_on_preemption=False).save(1, {"x": torch.ones(1)})
+        (Path(path) / "notes").mkdir()
+        (Path(path) / "2").mkdir()
+        (Path(path) / "2" / ".manager_metadata").write_text(json.dumps({"step": "?"}))
+        said: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = said.append  # type: ignore[assignment, method-assign]
+        logging.getLogger("spmd.checkpoint.manager").addHandler(handler)
+        assert CheckpointManager(path, 1, chkpt_on_preemption=False).all_steps() == [1]
+        assert "Ignoring invalid checkpoints" in said[0].getMessage()
+
+
+@driven
+def test_a_save_in_the_background_has_the_state_of_its_step() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        model = sharded()
+        before = on_cpu(model)
+        manager = CheckpointManager(path, 10, chkpt_on_preemption=False)
+        assert manager.save_async(10, model.state_dict())
+        with torch.no_grad():
+            for each in model.parameters():
+                each.zero_()
+        assert not manager.save_async(11, model.state_dict())
+        manager.join()
+        assert manager.all_steps() == [10]
+        manager.restore(10, model.state_dict())
+        assert all(value.equal(before[name]) for name, value in on_cpu(model).items())
+
+
+@driven
+def test_a_save_that_fails_in_the_background_is_raised_by_join() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        assert manager.save_async(1, {"x": lambda: 0})  # cannot be pickled
+        with pytest.raises(CheckpointException, match="pickle"):
+            manager.join()
+        assert manager.all_steps() == []
+
+
+@driven
+def test_sigterm_means_to_save_at_the_next_step() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with tempfile.TemporaryDirectory() as path:
+            manager = CheckpointManager(path, 100)
+            state = {"x": torch.ones(1)}
+            assert not manager.save(1, state)
+            assert not manager.reached_preemption(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert manager.reached_preemption(2)
+            assert manager.save(2, state)
+            assert manager.all_steps() == [2]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@driven
+def test_after_sigterm_one_step_more_is_saved_and_the_programs_own_handler_runs() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with tempfile.TemporaryDirectory() as path:
+            manager = CheckpointManager(path, 100)
+            os.kill(os.getpid(), signal.SIGTERM)
+            state = {"x": torch.ones(1)}
+            assert [step for step in range(1, 5) if manager.save_async(step, state)] == [1]
+            manager.join()
+            assert manager.reached_preemption(5)
+            assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@driven
+def test_a_step_that_fails_to_be_saved_again_is_still_what_it_was() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, max_to_keep=1, chkpt_on_preemption=False)
+        manager.save(5, {"x": torch.ones(1)})
+        with pytest.raises(CheckpointException):
+            manager.save(5, {"x": torch.zeros(1), "function": lambda: 0})
+        for each in (manager, CheckpointManager(path, 1, chkpt_on_preemption=False)):
+            state = {"x": torch.zeros(1)}
+            each.restore(5, state)
+            assert state["x"].item() == 1
+        manager.save(5, {"x": torch.full((1,), 2.0)})
+        manager.restore(5, state)
+        assert state["x"].item() == 2
+        assert os.listdir(path) == ["5"]
+
+
+@driven
+def test_what_a_failed_save_has_left_half_written_goes_with_the_next() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        with pytest.raises(CheckpointException):
+            manager.save(1, {"function": lambda: 0})
+        assert os.listdir(path) == ["1"]
+        manager.save(2, {"x": 0})
+        assert os.listdir(path) == ["2"]
+
+
+@driven
+def test_an_error_of_the_disk_in_the_middle_of_a_tensor_names_the_folder() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+        try:
+            with pytest.raises(OSError, match=r"File too large.*1'") as caught:
+                manager.save(1, {"x": torch.ones(100_000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, f"{path}/1")
+
+
+@driven
+def test_a_step_that_the_user_has_removed_can_be_saved_again() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        manager.save(5, {"x": 1})
+        shutil.rmtree(Path(path) / "5")
+        manager.save(5, {"x": 2})
+        state = {"x": 0}
+        manager.restore(5, state)
+        assert state == {"x": 2}
+
+
+def test_what_is_left_of_a_removal_that_was_ended_goes_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = LocalFileSystem.rm
+
+    def ended(files: LocalFileSystem, path: str, recursive: bool = False, **options: Any) -> None:
+        if recursive:
+            raise KeyboardInterrupt
+        remove(files, path, **options)
+
+    manager = CheckpointManager(tmp_path, 1, max_to_keep=1, chkpt_on_preemption=False)
+    manager.save(1, {"x": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFileSystem, "rm", ended)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(2, {"x": 2})
+    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
+    assert manager.all_steps() == [2]
+    manager.save(3, {"x": 3})
+    assert sorted(os.listdir(tmp_path)) == ["2", "3"]
+
+
+def test_a_program_without_the_mode_saves_and_restores(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
+    manager.save(1, {"x": torch.ones(2)})
+    state = {"x": torch.zeros(2)}
+    manager.restore(1, state)
+    assert state["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("left", ["5.going", "5.coming"])
+@driven
+def test_what_was_changing_places_when_the_program_was_killed_is_found(left: str) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        CheckpointManager(path, 1, chkpt_on_preemption=False).save(5, {"x": torch.ones(1)})
+        (Path(path) / "5").rename(Path(path) / left)
+        (Path(path) / "5.copy").mkdir()
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        assert manager.all_steps() == [5]
+        state = {"x": torch.zeros(1)}
+        manager.restore(5, state)
+        assert state["x"].item() == 1
+
+
+@driven
+def test_what_is_saved_at_once_comes_behind_what_is_saved_in_the_background() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, max_to_keep=1, max_pending_async=3, chkpt_on_preemption=False)
+        for step in (1, 2, 3):
+            manager.save_async(step, {"x": torch.ones(1000)})
+        manager.save(4, {"x": torch.ones(1)})
+        assert manager.all_steps() == [4]
+        assert os.listdir(path) == ["4"]
+
+
+@driven
+def test_several_threads_write_the_shards() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        mesh = spmd.get_1d_mesh()
+        state = {
+            str(number): spmd.mark_sharding(torch.randn(8, 3).to(spmd.device()), mesh, (0, None))
+            for number in range(20)
+        }
+        manager = CheckpointManager(path, 1, num_of_threads=4, chkpt_on_preemption=False)
+        manager.save(1, state)
+        again = {name: torch.zeros(8, 3) for name in state}
+        manager.restore(1, again)
+        assert all(again[name].equal(each.cpu()) for name, each in state.items())
+
+
+@driven
+def test_what_a_program_changes_is_not_changed_in_what_is_saved_in_the_background() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
+        seen = Seen()
+        manager.save_async(1, {"seen": seen})
+        seen.files.append("b")
+        manager.join()
+        state = {"seen": Seen()}
+        manager.restore(1, state, weights_only=False)  # the class is this program's own
+        assert state["seen"].files == ["a"]
+
+
+class Seen:
+    """State of a program's own."""
+
+    def __init__(self) -> None:
+        self.files = ["a"]
+
+
+KILLED = """
+import os, sys
+from spmd.checkpoint import CheckpointManager
+
+class Bomb:
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        os.kill(os.getpid(), 9)
+
+manager = CheckpointManager(sys.argv[1], 1)
+for step, state in ((1, {"x": 1}), (2, {"x": 2, "bomb": Bomb()})):
+    manager.save_async(int(sys.argv[2]) if step > 1 else step, state)
+    manager.join()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path, step: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(step)],
+        check=False,
+        timeout=60,
+        cwd=Path(__file__).resolve().parents[4],
+    )
+    assert ended.returncode == -signal.SIGKILL
+    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
+    assert manager.all_steps() == [1]
+    state = {"x": 0}
+    manager.restore(1, state)
+    assert state["x"] == 1
+    manager.save(3, {"x": 3})
+    assert sorted(os.listdir(tmp_path)) == ["1", "3"]
+
+
+TERMINATED = """
+import sys
+import torch
+import spmd
+from spmd.checkpoint import CheckpointManager
+
+spmd.use_spmd(workers=2)
+mesh = spmd.get_1d_mesh("data")
+x = spmd.mark_sharding(torch.zeros(5, 3).to(spmd.device()), mesh, ("data", None))
+manager = CheckpointManager(sys.argv[1], 1000)
+for step in range(1, 100_000):
+    x.add_(1)
+    if manager.save(step, {"x": x, "step": step}):
+        assert manager.reached_preemption(step)
+        break
+    if step == 3:
+        print("running", flush=True)
+spmd.shutdown()
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_that_is_terminated_saves_once_and_ends_by_itself(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", TERMINATED, str(tmp_path)],
+        cwd=Path(__file__).resolve().parents[4],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "running\n"
+        program.terminate()
+        assert program.wait(60) == 0
+    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
+    (step,) = manager.all_steps()
+    state: dict[str, Any] = {"x": torch.zeros(5, 3), "step": 0}
+    manager.restore(step, state)
+    assert state["step"] == step
+    assert state["x"].equal(torch.full((5, 3), float(step)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_interval": 0}, "save_interval must be positive"),
+        ({"save_interval": 1, "max_to_keep": -1}, "max_to_keep must be non-negative"),
+        ({"save_interval": 1, "max_pending_async": 0}, "max_pending_async must be positive"),
+    ],
+)
+@driven
+def test_numbers_that_cannot_be_are_refused(options: Any, message: str) -> None:
+    with tempfile.TemporaryDirectory() as path, pytest.raises(AssertionError, match=message):
+        CheckpointManager(path, **options)

@@ -1,0 +1,156 @@
+"""What launchers tell each other through their store: several links of one process, without workers."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from farcall.launch.failures import Failure
+from farcall.launch.job import Job
+from farcall.launch.link import Link, Lost, Plan
+from farcall.launch.rounds import Kind, Order, Report, State
+
+KILLED = Failure(0, 10, -9, 2.0, host="a")
+SECONDS = 30.0
+
+
+class Launcher:
+    """A link, and the news that it has brought."""
+
+    def __init__(self, job: Job) -> None:
+        self.news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.link = Link(job, self.news)
+
+    def next(self) -> Any:
+        return self.news.get(timeout=SECONDS)
+
+    def order(self) -> Order:
+        news = self.next()
+        assert isinstance(news, Order), news
+        return news
+
+    def leave(self) -> None:
+        self.link.report(Report(State.LEFT, leaves="was ended", status=1))
+
+
+Start = Callable[..., Launcher]
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts launchers of a job of two machines, which end with the test."""
+    monkeypatch.setenv("FARCALL_TOKEN", "the token of this test")
+    started: list[Launcher] = []
+
+    def begin(port: int, node_rank: int, **changed: Any) -> Launcher:
+        job: dict[str, Any] = {
+            "nodes": 2,
+            "node_rank": node_rank,
+            "rdzv": f"127.0.0.1:{port}",
+            "timeout": 20.0,
+        } | changed
+        started.append(Launcher(Job(2, **job)))
+        return started[-1]
+
+    yield begin
+    for launcher in started:
+        launcher.leave()
+    for launcher in started:
+        assert launcher.link.close(SECONDS)
+
+
+def test_a_failure_of_one_stops_all_and_starts_them_again(start: Start, free_port: int) -> None:
+    both = [start(free_port, rank, restarts=1) for rank in (0, 1)]
+    plans = [launcher.next() for launcher in both]
+    assert all(isinstance(plan, Plan) for plan in plans)
+    assert [(plan.me.node_rank, plan.me.first_rank, plan.world_size) for plan in plans] == [
+        (0, 0, 4),
+        (1, 2, 4),
+    ]
+    assert [launcher.order() for launcher in both] == [Order(Kind.RUN)] * 2
+    both[0].link.report(Report(State.DONE))
+    both[1].link.report(Report(State.FAILED, 0, (KILLED,)))
+    assert [launcher.order() for launcher in both] == [Order(Kind.STOP, 0, KILLED)] * 2
+    both[0].link.report(Report(State.STOPPED))
+    both[1].link.report(Report(State.STOPPED, 0, (KILLED,)))
+    assert [launcher.order() for launcher in both] == [Order(Kind.RUN, 1, KILLED)] * 2
+    for launcher in both:
+        launcher.link.report(Report(State.DONE, 1))
+    assert [launcher.order() for launcher in both] == [Order(Kind.END)] * 2
+
+
+def test_a_launcher_that_leaves_ends_the_job(start: Start, free_port: int) -> None:
+    both = [start(free_port, rank) for rank in (0, 1)]
+    for launcher in both:
+        launcher.next()
+        assert launcher.order() == Order(Kind.RUN)
+    both[1].leave()
+    order = both[0].order()
+    assert (order.kind, order.status) == (Kind.END, 1)
+    assert "(node 1, process" in order.reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"name": "other"}, "of the job 'other'"),
+        ({"nodes": 3}, "was started with --nnodes 2"),
+    ],
+)
+def test_a_launcher_of_another_job_is_refused_and_the_job_is_told(
+    start: Start, free_port: int, changed: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, other = start(free_port, 0), start(free_port, 1, **changed)
+    refused = other.next()
+    assert isinstance(refused, Lost)
+    assert said in str(refused)
+    second = start(free_port, 1)
+    for launcher in (first, second):
+        assert isinstance(launcher.next(), Plan)
+        assert launcher.order() == Order(Kind.RUN)
+    assert said in capfd.readouterr().err
+
+
+def test_another_token_is_refused(start: Start, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(free_port, 0)
+    monkeypatch.setenv("FARCALL_TOKEN", "a token of another job")
+    other = start(free_port, 1)
+    assert "has another token than the launcher on" in str(other.next())
+
+
+def test_one_launcher_too_many_is_refused_and_the_job_that_runs_is_told(
+    start: Start, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    monkeypatch.setattr("farcall.launch.link.say", said.put)
+    for launcher in [start(free_port, rank) for rank in (0, 1)]:
+        launcher.next()
+        launcher.order()
+    assert "is one too many" in str(start(free_port, 1).next())
+    assert "was refused: the job has its 2 launchers" in said.get(timeout=SECONDS)
+
+
+def test_machines_that_do_not_come_are_not_waited_for_longer_than_asked(start: Start, free_port: int) -> None:
+    order = start(free_port, 0, timeout=0.5).order()
+    assert order.kind is Kind.END
+    assert f"not all 2 launchers have come to 127.0.0.1:{free_port} within 0.5 s" in order.reason
+
+
+def test_a_coordinator_that_does_not_come_is_not_waited_for_longer_than_asked(
+    start: Start, free_port: int
+) -> None:
+    place = f"127.0.0.1:{free_port}"
+    lost = start(free_port, 1, timeout=0.5).next()
+    assert isinstance(lost, Lost)
+    assert f"the rendezvous at {place} has not been reachable for 0.5 s: " in str(lost)

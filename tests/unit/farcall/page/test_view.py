@@ -1,0 +1,132 @@
+"""What the page shows of a job at one moment."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farcall.observe.analysis import analyze
+from farcall.observe.state import JobState, Process, WorkerState
+from farcall.page.view import job_view, point_of, worker_view
+from tests.unit.farcall.page.jobs_at_hand import NOW, call, job, main_thread, request, worker
+
+
+def view(*workers: WorkerState, earlier: JobState | None = None) -> dict[str, Any]:
+    found = job_view(job(*workers), analyze(job(*workers)), earlier)
+    json.dumps(found)
+    return found
+
+
+def part(name: str, value: Any) -> dict[str, Any]:
+    """What an extension has left in a snapshot."""
+    return {name: value}
+
+
+def test_calls_in_flight_are_edges_between_workers() -> None:
+    calls = [call(1, 1, "a"), call(1, 2, "b", began=NOW - 50), call(1, 3, "a"), call(9, 4)]
+    found = view(worker(0, calls=calls), worker(1))
+    assert found["edges"] == [{"from": 0, "to": 1, "count": 3, "oldest": 50.0, "what": ["a", "b"]}]
+
+
+def test_edges_of_a_worker_that_is_dead_are_gone() -> None:
+    found = view(worker(0, process=Process(alive=False), calls=[call(1, 1)]), worker(1))
+    assert found["edges"] == []
+    assert [each["state"] for each in found["workers"]] == ["dead", "running"]
+    assert (found["job"]["dead"], found["job"]["living"]) == (1, 1)
+
+
+def test_most_edges_are_drawn_where_there_are_too_many() -> None:
+    many = [worker(n, calls=[call(to, to) for to in range(40)]) for n in range(40)]
+    found = view(*many)
+    assert (len(found["edges"]), found["edges_left_out"]) == (600, 1000)
+
+
+def test_connection_that_is_made_again_is_a_link() -> None:
+    peers = [{"name": "worker1", "state": "BROKEN"}, {"name": "worker2", "state": "ESTABLISHED"}]
+    found = view(worker(0, peers=peers), worker(1), worker(2))
+    assert found["links"] == [{"from": 0, "to": 1, "state": "BROKEN"}]
+
+
+def test_rates_are_those_since_the_look_before() -> None:
+    before = job(worker(0))
+    found = view(worker(0, at=2.0), earlier=before)
+    assert (found["workers"][0]["calls"], found["workers"][0]["share"]) == (10.0, 0.5)
+    assert point_of(found["workers"])[0] == 10.0
+
+
+def test_headline_says_for_how_long_nothing_moved() -> None:
+    found = view(worker(0, main_thread(doing="sleeps")))
+    assert found["job"]["state"] == "still"
+    assert found["job"]["headline"] == "1 worker · nothing has moved for 30 s"
+
+
+def test_references_have_their_holders() -> None:
+    owned = {"creator": 11, "number": 4, "state": "OWNED", "type": "Shard", "holders": [[11, 2], [99, 1]]}
+    found = view(worker(0, rref={"objects": 3, "owned": [owned]}), worker(1))
+    (shown,) = found["references"]["objects"]
+    assert (shown["owner"], shown["id"], shown["type"]) == ("worker0", "worker1 #4", "Shard")
+    assert shown["holders"] == [["a worker that is gone (63)", 1], ["worker1", 2]]
+    assert found["references"]["left_out"] == 2
+
+
+def test_ranks_that_are_behind_are_named() -> None:
+    groups = [[{"name": "world", "number": n, "operation": "barrier()"}] for n in (5, 5, 4)]
+    found = view(*(worker(n, **part("spmd.node", group)) for n, group in enumerate(groups)))
+    (group,) = found["collectives"]["groups"]
+    assert (group["furthest"], group["behind"]) == (5, ["worker2"])
+
+
+def test_operations_of_groups_have_bytes_and_seconds() -> None:
+    done = [{"name": "all_reduce(4)", "started": 1.0, "ended": 1.5, "bytes": 400}] * 2
+    running = {"name": "all_reduce(4)", "started": 2.0, "ended": 0.0, "bytes": 400}
+    found = view(worker(0, **part("spmd.collectives", [*done, running])))
+    (shown,) = found["collectives"]["operations"]
+    assert (shown["count"], shown["running"], shown["bytes"], shown["seconds"]) == (2, 1, 800, 1.0)
+
+
+def test_driver_of_spmd_mode_has_layouts_and_what_was_moved() -> None:
+    layout = {"dtype": "float32", "shape": [8, 4], "mesh": [2], "placements": ["Shard(dim=0)"], "count": 3}
+    moved = {"operator": "aten::cat", "where": "prog.py:7 in f", "note": "whole", "count": 2, "bytes": 64}
+    session = {
+        "workers": 2,
+        "counts": {"programs": 9},
+        "layouts": [layout | {"bytes": 384}],
+        "moved": [moved],
+    }
+    (shown,) = view(worker(0, **part("spmd.session", session)))["spmd"]
+    assert (shown["driver"], shown["workers"], shown["counts"]) == ("worker0", 2, {"programs": 9})
+    assert shown["layouts"] == [layout | {"bytes": 384}]
+    assert shown["moved"] == [moved]
+
+
+def test_worker_has_its_stacks_and_calls() -> None:
+    state = job(worker(0, main_thread(doing="sleeps"), calls=[call(1, 1)], requests=[request(1, 2)]))
+    found = worker_view(state, "worker0")
+    assert found is not None
+    assert found["threads"][0] == {
+        "name": "MainThread",
+        "idle": False,
+        "doing": "sleeps",
+        "function": "",
+        "stack": [["f", "prog.py", 7]],
+    }
+    assert found["calls"] == [{"to": "worker1", "what": "work", "seconds": 20.0}]
+    assert found["requests"] == [{"from": "worker1", "state": "begun", "seconds": 20.0}]
+    assert worker_view(state, "nobody") is None
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+PARTS = ("rref", "spmd.node", "spmd.collectives", "spmd.session", "executor", "peers", "calls", "requests")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from(PARTS), VALUES, max_size=4))
+def test_whatever_a_file_holds_the_page_shows_something(parts: dict[str, Any]) -> None:
+    assert view(worker(0, main_thread(), **parts))["workers"][0]["name"] == "worker0"

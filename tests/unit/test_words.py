@@ -1,0 +1,96 @@
+"""Phrases that a reader has to decode, and that docstrings, comments and messages therefore do not use."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+PACKAGES = ("rref", "dist_autograd", "dist_optim", "rpc", "spmd", "farcall", "benchmarks", "examples")
+
+UNDER_REVIEW = (
+    "rpc/devices",
+    "rpc/bulk",
+    "rpc/transport",
+    "rpc/testing",
+    "spmd/collectives",
+    "farcall/observe",
+    "farcall/launch",
+    "farcall/ray",
+)
+"""Folders that are not checked yet."""
+
+OPENINGS = re.compile(r"\s*(So (many|much)|Who)\b")
+"""How no docstring begins: constants are described by a noun and a unit, subjects are nouns."""
+
+PHRASES = re.compile(r"\b(of before|in vain|(is|are|was|were) told of|but for)\b")
+
+GENERATED = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
+
+
+def checked_files() -> list[Path]:
+    return [
+        file
+        for package in PACKAGES
+        for file in sorted((ROOT / package).rglob("*.py"))
+        if not file.name.endswith(GENERATED)
+        and not any(file.is_relative_to(ROOT / folder) for folder in UNDER_REVIEW)
+    ]
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Docstrings, also those below constants and attributes, each with its line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
+
+
+def faults(file: Path) -> Iterator[str]:
+    source = file.read_text()
+    tree = ast.parse(source)
+    for line, text in docstrings(tree):
+        if found := OPENINGS.match(text):
+            yield f"{line}: a docstring begins with {found.group().strip()!r}"
+    texts = [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    with file.open("rb") as stream:
+        texts += [
+            (token.start[0], token.string)
+            for token in tokenize.tokenize(stream.readline)
+            if token.type == tokenize.COMMENT
+        ]
+    for line, text in texts:
+        if found := PHRASES.search(" ".join(text.split())):
+            yield f"{line}: {found.group()!r}"
+
+
+def test_docstrings_comments_and_messages_use_no_phrase_that_has_to_be_decoded() -> None:
+    found = [f"{file.relative_to(ROOT)}:{fault}" for file in checked_files() for fault in faults(file)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('LIMIT = 3\n"""So many calls."""\n', 1),
+        ('"""Who waits must not block."""\n', 1),
+        ("x = 1  # it waits in vain\n", 1),
+        ('"""All are here, but for the\nlast one."""\n', 1),
+        ('raise ValueError("it is told of a loss")\n', 1),
+        ('"""Maximum number of calls; whoever calls may be sorry, but formats are told apart."""\n', 0),
+    ],
+)
+def test_each_phrase_is_found(tmp_path: Path, source: str, count: int) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(source)
+    assert len(list(faults(file))) == count
