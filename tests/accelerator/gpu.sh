@@ -7,7 +7,7 @@
 set -u
 python=${GPU_PYTHON:-python3}
 seconds=${GPU_SECONDS:-150}
-parts=" ${GPU_PARTS:-figures devices conformance} " # what is run; each part takes $seconds at most, the last two times
+parts=" ${GPU_PARTS:-figures devices conformance} " # what is run; each part takes $seconds at most, the last twice that
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$site" . || exit 2
