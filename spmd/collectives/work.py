@@ -214,7 +214,7 @@ class GroupWork(Work):
         """A future of the outputs. It fails through ``then``: in the backward of ``DistributedDataParallel``
         one that is failed by ``set_exception`` ends the process.
         """
-        devices = self._staged.devices if self._staged is not None else []
+        devices: list[Any] = [] if self._staged is None else list(self._staged.devices)
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         with self._lock:
             done = self.done

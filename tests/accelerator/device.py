@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib.util
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -133,6 +134,11 @@ def _index(device: Any) -> int:
     return torch.accelerator.current_device_index() if index is None else index
 
 
+_generators = threading.Lock()
+"""PyTorch locks a generator while it holds the interpreter, and the generator lets go of that to wait for its
+device: so one thread at a time asks a generator."""
+
+
 class _DeviceModule(types.ModuleType):
     """``torch.sim``: what programs expect under ``torch.cuda``."""
 
@@ -176,12 +182,14 @@ class _DeviceModule(types.ModuleType):
 
     @staticmethod
     def get_rng_state(device: Any = None) -> torch.Tensor:
-        state: torch.Tensor = _c.default_generator(_index(device)).get_state()
+        with _generators:
+            state: torch.Tensor = _c.default_generator(_index(device)).get_state()
         return state
 
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-        _c.default_generator(_index(device)).set_state(state)
+        with _generators:
+            _c.default_generator(_index(device)).set_state(state)
 
 
 torch._register_device_module("sim", _DeviceModule("torch.sim"))  # type: ignore[no-untyped-call]  # untyped in torch
@@ -196,7 +204,7 @@ def _native_dropout(given: torch.Tensor, p: float, train: bool | None) -> tuple[
     return given * kept * (0.0 if p == 1 else 1 / (1 - p)), kept.bool()
 
 
-_library = torch.library.Library("aten", "IMPL")
+_library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # untyped in torch
 _library.impl("native_dropout", _native_dropout, "PrivateUse1")
 
 

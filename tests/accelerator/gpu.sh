@@ -7,6 +7,7 @@
 set -u
 python=${GPU_PYTHON:-python3}
 seconds=${GPU_SECONDS:-150}
+parts=" ${GPU_PARTS:-figures devices conformance} " # what is run; each part takes $seconds at most, the last twice that
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$site" . || exit 2
@@ -18,10 +19,17 @@ FARCALL_TEST_DEVICES=$("$python" -c 'import torch; print(torch.cuda.device_count
 export FARCALL_TEST_DEVICES
 "$python" -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name())' || exit 2
 status=0
-echo "== figures: farcall beside TensorPipe"
-timeout "$seconds" "$python" -m benchmarks.devices || status=1
-echo "== the tests of devices, on CUDA"
-timeout "$seconds" "$python" -m pytest -q -o addopts= -p no:cacheprovider tests/group/devices || status=1
-echo "== PyTorch's tests of RPC with GPUs"
-timeout "$((2 * seconds))" "$python" -m pytest -q -o addopts= -p no:cacheprovider tests/conformance/gpu.py || status=1
+pytest=("$python" -m pytest -q -o addopts= -p no:cacheprovider)
+if [[ $parts == *" figures "* ]]; then
+  echo "== figures: farcall beside TensorPipe"
+  timeout "$seconds" "$python" -m benchmarks.devices || status=1
+fi
+if [[ $parts == *" devices "* ]]; then
+  echo "== the tests of devices, on CUDA: calls, collectives staged through the host, SPMD mode"
+  timeout "$seconds" "${pytest[@]}" -m "not nightly" tests/group/devices || status=1
+fi
+if [[ $parts == *" conformance "* ]]; then
+  echo "== PyTorch's tests of RPC with GPUs"
+  timeout "$((2 * seconds))" "${pytest[@]}" tests/conformance/gpu.py || status=1
+fi
 exit $status

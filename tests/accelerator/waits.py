@@ -84,6 +84,24 @@ WAITS: Final = (
         "elements.record_stream(stream)",
         tests="test_memory_is_kept",
     ),
+    Deletion(
+        "a collective waits for the caller's streams",
+        "spmd/collectives/staged.py",
+        "self._called.join()",
+        tests="test_operations_wait",
+    ),
+    Deletion(
+        "a collective's messages wait for their copies",
+        "rpc/devices/staging.py",
+        "_current_stream(tensor.device).synchronize()",
+        tests="test_operations_wait",
+    ),
+    Deletion(
+        "a waiting thread's streams wait for a collective's results",
+        "spmd/collectives/work.py",
+        "self._staged.join()",
+        tests="test_operations_wait",
+    ),
 )
 
 

@@ -33,6 +33,7 @@ from tests.fuzz.autograd.interpretation import (
     wait_for_all,
 )
 from tests.fuzz.autograd.observations import Observed
+from tests.fuzz.autograd.places import devices, synchronize
 from tests.fuzz.autograd.program import Call, Manner, Plan, Program, Style
 from tests.fuzz.autograd.reference import passes
 
@@ -99,6 +100,7 @@ def prepare(program: Program, strike: Strike) -> None:
     station = _stations[program.seed] = Station(program, worker, visit, strike)
     for index in range(program.runs):
         _runs[program.seed, index] = Run(station)
+    synchronize()
 
 
 def itself(value: Tensor) -> Tensor:
@@ -279,9 +281,10 @@ async def run_body_in_coroutine(seed: int, index: int, number: int, arguments: A
 def run_body_in_callbacks(seed: int, index: int, number: int, arguments: Any) -> torch.futures.Future[Any]:
     """Runs a body up to where it waits, and goes on where what it waits for is completed."""
     body = _interpret(seed, index, number, arguments)
-    results: torch.futures.Future[Any] = torch.futures.Future()
+    results: torch.futures.Future[Any] = torch.futures.Future(devices=devices())
 
     def go_on(previous: Future | None) -> None:
+        synchronize()
         try:
             future = body.send(previous.value() if previous else None)
         except StopIteration as end:

@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 
 from tests.fuzz.autograd.observations import Observed, Seen
 from tests.fuzz.autograd.operations import OPERATIONS
+from tests.fuzz.autograd.places import device
 from tests.fuzz.autograd.program import (
     LEAVES,
     Call,
@@ -64,12 +65,12 @@ class Station:
 
         def numbers(*shape: int) -> Tensor:
             if self.numbers is Numbers.INTEGERS:
-                return torch.randint(-1, 2, shape, generator=generator).double()
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
+                return torch.randint(-1, 2, shape, generator=generator).double().to(device())
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device())
 
         self.leaves = [numbers(3, 3).requires_grad_() for _ in range(LEAVES)]
-        self.embedding = torch.nn.Embedding(3, 3, sparse=True, _weight=numbers(3, 3))
-        self.module = torch.nn.Linear(3, 3).double()
+        self.embedding = torch.nn.Embedding(3, 3, sparse=device() == "cpu", _weight=numbers(3, 3))
+        self.module = torch.nn.Linear(3, 3).double().to(device())
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.copy_(numbers(*parameter.shape))
@@ -100,7 +101,7 @@ class Station:
     def record(self, key: str, seen: Tensor | None) -> None:
         """Notes what a hook of a leaf or module was given."""
         self.strike(key)
-        self.seen[key].append(None if seen is None else seen.detach().clone())
+        self.seen[key].append(None if seen is None else seen.detach().cpu().clone())
 
 
 class Run:
@@ -124,7 +125,7 @@ class Run:
     def record(self, key: str, seen: Tensor | None) -> None:
         """Notes what a hook or custom function was given."""
         self._strike(key)
-        self.seen[key].append(None if seen is None else seen.detach().clone())
+        self.seen[key].append(None if seen is None else seen.detach().cpu().clone())
 
     def retain(self, key: str, value: Tensor) -> None:
         """Has an intermediate value's gradient kept."""

@@ -264,7 +264,9 @@ def _module(scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tu
 @_operation((_M, _M), saves=True, own_parameters=True)
 def _embed(scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A sparse gradient, and in one variant of two a dense one for the same parameter."""
-    found = bounded(scene.embedding(torch.tensor([0, 2, 1 + variant % 2])) * x[0], scene.numbers)
+    found = bounded(
+        scene.embedding(torch.tensor([0, 2, 1 + variant % 2], device=x[0].device)) * x[0], scene.numbers
+    )
     return (found + scene.embedding.weight * x[1] if variant & 1 else found,)
 
 
@@ -305,7 +307,8 @@ def _ask(scene: Scene, key: str, _variant: int, x: tuple[Tensor, ...]) -> tuple[
 @_operation((_M,), sparse=True)
 def _look_up(_scene: Scene, _key: str, variant: int, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Rows of a table, whose gradient is sparse."""
-    return (torch.nn.functional.embedding(torch.tensor([0, 2, variant % 3]), x[0], sparse=True) * 2,)
+    rows = torch.tensor([0, 2, variant % 3], device=x[0].device)
+    return (torch.nn.functional.embedding(rows, x[0], sparse=x[0].is_cpu) * 2,)
 
 
 @_operation((_M, _M), cuts_others=True)
@@ -373,6 +376,6 @@ def _fold(_scene: Scene, _key: str, _variant: int, x: tuple[Tensor, ...]) -> tup
     """The gradient has no zeros: it is there from the first chunk to the last."""
     tiles = torch.unflatten(torch.unflatten(x[0], 1, (-1, 3)), 0, (-1, 3))
     down, across = tiles.shape[0], tiles.shape[2]
-    signs = 1.0 - 2.0 * (torch.arange(down * across, dtype=torch.float64) % 2)
+    signs = 1.0 - 2.0 * (torch.arange(down * across, dtype=torch.float64, device=x[0].device) % 2)
     signs[-1] = 2.0
     return ((tiles * signs.view(down, 1, across, 1)).sum((0, 2)),)

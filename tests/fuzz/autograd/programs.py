@@ -2,7 +2,8 @@
 
 ``python -m tests.fuzz.autograd.programs --count 1000`` runs a thousand. ``--seed 17 --count 1`` runs a
 single one, ``--show`` prints it. With ``--faults errors`` a hook or custom function raises in each, with
-``--faults deaths`` a worker dies. Exits with 1 if any went wrong.
+``--faults deaths`` a worker dies. With ``--mode`` tensors are on devices of the workers. Exits with 1 if any
+went wrong.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from tests.fuzz.autograd.faults import lead_through_a_death, lead_through_errors
 from tests.fuzz.autograd.generation import generate
 from tests.fuzz.autograd.links import Link, by_link, link_of
+from tests.fuzz.autograd.places import settle
 from tests.fuzz.autograd.session import WORKERS, Outcome, lead
 from tests.support.fork_server import ForkServer
 from tests.support.serving import serve
@@ -27,20 +29,23 @@ PATIENCE = 60.0
 """Seconds without news after which the workers are aborted; a program that hangs is reported much earlier."""
 
 
-def outcomes(run_workers: RunWorkers, seeds: Sequence[int], at_once: int = 1) -> Iterator[Outcome]:
+def outcomes(
+    run_workers: RunWorkers, seeds: Sequence[int], at_once: int = 1, mode: str | None = None
+) -> Iterator[Outcome]:
     """Runs the programs of these seeds, link by link, each over one group of workers.
 
     A group that a program has spoilt is replaced by a new one.
 
     Args:
         at_once: so many programs at the same time.
+        mode: of the streams of the devices on which tensors are; None: they are on the CPU.
 
     Raises:
         WorkersFailed: a worker crashed, or nothing was heard for too long.
     """
     for link, left in by_link(seeds):
         while left:
-            workers = run_workers.start(_tasks(link, tuple(left), at_once), time_limit=PATIENCE)
+            workers = run_workers.start(_tasks(link, tuple(left), at_once, mode), time_limit=PATIENCE)
             hung = False
             while left and not hung:
                 workers.restart_clock()
@@ -80,11 +85,14 @@ def outcomes_with_deaths(run_workers: RunWorkers, seeds: Sequence[int]) -> Itera
         workers.results()
 
 
-def _tasks(link: Link, seeds: Sequence[int], at_once: int) -> list[Task]:
+def _tasks(link: Link, seeds: Sequence[int], at_once: int, mode: str | None) -> list[Task]:
     def first(worker: Worker) -> None:  # of this module, which so is imported before workers are forked
-        lead(worker, link, seeds, at_once)
+        lead(worker, link, seeds, at_once, mode)
 
-    return [first, *_serving(link, WORKERS - 1)]
+    def other(worker: Worker) -> None:
+        serve(worker, **link.options, **settle(worker, mode))
+
+    return [first, *[other] * (WORKERS - 1)]
 
 
 def _serving(link: Link, count: int) -> list[Task]:
@@ -98,6 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
     parser.add_argument("--faults", choices=("errors", "deaths"), help="what is to go wrong in each program")
     parser.add_argument("--at-once", type=int, default=1, help="how many at the same time (default: 1)")
+    parser.add_argument(
+        "--mode", choices=("eager", "random", "lazy"), help="tensors are on devices, whose streams run so"
+    )
     parser.add_argument("--show", action="store_true", help="print the programs")
     options = parser.parse_args(arguments)
     links = by_link(range(options.seed, options.seed + options.count))
@@ -114,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 case "deaths":
                     running = outcomes_with_deaths(runner, seeds)
                 case _:
-                    running = outcomes(runner, seeds, options.at_once)
+                    running = outcomes(runner, seeds, options.at_once, options.mode)
             wrong = _show_all(running, seeds)
             runner.close()
     finally:

@@ -17,6 +17,7 @@ from tests.fuzz.autograd.generation import generate
 from tests.fuzz.autograd.interpretation import Strike
 from tests.fuzz.autograd.links import Link
 from tests.fuzz.autograd.observations import is_exact, mismatches
+from tests.fuzz.autograd.places import settle
 from tests.fuzz.autograd.program import Program
 from tests.fuzz.autograd.reference import run_in_one_process
 from tests.support.workers import Worker
@@ -54,14 +55,15 @@ class Outcome:
     seconds: float
 
 
-def lead(worker: Worker, link: Link, seeds: Sequence[int], at_once: int = 1) -> None:
+def lead(worker: Worker, link: Link, seeds: Sequence[int], at_once: int = 1, mode: str | None = None) -> None:
     """What the first worker runs, while the others serve: reports an ``Outcome`` for each seed.
 
     Args:
         link: what the group is connected by.
         at_once: so many programs are run at the same time.
+        mode: of the streams of the devices on which tensors are; None: they are on the CPU.
     """
-    with worker.group(**link.options):
+    with worker.group(**link.options, **settle(worker, mode)):
         for other in range(worker.world_size):
             rpc.rpc_sync(name_of(other), introduce, args=(worker.world_size,))
         with ThreadPoolExecutor(at_once) as threads:

@@ -9,7 +9,10 @@ import pytest
 
 from tests.fuzz.autograd.programs import outcomes
 from tests.fuzz.autograd.session import QUICK_SEEDS
+from tests.support.devices import device_kind
 from tests.support.workers import RunWorkers
+
+__all__ = ["device_kind"]
 
 AT_ONCE = range(60, 100)
 
@@ -28,3 +31,14 @@ def test_random_programs_match_the_same_in_one_process(run_workers: RunWorkers) 
     assert not problems, "\n".join(problems)
     assert sorted(outcome.seed for outcome in done) == list(QUICK_SEEDS)
     assert sum(outcome.arrivals for outcome in done) > 100
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["random", "lazy"])
+def test_programs_on_devices_match_the_same_in_one_process(
+    run_workers: RunWorkers, device_kind: str, mode: str
+) -> None:
+    done = list(outcomes(run_workers, QUICK_SEEDS, mode=mode))
+    problems = [problem for outcome in done for problem in outcome.problems]
+    assert not problems, "\n".join(problems)
+    assert len(done) == len(QUICK_SEEDS)

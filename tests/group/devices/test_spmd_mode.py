@@ -109,7 +109,7 @@ def drive(worker: Worker, folder: str) -> None:
     assert torch.equal(torch.rand(3, device=device).cpu(), first)
     q = torch.randn(2, 2, 4, 8)
     attention = nn.functional.scaled_dot_product_attention
-    torch.testing.assert_close(attention(*[q.to(device)] * 3).cpu(), attention(q, q, q))
+    torch.testing.assert_close(attention(q.to(device), q.to(device), q.to(device)).cpu(), attention(q, q, q))
     path = Path(folder) / "state.pt"
     torch.save({name: each.cpu() for name, each in model.state_dict().items()}, path)
     again = Net()

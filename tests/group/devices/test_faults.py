@@ -1,0 +1,189 @@
+"""Transfers of device tensors over all transports; and those that end early: memory comes back."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farcall import rpc
+from rpc.devices.ipc import SMALLEST_BYTES
+from tests.support.certificates import Authority
+from tests.support.device_groups import one_to_one
+from tests.support.devices import FIRST, device_kind, is_all, late, mode, on_devices, sleep, used_bytes
+from tests.support.transfers import ACROSS
+from tests.support.workers import RunWorkers, Worker
+
+__all__ = ["device_kind", "mode"]
+
+LARGE = SMALLEST_BYTES // 2  # elements of four bytes: of tensors that are read in place, if they can be
+SMALL = 10_000
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def never(tensor: torch.Tensor) -> torch.Tensor:
+    sleep(tensor.device)
+    time.sleep(60)
+    return tensor
+
+
+@on_devices
+def exchange(worker: Worker, options: dict[str, Any]) -> list[bool]:
+    with worker.group(**one_to_one(worker), **options):
+        if worker.rank:
+            return []
+        found = []
+        futures = [
+            rpc.rpc_async("worker1", double, args=(late(float(each), size=LARGE),)) for each in range(4)
+        ]
+        for each, future in enumerate(futures):
+            with torch.Stream(device=FIRST):
+                found.append(is_all(future.wait(), 2.0 * each))
+        return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stripes", [1, 3])
+def test_tensors_travel_over_tls_and_several_connections(
+    run_workers: RunWorkers, device_kind: str, tmp_path: Path, stripes: int
+) -> None:
+    tls = Authority(tmp_path).issue()
+    options = {"tls": tls, "token": "of these tests only", "tcp_stripes": stripes, **ACROSS}
+    assert run_workers(exchange, 2, args=("lazy", options), time_limit=60)[0] == [True] * 4
+
+
+def _settled(before: int) -> int:
+    """Bytes that are used beyond those before, once they have had time to be freed."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        gc.collect()
+        if used_bytes() <= before:
+            break
+        time.sleep(0.02)
+    return max(0, used_bytes() - before)
+
+
+def _begin(names: tuple[str, ...] = ("worker1",)) -> list[Any]:
+    """Calls that are under way, with tensors that are staged and such as are read in place."""
+    return [
+        rpc.rpc_async(name, never, args=(late(1.0, size=size),))
+        for name in names
+        for size in (SMALL, LARGE, LARGE)
+    ]
+
+
+@on_devices
+def lose(worker: Worker) -> tuple[list[str], int]:
+    worker.join(**one_to_one(worker), rpc_timeout=40.0)
+    for _ in range(3):  # until the workers have agreed how tensors travel
+        if worker.rank == 0:
+            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+    gc.collect()
+    before = used_bytes()  # with it the answers are here: a simulated device stops with its process
+    worker.report("joined")
+    if worker.rank:
+        worker.wait_for("never")
+    worker.wait_for("all have joined")
+    futures = _begin()
+    worker.report("under way")
+    said = []
+    for future in futures:
+        try:
+            future.wait()
+        except RuntimeError as error:
+            said.append(type(error).__name__)
+    del futures, future
+    left = _settled(before)
+    rpc.shutdown(graceful=False)
+    return said, left
+
+
+@pytest.mark.parametrize(
+    "stopped",
+    [
+        pytest.param(False, id="killed"),
+        pytest.param(True, id="stopped, then killed", marks=pytest.mark.nightly),
+    ],
+)
+def test_transfers_to_a_worker_that_is_lost_end_and_memory_comes_back(
+    run_workers: RunWorkers, device_kind: str, stopped: bool
+) -> None:
+    workers = run_workers.start(lose, 2, args=("random",), time_limit=60)
+    workers.wait_for("joined")
+    if stopped:
+        workers[1].stop()
+    workers[0].tell("all have joined")
+    workers[0].wait_for("under way")
+    workers[1].kill()
+    said, left = workers[0].result()
+    assert said == ["WorkerLostError"] * 3
+    assert left == 0
+
+
+@on_devices
+def cancel(worker: Worker) -> int:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return 0
+        for _ in range(3):
+            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+        gc.collect()
+        before = used_bytes()
+        for _ in range(4):
+            futures = [
+                rpc.rpc_async("worker1", double, args=(late(1.0, size=size),))
+                for size in (SMALL, LARGE, LARGE)
+            ]
+            for future in futures:
+                future.cancel()
+            del futures, future
+        assert is_all(rpc.rpc_sync("worker1", double, args=(late(3.0, size=LARGE),)), 6.0)
+        return _settled(before)
+
+
+def test_memory_of_cancelled_transfers_comes_back(run_workers: RunWorkers, device_kind: str) -> None:
+    assert run_workers(cancel, 2, args=("random",), time_limit=60)[0] == 0
+
+
+@on_devices
+def expire(worker: Worker) -> tuple[list[str], int]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return [], 0
+        for _ in range(3):
+            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+        gc.collect()
+        before = used_bytes()  # with it the answers are here: a simulated device stops with its process
+        worker.report("agreed")
+        worker.wait_for("stopped")
+        said = []
+        for size in (SMALL, LARGE):
+            try:
+                rpc.rpc_sync("worker1", double, args=(late(1.0, size=size),), timeout=0.5)
+            except RuntimeError as error:
+                said.append(type(error).__name__)
+        worker.report("expired")
+        assert is_all(rpc.rpc_sync("worker1", double, args=(late(3.0, size=LARGE),)), 6.0)
+        return said, _settled(before)
+
+
+@pytest.mark.nightly
+def test_a_worker_that_is_stopped_for_a_while_gives_memory_back(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    workers = run_workers.start(expire, 2, args=("random",), time_limit=60)
+    workers[0].wait_for("agreed")
+    workers[1].stop()
+    workers[0].tell("stopped")
+    workers[0].wait_for("expired")
+    workers[1].resume()
+    said, left = workers[0].result()
+    assert said == ["RpcTimeoutError"] * 2
+    assert left == 0
