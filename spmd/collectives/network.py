@@ -140,7 +140,8 @@ class _Operation:
                 return first.into
         for following in itertools.islice(expected, _AHEAD):
             if following.size and following.message is None:
-                if following.into is None:  # the allocator keeps this thread's memory from piece to piece
+                if following.into is None and following.size > _WHOLE_BYTES:
+                    # It has a place when it comes. The allocator keeps this thread's memory for the next one.
                     following.into = [bytes_of(torch.empty(following.size, dtype=torch.uint8))]
                 following.message = self._post(rank, following.into, following.size)
         first = expected[0]
