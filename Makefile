@@ -14,6 +14,7 @@
 #   make test-gpu     on a machine with a CUDA device: the tests of devices, PyTorch's tests of RPC with GPUs, and
 #                     figures beside TensorPipe; GPU_PYTHON=... names an interpreter that has PyTorch with CUDA
 #   make proto        the code of the schemas in proto/
+#   make docs         the documentation as a site, in build/site; installs mkdocs. `make pictures` makes its pictures
 #   make bench        farcall beside torch.distributed.rpc
 #   make clean        remove caches and builds; `make distclean` removes the environment too
 #
@@ -40,7 +41,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-engines test-grpc test-gpu lint conformance proto bench clean distclean setup
+.PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-engines test-grpc test-gpu lint conformance proto docs pictures bench clean distclean setup
 
 demo: $(READY)
 	@$(BIN)/python examples/parameter_server.py
@@ -98,6 +99,14 @@ test-gpu:
 
 proto: $(READY)
 	$(BIN)/python proto/generate.py
+
+docs: $(READY)
+	@$(PIP) install --no-build-isolation --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
+
+# From real runs; needs Chromium and Playwright.
+pictures: $(READY)
+	$(BIN)/python docs/site/pictures.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks --chart benchmarks/results/latest.svg

@@ -43,7 +43,7 @@ GUARDS: Final = (
         "frames that were only queued are remembered",
         _PEER,
         "self._unsent += connection.remains()",
-        tests="tests/unit/rpc/group/test_reconnecting.py tests/unit/rpc/transport/test_write_queue.py",
+        tests="tests/unit/rpc/group/test_peer_table.py",
     ),
     Deletion(
         "a new connection is numbered by the later of both sides' counts",

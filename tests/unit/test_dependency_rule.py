@@ -77,7 +77,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"page"},
         {"launch", "environment", "one_sided", "ray"},
         {"doctor"},
-        {"meeting", "trials"},
+        {"accelerator_trial", "meeting", "trials"},
         {"cli"},
         {"__main__"},
     ),

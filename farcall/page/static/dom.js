@@ -44,8 +44,8 @@ export function keyed(parent, items, key, make, update) {
 
 export function seconds(value) {
   if (value < 0.05) return "–";
-  if (value < 60) return `${value < 10 ? value.toFixed(1) : Math.round(value)} s`;
-  return value < 7200 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`;
+  if (value < 60) return `${value < 10 ? value.toFixed(1) : Math.round(value)}\u00a0s`;
+  return value < 7200 ? `${Math.round(value / 60)}\u00a0min` : `${Math.round(value / 3600)}\u00a0h`;
 }
 
 export function bytes(value) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -79,6 +80,8 @@ def check(run_workers: RunWorkers, hang: Hang) -> None:
     workers = run_workers.start(hang, hang.size, time_limit=90.0)
     report = until_named(workers, hang, hang.kind)
     assert "\n".join(in_words(report))
+    for worker in workers:
+        worker.signal(signal.SIGSTOP)  # none may see that another has ended
     for worker in workers:
         worker.kill()
     until_named(workers, hang, hang.dead_kinds or hang.kind)

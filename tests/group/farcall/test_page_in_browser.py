@@ -71,7 +71,11 @@ class Seen:
         tab.set_default_timeout(1000 * PATIENCE)
         tab.on("pageerror", lambda error: self.troubles.append(str(error)))
         tab.on("console", lambda said: self.troubles.append(said.text) if said.type == "error" else None)
-        tab.on("dialog", lambda dialog: (self.troubles.append(dialog.message), dialog.dismiss()))
+        tab.on("dialog", self._dialog)
+
+    def _dialog(self, dialog: Any) -> None:
+        self.troubles.append(dialog.message)
+        dialog.dismiss()
 
 
 @contextmanager
@@ -173,8 +177,6 @@ def test_no_script_runs_from_the_name_of_a_function(start: Start, tmp_path: Path
 
 def test_page_is_used_by_keyboard(start: Start, tmp_path: Path, browser: Any) -> None:
     workers = start(serve, 3)
-    for worker in workers:
-        worker.wait_for("joined")
     focused = """(() => {
         const at = document.activeElement;
         return `${at.id} ${at.getAttribute("aria-label") ?? at.textContent}`;

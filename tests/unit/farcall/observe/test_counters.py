@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import CancelledError
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +34,8 @@ def an_agent() -> Any:
     )
 
 
-def tell(agent: Any, handlers: str, event: object) -> None:
-    agent.events.tell(getattr(agent.events, handlers), event)
+def tell(agent: Any, handlers: str, event: Any) -> None:
+    getattr(agent.events, handlers)(*(getattr(event, field.name) for field in fields(event)))
 
 
 def call_ended(what: str, error: BaseException | None = None, header: Any = None) -> CallEnded:
@@ -46,7 +47,7 @@ def test_nobody_listens_to_calls_and_messages_before_counting_begins() -> None:
     counters = Counters(agent)
     events = agent.events
     per_call = (events.call_ended, events.run_begun, events.request_ended, events.message_sent)
-    assert per_call == ((), (), (), ())
+    assert per_call == (None, None, None, None)
     assert not spans.is_listened_to()
     assert counters.observed()["on"] is False
 
@@ -57,7 +58,7 @@ def test_nobody_listens_after_the_agent_has_ended() -> None:
     assert agent.events.call_ended
     for closed in agent.lifecycle.hooks.closed:
         closed()
-    assert agent.events.call_ended == ()
+    assert agent.events.call_ended is None
     assert not spans.is_listened_to()
 
 

@@ -20,6 +20,11 @@ def view(*workers: WorkerState, earlier: JobState | None = None) -> dict[str, An
     return found
 
 
+def part(name: str, value: Any) -> dict[str, Any]:
+    """What an extension has left in a snapshot."""
+    return {name: value}
+
+
 def test_calls_in_flight_are_edges_between_workers() -> None:
     calls = [call(1, 1, "a"), call(1, 2, "b", began=NOW - 50), call(1, 3, "a"), call(9, 4)]
     found = view(worker(0, calls=calls), worker(1))
@@ -69,7 +74,7 @@ def test_references_have_their_holders() -> None:
 
 def test_ranks_that_are_behind_are_named() -> None:
     groups = [[{"name": "world", "number": n, "operation": "barrier()"}] for n in (5, 5, 4)]
-    found = view(*(worker(n, **{"spmd.node": group}) for n, group in enumerate(groups)))
+    found = view(*(worker(n, **part("spmd.node", group)) for n, group in enumerate(groups)))
     (group,) = found["collectives"]["groups"]
     assert (group["furthest"], group["behind"]) == (5, ["worker2"])
 
@@ -77,7 +82,7 @@ def test_ranks_that_are_behind_are_named() -> None:
 def test_operations_of_groups_have_bytes_and_seconds() -> None:
     done = [{"name": "all_reduce(4)", "started": 1.0, "ended": 1.5, "bytes": 400}] * 2
     running = {"name": "all_reduce(4)", "started": 2.0, "ended": 0.0, "bytes": 400}
-    found = view(worker(0, **{"spmd.collectives": [*done, running]}))
+    found = view(worker(0, **part("spmd.collectives", [*done, running])))
     (shown,) = found["collectives"]["operations"]
     assert (shown["count"], shown["running"], shown["bytes"], shown["seconds"]) == (2, 1, 800, 1.0)
 
@@ -85,8 +90,13 @@ def test_operations_of_groups_have_bytes_and_seconds() -> None:
 def test_driver_of_spmd_mode_has_layouts_and_what_was_moved() -> None:
     layout = {"dtype": "float32", "shape": [8, 4], "mesh": [2], "placements": ["Shard(dim=0)"], "count": 3}
     moved = {"operator": "aten::cat", "where": "prog.py:7 in f", "note": "whole", "count": 2, "bytes": 64}
-    part = {"workers": 2, "counts": {"programs": 9}, "layouts": [layout | {"bytes": 384}], "moved": [moved]}
-    (shown,) = view(worker(0, **{"spmd.session": part}))["spmd"]
+    session = {
+        "workers": 2,
+        "counts": {"programs": 9},
+        "layouts": [layout | {"bytes": 384}],
+        "moved": [moved],
+    }
+    (shown,) = view(worker(0, **part("spmd.session", session)))["spmd"]
     assert (shown["driver"], shown["workers"], shown["counts"]) == ("worker0", 2, {"programs": 9})
     assert shown["layouts"] == [layout | {"bytes": 384}]
     assert shown["moved"] == [moved]

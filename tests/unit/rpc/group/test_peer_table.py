@@ -15,6 +15,7 @@ from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.runtime.events import Events
 from rpc.transport.base import ConnectionClosed, DirectConnection
+from rpc.wire.frames import Kind, encode_small
 from tests.support.members import ask_nobody, codec, member, peer
 
 
@@ -102,3 +103,27 @@ def test_what_a_connection_that_breaks_at_once_does_not_take_goes_over_the_next(
     other.send((b"d",), 1)
     other.established(good)
     assert good.sent == [b"b" * 1000, b"d"]
+
+
+class Breaking(DirectConnection):
+    """A connection that breaks before it has written what it was given last."""
+
+    def __init__(self, queued: list[bytes]) -> None:
+        super().__init__("a worker")
+        self.queued = queued
+        self.passed: list[bytes] = []
+
+    def pass_on(self, frame: bytearray) -> None:
+        self.passed.append(bytes(frame))
+
+    def remains(self) -> list[bytes]:
+        return self.queued
+
+
+def test_what_a_broken_connection_had_only_queued_goes_first_over_the_next() -> None:
+    other = peer("other", 1)
+    queued, next_one = encode_small(Kind.CALL, 1, {}, ()), Breaking([])
+    other.established(Breaking([queued]))
+    other.disconnected()
+    other.established(next_one, 2, 0)
+    assert next_one.passed[0] == queued

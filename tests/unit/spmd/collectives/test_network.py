@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import _make_nccl_premul_sum  # type: ignore[attr-defined]
+from torch.distributed import ReduceOp, _make_nccl_premul_sum  # type: ignore[attr-defined]
 
 from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.runtime.blocking import INFINITE
