@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 _QUICK_SECONDS: Final = 0.01
 _SLOW_SECONDS: Final = 1.0
-"""Interval in seconds at which the store is checked; shorter right after a member was lost that may have
-served it.
+"""Intervals in seconds at which the store is checked: right after a member was lost, which may have served
+it, and later.
 """
 
 _LOOK_SECONDS: Final = 2.0

@@ -15,14 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("rref", "dist_autograd", "dist_optim", "rpc", "spmd", "farcall", "benchmarks", "examples")
 
 UNDER_REVIEW = (
-    "rpc/devices",
     "rpc/bulk",
     "rpc/transport",
     "rpc/testing",
     "spmd/collectives",
     "farcall/observe",
     "farcall/launch",
-    "farcall/ray",
 )
 """Folders that are not checked yet."""
 
