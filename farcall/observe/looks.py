@@ -7,7 +7,6 @@ since the last look is described in few words; one that has not, with its stack 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,15 @@ from rpc.agent.request_runner import Request
 from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.executor import Executor
-from rpc.runtime.stacks import coroutine_frames, is_users, users_frame, waits_for, waits_in
+from rpc.runtime.stacks import (
+    collection_paused,
+    coroutine_frames,
+    frames_of_others,
+    is_users,
+    users_frame,
+    waits_for,
+    waits_in,
+)
 
 __all__ = ["Looker", "Observed"]
 
@@ -84,6 +91,10 @@ class Looker:
 
     def moved(self, now: float) -> bool:
         """Whether any thread is at another place of the program than at the last look; cheap."""
+        with collection_paused():
+            return self._moved(now)
+
+    def _moved(self, now: float) -> bool:
         frames = _frames(self.ignored)
         before, current = self._threads, {}
         waiting = {each.thread: id(each) for each in waits.current()}
@@ -114,10 +125,11 @@ class Looker:
         used = process_time()
         busy = used - self._used >= _LEAST_SECONDS
         self._used = used
-        frames = _frames(self.ignored)
+        with collection_paused():
+            threads = self._describe_threads(_frames(self.ignored), now, busy=busy, again=not progress)
         calls, requests = self._calls(agents, now), self._requests(agents, now)
         return {
-            "threads": self._describe_threads(frames, now, busy=busy, again=not progress),
+            "threads": threads,
             "calls": calls,
             "requests": requests,
             "peers": [_peer(each) for agent in agents for each in _peers(agent)][:_MAX_PEERS],
@@ -206,9 +218,7 @@ def _runnable_seconds(thread: int) -> float | None:
 
 def _frames(ignored: Iterable[int]) -> dict[int, FrameType]:
     """The innermost frames of other threads."""
-    frames = sys._current_frames()
-    # Else this one would keep itself, and its callers, until garbage is collected.
-    frames.pop(threading.get_ident(), None)
+    frames = frames_of_others()
     for ident in ignored:
         frames.pop(ident, None)
     return frames

@@ -4,7 +4,6 @@ their frames.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
@@ -13,7 +12,7 @@ from typing import Any, Final
 from rpc.agent.calls import PendingCall, name_of
 from rpc.agent.futures import Future, as_completed
 from rpc.agent.request_runner import Request, RequestRunner
-from rpc.runtime.stacks import is_users
+from rpc.runtime.stacks import collection_paused, frames_of_others, is_users
 
 __all__ = ["awaited_call", "awaited_in", "request_of", "running"]
 
@@ -69,13 +68,12 @@ def request_of(frame: FrameType | None) -> tuple[Request, FrameType] | None:
 
 def running(threads: Iterable[threading.Thread]) -> list[str]:
     """Describe the functions that others of these threads run for other workers."""
-    frames = sys._current_frames()
-    # Otherwise this frame would keep itself and its callers alive until garbage is collected.
-    del frames[threading.get_ident()]
     found: list[str] = []
-    for thread in threads:
-        running = request_of(frames.get(thread.ident or 0))
-        function = None if running is None else running[1].f_locals.get("function")
-        if running is not None and function is not None:
-            found.append(f"{name_of(function)} for worker '{running[0].peer.name}'")
+    with collection_paused():
+        frames = frames_of_others()
+        for thread in threads:
+            running = request_of(frames.get(thread.ident or 0))
+            function = None if running is None else running[1].f_locals.get("function")
+            if running is not None and function is not None:
+                found.append(f"{name_of(function)} for worker '{running[0].peer.name}'")
     return found

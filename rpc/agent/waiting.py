@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import sys
 import threading
 from dataclasses import dataclass, field
 from types import FrameType
@@ -37,7 +36,16 @@ from rpc.group.handshake import legible
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.executor import Executor
 from rpc.runtime.process_signs import ProcessSigns, computes, process_signs, thread_seconds
-from rpc.runtime.stacks import coroutine_frames, is_users, place_of, users_frame, waits_for, waits_in
+from rpc.runtime.stacks import (
+    collection_paused,
+    coroutine_frames,
+    frames_of_others,
+    is_users,
+    place_of,
+    users_frame,
+    waits_for,
+    waits_in,
+)
 
 __all__ = ["WAITING", "Waiting"]
 
@@ -277,14 +285,6 @@ def _silence(peer: Peer, before: ProcessSigns | None) -> str:
 # ---- what frames show
 
 
-def _frames() -> dict[int, FrameType]:
-    """Return the innermost frames of all other threads."""
-    frames = sys._current_frames()
-    # Otherwise this frame would keep itself and its callers alive until garbage is collected.
-    del frames[threading.get_ident()]
-    return frames
-
-
 def _thread(ident: int) -> threading.Thread | None:
     return next((thread for thread in threading.enumerate() if thread.ident == ident), None)
 
@@ -293,18 +293,22 @@ def _waiters() -> dict[int, tuple[str, str]]:
     """Return the threads that wait for calls, and their lines of user code, by the ``id`` of the call."""
     found: dict[int, tuple[str, str]] = {}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in _frames().items():
-        call = awaited_call(frame)
-        if call is not None:
-            users = users_frame(frame)
-            place = "no line of the program" if users is None else place_of(users)
-            found[id(call)] = names.get(ident, f"thread {ident}"), place
+    with collection_paused():
+        for ident, frame in frames_of_others().items():
+            call = awaited_call(frame)
+            if call is not None:
+                users = users_frame(frame)
+                place = "no line of the program" if users is None else place_of(users)
+                found[id(call)] = names.get(ident, f"thread {ident}"), place
     return found
 
 
 def _run_frame(request: Request) -> tuple[int, FrameType, FrameType] | None:
-    """Return the thread that runs a request, its innermost frame, and the frame that started the request."""
-    for ident, innermost in _frames().items():
+    """Return the thread that runs a request, its innermost frame, and the frame that started the request.
+
+    Called within ``collection_paused``.
+    """
+    for ident, innermost in frames_of_others().items():
         found = request_of(innermost)
         if found is not None and found[0] is request:
             return ident, innermost, found[1]
@@ -313,7 +317,8 @@ def _run_frame(request: Request) -> tuple[int, FrameType, FrameType] | None:
 
 def _computed(request: Request) -> tuple[int, float] | None:
     """Return the thread that runs a request, and its CPU time so far."""
-    found = _run_frame(request)
+    with collection_paused():
+        found = _run_frame(request)
     thread = None if found is None else _thread(found[0])
     if thread is None or thread.native_id is None:
         return None
@@ -324,11 +329,12 @@ def _computed(request: Request) -> tuple[int, float] | None:
 def _describe(request: Request, executor: Executor, before: tuple[int, float] | None) -> Answer:
     """Describe the state of a request; ``before`` is an earlier result of ``_computed``."""
     now = _computed(request)
-    found = _run_frame(request)
-    if found is not None:
-        busy = before is not None and now is not None and now[0] == before[0]
-        busy = busy and now is not None and before is not None and now[1] - before[1] > _LEAST_COMPUTED
-        return _running(*found, computing=busy)
+    with collection_paused():
+        found = _run_frame(request)
+        if found is not None:
+            busy = before is not None and now is not None and now[0] == before[0]
+            busy = busy and now is not None and before is not None and now[1] - before[1] > _LEAST_COMPUTED
+            return _running(*found, computing=busy)
     task = request.task
     if task is not None and not task.done():
         return _awaiting(coroutine_frames(task.get_coro()))

@@ -6,8 +6,13 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import os
+import sys
 import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -17,7 +22,9 @@ __all__ = [
     "HOME",
     "LIBRARIES",
     "OURS",
+    "collection_paused",
     "coroutine_frames",
+    "frames_of_others",
     "is_users",
     "place_of",
     "users_frame",
@@ -83,6 +90,63 @@ _WITH: Final = "waits to enter a with block, for a lock most likely"
 _NAMES: Final = frozenset(
     ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_FAST_BORROW")
 )
+
+
+class _Pause:
+    """The pause of :func:`collection_paused`; one thread at a time is in it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.thresholds: tuple[int, int, int] | None = None
+
+    def end(self) -> None:
+        thresholds, self.thresholds = self.thresholds, None
+        if thresholds is not None:
+            gc.set_threshold(*thresholds)
+
+    def forked(self) -> None:
+        """The thread that was in it does not exist in a forked child."""
+        self.lock = threading.RLock()
+        self.end()
+
+
+_pause: Final = _Pause()
+os.register_at_fork(after_in_child=_pause.forked)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """While frames of other threads are read, no garbage is collected, where the interpreter collects it at
+    allocations.
+
+    CPython 3.11 allocates an object for a frame that is read (``sys._current_frames``, ``f_back``,
+    ``f_locals``). If that collects garbage, a finalizer can let the other thread go on and leave the frame,
+    whose memory is then used by others; or two threads wait for each other (cpython issues 97002 and 106883).
+    Since 3.12, garbage is collected between instructions only. The thresholds are changed, and not the switch
+    of ``gc.disable``, which belongs to the program.
+    """
+    if sys.version_info >= (3, 12):
+        yield
+        return
+    with _pause.lock:
+        if _pause.thresholds is not None:  # further out on this thread
+            yield
+            return
+        _pause.thresholds = gc.get_threshold()
+        gc.set_threshold(0)
+        try:
+            yield
+        finally:
+            _pause.end()
+
+
+def frames_of_others() -> dict[int, FrameType]:
+    """Innermost frames of all other threads, by thread. They are read within :func:`collection_paused`."""
+    with collection_paused():
+        frames = sys._current_frames()
+    # Otherwise this frame would keep itself and its callers alive until garbage is collected.
+    del frames[threading.get_ident()]
+    return frames
 
 
 @functools.lru_cache(maxsize=4096)
@@ -182,12 +246,13 @@ def _called_name(code: CodeType, at: int) -> str | None:
 
 
 def coroutine_frames(coroutine: Any) -> list[FrameType]:
-    """The frames of a suspended coroutine and of what it awaits, from the outermost."""
+    """Return the frames of a suspended coroutine and of what it awaits, from the outermost."""
     frames: list[FrameType] = []
-    while coroutine is not None and len(frames) < 1000:
-        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
-        if frame is None:
-            break
-        frames.append(frame)
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    with collection_paused():
+        while coroutine is not None and len(frames) < 1000:
+            frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+            if frame is None:
+                break
+            frames.append(frame)
+            coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
     return frames

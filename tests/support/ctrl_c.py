@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from rpc.runtime.stacks import collection_paused, frames_of_others
 from tests.support.streams import until
 
 _PAUSE = 0.02
@@ -51,10 +52,11 @@ class CtrlC:
         code = function.__code__
 
         def runs() -> bool:
-            frame: FrameType | None = sys._current_frames()[self._main]
-            while frame is not None and frame.f_code is not code:
-                frame = frame.f_back
-            return frame is not None
+            with collection_paused():
+                frame: FrameType | None = frames_of_others()[self._main]
+                while frame is not None and frame.f_code is not code:
+                    frame = frame.f_back
+                return frame is not None
 
         self.press_when(runs)
 

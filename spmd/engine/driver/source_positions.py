@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from dist_autograd.torch_internals import current_task
-from rpc.runtime.stacks import OURS
+from rpc.runtime.stacks import OURS, collection_paused, frames_of_others
 from spmd.engine.driver.bounded_cache import BoundedCache
 
 __all__ = ["Place", "described", "place"]
@@ -44,10 +44,11 @@ def _of_backward() -> Place:
     """Where the main thread waits, looked up once for each backward."""
     task = current_task()
     if _backward[0] != task or task == -1:
-        frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
-        while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-            frame = frame.f_back
-        _backward[1] = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        with collection_paused():
+            frame: Any = frames_of_others().get(threading.main_thread().ident or 0)
+            while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+                frame = frame.f_back
+            _backward[1] = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
         _backward[0] = task
     found: Place = _backward[1]
     return found

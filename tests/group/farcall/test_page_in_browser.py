@@ -21,7 +21,7 @@ from farcall.observe.processes import signs_of
 from farcall.observe.reader import read_worker
 from farcall.observe.state_file import StateFile
 from tests.support.browser import chromium, served_page
-from tests.support.hangs import HANGS, culprit_line
+from tests.support.hangs import HANGS
 from tests.support.workers import RunWorkers, Worker, Workers
 
 pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(300)]
@@ -126,7 +126,8 @@ def test_hang_shows_its_cycle(start: Start, tmp_path: Path, browser: Any) -> Non
         seen.tab.wait_for_selector(".box.cycle >> nth=2")
         boxes = seen.tab.locator(".box.cycle").all_inner_texts()
         assert len(boxes) == 3
-        assert f"hangs.py:{culprit_line(hang.name)}" in "".join(boxes)
+        file, line = hang.culprit
+        assert f"{file}:{line}" in "".join(boxes)
         assert seen.tab.locator("path.arrow.cycle").count() == 3
         assert "nothing has moved for" in seen.tab.locator("#headline").inner_text()
         assert seen.tab.locator("#findings .label.cycle").count() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import select
@@ -16,7 +17,15 @@ from types import FrameType
 
 import pytest
 
-from rpc.runtime.stacks import coroutine_frames, is_users, place_of, users_frame, waits_for
+from rpc.runtime.stacks import (
+    collection_paused,
+    coroutine_frames,
+    frames_of_others,
+    is_users,
+    place_of,
+    users_frame,
+    waits_for,
+)
 
 lock = threading.Lock()
 event = threading.Event()
@@ -141,3 +150,100 @@ def test_frames_of_a_coroutine_lead_to_what_it_awaits() -> None:
     names = [frame.f_code.co_name for frame in coroutine_frames(coroutine)]
     assert names == ["outer", "inner", "__await__"]
     coroutine.close()
+
+
+at_allocations = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="Python 3.12 collects garbage between instructions"
+)
+
+
+@at_allocations
+def test_no_garbage_is_collected_while_frames_of_others_are_read() -> None:
+    seen: list[str] = []
+    gc.callbacks.append(lambda phase, info: seen.append(phase))
+    try:
+        with collection_paused():
+            seen.clear()
+            assert threading.get_ident() not in frames_of_others()
+            kept = [[each] for each in range(9000)]
+        assert not seen
+        kept += [[each] for each in range(3000)]
+        assert seen
+    finally:
+        gc.callbacks.pop()
+
+
+@at_allocations
+def test_collection_is_as_before_after_a_pause() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 11, 12)
+    try:
+        with contextlib.suppress(KeyError), collection_paused():
+            with collection_paused():
+                pass
+            assert gc.get_threshold()[0] == 0
+            gc.disable()  # by the program, meanwhile
+            raise KeyError
+        assert gc.get_threshold() == (700, 11, 12)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+
+
+@at_allocations
+def test_child_that_is_forked_during_a_pause_collects_garbage() -> None:
+    before = gc.get_threshold()
+    with collection_paused():
+        child = os.fork()
+        if not child:
+            with collection_paused():
+                pass
+            os._exit(0 if gc.get_threshold() == before else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+STORM = """
+import sys, threading, time
+from rpc.runtime.stacks import collection_paused, frames_of_others
+
+class Finalized:
+    def __del__(self):
+        [each for each in range(3)]
+
+def garbage(depth):
+    found = Finalized()
+    found.itself = found
+    return garbage(depth - 1) if depth else None
+
+def compute():
+    while time.monotonic() < end:
+        garbage(30)
+        list(map(garbage, range(5)))
+
+def begin():
+    while time.monotonic() < end:
+        threads = [threading.Thread(target=garbage, args=(10,)) for _ in range(5)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+
+end = time.monotonic() + 20
+sys.setswitchinterval(1e-5)
+for each in (compute, compute, begin, begin):
+    threading.Thread(target=each).start()
+while time.monotonic() < end:
+    with collection_paused():
+        for frame in frames_of_others().values():
+            while frame is not None:
+                frame.f_locals
+                frame = frame.f_back
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("attempt", range(5))
+def test_frames_can_be_read_while_finalizers_run_and_threads_come_and_go(attempt: int) -> None:
+    """Without the pause, half of such runs end in a deadlock or a crash on Python 3.11."""
+    subprocess.run([sys.executable, "-c", STORM], check=True, timeout=60)
