@@ -166,7 +166,7 @@ def test_no_garbage_is_collected_while_frames_of_others_are_read() -> None:
             seen.clear()
             assert threading.get_ident() not in frames_of_others()
             kept = [[each] for each in range(9000)]
-        assert not seen
+            assert not seen
         kept += [[each] for each in range(3000)]
         assert seen
     finally:
