@@ -226,7 +226,7 @@ class Observer:
             facts = {
                 "start": start_of(os.getpid()),
                 "signal": self._stacks.signal,
-                "timer": self._stacks.has_timer,
+                "observer": threading.get_native_id(),
             }
             self.identity = self.identity | facts
         self._looker.ignored.add(threading.get_ident())
@@ -248,7 +248,6 @@ class Observer:
         """Look once; returns the seconds until the next look."""
         assert self._file is not None
         assert self._stacks is not None
-        self._stacks.reset()
         now = monotonic()
         agents = self.agents
         calls, requests = _counts(agents)

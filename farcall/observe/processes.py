@@ -6,7 +6,7 @@ brings that along; so this does not use ``rpc.runtime.process_signs``.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import os
 import signal
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ __all__ = ["Signs", "ask_for_stacks", "signs_of", "start_of"]
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _STATE, _UTIME, _STIME, _START, _RSS = 0, 11, 12, 19, 21  # in /proc/PID/stat, behind the name (proc(5))
+_ASLEEP: Final = ("S", "D")
+"""States of a thread that waits, for a lock most likely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,23 @@ def start_of(process: int) -> int:
     return 0 if signs is None else signs.start
 
 
-def ask_for_stacks(process: int, signs: Signs, number: int) -> bool:
-    """Send the signal that has stacks written, if the process handles that one: others would end it."""
+def ask_for_stacks(process: int, thread: int, signs: Signs, number: int) -> bool:
+    """Have the stacks of a process written: send the signal for it to its observing thread.
+
+    Nothing is sent if the process does not handle the signal, which would then end it, or if the thread waits
+    for a core, and not for the interpreter lock.
+    """
     if not 0 < number <= signal.SIGRTMAX or not signs.catches >> (number - 1) & 1:
         return False
-    with contextlib.suppress(OSError):
-        os.kill(process, number)
-        return True
-    return False
+    try:
+        with open(f"/proc/{process}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in _ASLEEP and _tgkill(process, thread, number) == 0
+
+
+def _tgkill(process: int, thread: int, number: int) -> int:
+    """Signal one thread (tgkill(2)); returns 0 if that was possible."""
+    library = ctypes.CDLL(None)
+    return int(library.tgkill(process, thread, number)) if hasattr(library, "tgkill") else -1

@@ -239,12 +239,12 @@ def _signs(worker: WorkerState, here: str) -> Signs | None:
 def _ask(worker: WorkerState, signs: Signs | None) -> bool:
     """Ask a process that has not looked for a while for its stacks; returns whether it was asked."""
     silent = 0.0 if worker.beat is None else time.monotonic() - worker.beat.monotonic
-    number = worker.fact("signal", 0)
+    number, thread = worker.fact("signal", 0), worker.fact("observer", 0)
     if signs is None or signs.is_stopped or silent < FROZEN_SECONDS or worker.frozen or worker.has_left:
         return False
-    if worker.fact("timer", False):
-        return True  # they are about to be written
-    return isinstance(number, int) and ask_for_stacks(worker.pid, signs, number)
+    if not isinstance(number, int) or not isinstance(thread, int):
+        return False
+    return ask_for_stacks(worker.pid, thread, signs, number)
 
 
 def _with_process(

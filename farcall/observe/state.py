@@ -206,7 +206,7 @@ class WorkerState:
         if self.process.alive is True and self.silent < _FROZEN_SECONDS:
             return False
         return bool(self.frozen) or (
-            self.process.alive is True and self.silent > 2 * _FROZEN_SECONDS and not self.fact("timer", False)
+            self.process.alive is True and self.silent > 2 * _FROZEN_SECONDS and not self.fact("observer", 0)
         )
 
     @property

@@ -246,7 +246,7 @@ def leave_states(folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> 
         thread |= {"call": [to + 1, 1], "doing": "is in rpc_sync"}
         peers = [{"name": f"worker{n}", "state": "ESTABLISHED", "near": True} for n in range(count)]
         worker = {"name": f"worker{rank}", "rank": rank, "pid": process.pid, "host": socket.gethostname()}
-        worker |= {"start": signs.start, "incarnation": rank + 1, "phase": "running", "timer": True}
+        worker |= {"start": signs.start, "incarnation": rank + 1, "phase": "running", "observer": 1}
         state = StateFile(folder / f"here.{process.pid}.1.state")
         state.beat(Beat(1, now, wall, 0, 0, 0.0))
         snapshot = {"worker": worker, "monotonic": now, "wall": wall, "moved": now, "called": now}
