@@ -75,7 +75,7 @@ def test_idle_connections_take_no_threads_and_the_oldest_are_closed(serve: Serve
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connected(server)) for _ in range(100)]
         assert "farcall_calls" in scrape(server)
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # a thread of the scrape may have ended
         assert all(each.recv(1) == b"" for each in idle[:80])
         assert "farcall_calls" in scrape(server)
 

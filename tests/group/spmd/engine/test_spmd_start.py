@@ -14,7 +14,6 @@ import pytest
 
 import rpc
 import spmd
-from spmd.engine.driver import start
 from spmd.engine.errors import SpmdError
 from spmd.engine.worker import worker_process
 
@@ -88,7 +87,7 @@ def test_a_worker_expects_to_wait_long_for_its_driver() -> None:
     with (
         mock.patch.object(rpc, "init_rpc"),
         mock.patch.object(rpc, "shutdown"),
-        mock.patch.object(start, "current_agent") as agent,
+        mock.patch.object(worker_process, "current_agent") as agent,
         pytest.raises(SystemExit),
     ):
         worker_process.serve("worker")
