@@ -31,7 +31,10 @@ class PageProcess:
             "--launched-by",
             str(os.getpid()),
         ]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+        # In a session of its own: signals of the terminal are for the launcher, which ends the page.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), start_new_session=True
+        )
 
     def close(self) -> None:
         """End it."""

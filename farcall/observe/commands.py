@@ -27,13 +27,14 @@ def _width() -> int:
     return max(40, shutil.get_terminal_size((80, 24)).columns)
 
 
-def _read(folder: Any) -> Any:
+def _read(folder: Any, *, native: bool = False) -> Any:
     """The state of a job, with its workers on other hosts as far as a worker here can ask them."""
     from farcall.observe.gathered import gather
     from farcall.observe.reader import read_job
 
     found = read_job(folder, gathered=False)
-    return read_job(folder) if gather(folder.path, found) else found
+    is_gathered = gather(folder.path, found)
+    return read_job(folder, native=native) if native or is_gathered else found
 
 
 def _find(job: str | None) -> Any:
@@ -57,7 +58,7 @@ def why(job: str | None, everything: bool, as_json: bool) -> int:
     from farcall.observe.analysis import analyze
     from farcall.observe.words import in_words
 
-    report = analyze(_read(_find(job)))
+    report = analyze(_read(_find(job), native=True))
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -150,7 +151,7 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
     """
     from farcall.observe.stacks import chosen, native_stack_lines, stack_lines
 
-    found = _read(_find(job))
+    found = _read(_find(job), native=True)
     try:
         picked = chosen(found, workers)
     except LookupError as error:

@@ -159,7 +159,10 @@ class Observer:
             self.identity = self.identity | facts
             if job is not None and job != self.job:
                 self.job = job
-                self._move()
+                try:
+                    self._move()
+                except OSError as error:  # what was written stays where it is
+                    logger.info(_NOT_WRITTEN, self.path, error)
         self._changed = True
         self._wake.set()
 
@@ -194,6 +197,7 @@ class Observer:
             while True:
                 with self._looks:
                     self._looks_begun += 1
+                is_last = self._stopping  # one that began before that may not have seen why
                 try:
                     interval = self._look()
                 except OSError as error:  # a full disk, for one, may have room again later
@@ -203,7 +207,7 @@ class Observer:
                     with self._looks:
                         self._looks_written = self._looks_begun
                         self._looks.notify_all()
-                if self._stopping:
+                if is_last:
                     break
                 is_hurried = self._wake.wait(interval)
                 self._wake.clear()
@@ -218,17 +222,19 @@ class Observer:
             self._close()
 
     def _open(self) -> None:
-        folder = jobs_folder(os.environ)
-        with self._lock:
-            path = self._path(folder, self.job)
-            self._file = StateFile(path)
-            self._stacks = FrozenStacks(path.with_suffix(".stacks"))
-            facts = {
-                "start": start_of(os.getpid()),
-                "signal": self._stacks.signal,
-                "observer": threading.get_native_id(),
-            }
+        job = self.job
+        path = self._path(jobs_folder(os.environ), job)
+        file, stacks = StateFile(path), FrozenStacks(path.with_suffix(".stacks"))
+        facts = {
+            "start": start_of(os.getpid()),
+            "signal": stacks.signal,
+            "observer": threading.get_native_id(),
+        }
+        with self._lock:  # not while files are made: that can take as long as a disk does
+            self._file, self._stacks = file, stacks
             self.identity = self.identity | facts
+            if job != self.job:
+                self._move()
         self._looker.ignored.add(threading.get_ident())
 
     def _path(self, folder: Path, job: str) -> Path:

@@ -144,7 +144,12 @@ def _read_stacks(path: Path) -> Mapping[int, Stack]:
 
 
 def read_job(
-    folder: JobFolder, *, records: bool = False, before: float = math.inf, gathered: bool = True
+    folder: JobFolder,
+    *,
+    records: bool = False,
+    before: float = math.inf,
+    gathered: bool = True,
+    native: bool = False,
 ) -> JobState:
     """The state of all workers of a job, as far as files here tell. Takes a moment, to see who computes.
 
@@ -152,6 +157,7 @@ def read_job(
         records: read their rings, too.
         before: their last snapshots from before this time, in seconds since 1970, are wanted.
         gathered: with those of other hosts that have been gathered here.
+        native: frozen workers with the stacks that ``py-spy`` sees, which stops them for a moment each.
     """
     workers: list[WorkerState] = []
     skipped: list[tuple[str, str]] = []
@@ -162,7 +168,7 @@ def read_job(
             skipped.append((_legible(path.name), str(error)))
         except OSError as error:
             skipped.append((_legible(path.name), error.strerror or str(error)))
-    found = settled(workers)
+    found = settled(workers, native=native)
     if gathered:
         found += _gathered(folder, {each.pid for each in found if each.host == socket.gethostname()}, skipped)
     return JobState(folder.id, tuple(_newest(found)), tuple(skipped))
@@ -181,8 +187,23 @@ def _gathered(folder: JobFolder, here: Collection[int], skipped: list[tuple[str,
         except OSError as error:
             skipped.append((_legible(path.name), error.strerror or str(error)))
         else:
-            found += [replace(each, snapshot=_legible(each.snapshot)) for each in told]
+            found += [
+                replace(each, snapshot=_legible(each.snapshot), frozen=_legible_stacks(each.frozen))
+                for each in told
+            ]
     return [each for each in found if not (each.host == socket.gethostname() and each.pid in here)]
+
+
+def _legible_stacks(stacks: Mapping[int, Stack]) -> Mapping[int, Stack]:
+    return {
+        ident: replace(
+            stack,
+            frames=tuple((_legible(function), _legible(file), line) for function, file, line in stack.frames),
+            name=_legible(stack.name),
+            native=tuple(map(_legible, stack.native)),
+        )
+        for ident, stack in stacks.items()
+    }
 
 
 def _newest(workers: Sequence[WorkerState]) -> list[WorkerState]:
@@ -196,7 +217,7 @@ def _newest(workers: Sequence[WorkerState]) -> list[WorkerState]:
 # ---- what the kernel says
 
 
-def settled(workers: Sequence[WorkerState]) -> list[WorkerState]:
+def settled(workers: Sequence[WorkerState], *, native: bool = False) -> list[WorkerState]:
     """The workers with what the kernel says of their processes, and with stacks of those that are frozen."""
     here = socket.gethostname()
     before = [_signs(each, here) for each in workers]
@@ -212,7 +233,7 @@ def settled(workers: Sequence[WorkerState]) -> list[WorkerState]:
             time.sleep(0.01)
             stacks = _read_stacks(Path(each.file).with_suffix(".stacks"))
         state = _with_process(each, before[n], here, stacks)
-        if spied < _MAX_SPIED and state.process.alive and state.is_frozen and spy_program() is not None:
+        if native and spied < _MAX_SPIED and state.process.alive and state.is_frozen and spy_program():
             spied += 1
             state = _with_native_stacks(state)
         found.append(state)

@@ -102,22 +102,41 @@ class _Spans:
     def requested(self, value: Any, inner: Recording | Observation | None) -> Observation:
         """The observation of a request with a context."""
         name, carrier = _checked(value)
-        return _Request(self, inner, name, self._propagate.extract(carrier))
+        try:
+            context = self._propagate.extract(carrier)
+        except Exception:
+            logger.exception("the context of a call of %s could not be read", name)
+            return _Request(self, inner, name, None)
+        return _Request(self, inner, name, context)
 
-    def begin_run(self, name: str, context: Any) -> tuple[Any, Any]:
-        """Open a span for a function that runs, and make it the active one of this thread or task."""
+    def begin_run(self, name: str, context: Any) -> tuple[Any, Any] | None:
+        """Open a span for a function that runs, and make it the active one of this thread or task.
+
+        Returns:
+            It, and what ends that; None if the program's OpenTelemetry fails: the function runs all the same.
+        """
         facts = self._facts(name, None, self._agent.info.name)
-        span = self._tracer.start_span(
-            name, context=context, kind=self._trace.SpanKind.SERVER, attributes=facts
-        )
-        return span, self._context.attach(self._trace.set_span_in_context(span, context))
+        try:
+            span = self._tracer.start_span(
+                name, context=context, kind=self._trace.SpanKind.SERVER, attributes=facts
+            )
+            return span, self._context.attach(self._trace.set_span_in_context(span, context))
+        except Exception:
+            logger.exception("a run of %s has no span", name)
+            return None
 
-    def end_run(self, span: Any, token: Any, error: BaseException | None) -> None:
+    def end_run(self, begun: tuple[Any, Any] | None, error: BaseException | None) -> None:
         """Close it, and make the one before active again."""
+        if begun is None:
+            return
+        span, token = begun
         self._context.detach(token)
-        if error is not None:
-            self._failed(span, error)
-        span.end()
+        try:
+            if error is not None:
+                self._failed(span, error)
+            span.end()
+        except Exception:
+            logger.exception("the span of a run could not be ended")
 
     def _failed(self, span: Any, error: BaseException) -> None:
         span.set_attribute("error.type", type(error).__qualname__)
@@ -136,7 +155,7 @@ class _Request(Observation):
         self._spans = spans
         self._name = name
         self._parent = context
-        self._running: list[tuple[Any, Any]] = []
+        self._running: list[tuple[Any, Any] | None] = []
 
     def __enter__(self) -> None:
         self._running.append(self._spans.begin_run(self._name, self._parent))
@@ -147,7 +166,7 @@ class _Request(Observation):
             super().__exit__(*error)
         finally:
             raised = next((each for each in error if isinstance(each, BaseException)), None)
-            self._spans.end_run(*self._running.pop(), raised)
+            self._spans.end_run(self._running.pop(), raised)
 
 
 def _checked(value: Any) -> tuple[str, dict[str, str]]:

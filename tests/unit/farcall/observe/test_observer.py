@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,3 +60,30 @@ def test_worker_whose_file_cannot_be_made_works_on(tmp_path: Path, monkeypatch: 
     assert not observer.look_now()
     assert observer.path is None
     observer.stop("left")
+
+
+def test_process_that_ends_during_a_look_is_said_to_have_left(observer: Observer) -> None:
+    looks, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        looks.set()
+        may_end.wait(10)
+
+    path = observer.path
+    assert path is not None
+    observer.extra["slow"] = wait
+    observer.identify(phase="leaving")
+    assert looks.wait(10)
+    ending = threading.Thread(target=observer.stop, args=("left",))
+    ending.start()
+    while observer.identity["phase"] != "left":
+        pass
+    may_end.set()
+    ending.join()
+    assert read_worker(path).phase == "left"
+
+
+def test_worker_whose_folder_is_gone_joins_all_the_same(observer: Observer, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path)
+    observer.identify("other job", phase="running")
+    observer.look_now()
