@@ -227,6 +227,7 @@ class BulkStreams:
         streams = self._streams.get(peer)
         if streams is None or streams.in_use or {*streams.sockets} != {*range(2 * count)} or not count:
             raise ProtocolError("it says that bulk streams are ready which are not there")
+        streams.count = count
         self._use(peer, streams)
 
     def _refused(self, peer: Peer, reason: object) -> None:

@@ -101,7 +101,7 @@ class _Pause:
 
     def end(self) -> None:
         thresholds, self.thresholds = self.thresholds, None
-        if thresholds is not None:
+        if thresholds is not None and gc.get_threshold()[0] == 0:  # else the program has set others meanwhile
             gc.set_threshold(*thresholds)
 
     def forked(self) -> None:
@@ -132,9 +132,9 @@ def collection_paused() -> Iterator[None]:
         if _pause.thresholds is not None:  # further out on this thread
             yield
             return
-        _pause.thresholds = gc.get_threshold()
-        gc.set_threshold(0)
         try:
+            _pause.thresholds = gc.get_threshold()
+            gc.set_threshold(0)
             yield
         finally:
             _pause.end()

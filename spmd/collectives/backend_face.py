@@ -98,6 +98,10 @@ class BackendFace(ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self.group.messages.begun
 
+    def _part(self, group: Group, store: Store | None) -> BackendFace:
+        """A group like this one, of some of its ranks."""
+        return type(self)(group, store)
+
     def split_group(
         self,
         ranks: Sequence[int],
@@ -130,7 +134,7 @@ class BackendFace(ProcessGroup):
             name,
             seconds,
         )
-        part = type(self)(group, None if self._store is None else PrefixStore(f"{name}/", self._store))
+        part = self._part(group, None if self._store is None else PrefixStore(f"{name}/", self._store))
         if group_desc is not None:
             part._set_group_desc(group_desc)
         return part

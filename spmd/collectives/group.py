@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -35,6 +35,10 @@ __all__ = ["Group"]
 
 Perform = Callable[[Algorithms, bytes, float], object]
 """Does an operation: given the group's collectives, the signature, and the deadline."""
+
+
+_LEAST_BYTES: Final = 64 << 10
+"""Minimum number of bytes of a piece of a tensor, and maximum of what a message has beside it."""
 
 
 class _Channel:
@@ -84,13 +88,18 @@ class Group:
         tags = formation.tags
         self._close_tags = partial(close_tags, bulk, peers, rank, tags)
         self.messages = Messages(bulk, peers, self.members, tags, node.run_soon, self._record_message)
-        self.algorithms = self._build(formation.domains, formation.mapping, _Channel(node, peers, tags))
+        self.algorithms = self._build(
+            formation.domains, formation.mapping, _Channel(node, peers, tags), peers
+        )
         self._sequencer = Sequencer(f"farcall-group-{name}")
         self.messages.begin()
         node.add(self)
 
-    def _build(self, domains: Sequence[Sequence[int]], mapping: Any, channel: _Channel) -> Algorithms:
+    def _build(
+        self, domains: Sequence[Sequence[int]], mapping: Any, channel: _Channel, peers: Sequence[Peer]
+    ) -> Algorithms:
         members = self.members
+        longest = max(_LEAST_BYTES, min(each.member.max_message_bytes for each in peers) - _LEAST_BYTES)
         local = None
         if mapping is not None:
             mine = next(domain for domain in domains if members.rank in domain)
@@ -101,7 +110,9 @@ class Group:
             local = LocalCollectives(board)
             if len(domains) == 1:
                 return local
-        network = HierarchicalCollectives(channel, domains, members.rank, local, members.check_collective)
+        network = HierarchicalCollectives(
+            channel, domains, members.rank, local, members.check_collective, longest
+        )
         members.watch(network.wake)
         return network
 

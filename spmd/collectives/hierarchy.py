@@ -27,6 +27,7 @@ class HierarchicalCollectives:
         rank: this one.
         local: the collectives of this rank's domain; None if it is alone there.
         check: called with the rank that is waited for; raises if that is in vain.
+        longest: maximum number of bytes of a message, the same on all ranks.
     """
 
     def __init__(
@@ -36,15 +37,17 @@ class HierarchicalCollectives:
         rank: int,
         local: LocalCollectives | None,
         check: Callable[[int], object],
+        longest: int = 1 << 36,
     ) -> None:
         self._channel = channel
+        self._longest = longest
         self._domains = domains
         self._rank = rank
         self._local = local
         self._check = check
         self._mine = next(domain for domain in domains if rank in domain)
         self._size = sum(map(len, domains))
-        self._flat = NetworkCollectives(channel, range(self._size), rank, check)
+        self._flat = NetworkCollectives(channel, range(self._size), rank, check, longest)
         self._by_leaders: dict[tuple[int, ...], NetworkCollectives] = {}
         self.all_gather, self.gather = self._flat.all_gather, self._flat.gather
         self.reduce_scatter, self.scatter = self._flat.reduce_scatter, self._flat.scatter
@@ -64,7 +67,7 @@ class HierarchicalCollectives:
             return mine, None
         found = self._by_leaders.get(leaders)
         if found is None:
-            found = NetworkCollectives(self._channel, leaders, self._rank, self._check)
+            found = NetworkCollectives(self._channel, leaders, self._rank, self._check, self._longest)
             self._by_leaders[leaders] = found
         return mine, found
 

@@ -83,6 +83,11 @@ class Membership:
     def failed(self) -> bool:
         return self.failure is not None
 
+    @property
+    def lost(self) -> bool:
+        """Whether a rank has died, or left while others needed it."""
+        return bool(self._dead)
+
     def fail(self, failure: CollectiveError, *, tell: bool = True) -> None:
         """End what is under way on all ranks. The first failure counts.
 

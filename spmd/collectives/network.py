@@ -50,8 +50,8 @@ _UNCHANGED_BYTES: Final = 64 << 20
 _AHEAD: Final = 4
 """How many pieces are sent before one is received, and have a place before they come."""
 
-_SIZE: Final = Struct("<Q")
-"""How many bytes the first message has, after the signature."""
+_SIZE: Final = Struct("<Q56x")
+"""Number of bytes of the first message, after the signature; padded, so that its elements are aligned."""
 
 _SLICE_SECONDS: Final = 0.25
 
@@ -256,10 +256,9 @@ def _sizes(count: int, itemsize: int, longest: int) -> list[int]:
 def _as_tensors(message: list[memoryview], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A message as tensors of given shapes and dtypes: over its memory, if that is divided as they are."""
     if all(message) and list(map(len, message)) == [each.nbytes for each in like]:
-        return [
-            torch.frombuffer(data, dtype=each.dtype).view(each.shape)
-            for data, each in zip(message, like, strict=True)
-        ]
+        found = [torch.frombuffer(data, dtype=torch.uint8) for data in message]
+        if all(data.data_ptr() % each.itemsize == 0 for data, each in zip(found, like, strict=True)):
+            return [data.view(each.dtype).view(each.shape) for data, each in zip(found, like, strict=True)]
     tensors = [torch.empty_like(each) for each in like]
     scatter(message, [bytes_of(each) for each in tensors])
     return tensors
@@ -277,9 +276,15 @@ class NetworkCollectives:
     """
 
     def __init__(
-        self, channel: Channel, ranks: Sequence[int], rank: int, check: Callable[[int], object]
+        self,
+        channel: Channel,
+        ranks: Sequence[int],
+        rank: int,
+        check: Callable[[int], object],
+        longest: int = _UNCHANGED_BYTES,
     ) -> None:
         self._channel = channel
+        self._longest = min(_UNCHANGED_BYTES, longest)
         self._ranks = list(ranks)
         self._rank = rank
         self._me, self._size = self._ranks.index(rank), len(ranks)
@@ -321,7 +326,7 @@ class NetworkCollectives:
         def longest(step: Step) -> int:
             # In a reduction, what a rank only sends is reduced by the one that receives it.
             reduces = step.reduces or (reduction is not None and step.source < 0)
-            return _REDUCED_BYTES if reduces else _UNCHANGED_BYTES
+            return min(_REDUCED_BYTES, self._longest) if reduces else self._longest
 
         try:
             for step in steps:
@@ -343,6 +348,8 @@ class NetworkCollectives:
                 if step.reduces:
                     for number in step.takes:
                         blocks[number] = reduced[number]
+            if meanwhile is not None:  # there are no steps: this rank is alone
+                meanwhile()
             operation.finish()
         finally:
             operation.cancel()
@@ -428,7 +435,9 @@ class NetworkCollectives:
         taken = {number for step in steps for number in step.takes}
         blocks = [reduction.prepared(each) for each in inputs]
         reduced = [torch.empty_like(each) if i in taken else each for i, each in enumerate(blocks)]
-        if not any(overlap(output, each) for each in inputs):
+        if self._me not in taken:  # this rank is alone
+            reduced[self._me] = blocks[self._me].clone()
+        elif not any(overlap(output, each) for each in inputs):
             reduced[self._me] = output.view(inputs[self._me].shape)
         self._run(signature, deadline, steps, blocks, reduction, reduced=reduced)
         reduction.finish(reduced[self._me], self._size)

@@ -91,6 +91,9 @@ class VendorProcessGroup(FarcallProcessGroup):
         self._formed: dict[str, Any] = {}
         group.members.watch(self._abort_others)
 
+    def _part(self, group: Group, store: Store | None) -> VendorProcessGroup:
+        return type(self)(group, store, self.vendors)
+
     def of_device(self, kind: str) -> Any:
         """The group for a type of device: of the vendor's backend, or this one. All ranks ask for it."""
         name = self.vendors.backends.get(kind)
@@ -127,7 +130,7 @@ class VendorProcessGroup(FarcallProcessGroup):
     def _abort_others(self) -> None:
         """End the other groups, on another thread, as their backends may take long."""
         members = self.group.members
-        if (members.failed or members.gone) and self._formed and not self.group.closed:
+        if (members.failed or members.lost) and self._formed and not self.group.closed:
             self.group.node.run_soon([(self._abort, None)])
 
     def _abort(self, _: None) -> None:

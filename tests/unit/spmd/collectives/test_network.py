@@ -51,6 +51,31 @@ def test_what_is_still_being_sent_does_not_change(count: int) -> None:
     assert all(torch.equal(each, expected) for each in in_threads(2, body))
 
 
+def test_rank_that_is_alone_has_its_own_parts() -> None:
+    mine = NetworkCollectives(Network(1).channel(0), [0], 0, no_check)
+    given, scattered, exchanged = numbers(0, 5), torch.zeros(5).long(), torch.zeros(5).long()
+    mine.reduce_scatter(CALL, INFINITE, scattered, [given], SUM)
+    mine.all_to_all(CALL, INFINITE, [exchanged], [given])
+    assert torch.equal(scattered, given)
+    assert torch.equal(exchanged, given)
+
+
+@pytest.mark.parametrize("count", [1, 2, 100, 3000])
+def test_complex_numbers_of_16_bytes_are_reduced(count: int) -> None:
+    network = Network(2)
+
+    def body(rank: int) -> torch.Tensor:
+        blocks = [torch.full((count,), complex(rank, 1)).to(torch.complex128) for _ in range(2)]
+        output = torch.empty_like(blocks[0])
+        NetworkCollectives(network.channel(rank), [0, 1], rank, no_check).reduce_scatter(
+            CALL, INFINITE, output, blocks, SUM
+        )
+        return output
+
+    for each in in_threads(2, body):
+        assert torch.equal(each, torch.full((count,), 1 + 2j).to(torch.complex128))
+
+
 def test_ranks_that_call_different_things_all_find_out() -> None:
     network = Network(2)
 
