@@ -175,4 +175,7 @@ def job_line(job: JobState) -> str:
 def _clock(at: float) -> str:
     from datetime import datetime
 
-    return f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
+    try:
+        return f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):  # no time of this calendar
+        return "?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -71,7 +72,7 @@ def unpack_states(packed: bytes, age: float, file: str) -> list[WorkerState]:
 def _worker(found: Mapping[str, Any], age: float, file: str) -> WorkerState:
     beat, snapshot = found.get("beat"), found.get("snapshot")
     is_beat = isinstance(beat, list) and len(beat) == len(fields(Beat))
-    is_beat = is_beat and all(isinstance(each, int | float) for each in beat or ())
+    is_beat = is_beat and all(isinstance(each, int | float) and math.isfinite(each) for each in beat or ())
     told = found.get("process")
     told = told if isinstance(told, Mapping) else {}
     alive = told.get("alive")

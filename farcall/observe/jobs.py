@@ -85,7 +85,8 @@ def make_private(folder: Path) -> None:
     Raises:
         OSError: it cannot be made, or belongs to somebody else.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a mode is not that of missing parents
+    folder.mkdir(mode=0o700, exist_ok=True)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise PermissionError(f"{folder} is not a folder of this user")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -103,8 +104,8 @@ def whole(value: object, default: int = 0) -> int:
 
 
 def number(value: object, default: float = 0.0) -> float:
-    """A number; anything else is the default."""
-    return float(value) if isinstance(value, int | float) else default
+    """A finite number; anything else is the default."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else default
 
 
 @dataclass(frozen=True, slots=True)

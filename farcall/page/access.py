@@ -46,7 +46,10 @@ class Access:
     def __init__(self, token: str, port: int) -> None:
         self._token = token.encode()
         self._port = port
-        self._hosts = frozenset(f"{name}:{port}" for name in ("127.0.0.1", "localhost"))
+        names = ("127.0.0.1", "localhost")
+        hosts = {f"{name}:{port}" for name in names}
+        self._hosts = frozenset(hosts.union(names) if port == 80 else hosts)
+        """Values of ``Host``. Clients leave port 80 out: it is the default."""
 
     @property
     def cookie_name(self) -> str:
@@ -74,7 +77,7 @@ class Access:
         is_link = headers.get("Sec-Fetch-Mode") == "navigate" and target.partition("?")[0] == "/"
         if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and not is_link:
             return Refusal(403, "requests of other sites are refused")
-        if method not in ("GET", "HEAD"):
+        if method != "GET":
             return Refusal(405, "the page is only read: GET")
         if len(target) > MAX_TARGET:
             return Refusal(414, f"an address has at most {MAX_TARGET} characters here")
@@ -85,14 +88,16 @@ class Access:
     def opens_files(self, token: str | None, cookie: str | None) -> bool:
         """Whether the token of an address, or a cookie, opens the page's files."""
         if token is not None:
-            return self._is(token.encode(), self._token)
-        return cookie is not None and self._is(cookie.encode(), self.cookie.encode())
+            return self._is(token, self._token)
+        return cookie is not None and self._is(cookie, self.cookie.encode())
 
     def opens_data(self, authorization: str | None) -> bool:
         """Whether the value of the header ``Authorization`` opens the data."""
         scheme, _, token = (authorization or "").partition(" ")
-        return scheme.lower() == "bearer" and self._is(token.strip().encode(), self._token)
+        return scheme.lower() == "bearer" and self._is(token.strip(), self._token)
 
     @staticmethod
-    def _is(given: bytes, wanted: bytes) -> bool:
-        return hmac.compare_digest(hashlib.sha256(given).digest(), hashlib.sha256(wanted).digest())
+    def _is(given: str, wanted: bytes) -> bool:
+        # Bytes of a header that are not UTF-8 are lone surrogates in its text.
+        packed = given.encode(errors="surrogateescape")
+        return hmac.compare_digest(hashlib.sha256(packed).digest(), hashlib.sha256(wanted).digest())

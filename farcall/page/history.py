@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sqlite3
 import stat
@@ -17,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
-
-from farcall.observe.jobs import make_private
 
 __all__ = ["History", "PastJob", "Point"]
 
@@ -38,6 +37,9 @@ MAX_POINTS: Final = 360
 
 _MAX_TEXT: Final = 4000
 """Maximum length of a text, in characters."""
+
+_MAX_WHOLE: Final = (1 << 63) - 1
+"""Largest whole number that SQLite holds."""
 
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -110,7 +112,7 @@ class History:
             self.close()
 
     def _open(self) -> None:
-        make_private(self._path.parent)
+        _check_folder(self._path.parent)
         file = os.open(
             self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600
         )
@@ -147,7 +149,7 @@ class History:
         """Note how a job is now, with points that are new."""
         if self._database is None:
             return
-        row = [each[:_MAX_TEXT] if isinstance(each, str) else each for each in asdict(job).values()]
+        row = [_storable(each) for each in asdict(job).values()]
         try:
             with self._changes() as database:
                 database.execute(
@@ -158,7 +160,8 @@ class History:
                     row,
                 )
                 database.executemany(
-                    "INSERT OR REPLACE INTO points VALUES (?,?,?,?,?,?)", [(job.id, *each) for each in points]
+                    "INSERT OR REPLACE INTO points VALUES (?,?,?,?,?,?)",
+                    [(job.id, *map(_storable, each)) for each in points],
                 )
                 self._thin(database, job.id)
         except sqlite3.Error as error:
@@ -194,7 +197,8 @@ class History:
             return []
         try:
             found = self._database.execute(
-                "SELECT id, program, host, began, seen, workers, state, why FROM jobs ORDER BY seen DESC"
+                "SELECT id, program, host, COALESCE(began, 0.0), COALESCE(seen, 0.0), workers,"
+                " state, why FROM jobs ORDER BY seen DESC"
             )
             return [PastJob(*map(_plain, row)) for row in found]
         except sqlite3.Error as error:
@@ -219,6 +223,32 @@ class History:
         logger.warning("the history of jobs cannot be written any more: %s", error)
         self.trouble = f"{self._path}: {error}"
         self.close()
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder if it is missing. One that exists keeps its mode: the user may share it.
+
+    Raises:
+        OSError: it cannot be made, or other users could replace files in it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not a folder of this user")
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"other users can write to {folder}")
+
+
+def _storable(value: Any) -> Any:
+    """A value that SQLite can hold: texts are cut, whole numbers have 64 bits, NaN and infinity become 0."""
+    match value:
+        case str():
+            return value[:_MAX_TEXT]
+        case int():
+            return max(-_MAX_WHOLE, min(value, _MAX_WHOLE))
+        case float():
+            return value if math.isfinite(value) else 0.0
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -31,6 +32,11 @@ __all__ = ["Server"]
 
 logger = logging.getLogger(__name__)
 
+_unheard = logging.getLogger(f"{__name__}.requests")
+"""Logger for aiohttp that writes nothing: its records of malformed requests hold headers, with the token."""
+_unheard.addHandler(logging.NullHandler())
+_unheard.propagate = False
+
 _MAX_CONNECTIONS: Final = 64
 """Maximum number of connections at a time."""
 
@@ -39,6 +45,9 @@ _MAX_STREAMS: Final = 12
 
 _MAX_WATCHERS: Final = 4
 """Maximum number of jobs that are watched at a time."""
+
+_MAX_FIELD_BYTES: Final = 16384
+"""Maximum length of a header, in bytes. The cookies of all ports of 127.0.0.1 come in one header."""
 
 _FIRST_REQUEST_SECONDS: Final = 10.0
 """Time in which a connection must have made a request, in seconds."""
@@ -125,23 +134,24 @@ class Server:
         app = web.Application(middlewares=[self._guard], client_max_size=1)
         app.add_routes(
             [
-                web.get("/", self._index),
-                web.get("/static/{name}", self._static),
-                web.get("/api/events", self._events),
-                web.get("/api/worker", self._worker),
-                web.get("/api/logs", self._logs),
-                web.get("/api/jobs", self._jobs),
-                web.get("/api/points", self._points),
+                web.get("/", self._index, allow_head=False),
+                web.get("/static/{name}", self._static, allow_head=False),
+                web.get("/api/events", self._events, allow_head=False),
+                web.get("/api/worker", self._worker, allow_head=False),
+                web.get("/api/logs", self._logs, allow_head=False),
+                web.get("/api/jobs", self._jobs, allow_head=False),
+                web.get("/api/points", self._points, allow_head=False),
             ]
         )
         runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_unheard,
             handle_signals=False,
             keepalive_timeout=30.0,
             lingering_time=0.5,
             max_line_size=2048,
-            max_field_size=2048,
+            max_field_size=_MAX_FIELD_BYTES,
             shutdown_timeout=1.0,
         )
         await runner.setup()
@@ -194,6 +204,9 @@ class Server:
             response = await handler(request)
         except web.HTTPException as error:
             response = _answer(Refusal(error.status, error.reason))
+        except Exception:
+            logger.exception("answering a request for %s failed", request.path)
+            response = _answer(Refusal(500, "this request failed: `farcall page` has printed why"))
         if not response.prepared:
             response.headers.update(_HEADERS)
         return response
@@ -227,8 +240,8 @@ class Server:
 
     # ---- data
 
-    async def _watcher_of(self, request: web.Request) -> Watcher:
-        """The watcher of the job that a request names."""
+    async def _watcher_of(self, request: web.Request, *, begin: bool = False) -> Watcher:
+        """The watcher of the job that a request names; with ``begin``, a new one if there is none."""
         given = request.query.get("job", self._job.id)
         known = self._watchers.get(given)
         if known is not None:
@@ -237,9 +250,14 @@ class Server:
             folder = await asyncio.to_thread(find_job, self._jobs_folder, given)
         except LookupError:
             raise web.HTTPNotFound from None
-        if folder.id not in self._watchers and len(self._watchers) >= _MAX_WATCHERS:
+        known = self._watchers.get(folder.id)
+        if known is not None:
+            return known
+        if not begin:
+            raise web.HTTPNotFound
+        if len(self._watchers) >= _MAX_WATCHERS:
             raise web.HTTPTooManyRequests
-        return self._watchers.get(folder.id) or self._watch(folder)
+        return self._watch(folder)
 
     def _watch(self, folder: JobFolder) -> Watcher:
         watcher = self._watchers[folder.id] = Watcher(folder, self._looked)
@@ -265,7 +283,7 @@ class Server:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if self._streams >= _MAX_STREAMS:
             raise web.HTTPTooManyRequests
-        watcher = await self._watcher_of(request)
+        watcher = await self._watcher_of(request, begin=True)
         self._streams += 1
         watcher.add_viewer()
         response = web.StreamResponse(headers=_HEADERS)
@@ -275,6 +293,8 @@ class Server:
             await self._stream(watcher, response)
         except (ConnectionError, TimeoutError):
             pass  # it has gone, or takes nothing
+        except Exception:  # the answer has begun: it can only end
+            logger.exception("the events of job %s have ended", watcher.folder.id)
         finally:
             self._streams -= 1
             await self._left(watcher)
@@ -297,7 +317,7 @@ class Server:
             points = watcher.points_since(at)
             at = points[-1][0] if points else at
             event = {"view": watched.view, "tasks": tasks, "points": points}
-            packed = json.dumps(event, separators=(",", ":")).encode()
+            packed = _packed(event).encode()
             await asyncio.wait_for(response.write(b"data: " + packed + b"\n\n"), _WRITE_SECONDS)
 
     async def _worker(self, request: web.Request) -> web.Response:
@@ -306,7 +326,7 @@ class Server:
         found = None if watched is None else worker_view(watched.job, request.query.get("name", ""))
         if found is None:
             raise web.HTTPNotFound
-        return web.json_response(found)
+        return web.json_response(found, dumps=_packed)
 
     async def _logs(self, request: web.Request) -> web.Response:
         watcher = await self._watcher_of(request)
@@ -370,6 +390,25 @@ class Server:
         if now - self._pruned > _PRUNE_SECONDS:
             self._pruned = now
             self._history.prune()
+
+
+def _packed(value: object) -> str:
+    """As JSON, which has no NaN and no infinities: they become 0."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else 0.0
+        case dict():
+            return {name: _finite(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+    return value
 
 
 def _answer(refusal: Refusal) -> web.Response:

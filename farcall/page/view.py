@@ -143,10 +143,11 @@ def _doing(worker: WorkerState) -> str:
 
 def _edges(job: JobState) -> dict[str, Any]:
     """Pairs of workers, by index, with the calls in flight from the one to the other; and broken links."""
-    index = {each.name: n for n, each in enumerate(job)}
+    shown = list(job)[:_MAX_WORKERS]
+    index = {each.name: n for n, each in enumerate(shown)}
     pairs: dict[tuple[int, int], dict[str, Any]] = {}
     links: list[dict[str, Any]] = []
-    for n, worker in enumerate(job):
+    for n, worker in enumerate(shown):
         if worker.is_dead or worker.has_left:
             continue
         for call in worker.calls:
@@ -162,7 +163,7 @@ def _edges(job: JobState) -> dict[str, Any]:
         links += [
             {"from": n, "to": index[str(peer.get("name"))], "state": str(peer.get("state"))}
             for peer in worker.peers
-            if peer.get("name") in index and str(peer.get("state", "LOST")) not in _QUIET_LINKS
+            if str(peer.get("name")) in index and str(peer.get("state", "LOST")) not in _QUIET_LINKS
         ]
     by_count = sorted(pairs.values(), key=lambda each: (-each["count"], -each["oldest"]))
     return {

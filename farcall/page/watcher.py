@@ -220,7 +220,8 @@ class Watcher:
         for number in set(self._processes) - alive:
             os.close(self._processes.pop(number))
         for number in alive - set(self._processes):
-            with contextlib.suppress(OSError):  # it has ended, or this kernel is too old: looks see it
+            # It has ended, this kernel is too old, or it is no process number: looks see it.
+            with contextlib.suppress(OSError, OverflowError):
                 self._processes[number] = os.pidfd_open(number)
 
 

@@ -12,6 +12,10 @@ const CHARTS = [
   { id: "chart-memory", series: [["memory", 4, "--c4"]], show: bytes, steps: Array.from({ length: 44 }, (_, n) => 2 ** n) },
 ];
 
+export function clearPoints() {
+  points.length = 0;
+}
+
 export function addPoints(more) {
   points.push(...more);
   points.splice(0, Math.max(0, points.length - MAX_POINTS));

@@ -50,7 +50,7 @@ export function seconds(value) {
 
 export function bytes(value) {
   if (!value) return "–";
-  const unit = Math.min(Math.floor(Math.log2(value) / 10), 4);
+  const unit = Math.max(0, Math.min(Math.floor(Math.log2(value) / 10), 4));
   const shown = value / 2 ** (10 * unit);
   return `${shown < 10 && unit ? shown.toFixed(1) : Math.round(shown)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
 }

@@ -1,11 +1,11 @@
 // The page: takes events in, and has the parts of the page show them.
 
-import { drawCharts, addPoints } from "./charts.js";
+import { addPoints, clearPoints, drawCharts } from "./charts.js";
 import { byId, clock, el, keyed, setText } from "./dom.js";
 import { showHistory } from "./history.js";
 import { showLogs, leaveLogs } from "./logs.js";
 import { showCollectives, showReferences, showSpmd } from "./parts.js";
-import { addTasks, drawTasks } from "./tasks.js";
+import { addTasks, clearTasks, drawTasks } from "./tasks.js";
 import { drawTopology } from "./topology.js";
 import { drawWaits } from "./waits.js";
 import { openWorker, refreshWorker } from "./worker.js";
@@ -122,6 +122,8 @@ async function listen() {
   while (true) {
     try {
       const answer = await ask("events");
+      clearPoints(); // a new stream begins with all that the server keeps
+      clearTasks();
       connection("live", "live");
       pause = 500;
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();

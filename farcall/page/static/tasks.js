@@ -13,6 +13,10 @@ let at = 0;
 let layout = [];
 let view = null;
 
+export function clearTasks() {
+  tasks.clear();
+}
+
 export function addTasks(more, now) {
   at = now;
   for (const [number, kind, lane, by, what, began, ended, how] of more) tasks.set(number, { number, kind, lane, by, what, began, ended, how });

@@ -21,6 +21,13 @@ def test_request_to_the_page_may_go_on(host: str) -> None:
     assert status(Host=host) is None
 
 
+def test_default_port_may_be_left_out() -> None:
+    page = Access("a-token-of-sufficient-length", 80)
+    for host in ("127.0.0.1", "localhost", "127.0.0.1:80"):
+        assert page.refuse("GET", "/", {"Host": host, "Origin": f"http://{host}"}) is None
+    assert page.refuse("GET", "/", {"Host": "evil.example"}) is not None
+
+
 @pytest.mark.parametrize(
     "host",
     ["", "127.0.0.1", "127.0.0.1:4712", "evil.example:4711", "127.0.0.1.evil.example:4711", "0.0.0.0:4711"],
@@ -51,7 +58,7 @@ def test_link_to_the_page_may_come_from_elsewhere() -> None:
     assert status(target="/?token=x", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate") is None
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "CONNECT", "TRACE"])
+@pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "DELETE", "OPTIONS", "CONNECT", "TRACE"])
 def test_the_page_is_only_read(method: str) -> None:
     assert status(method) == 405
 

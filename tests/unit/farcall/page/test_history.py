@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 from dataclasses import replace
@@ -47,6 +48,37 @@ def test_jobs_and_points_are_bounded(tmp_path: Path) -> None:
     assert (kept[0][0], kept[-1][0]) == (0.0, float(MAX_POINTS))
     history.record(replace(JOB, why="x" * 10**6))
     assert len(next(each for each in history.jobs() if each.id == "a").why) == 4000
+    history.close()
+
+
+def test_folder_that_exists_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    history = History(tmp_path)
+    assert history.trouble == ""
+    history.close()
+    assert os.stat(tmp_path).st_mode & 0o777 == 0o755
+    history = History(tmp_path / "new")
+    history.close()
+    assert os.stat(tmp_path / "new").st_mode & 0o777 == 0o700
+
+
+def test_folder_that_others_can_write_to_has_no_history(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    history = History(tmp_path)
+    assert "other users can write" in history.trouble
+    assert not (tmp_path / FILE).exists()
+    tmp_path.chmod(0o1777)
+    history = History(tmp_path)
+    assert history.trouble == ""
+    history.close()
+
+
+def test_numbers_that_sqlite_cannot_hold_end_no_history(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.record(replace(JOB, seen=math.nan), [(150.0, math.inf, 0.0, 0.0, 1 << 70)])
+    assert history.trouble == ""
+    assert [each.seen for each in history.jobs()] == [0.0]
+    assert history.points("a") == [(150.0, 0.0, 0.0, 0.0, (1 << 63) - 1)]
     history.close()
 
 

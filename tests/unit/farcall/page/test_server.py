@@ -183,9 +183,40 @@ def test_requests_of_any_size_are_refused(page: Page) -> None:
     start = f"GET /api/jobs HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nAuthorization: Bearer {page.token}\r\n"
     assert b" 413 " in page.raw(f"{start}Content-Length: 100000000000\r\n\r\n".encode()).partition(b"\r\n")[0]
     assert b" 200 " not in page.raw(f"GET /{'x' * 5000} HTTP/1.1\r\n\r\n".encode())
-    assert b" 200 " not in page.raw(f"{start}X: {'x' * 5000}\r\n\r\n".encode())
+    assert b" 200 " not in page.raw(f"{start}X: {'x' * 20000}\r\n\r\n".encode())
     assert b" 200 " not in page.raw(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
     assert page.data("jobs")[0] == 200
+
+
+def test_cookies_of_other_programs_do_no_harm(page: Page) -> None:
+    assert page.data("jobs", Cookie=f"other={'x' * 10000}")[0] == 200
+
+
+def test_malformed_requests_write_no_log(
+    page: Page, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = f"GET /?token={page.token} HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nCookie: a={page.token}\r\n"
+    with caplog.at_level(logging.DEBUG):
+        assert b" 400 " in page.raw(f"{start}no header at all\r\n\r\n".encode()).partition(b"\r\n")[0]
+    assert page.token not in caplog.text
+    assert capfd.readouterr().err == ""
+
+
+def test_token_that_is_no_text_is_wrong(page: Page) -> None:
+    start = f"GET /api/jobs HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nAuthorization: Bearer ".encode()
+    assert b" 401 " in page.raw(start + b"\xff\r\n\r\n").partition(b"\r\n")[0]
+
+
+def test_only_event_streams_begin_to_watch_a_job(page: Page, tmp_path: Path) -> None:
+    leave_job(tmp_path, "8888", "other0")
+    assert page.data("worker?job=8888&name=other0")[0] == 404
+    assert page.data("logs?job=8888&name=other0")[0] == 404
+    assert [each.name for each in threading.enumerate() if each.name == "farcall-page-8888"] == []
+
+
+def test_events_hold_no_number_that_json_lacks() -> None:
+    packed = server_module._packed({"a": [float("nan"), (float("inf"), 1.5)], "b": "x"})
+    assert json.loads(packed, parse_constant=pytest.fail) == {"a": [0.0, [0.0, 1.5]], "b": "x"}
 
 
 def test_connections_too_many_are_closed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

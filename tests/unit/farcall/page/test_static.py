@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from importlib import resources
 
 import pytest
@@ -31,6 +33,28 @@ def test_nothing_is_loaded_from_elsewhere_and_no_text_becomes_markup() -> None:
 
 def test_files_that_others_have_written_come_with_their_licence() -> None:
     assert b"MIT License" in STATIC["uplot.LICENSE.txt"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_small_numbers_of_bytes_have_a_unit() -> None:
+    script = OWN["dom.js"] + "\nconsole.log([0.25, 1, 2048, 2 ** 60].map(bytes).join());"
+    found = subprocess.run(
+        ["node", "--input-type=module", "-"], input=script, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "0 B,1 B,2.0 KiB,1048576 TiB"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_points_that_are_sent_again_replace_the_old_ones() -> None:
+    script = re.sub(r"^import .*$", "", OWN["charts.js"], flags=re.MULTILINE)
+    script = "const rate = 0, bytes = 0;" + script
+    script += (
+        "\naddPoints([[1], [2]]); clearPoints(); addPoints([[1], [2], [3]]); console.log(points.join());"
+    )
+    found = subprocess.run(
+        ["node", "--input-type=module", "-"], input=script, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "1,2,3"
 
 
 def colours(scheme: str) -> dict[str, str]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farcall.observe.analysis import analyze
+from farcall.observe.figures import job_line
+from farcall.observe.gathered import pack_states, unpack_states
 from farcall.observe.state import JobState, Process, WorkerState
 from farcall.page.view import job_view, point_of, worker_view
 from tests.unit.farcall.page.jobs_at_hand import NOW, call, job, main_thread, request, worker
@@ -48,6 +53,16 @@ def test_connection_that_is_made_again_is_a_link() -> None:
     peers = [{"name": "worker1", "state": "BROKEN"}, {"name": "worker2", "state": "ESTABLISHED"}]
     found = view(worker(0, peers=peers), worker(1), worker(2))
     assert found["links"] == [{"from": 0, "to": 1, "state": "BROKEN"}]
+
+
+def test_peers_with_names_that_are_no_text_are_no_links() -> None:
+    assert view(worker(0, peers=[{"name": ["worker1"], "state": "BROKEN"}]), worker(1))["links"] == []
+
+
+def test_edges_lead_to_workers_that_are_shown() -> None:
+    found = view(worker(0, calls=[call(1024, 1), call(1023, 2)]), *(worker(n) for n in range(1, 1025)))
+    assert [each["to"] for each in found["edges"]] == [1023]
+    assert len(found["workers"]) == 1024
 
 
 def test_rates_are_those_since_the_look_before() -> None:
@@ -116,6 +131,30 @@ def test_worker_has_its_stacks_and_calls() -> None:
     assert found["calls"] == [{"to": "worker1", "what": "work", "seconds": 20.0}]
     assert found["requests"] == [{"from": "worker1", "state": "begun", "seconds": 20.0}]
     assert worker_view(state, "nobody") is None
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_times_that_are_not_finite_are_none(wrong: float) -> None:
+    state = worker(
+        0, main_thread(), calls=[call(1, 1, began=wrong)], requests=[request(1, 2) | {"began": wrong}]
+    )
+    found = view(replace(state, snapshot=dict(state.snapshot) | {"moved": wrong, "called": wrong}), worker(1))
+    json.dumps(found, allow_nan=False)
+    assert found["edges"][0]["oldest"] == 0.0
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e300])
+def test_state_of_another_host_has_finite_numbers(wrong: float) -> None:
+    state = worker(0)
+    assert state.beat is not None
+    snapshot = dict(state.snapshot) | {"worker": {"name": "worker0", "began": wrong}}
+    state = replace(
+        state, beat=replace(state.beat, wall=math.nan), snapshot=snapshot, process=Process(share=math.nan)
+    )
+    (found,) = unpack_states(pack_states(job(state)), 0.0, "a file")
+    assert found.beat is None
+    assert found.process.share == 0.0
+    assert "job 7c2f" in job_line(job(found))
 
 
 VALUES = st.recursive(
