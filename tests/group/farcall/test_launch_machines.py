@@ -91,7 +91,8 @@ def test_a_launcher_that_is_ended_ends_the_job_on_all_machines(
     assert f"(node {ended}, process {both[ended].process.pid}) was ended by SIGTERM" in both[1 - ended].said
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.nightly), 1])
+@pytest.mark.nightly
+@pytest.mark.parametrize("killed", [0, 1])
 def test_a_launcher_that_is_killed_ends_the_job_on_all_machines(
     launchers: Launchers, place: str, killed: int
 ) -> None:
