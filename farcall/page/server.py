@@ -36,6 +36,7 @@ _unheard = logging.getLogger(f"{__name__}.requests")
 """Logger for aiohttp that writes nothing: its records of malformed requests hold headers, with the token."""
 _unheard.addHandler(logging.NullHandler())
 _unheard.propagate = False
+_unheard.disabled = True
 
 _MAX_CONNECTIONS: Final = 64
 """Maximum number of connections at a time."""
