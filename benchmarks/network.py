@@ -10,16 +10,20 @@ import ctypes
 import multiprocessing
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["INTERFACE", "Hosts", "why_not"]
+__all__ = ["INTERFACE", "Hosts", "run_on_hosts", "why_not"]
 
 INTERFACE: Final = "bench0"
 """What leads from each host to the others."""
 
 _CLONE_NEWNET: Final = 0x40000000
 _PROBE_SECONDS: Final = 30
+_LIMIT_SECONDS: Final = 200
+"""Maximum time for each rank of a benchmark, in seconds."""
 
 
 class Hosts:
@@ -119,3 +123,25 @@ def _enter_network_of(process: int) -> None:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def run_on_hosts(
+    run: Callable[..., object], *args: object, link: Callable[[int, int], object] | None = None
+) -> int:
+    """Run a function on two ranks, each on a host of its own; returns the exit status of the worse one.
+
+    Args:
+        run: called with the rank, the hosts, the path of a file that both share, and ``args``.
+        link: joins the hosts in the place of the bridge.
+    """
+    context = multiprocessing.get_context("spawn")
+    hosts = Hosts(context, 2, link=link)
+    with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
+        store = str(Path(folder) / "store")
+        workers = [context.Process(target=run, args=(rank, hosts, store, *args)) for rank in range(2)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(_LIMIT_SECONDS)
+            worker.kill()
+    return max(abs(worker.exitcode or 0) for worker in workers)

@@ -12,22 +12,19 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import multiprocessing
 import socket
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.network import INTERFACE, Hosts
+from benchmarks.network import INTERFACE, Hosts, run_on_hosts
 from benchmarks.workload import MIB
 
 __all__ = ["main"]
@@ -36,7 +33,6 @@ _BYTES: Final = 64 * MIB
 _CONNECTIONS: Final = 2
 _WARM_UP: Final = 3
 _ROUNDS: Final = 9
-_LIMIT_SECONDS: Final = 200
 
 Operation = Callable[[], object]
 
@@ -120,19 +116,7 @@ def _work(rank: int, hosts: Hosts, store: str) -> None:
 
 def main() -> int:
     """Measure and print; returns the exit status."""
-    context = multiprocessing.get_context("spawn")
-    hosts = Hosts(context, 2)
-    with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
-        workers = [
-            context.Process(target=_work, args=(rank, hosts, str(Path(folder) / "store")))
-            for rank in range(2)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(_LIMIT_SECONDS)
-            worker.kill()
-    return max(abs(worker.exitcode or 0) for worker in workers)
+    return run_on_hosts(_work)
 
 
 if __name__ == "__main__":

@@ -21,17 +21,15 @@ import statistics
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Final
 
 import torch
 
 import rpc
 from benchmarks.calls import nothing
-from benchmarks.network import INTERFACE, Hosts
+from benchmarks.network import INTERFACE, Hosts, run_on_hosts
 from benchmarks.transfers import swallow
 from benchmarks.workload import MIB
 
@@ -45,7 +43,6 @@ _BUFFER_SECONDS: Final = 0.02
 _TENSOR_BYTES: Final = 64 * MIB
 _REPEATS: Final = 7
 _CALLS: Final = 100
-_LIMIT_SECONDS: Final = 200
 
 
 class SlowLink:
@@ -168,19 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--delay", type=float, default=20.0, metavar="MS", help="there and back; default 20")
     arguments = parser.parse_args(argv)
     rate, delay = arguments.gigabits * 1e9 / 8, arguments.delay / 2e3
-    context = multiprocessing.get_context("spawn")
-    hosts = Hosts(context, 2, link=SlowLink(rate, delay))
-    with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
-        workers = [
-            context.Process(target=_work, args=(rank, hosts, str(Path(folder) / "store"), rate, delay))
-            for rank in range(2)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(_LIMIT_SECONDS)
-            worker.kill()
-    return max(abs(worker.exitcode or 0) for worker in workers)
+    return run_on_hosts(_work, rate, delay, link=SlowLink(rate, delay))
 
 
 if __name__ == "__main__":

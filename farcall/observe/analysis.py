@@ -104,13 +104,7 @@ def _node_to_json(node: Node) -> dict[str, Any]:
         "worker": node.worker,
         "rank": node.rank,
         "host": node.host,
-        "thread": node.thread,
-        "kind": node.kind,
-        "text": node.text,
-        "seconds": round(node.seconds, 1),
-        "place": None if node.place is None else str(node.place),
-        "function": None if node.place is None else node.place.function,
-        "remark": node.remark,
+        **node.to_json(),
     }
 
 

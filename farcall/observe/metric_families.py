@@ -26,7 +26,7 @@ _BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 
 
 def families(job: JobState) -> list[Metric]:
-    """All metrics of a job. Each has the label ``worker``, but for ``farcall_workers``."""
+    """All metrics of a job. Each except ``farcall_workers`` has the label ``worker``."""
     workers = list(job)
     return [
         *_of_processes(job, workers),

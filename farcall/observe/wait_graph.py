@@ -87,6 +87,18 @@ class Node:
     stack: list[Place] = field(default_factory=list)
     serves: str = ""
 
+    def to_json(self) -> dict[str, Any]:
+        """What it does, and where in the program, as values for JSON."""
+        return {
+            "thread": self.thread,
+            "kind": self.kind,
+            "text": self.text,
+            "seconds": round(self.seconds, 1),
+            "place": None if self.place is None else str(self.place),
+            "function": None if self.place is None else self.place.function,
+            "remark": self.remark,
+        }
+
 
 @dataclass(slots=True)
 class Graph:

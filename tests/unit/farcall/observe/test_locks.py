@@ -20,9 +20,9 @@ RLOCK = threading.RLock()
 TABLE = {"lock": threading.Lock()}
 
 
-class Account:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+class Locked:
+    __slots__ = ()
+    lock: threading.Lock
 
     def hold(self, held: threading.Event, release: threading.Event) -> None:
         with self.lock:
@@ -34,21 +34,17 @@ class Account:
             pass
 
 
-class SlottedAccount:
+class Account(Locked):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class SlottedAccount(Locked):
     __slots__ = ("lock",)
     shared = threading.Lock()
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-
-    def hold(self, held: threading.Event, release: threading.Event) -> None:
-        with self.lock:
-            held.set()
-            release.wait()
-
-    def wait(self) -> None:
-        with self.lock:
-            pass
 
     def hold_shared(self, held: threading.Event, release: threading.Event) -> None:
         with self.shared:
