@@ -43,8 +43,8 @@ from rpc.transport.base import Connection, SilentOwner
 from rpc.transport.bulk_socket import BulkSocket
 from rpc.transport.stream import StreamConnection
 from rpc.transport.write_queue import STREAMED_BYTES
-from rpc.wire.chunking import Reassembly
 from rpc.wire.frames import Frame, Kind, LargeFrame, encode_small, open_message
+from rpc.wire.reassembly import Reassembly
 
 __all__ = ["BulkStreams"]
 

@@ -51,7 +51,8 @@ from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.tasks import Task
 from rpc.transport import byte_stream
 from rpc.transport.byte_stream import ONE, Number, ReceiveBuffer, Watch, raise_event, receive
-from rpc.wire.frames import Decoder, Frame
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import Frame
 
 __all__ = ["AVAILABLE", "LOOP", "Awaited", "Backoff", "InlineReader", "Receiver", "Spinners", "Turn", "spin"]
 

@@ -29,7 +29,8 @@ from rpc.group.peer import Peer
 from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
 from rpc.transport.base import SMALL_BYTES
-from rpc.wire.frames import MAX_BUFFERS, Frame, Kind, encode_small
+from rpc.wire.frames import Frame, Kind, encode_small
+from rpc.wire.reassembly import MAX_BUFFERS
 
 __all__ = ["SharedMemory"]
 

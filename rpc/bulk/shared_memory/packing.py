@@ -18,7 +18,9 @@ from struct import pack as pack_struct
 from typing import Any, Final, NamedTuple
 
 from rpc.errors import ProtocolError
-from rpc.wire.frames import MAX_BUFFERS, new_tuple, pack_header, unpack_header
+from rpc.wire.frames import new_tuple
+from rpc.wire.headers import pack_header, unpack_header
+from rpc.wire.reassembly import MAX_BUFFERS
 
 __all__ = ["ALIGNMENT", "Message", "pack", "places", "unpack"]
 

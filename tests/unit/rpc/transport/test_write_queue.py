@@ -17,7 +17,8 @@ from rpc.transport.base import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.session import Session
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import CHUNK_BYTES, WHOLE_BYTES
-from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode, encode_small
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import PREAMBLE, Frame, Kind, encode, encode_small
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.streams import SOON, until
 
