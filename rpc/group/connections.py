@@ -159,7 +159,7 @@ class Connections:
         self._events = events
 
     def wrap_with(self, wrap: Wrap | None) -> None:
-        """Let ``wrap`` wrap the connections that peers send by; None: peers use the connections themselves."""
+        """Let ``wrap`` wrap the connections that peers send by; None: do not wrap them."""
         self._wrap = wrap
 
     @property

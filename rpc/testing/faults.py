@@ -63,7 +63,7 @@ class Fault:
 
 @dataclass(eq=False)
 class Rule:
-    """A rule: a fault, the messages that it applies to, and the number of messages that had it, ``struck``."""
+    """A fault, the messages that it applies to, and the number of messages that had it: ``struck``."""
 
     fault: Fault
     kind: int | None
