@@ -1,13 +1,13 @@
 """The private names of PyTorch that collectives need: their gate, as ``rpc/runtime/internals.py`` describes.
 
-``prepare``, which the first process group calls, logs which ones the installed version does not have.
+``prepare``, which the first process group calls, logs the ones that the installed version does not have.
 
 *The flight recorder.* From 2.15 on, c10d attaches a hook to each new group, unless all of its backends are
 listed as ones that record by themselves. The hook cannot be attached to a group that is written in Python: it
 asks for the group's default backend, which is an object of C++. It would also see nothing, since it is called
 by the dispatcher, which operations of such a group do not pass through. So the function that attaches it is
 replaced by one that leaves our groups out, and ``flight_recorder.py`` records. Listing the backend would not
-do where another one, a vendor's, serves a group's devices.
+suffice if another one, a vendor's, serves a group's devices.
 
 *The timeout of a group.* Up to 2.13, ``_set_pg_timeout`` knows gloo and NCCL only. It is replaced by a
 function that calls ``set_timeout`` of our groups and leaves all others to the original.
@@ -66,7 +66,7 @@ begin_event: Final[Callable[..., object]] = _find(
 end_event: Final[Callable[[object], None]] = _find(
     "torch._C:_autograd._record_function_with_args_exit", _UNPROFILED, instead=None
 )
-"""End it, on the thread that this is called on."""
+"""End an event, on the calling thread."""
 
 
 def _is_never_profiled() -> bool:
@@ -79,7 +79,7 @@ is_profiled: Final = is_profiler_enabled if None not in (begin_event, end_event)
 
 @functools.cache
 def prepare() -> None:
-    """Look for all names and put the replacements in place. Called before the first group is formed."""
+    """Look up all names and install the replacements. Called before the first group is formed."""
     reshard, exchange = _reshard(), _exchange()  # which imports DTensor
     INTERNALS.check()
     if _attach_recorder is not None:

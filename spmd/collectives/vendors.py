@@ -1,9 +1,9 @@
 """Process groups whose tensors on an accelerator go to the vendor's own backend, such as NCCL.
 
 c10d replaces its group, which could hold several backends, by one that is written in Python. So a group of
-``farcall`` holds a second one, of the vendor's backend, and hands it the operations whose tensors are on its
-devices. That group has the same ranks and the same store, and is formed by the first such operation. When
-one of the ranks is gone, the other group is aborted as well.
+``farcall`` holds a second one, of the vendor's backend, and passes it the operations whose tensors are on its
+devices. That group has the same ranks and the same store, and is formed by the first such operation. When a
+rank is gone, the other group is aborted as well.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OPERATIONS: Final = (
 """Operations that have tensors."""
 
 _OTHERS: Final = ("farcall", "gloo", "mpi", "undefined")
-"""Backends that are no vendor's: tensors on an accelerator are staged by farcall instead."""
+"""Backends that are not a vendor's: tensors on an accelerator are staged by farcall instead."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class Vendors:
     """Backends of vendors.
 
     Attributes:
-        backends: by type of device, as ``{"cuda": "nccl"}``.
+        backends: backends by type of device, as ``{"cuda": "nccl"}``.
     """
 
     backends: dict[str, str]
 
     @property
     def config(self) -> str:
-        """With ours, as c10d writes them: ``cpu:farcall,cuda:nccl``."""
+        """With ours, in c10d's notation: ``cpu:farcall,cuda:nccl``."""
         return ",".join(f"{kind}:{name}" for kind, name in {"cpu": "farcall", **self.backends}.items())
 
 
 def vendors() -> Vendors:
-    """The backend that PyTorch has for the accelerator of this process; none if it has none."""
+    """Return the backend that PyTorch has for the accelerator of this process, if any."""
     mine = accelerator()
     name = None if mine is None else Backend.default_device_backend_map.get(mine.type)
     if mine is None or name is None or name in _OTHERS or not dist.is_backend_available(name):
@@ -76,11 +76,11 @@ def vendors() -> Vendors:
 
 
 class VendorProcessGroup(FarcallProcessGroup):
-    """See the module.
+    """A process group with a second one for the tensors on the vendor's devices.
 
     Args:
-        group: formed.
-        store: of its ranks.
+        group: the group, formed.
+        store: store of its ranks.
         vendors: the backends.
     """
 
@@ -95,7 +95,9 @@ class VendorProcessGroup(FarcallProcessGroup):
         return type(self)(group, store, self.vendors)
 
     def of_device(self, kind: str) -> Any:
-        """The group for a type of device: of the vendor's backend, or this one. All ranks ask for it."""
+        """Return the group for a type of device: the one of the vendor's backend, or this one. All ranks ask
+        for it.
+        """
         name = self.vendors.backends.get(kind)
         if name is None:
             return self
@@ -124,7 +126,7 @@ class VendorProcessGroup(FarcallProcessGroup):
         with self._lock:
             formed, self._formed = self._formed, {}
         for each in formed.values():
-            if each in dist.distributed_c10d._world.pg_map:  # else all groups are being shut down
+            if each in dist.distributed_c10d._world.pg_map:  # otherwise all groups are being shut down
                 dist.destroy_process_group(each)
 
     def _abort_others(self) -> None:
