@@ -168,7 +168,7 @@ def make_late(owner: str) -> rpc.RRef[torch.Tensor]:
 def test_a_reference_of_the_owner_waits_for_a_creation_that_is_late() -> None:
     assert torch.equal(rpc.rpc_sync("worker1", make_late, args=("worker0",)).to_here(), torch.ones(2))
     late = rpc.rpc_sync("worker1", make_late, args=("worker0",))
-    with pytest.raises(RpcTimeoutError, match="the message that creates the object of .* has not arrived"):
+    with pytest.raises(RpcTimeoutError, match=r"the message that creates the object of .* has not arrived"):
         late.to_here(timeout=0.01)
     assert torch.equal(late.local_value(), torch.ones(2))
     assert rpc.rpc_sync("worker1", make_late, args=("worker0",)).rpc_sync().sum() == 2
