@@ -131,7 +131,8 @@ def rpc_async(
     Arguments are as for ``rpc_sync``: tensors of more than 1 MiB for another host or on a device must not be
     changed until the future is completed, and neither must those that a callee returns until its caller has
     them. The rest of a transfer whose call has timed out may still be read from them. Errors in making the
-    call (an unknown worker, an argument that cannot be serialized) are raised here; all others are set on the future.
+    call (an unknown worker, an argument that cannot be serialized) are raised here; all others are set on the
+    future.
 
     Returns:
         A ``torch.futures.Future`` of the value; ``wait()`` for it, chain with ``then``, or ``await`` it in a
