@@ -320,10 +320,10 @@ class SharedMemory:
                 link.outgoing.note_returns(now)
 
     def usage(self) -> tuple[int, int]:
-        """Bytes of all segments that it sends through, and how many of these are lent. From any thread."""
+        """Bytes of all segments that it sends through, and of those that are lent. From any thread."""
         self._note_returns()
         with self._lock:
-            return self._pool.size, sum(each.lent for each in self._pool.all_segments())
+            return self._pool.size, sum(each.size for each in self._pool.all_segments() if each.lent)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone: its segments are not used again; what was received through them stays."""
