@@ -35,8 +35,8 @@ from rpc.transport.base import (
     SilentOwner,
     Transport,
 )
-from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame, Kind, encode
+from rpc.wire.targets import Target
 
 __all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections", "Outfit"]
 

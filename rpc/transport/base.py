@@ -19,8 +19,8 @@ from rpc.runtime.tasks import Task
 from rpc.transport.inline_read import InlineReader, Receiver, Spinners
 from rpc.transport.session import Session
 from rpc.transport.tls import TlsContexts
-from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame
+from rpc.wire.targets import Target
 
 __all__ = [
     "CAPTURED_BYTES",

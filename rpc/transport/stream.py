@@ -22,8 +22,9 @@ from rpc.transport.byte_stream import ByteStream, DescriptorStream, ReceiveBuffe
 from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Turn
 from rpc.transport.tls import why_no_tls
 from rpc.transport.write_queue import CAPTURE_ALL, Streams, WriteQueue
-from rpc.wire.chunking import Reassembly, Target
+from rpc.wire.chunking import Reassembly
 from rpc.wire.frames import PREAMBLE, Decoder, Frame
+from rpc.wire.targets import Target
 
 __all__ = ["StreamConnection"]
 

@@ -35,6 +35,7 @@ from rpc.wire.chunking import (
     allocate,
 )
 from rpc.wire.header_check import MAX_ENTRIES, check_entries
+from rpc.wire.targets import MergingTarget
 
 __all__ = [
     "MAX_BUFFERS",
@@ -353,7 +354,14 @@ def unpack_header(packed: memoryview) -> dict[str, Any]:
     return header
 
 
-def open_message(arriving: Reassembly, number: int, opening: memoryview, max_frame_bytes: int) -> None:
+def open_message(
+    arriving: Reassembly,
+    number: int,
+    opening: memoryview,
+    max_frame_bytes: int,
+    *,
+    on_stream: bool = False,
+) -> None:
     """Start a message that arrives in chunks, where ``opening`` is prefix, table and header. Raises
     ``ProtocolError`` if that is malformed, or over a limit.
     """
@@ -378,6 +386,8 @@ def open_message(arriving: Reassembly, number: int, opening: memoryview, max_fra
         for (begin, end), following in zip(places, begins[1:], strict=True)
     ]
     target = arriving.find_target(kind, call_id, [room.length for room in rooms]) if not header else None
+    if isinstance(target, MergingTarget) and not on_stream:
+        target.take_back()  # threads of streams merge what has arrived, the one of the connection must not
     arriving.open(number, (kind, call_id, header, codec), rooms, start % ALIGNMENT, target)
 
 

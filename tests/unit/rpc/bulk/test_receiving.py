@@ -13,8 +13,9 @@ from rpc.bulk.matching import WINDOW
 from rpc.bulk.point_to_point import RESERVED_TAGS
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.wire import chunking
-from rpc.wire.chunking import CHUNK_BYTES, Room, Target
+from rpc.wire.chunking import CHUNK_BYTES, Room
 from rpc.wire.frames import Kind, chunk_prefix, encode
+from rpc.wire.targets import Target
 from tests.support.effort import EFFORT, PROFILE
 from tests.unit.rpc.bulk.wired import End, Pair, message
 
