@@ -84,8 +84,8 @@ class Line:
 
     @property
     def bar(self) -> Bar | None:
-        """What holds: bars of workloads are about PyTorch, farcall without TLS, or the number itself; no revision
-        may be slower.
+        """What holds: bars are about PyTorch, farcall without TLS, or the number itself; no revision may be
+        slower.
         """
         bar = self.workload.bar
         meant = "plain" if self.workload.encrypted else "torch"
