@@ -189,9 +189,7 @@ class Messages:
             else:
                 self._check_sources(source)
                 self._receives.append(receive)
-            work.show(
-                "recvAnySource" if source == ANY else "recv", [tensor]
-            )  # as other backends do
+            work.show("recvAnySource" if source == ANY else "recv", [tensor])  # as other backends do
             sender = "?" if source == ANY else source
             work.record = self._record(f"recv {self._members.rank}<-{sender}", [tensor], limit)
         if arrival is not None:
@@ -433,9 +431,8 @@ class Messages:
             return
         self._closed = True
         if self._members.failure is not None:
-            self.tell_failure(
-                self._members.failure
-            )
+            # otherwise ranks that have not been notified would take leaving for the reason
+            self.tell_failure(self._members.failure)
         for rank in self._others:
             self._note(rank, _Kind.LEAVE)
         for message in list(self._posts.values()):
