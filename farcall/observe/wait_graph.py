@@ -273,7 +273,7 @@ class _Builder:
         node.kind = kind_of_wait(str(fields.get("doing") or ""), kind)
         what = {"lock": "the lock", "queue": "the queue", "event": "the Event", "socket": "the socket"}
         known = what.get(node.kind)
-        node.text = f"waits for {known} `{name}`" if known else str(fields.get("doing") or "runs")
+        node.text = f"waits for {known} `{name}`" if known else str(fields.get("doing") or "")
         holder = fields.get("holder")
         if not isinstance(holder, int):
             if node.kind == "lock":

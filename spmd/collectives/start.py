@@ -11,7 +11,7 @@ from rpc.errors import GroupMismatchError
 from rpc.runtime.current import current_agent
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.store import WorkerStore, fail_if_lost, forget_keys
-from spmd.collectives.vendors import vendors
+from spmd.collectives.vendors import Vendors, agreed, vendors
 
 __all__ = ["dump_flight_recorder", "init_process_group"]
 
@@ -22,8 +22,8 @@ def init_process_group(timeout: timedelta | None = None, *, staged: bool = False
     """Make the workers of the RPC group PyTorch's default process group: worker i is rank i.
 
     All workers must call it. It needs no address, since workers meet over RPC. Tensors on an accelerator go
-    to the backend that PyTorch has for it, such as ``cuda:nccl``; if there is none, they are staged through
-    the host.
+    to the backend that PyTorch has for it, such as ``cuda:nccl``; if one of the workers has none, they are
+    staged through the host.
 
     Args:
         timeout: timeout of forming the group, and of each collective; default: c10d's, 30 minutes.
@@ -62,12 +62,12 @@ def init_process_group(timeout: timedelta | None = None, *, staged: bool = False
     agent.extensions[_EXTENSION] = number + 1, store  # C++ does not keep it
     forget_keys(agent, f"{number - 2}/")  # all have left that world, since all have joined the next one
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    found = vendors()
     backend = "farcall"
-    if found.backends and not staged:
-        backend = found.config
-        options["pg_options"] = found
     with fail_if_lost(store, [worker.name for worker in workers]):
+        found = agreed(Vendors({}) if staged else vendors(), store, len(workers))
+        if found.backends:
+            backend = found.config
+            options["pg_options"] = found
         dist.init_process_group(backend, store=store, rank=me.id, world_size=len(workers), **options)
 
 

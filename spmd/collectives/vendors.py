@@ -22,7 +22,7 @@ from spmd.collectives.arguments import accelerator
 from spmd.collectives.group import Group
 from spmd.collectives.process_group import FarcallProcessGroup
 
-__all__ = ["VendorProcessGroup", "Vendors", "vendors"]
+__all__ = ["VendorProcessGroup", "Vendors", "agreed", "vendors"]
 
 _OPERATIONS: Final = (
     "allreduce",
@@ -75,6 +75,28 @@ def vendors() -> Vendors:
     return Vendors({mine.type: name})
 
 
+def agreed(mine: Vendors, store: Store, size: int, place: str | None = None) -> Vendors:
+    """Decide for all ranks alike: their backends, if each rank has the same ones; none otherwise.
+
+    A rank that stages a tensor while another one hands it to a vendor's backend would wait for ever.
+
+    Args:
+        mine: the backends that this rank has.
+        store: of the ranks, with keys that only this decision uses.
+        size: number of ranks; all call this.
+        place: name of this rank's device among all hosts, if no two ranks may have the same one.
+
+    Raises:
+        StoreGivenUpError: forming the group was given up.
+    """
+    shared = place is not None and store.add(f"place/{place}", 1) > 1
+    config = "" if shared else mine.config
+    same = store.add(f"backends/{config}", 1)
+    if store.add("asked", 1) == size:  # the last one decides: all others have been counted
+        store.set("decided", "agreed" if config and same == size else "staged")
+    return mine if store.get("decided") == b"agreed" else Vendors({})
+
+
 class VendorProcessGroup(FarcallProcessGroup):
     """A process group with a second one for the tensors on the vendor's devices.
 
@@ -87,7 +109,8 @@ class VendorProcessGroup(FarcallProcessGroup):
     def __init__(self, group: Group, store: Store | None, vendors: Vendors) -> None:
         super().__init__(group, store)
         self.vendors = vendors
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._forming = False
         self._formed: dict[str, Any] = {}
         group.members.watch(self._abort_others)
 
@@ -104,14 +127,20 @@ class VendorProcessGroup(FarcallProcessGroup):
         with self._lock:
             formed = self._formed.get(kind)
             if formed is None:
+                if self._forming:  # c10d asks for a group to split, where a device is bound to this one
+                    return self
                 self.group.members.check()
                 seconds = self.group.timeout
-                formed = self._formed[kind] = dist.new_group(
-                    list(self.group.ranks),
-                    timeout=timedelta(seconds=seconds) if seconds else None,
-                    backend=f"{kind}:{name}",
-                    use_local_synchronization=True,
-                )
+                self._forming = True
+                try:
+                    formed = self._formed[kind] = dist.new_group(
+                        list(self.group.ranks),
+                        timeout=timedelta(seconds=seconds) if seconds else None,
+                        backend=f"{kind}:{name}",
+                        use_local_synchronization=True,
+                    )
+                finally:
+                    self._forming = False
         return formed
 
     def get_backend(self, device: torch.device) -> Any:

@@ -330,7 +330,7 @@ class SharedMemory:
         """
         self._note_returns()
         with self._lock:
-            return self._pool.size, sum(each.lent for each in self._pool.all_segments())
+            return self._pool.size, sum(each.size for each in self._pool.all_segments() if each.lent)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """Handle that a worker is lost: its segments are not used again; received tensors in them remain
