@@ -125,6 +125,10 @@ class Inbound(Generic[P, M]):
         self._posts.remove(post)
         return True
 
+    def replace(self, post: P, other: P) -> None:
+        """Have another post in the place of one that is not matched."""
+        self._posts[self._posts.index(post)] = other
+
     def take_posts(self) -> list[P]:
         """Take all posts back."""
         posts = list(self._posts)

@@ -39,7 +39,8 @@ from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.transport.base import SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, encode, encode_small
-from rpc.wire.reassembly import Incomplete, Target
+from rpc.wire.reassembly import Incomplete
+from rpc.wire.targets import Merger, MergingTarget, Target
 
 __all__ = ["MAX_TAG", "RESERVED_TAGS", "Bulk"]
 
@@ -92,9 +93,19 @@ class _Stream:
         first = self.inbound.number_of(transfer)
         if first is None:
             return False
-        for sequence, target in self.targets.items():
-            if (sequence - first) % SEQUENCES < SEQUENCES // 2:
-                target.take_back()
+        later = {
+            sequence: target
+            for sequence, target in self.targets.items()
+            if (sequence - first) % SEQUENCES < SEQUENCES // 2
+        }
+        if any(isinstance(target, MergingTarget) for target in later.values()):
+            # What was merged is gone, and cannot go to another post: the message is dropped when it is here.
+            if first in later:
+                later[first].take_back()
+            self.inbound.replace(transfer, Transfer(self.peer, self.incoming, None, lambda _: False))
+            return True
+        for target in later.values():
+            target.take_back()
         return self.inbound.withdraw(transfer)
 
     def take_back_targets(self) -> None:
@@ -166,7 +177,14 @@ class Bulk:
         return transfer
 
     @protected
-    def post(self, peer: Peer, tag: int, into: Any = None, expected: int = 0) -> Transfer:
+    def post(
+        self,
+        peer: Peer,
+        tag: int,
+        into: Any = None,
+        expected: int = 0,
+        merge: Callable[[int, memoryview], object] | None = None,
+    ) -> Transfer:
         """Receive the next message from a worker under a tag. Does not block.
 
         Args:
@@ -176,6 +194,11 @@ class Bulk:
                 size in all. None: ``wait`` returns the message's own memory, without another copy.
             expected: without ``into``, the number of bytes that the message is likely to have; a thread that
                 waits for a long one uses less of the processor.
+            merge: the message does not fill ``into``, one buffer, but is merged into it: called with the
+                offset of each part of the message and the part, while the message arrives if it comes on bulk
+                streams. Several threads call it at once, for different parts. If the message was sent as one
+                buffer, offsets are multiples of ``MERGE_ALIGNMENT``. If the transfer is cancelled in the
+                middle, the message is dropped.
 
         Raises:
             WorkerLostError: that worker is gone, and no message of its is left.
@@ -185,7 +208,8 @@ class Bulk:
         if targets is not None and any(each.readonly for each in targets):
             raise TypeError("a buffer to receive into is read-only")
         stream = self._stream(peer, tag)
-        transfer = Transfer(peer, stream.incoming, targets, partial(self._withdraw, stream), expected)
+        merger = None if merge is None else Merger(merge)
+        transfer = Transfer(peer, stream.incoming, targets, partial(self._withdraw, stream), expected, merger)
         with self._lock:
             self._check_open(stream)
             pairs = stream.inbound.posted(transfer)
@@ -410,7 +434,13 @@ class Bulk:
             transfer = stream.inbound.post_of(sequence)
             if transfer is None or not transfer.buffers or sum(sizes[1:]) != transfer.size:
                 return None
-            target = stream.targets[sequence] = Target(transfer.buffers)
+            if transfer.merger is None:
+                target = Target(transfer.buffers)
+            elif len(sizes) == 2:
+                target = MergingTarget(transfer.buffers, transfer.merger)
+            else:
+                return None
+            stream.targets[sequence] = target
         return target
 
     def _report(self, stream: _Stream, arrived: int = _NONE) -> None:

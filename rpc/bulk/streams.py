@@ -331,7 +331,7 @@ class BulkStreams:
         with streams.gate:
             if streams.is_closed:  # no buffer may be found for it, which another connection's message gets
                 raise ConnectionError("the connection has ended")
-            open_message(arriving, number, opening, self._max_message_bytes)
+            open_message(arriving, number, opening, self._max_message_bytes, on_stream=True)
 
     def _came(self, peer: Peer, streams: _Streams, frame: LargeFrame) -> None:
         if frame.kind != Kind.BULK:  # the loop may still have to take in what came before its opening

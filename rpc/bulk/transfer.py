@@ -13,6 +13,7 @@ from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.transport.inline_read import Awaited
 from rpc.transport.write_queue import STREAMED_BYTES
+from rpc.wire.targets import Merger
 
 __all__ = ["Transfer", "as_bytes"]
 
@@ -33,7 +34,8 @@ class Transfer(Awaited):
 
     ``buffers`` is what is sent, or where it is received; None for the message's own. ``withdraw`` takes the
     transfer back if it has not begun, and says whether it did. ``expected`` is the number of bytes that a
-    message without buffers is likely to have.
+    message without buffers is likely to have. With a ``merger``, the message does not fill the buffers, but
+    is merged into them.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class Transfer(Awaited):
         buffers: list[memoryview] | None,
         withdraw: Callable[[Transfer], bool],
         expected: int = 0,
+        merger: Merger | None = None,
     ) -> None:
         super().__init__()
         self.what = what
+        self.merger = merger
         self.buffers = buffers
         self.size = expected if buffers is None else sum(map(len, buffers))
         self._peer = peer
@@ -127,7 +131,7 @@ class Transfer(Awaited):
         called: it is long, and nobody waits.
         """
         if message is None:
-            self.end()
+            self.end(None if self.merger is None else self.merger.error)
             return False
         self._delivered.append(message)
         self.outcome = True
@@ -151,6 +155,11 @@ class Transfer(Awaited):
         elif sum(map(len, message)) != self.size:
             size = sum(map(len, message))
             self.end(RpcError(f"{self.what} has failed: the message has {size} bytes, not {self.size}"))
+            return
+        elif self.merger is not None:
+            whole = message[0] if len(message) == 1 else memoryview(bytearray().join(message))
+            self.merger.take(0, whole)
+            self.end(self.merger.error)
             return
         else:
             scatter(message, self.buffers)

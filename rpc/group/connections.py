@@ -36,7 +36,7 @@ from rpc.transport.base import (
     Transport,
 )
 from rpc.wire.frames import Frame, Kind, encode
-from rpc.wire.reassembly import Target
+from rpc.wire.targets import Target
 
 __all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections", "Wrap"]
 

@@ -20,7 +20,7 @@ from rpc.transport.inline_read import InlineReader, Receiver, Spinners
 from rpc.transport.session import Session
 from rpc.transport.tls import TlsContexts
 from rpc.wire.frames import Frame
-from rpc.wire.reassembly import Target
+from rpc.wire.targets import Target
 
 __all__ = [
     "CAPTURED_BYTES",

@@ -24,7 +24,8 @@ from rpc.transport.tls import why_no_tls
 from rpc.transport.write_queue import CAPTURE_ALL, Streams, WriteQueue
 from rpc.wire.decoder import Decoder
 from rpc.wire.frames import PREAMBLE, Frame
-from rpc.wire.reassembly import Reassembly, Target
+from rpc.wire.reassembly import Reassembly
+from rpc.wire.targets import Target
 
 __all__ = ["StreamConnection"]
 

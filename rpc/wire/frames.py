@@ -27,6 +27,7 @@ from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage
 from rpc.wire.header_check import MAX_ENTRIES, check_entries
 from rpc.wire.headers import pack_header, unpack_header
 from rpc.wire.reassembly import MAX_BUFFERS, Reassembly, Room
+from rpc.wire.targets import MergingTarget
 
 __all__ = [
     "CHUNK_KINDS",
@@ -287,7 +288,14 @@ def _lay_open(prefix: Prefix, body: memoryview) -> tuple[dict[str, Any], list[tu
     return header, places
 
 
-def open_message(arriving: Reassembly, number: int, opening: memoryview, max_frame_bytes: int) -> None:
+def open_message(
+    arriving: Reassembly,
+    number: int,
+    opening: memoryview,
+    max_frame_bytes: int,
+    *,
+    on_stream: bool = False,
+) -> None:
     """Start a message that arrives in chunks, where ``opening`` is prefix, table and header. Raises
     ``ProtocolError`` if that is malformed, or over a limit.
     """
@@ -312,6 +320,8 @@ def open_message(arriving: Reassembly, number: int, opening: memoryview, max_fra
         for (begin, end), following in zip(places, begins[1:], strict=True)
     ]
     target = arriving.find_target(kind, call_id, [room.length for room in rooms]) if not header else None
+    if isinstance(target, MergingTarget) and not on_stream:
+        target.take_back()  # threads of streams merge what has arrived, the one of the connection must not
     arriving.open(number, (kind, call_id, header, codec), rooms, start % ALIGNMENT, target)
 
 

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from threading import get_ident
 from typing import Any, Final
 
 import numpy as np
 
 from rpc.errors import ProtocolError
 from rpc.wire.chunking import SHORT_CHUNK_BYTES
+from rpc.wire.targets import MergingTarget, Target
 
 __all__ = [
     "MAX_BUFFERS",
@@ -26,7 +26,6 @@ __all__ = [
     "NoMemory",
     "Reassembly",
     "Room",
-    "Target",
     "allocate",
 ]
 
@@ -104,72 +103,6 @@ class Incomplete(list[Any]):
         self.reason = reason
 
 
-class Target:
-    """Memory provided for a message; a message whose target is taken back gets memory of its own.
-
-    Threads write to the buffers within ``writing``, several at once to different places.
-
-    Args:
-        buffers: writable buffers, which the message's buffers after the first fill, one after the other;
-            their total size is the same.
-
-    Attributes:
-        writers: the threads that are writing to the buffers, by identifier.
-    """
-
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self.buffers = buffers
-        self.is_taken_back = False
-        self._changed = threading.Condition()
-        self.writers: dict[int, None] = {}
-        self._is_wanted = False
-        self._message: ArrivingMessage | None = None
-
-    def is_of(self, buffers: list[memoryview]) -> bool:
-        """Whether these are the buffers of the message that arrived for this target."""
-        return self._message is not None and self._message.buffers is buffers
-
-    def attach(self, message: ArrivingMessage) -> None:
-        """Attach a message that begins to arrive. If the target was just taken back, it gets memory of its
-        own.
-        """
-        with self._changed:
-            self._message = message
-            if self.is_taken_back:
-                message.move()
-
-    def enter(self) -> None:
-        """Record that the current thread is about to write to the buffers; it calls ``leave`` soon."""
-        with self._changed:
-            while self._is_wanted:
-                self._changed.wait()
-            self.writers[get_ident()] = None
-
-    def leave(self) -> None:
-        """Record that the current thread has stopped writing."""
-        with self._changed:
-            self.writers.pop(get_ident(), None)
-            if self._is_wanted:
-                self._changed.notify_all()
-
-    def take_back(self) -> None:
-        """Take the buffers back: when this returns, no thread writes to them any more, and the message has
-        memory of its own, with all of it that has arrived. From any thread; takes as long as copying. If
-        there is no memory for it, ``ProtocolError`` is raised, and nothing has changed.
-        """
-        with self._changed:
-            self._is_wanted = True
-            try:
-                while self.writers.keys() - {get_ident()}:  # a finalizer may run in a thread that is writing
-                    self._changed.wait()
-                if self._message is not None:
-                    self._message.move()
-                self.is_taken_back = True
-            finally:
-                self._is_wanted = False
-                self._changed.notify_all()
-
-
 class ArrivingMessage:
     """An open message: its memory, and which cells of ``SHORT_CHUNK_BYTES`` have begun to arrive.
 
@@ -194,7 +127,11 @@ class ArrivingMessage:
         self.buffers: list[memoryview] = []
         """The message's buffers; always the same list, even when they change."""
         self.target = target
-        """Its target, unless that was taken back."""
+        """Its target, unless that was taken back, or is ``merging``."""
+        self.merging: MergingTarget | None = None
+        """What its buffers are merged into, from ``merged_from`` on. They have no memory then."""
+        self.merged_from = rooms[0].padded if rooms else 0
+        """Offset of the second buffer."""
         self._rooms, self._lead, self._allocate = rooms, lead, allocate
         try:
             self._find_memory(target)
@@ -203,12 +140,19 @@ class ArrivingMessage:
 
     def _find_memory(self, target: Target | None) -> None:
         rooms = self._rooms
-        if target is None:
+        if isinstance(target, MergingTarget):
+            self.target = None
+            if target.begin(self.buffers):
+                buffers, memory = self._own_memory(rooms[:1])
+                self._use([*buffers, *target.buffers], memory)
+                self.merging = target
+                return
+        if self.target is None:
             self._use(*self._own_memory(rooms))
         else:
             buffers, memory = self._own_memory(rooms[:1])
-            self._use([*buffers, *target.buffers], memory + self._memory_of(target))
-            target.attach(self)
+            self._use([*buffers, *self.target.buffers], memory + self._memory_of(self.target))
+            self.target.attach(self)
 
     def _use_none(self, reason: str) -> None:
         first, *others = self._rooms
@@ -390,11 +334,13 @@ class Reassembly:
         if not there or self._is_cleared:
             raise ProtocolError(f"a chunk belongs to message {number}, which is not open")
 
-    def begin(self, number: int, offset: int, length: int) -> ArrivingMessage:
+    def begin(self, number: int, offset: int, length: int, *, on_stream: bool = False) -> ArrivingMessage:
         """Start a chunk; returns its message. Raises ``ProtocolError`` if no such chunk is expected."""
         message = self.open_messages.get(number)
         if message is None:
             raise ProtocolError(f"a chunk belongs to message {number}, which is not open")
+        if message.merging is not None and not on_stream:
+            raise ProtocolError(f"a chunk of message {number} has come on the connection, others on streams")
         end = offset + length
         first, beside = divmod(offset, SHORT_CHUNK_BYTES)
         if beside or not length or end > message.size or (end % SHORT_CHUNK_BYTES and end != message.size):

@@ -23,6 +23,7 @@ from spmd.collectives.hierarchy import HierarchicalCollectives
 from spmd.collectives.local import LocalCollectives, header_bytes
 from spmd.collectives.membership import Membership
 from spmd.collectives.messages import Messages
+from spmd.collectives.network import Merge
 from spmd.collectives.node import Node
 from spmd.collectives.sequencer import Sequencer
 from spmd.collectives.signature import text_of
@@ -50,8 +51,8 @@ class _Channel:
     def send(self, rank: int, buffers: list[Any]) -> Transfer:
         return self._bulk.send(self._peers[rank], self._tags[rank] + COLLECTIVES, buffers)
 
-    def post(self, rank: int, into: Any, size: int) -> Transfer:
-        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into, size)
+    def post(self, rank: int, into: Any, size: int, merge: Merge | None) -> Transfer:
+        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into, size, merge)
 
 
 class Group:

@@ -15,7 +15,8 @@ from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.wire import reassembly
 from rpc.wire.chunking import CHUNK_BYTES
 from rpc.wire.frames import Kind, chunk_prefix, encode
-from rpc.wire.reassembly import Room, Target
+from rpc.wire.reassembly import Room
+from rpc.wire.targets import Target
 from tests.support.effort import EFFORT, PROFILE
 from tests.unit.rpc.bulk.wired import End, Pair, message
 

@@ -14,7 +14,8 @@ from rpc.transport import byte_stream
 from rpc.transport.base import ConnectionClosed
 from rpc.transport.stream import StreamConnection
 from rpc.wire.frames import PREAMBLE, Kind, encode
-from rpc.wire.reassembly import ArrivingMessage, Target
+from rpc.wire.reassembly import ArrivingMessage
+from rpc.wire.targets import Target
 from tests.support.streams import (
     SOON,
     TINY_BUFFER,

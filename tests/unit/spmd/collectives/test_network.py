@@ -15,7 +15,7 @@ from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.runtime.blocking import INFINITE
 from spmd.collectives import network
 from spmd.collectives.board import Board, board_bytes
-from spmd.collectives.errors import CollectiveMismatchError
+from spmd.collectives.errors import CollectiveError, CollectiveMismatchError
 from spmd.collectives.hierarchy import HierarchicalCollectives
 from spmd.collectives.local import LocalCollectives, header_bytes
 from spmd.collectives.network import NetworkCollectives
@@ -87,6 +87,29 @@ def test_ranks_that_call_different_things_all_find_out() -> None:
 
     # each has received the other's before it waits for its own to arrive
     assert in_threads(2, body) == ["rank 0 called call0(), but rank 1 call1()"] * 2
+
+
+@pytest.mark.parametrize("late", [100, 5000], ids=["in the first piece", "behind it"])
+def test_sizes_that_differ_are_an_error_before_any_tensor_is_touched(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WHOLE", 4000), ("FIRST", 2000), ("REDUCED", 4000), ("UNCHANGED", 9000)):
+        monkeypatch.setattr(network, f"_{name}_BYTES", value)
+    network_of_ranks = Network(2)
+
+    def body(rank: int) -> str:
+        mine = NetworkCollectives(network_of_ranks.channel(rank), [0, 1], rank, no_check)
+        outputs = [torch.full((late,), -1) for _ in range(2)]
+        outputs[rank] = numbers(rank, late + 1 + rank)  # more than the other one expects
+        with pytest.raises(CollectiveError) as caught:
+            mine.all_gather(CALL, INFINITE, outputs, outputs[rank])
+        assert (outputs[1 - rank] == -1).all()
+        return str(caught.value)
+
+    assert in_threads(2, body) == [
+        f"rank 1 has {8 * late + 16} bytes for rank 0, which expects {8 * late}",
+        f"rank 0 has {8 * late + 8} bytes for rank 1, which expects {8 * late}",
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
