@@ -94,7 +94,8 @@ def serve_metrics(folder: JobFolder, port: int, said: Callable[[str], object]) -
         said: is given a line that says where they are.
 
     Raises:
-        OSError: the port is taken.
+        InvalidOptionError, RendezvousError: the job's token cannot be used; see ``find_credential``.
+        OSError: the port is taken, or the file of the token cannot be written.
     """
     asyncio.run(_serve(folder, port, said))
 
