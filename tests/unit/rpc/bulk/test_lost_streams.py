@@ -1,9 +1,9 @@
 """A model of two workers whose bulk streams and connection are lost at any moment, and not at the same one.
 
 The ends are real: ``Bulk``, ``StreamReader`` and the reassembly. Between them, the connection is an ordered
-queue of frames, of which a session loses none. A stream is an ordered queue of chunks; when it ends, in the
-middle of a chunk or between two, the rest is lost. The connection may live on for a while, and ends then. What
-has not arrived is sent again, over new streams or the connection. Each seed is one course of events.
+queue of frames, of which a session loses none. A stream is an ordered queue of chunks. When it ends, in the
+middle of a chunk or between two, the rest is lost. The connection may live on for a while, and ends then.
+What has not arrived is sent again, over new streams or the connection. Each seed is one course of events.
 """
 
 from __future__ import annotations
