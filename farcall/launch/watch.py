@@ -22,7 +22,7 @@ from farcall.observe.analysis import Report, analyze
 from farcall.observe.jobs import JOB, find_job, jobs_folder
 from farcall.observe.launches import note_launch
 from farcall.observe.reader import read_job
-from farcall.observe.wait_graph import last_place
+from farcall.observe.silent_processes import last_place
 from farcall.observe.words import in_words, waiting_in_words
 
 __all__ = ["JobWatch"]

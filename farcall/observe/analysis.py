@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from farcall.observe.state import JobState
-from farcall.observe.wait_graph import Graph, Key, Node, wait_graph
+from farcall.observe.wait_graph import wait_graph
+from farcall.observe.wait_nodes import Graph, Key, Node
 
 __all__ = ["Finding", "Report", "analyze"]
 

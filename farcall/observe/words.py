@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from farcall.observe.analysis import Finding, Report
-from farcall.observe.wait_graph import Node
+from farcall.observe.wait_nodes import Node
 
 __all__ = ["in_words", "waiting_in_words"]
 

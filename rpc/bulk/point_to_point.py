@@ -38,8 +38,8 @@ from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.transport.base import SMALL_BYTES
-from rpc.wire.chunking import Incomplete
 from rpc.wire.frames import Frame, Kind, encode, encode_small
+from rpc.wire.reassembly import Incomplete
 from rpc.wire.targets import Merger, MergingTarget, Target
 
 __all__ = ["MAX_TAG", "RESERVED_TAGS", "Bulk"]

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 from rpc.errors import ProtocolError
 from rpc.runtime.blocking import wait_while
 from rpc.transport.bulk_socket import BulkSocket
-from rpc.wire.chunking import ArrivingMessage, ChunkedMessage, Reassembly, allocate
+from rpc.wire.chunking import ChunkedMessage
 from rpc.wire.frames import (
     PREFIX_BYTES,
     Kind,
@@ -32,6 +32,7 @@ from rpc.wire.frames import (
     large_frame,
     read_prefix,
 )
+from rpc.wire.reassembly import ArrivingMessage, Reassembly, allocate
 from rpc.wire.targets import MergingTarget
 
 __all__ = ["BulkQueue", "Loop", "StreamReader"]

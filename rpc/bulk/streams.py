@@ -43,8 +43,8 @@ from rpc.transport.base import Connection, SilentOwner
 from rpc.transport.bulk_socket import BulkSocket
 from rpc.transport.stream import StreamConnection
 from rpc.transport.write_queue import STREAMED_BYTES
-from rpc.wire.chunking import Reassembly
 from rpc.wire.frames import Frame, Kind, LargeFrame, encode_small, open_message
+from rpc.wire.reassembly import Reassembly
 
 __all__ = ["BulkStreams"]
 
@@ -169,7 +169,7 @@ class BulkStreams:
     def _say(self, peer: Peer, header: dict[str, Any]) -> None:
         connection = peer.connection
         if connection is not None:  # what is said holds for this connection only
-            connection.send_sign(encode_small(Kind.STREAMS, 0, header, ()))
+            connection.send_unnumbered(encode_small(Kind.STREAMS, 0, header, ()))
 
     def _fall_back(self, peer: Peer, reason: str) -> None:
         level = logging.DEBUG if self._has_told else logging.WARNING
@@ -303,7 +303,7 @@ class BulkStreams:
             peer.member.max_message_bytes,
             self._send_queue_bytes,
             failed=partial(self._failed, peer, streams, False),
-            open_first=main.send_sign,
+            open_first=main.send_unnumbered,
             ended=ended,
         )
         main.arriving.streams = streams.count

@@ -38,7 +38,7 @@ from rpc.transport.base import (
 from rpc.wire.frames import Frame, Kind, encode
 from rpc.wire.targets import Target
 
-__all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections", "Outfit"]
+__all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections", "Wrap"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class ConnectionEvents(Protocol):
     def peer_gone(self, peer: Peer, reason: str) -> None: ...
 
 
-Outfit = Callable[[Peer, Connection], Connection]
+Wrap = Callable[[Peer, Connection], Connection]
 """Makes, from an established connection, the one that its peer sends by."""
 
 
@@ -142,7 +142,7 @@ class Connections:
         self.authenticator = authenticator
         self._events: ConnectionEvents
         self._transports = transports
-        self._outfit: Outfit | None = None
+        self._wrap: Wrap | None = None
         self._tells_losses = True
         self._max_frame_bytes = max_frame_bytes
         self._view: Membership | None = None
@@ -158,16 +158,14 @@ class Connections:
         """Report frames and lost workers to ``events`` from now on. Called before ``listen``."""
         self._events = events
 
-    def equip(self, outfit: Outfit | None) -> None:
-        """Have ``outfit`` make the connections that peers send by; None: they use the connections as they
-        are.
-        """
-        self._outfit = outfit
+    def wrap_with(self, wrap: Wrap | None) -> None:
+        """Let ``wrap`` wrap the connections that peers send by; None: do not wrap them."""
+        self._wrap = wrap
 
     @property
-    def is_equipped(self) -> bool:
-        """Whether ``equip`` was called with a function."""
-        return self._outfit is not None
+    def are_wrapped(self) -> bool:
+        """Whether ``wrap_with`` was called with a function."""
+        return self._wrap is not None
 
     def tell_losses(self, *, tells: bool) -> None:
         """Set whether the log names lost workers. It need not if another agent of the process does, or if
@@ -440,8 +438,8 @@ class Connections:
             self.lose(peer, str(error))
 
     def _hand_over(self, peer: Peer, connection: Connection, *session: int) -> None:
-        outfitted = connection if self._outfit is None else self._outfit(peer, connection)
-        peer.established(outfitted, *session)
+        wrapped = connection if self._wrap is None else self._wrap(peer, connection)
+        peer.established(wrapped, *session)
 
     # ---- closing
 

@@ -16,7 +16,7 @@ MERGE_ALIGNMENT: Final = 8
 
 
 class Movable(Protocol):
-    """A message that arrives in a target: ``rpc.wire.chunking.ArrivingMessage``."""
+    """A message that arrives in a target: ``rpc.wire.reassembly.ArrivingMessage``."""
 
     buffers: list[memoryview]
 

@@ -16,8 +16,6 @@ PACKAGES = ("rref", "dist_autograd", "dist_optim", "rpc", "spmd", "farcall", "be
 
 UNDER_REVIEW = (
     "rpc/bulk",
-    "rpc/transport",
-    "rpc/testing",
     "spmd/collectives",
     "farcall/observe",
     "farcall/launch",

@@ -160,7 +160,7 @@ def begin_and_report(worker: Worker, operation: Operation, seconds: float) -> st
     return ended
 
 
-def in_each_operation(*by_default: Operation) -> Any:
+def in_each_operation(*by_default: Operation) -> pytest.MarkDecorator:
     """All operations; those that are not named are nightly."""
     return pytest.mark.parametrize(
         "operation",

@@ -17,8 +17,8 @@ import pytest
 from rpc.bulk import stream_ends
 from rpc.bulk.stream_ends import LEAVING, BulkQueue, StreamReader
 from rpc.transport.bulk_socket import BulkSocket, bulk_socket
-from rpc.wire.chunking import MAX_OPEN, Reassembly, allocate
 from rpc.wire.frames import PREFIX_BYTES, Frame, Kind, LargeFrame, chunk_prefix, chunked, encode, open_message
+from rpc.wire.reassembly import MAX_OPEN, Reassembly, allocate
 from rpc.wire.targets import Merger, MergingTarget, Target
 from tests.support.frames import prefix
 from tests.support.streams import until
@@ -376,7 +376,7 @@ def test_what_no_stream_may_bring_is_a_breach_of_the_protocol(said: bytes, compl
 
 
 def test_a_chunk_of_a_message_that_is_never_opened_is_a_breach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpc.wire.chunking._OPENING_SECONDS", 0.01)
+    monkeypatch.setattr("rpc.wire.reassembly._OPENING_SECONDS", 0.01)
     with streams() as (socks, receiver):
         socks[0].sendall(chunk_prefix(9, 0, 100))
         assert receiver.failed.wait(SOON)

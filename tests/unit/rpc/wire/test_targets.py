@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.wire.chunking import SHORT_CHUNK_BYTES, Reassembly, Room, allocate
+from rpc.wire.chunking import SHORT_CHUNK_BYTES
+from rpc.wire.reassembly import Reassembly, Room, allocate
 from rpc.wire.targets import Merger, MergingTarget
 from tests.support.effort import EFFORT, PROFILE
 
