@@ -21,8 +21,9 @@ from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.stream_ends import StreamReader
 from rpc.bulk.transfer import Transfer
 from rpc.transport.base import CLOSED_BY_PEER
-from rpc.wire.chunking import SHORT_CHUNK_BYTES, WHOLE_BYTES, Reassembly, allocate
+from rpc.wire.chunking import SHORT_CHUNK_BYTES, WHOLE_BYTES
 from rpc.wire.frames import Kind, chunk_prefix, chunked, open_message
+from rpc.wire.reassembly import Reassembly, allocate
 from rpc.wire.targets import Merger
 from tests.support.effort import EFFORT
 from tests.unit.rpc.bulk.test_stream_ends import Watching
