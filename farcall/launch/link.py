@@ -38,7 +38,7 @@ from rpc.errors import RpcError
 from rpc.group.authentication import ForeignRecordError
 from rpc.group.handshake import legible
 from rpc.options import AgentOptions
-from rpc.rendezvous.address import is_loopback
+from rpc.rendezvous.address import loopback_remark
 from rpc.rendezvous.init_method import ServedTCPStore, open_store
 from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, StoreWait
 from rpc.rendezvous.token import WAYS, Credential, find_credential
@@ -254,12 +254,12 @@ class Link:
             if notices.due():
                 say(
                     f"waiting at {job.rdzv} for {job.nodes} launchers for {notices.waited}; {there}. If all "
-                    f"have been started, `{doctor}` on two machines says what is in the way"
-                    f"{_warning(job.rdzv)}"
+                    f"have been started, `{doctor}` on two machines says what is in the way."
+                    f"{loopback_remark(_host(job.rdzv))}"
                 )
             if not self._waiting.pause(_LOOK_SECONDS):
                 missing = f"not all {job.nodes} launchers have come to {job.rdzv} within {job.timeout:g} s"
-                return tuple(came.values()), f"{missing}: {there}{_warning(job.rdzv)}"
+                return tuple(came.values()), f"{missing}: {there}.{loopback_remark(_host(job.rdzv))}"
 
     def _tell_of_refused(self, store: SharedStore) -> None:
         """Log a launcher that has come and is not of this job, as it has noted itself."""
@@ -352,17 +352,5 @@ def _plan(me: Launcher, launchers: Sequence[Launcher], place: str) -> Plan:
     return Plan(mine, sum(each.workers for each in launchers), len(launchers), place, name)
 
 
-def _warning(place: str) -> str:
-    """Return a warning for the end of a line, if the name of the meeting place means the local machine on
-    each machine.
-    """
-    host = place.rpartition(":")[0]
-    if is_loopback(host):
-        return f". Other machines cannot come to {host}, which is on each machine itself"
-    try:
-        address = socket.getaddrinfo(host, None)[0][4][0]
-    except OSError:
-        return ""
-    if not is_loopback(str(address)):
-        return ""
-    return f". Here {host} means {address}; if it does on another machine, too, each waits for itself"
+def _host(place: str) -> str:
+    return place.rpartition(":")[0].strip("[]")

@@ -206,10 +206,12 @@ def metrics(job: str | None, port: int) -> int:
     except ModuleNotFoundError as error:
         text = f"{error.name} is not installed: pip install 'farcall[metrics]'"
         raise click.ClickException(text) from error
+    from rpc.errors import InvalidOptionError, RendezvousError
+
     try:
         serve_metrics(_find(job), port, click.echo)
-    except OSError as error:
-        raise click.ClickException(error.strerror or str(error)) from error
+    except (InvalidOptionError, RendezvousError, OSError) as error:
+        raise click.ClickException(f"metrics cannot be served: {error}") from error
     return 0
 
 

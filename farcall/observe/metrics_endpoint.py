@@ -94,7 +94,8 @@ def serve_metrics(folder: JobFolder, port: int, said: Callable[[str], object]) -
         said: called with a line that has the address.
 
     Raises:
-        OSError: the port is in use.
+        InvalidOptionError, RendezvousError: the job's token cannot be used; see ``find_credential``.
+        OSError: the port is in use, or the file of the token cannot be written.
     """
     asyncio.run(_serve(folder, port, said))
 

@@ -128,6 +128,10 @@ class Inbound(Generic[P, M]):
         self._posts.remove(post)
         return True
 
+    def posts_from(self, post: P) -> list[P]:
+        """A post that is not matched, and all after it."""
+        return list(self._posts)[self._posts.index(post) :]
+
     def replace(self, post: P, other: P) -> None:
         """Have another post in the place of one that is not matched."""
         self._posts[self._posts.index(post)] = other

@@ -99,8 +99,10 @@ class _Stream:
             for sequence, target in self.targets.items()
             if (sequence - first) % SEQUENCES < SEQUENCES // 2
         }
-        if any(isinstance(target, MergingTarget) for target in later.values()):
-            # What was merged is gone, and cannot go to another post: the message is dropped when it is here.
+        if any(isinstance(target, MergingTarget) for target in later.values()) or any(
+            post.merger is not None and post.merger.has_begun for post in self.inbound.posts_from(transfer)
+        ):
+            # What was merged cannot go to another post: all keep their messages, and this one's is dropped.
             if first in later:
                 later[first].take_back()
             self.inbound.replace(transfer, Transfer(self.peer, self.incoming, None, lambda _: False))

@@ -106,6 +106,11 @@ class Merger:
         self._merge = merge
         self._merged: list[tuple[int, int]] = []
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether some bytes have been merged."""
+        return bool(self._merged)
+
     def take(self, begin: int, data: memoryview) -> None:
         """Merge the bytes of the message from ``begin`` on, except those that have been merged."""
         end = begin + len(data)

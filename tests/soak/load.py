@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import threading
 import time
@@ -327,6 +328,9 @@ def follow(worker: Worker, load: Load) -> None:
             case "reset":
                 with contextlib.suppress(RpcError):
                     reset(argument)
+            case "trim":
+                ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+                worker.report("trimmed")
             case "stop":
                 load.over.set()
             case "account":

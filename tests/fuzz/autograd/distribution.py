@@ -148,7 +148,9 @@ def drive(seed: int) -> list[Observed]:
         start.wait()
         with dist_autograd.context() as context_id:
             roots = run_forward_and_backward(seed, index, context_id)
-            return _observed(program, index, context_id, roots)
+            observed = _observed(program, index, context_id, roots)
+            synchronize()  # this thread's streams are not those that the answer is sent on
+            return observed
 
     with ThreadPoolExecutor(program.runs) as threads:
         return list(threads.map(run_in_own_context, range(program.runs)))
