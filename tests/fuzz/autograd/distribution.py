@@ -1,6 +1,6 @@
 """A program run over the workers of a group: what each of them does for it.
 
-All functions here are called remotely, but for ``run_over_workers`` and ``leftovers``, which the worker
+All functions here are called remotely, except ``run_over_workers`` and ``leftovers``, which the worker
 that leads the test calls.
 """
 
