@@ -1,6 +1,6 @@
-"""What waits for what in a job: the graph, made of the state of its workers. Pure.
+"""What waits for what in a job: the graph, made from the state of its workers. Pure.
 
-A node is a thread, a coroutine that serves a request, or a whole process that does nothing any more. An edge
+A node is a thread, a coroutine that serves a request, or a whole process that makes no progress. An edge
 leads from a node to what it waits for. A node without edges is at the end of a chain: what it does is why the
 others wait.
 """
@@ -46,7 +46,7 @@ _CONNECTED: Final = frozenset(("ESTABLISHED", "UNCONNECTED"))
 
 
 def wait_graph(job: JobState) -> Graph:
-    """The graph of a job."""
+    """Return the graph of a job."""
     return _Builder(job).build()
 
 
@@ -135,8 +135,8 @@ class _Builder:
         )
 
     def _served(self, worker: WorkerState, places: list[Place]) -> str:
-        """What a thread runs for another worker, by the calls that the others wait for and the names of the
-        functions on its stack: the request may have come after the last look at this worker.
+        """Return what a thread runs for another worker, from the calls that the others wait for and the names
+        of the functions on its stack: the request may have come after the last look at this worker.
         """
         names = {place.function for place in places}
         for other in self._workers:
@@ -185,7 +185,7 @@ class _Builder:
         return node
 
     def _of_call(self, node: Node, index: int, worker: WorkerState, which: tuple[int, int]) -> None:
-        """It waits for a call."""
+        """Describe the wait for a call."""
         call = next(
             (each for each in worker.calls if (each.get("incarnation"), each.get("id")) == which), None
         )
@@ -249,7 +249,9 @@ class _Builder:
                     node.remark = f"the object is still being made at {to}"
 
     def _others_of(self, callee: int, caller: int) -> list[Key]:
-        """The requests of a caller that run at a callee, and that no thread of the caller waits for."""
+        """Return the requests of a caller that run at a callee, and that no thread of the caller waits
+        for.
+        """
         index = self._indices.get(caller)
         waiting = [] if index is None else [each.call for each in self._workers[index].threads]
         incarnation = self._workers[callee].incarnation
@@ -260,14 +262,14 @@ class _Builder:
         ]
 
     def _spmd_thread(self, index: int) -> Key | None:
-        """The thread that does the steps of an SPMD program, if it does one."""
+        """Return the thread that does the steps of an SPMD program, if it does one."""
         for thread in self._workers[index].threads:
             if thread.name == _SPMD_THREAD and (thread.waits or not thread.fields.get("idle")):
                 return index, str(thread.id)
         return None
 
     def _of_object(self, node: Node, index: int, worker: WorkerState, thread: ThreadState) -> None:
-        """It waits for a lock, a queue, an event."""
+        """Describe the wait for a lock, a queue, an event."""
         fields = thread.fields
         name, kind = str(fields.get("on")), str(fields.get("kind", ""))
         node.kind = kind_of_wait(str(fields.get("doing") or ""), kind)
@@ -289,7 +291,7 @@ class _Builder:
     # ---- operations of a group
 
     def _of_operation(self, node: Node, index: int, worker: WorkerState, thread: ThreadState) -> None:
-        """It waits in a barrier, a collective, a backward, shutdown or rendezvous."""
+        """Describe the wait in a barrier, a collective, a backward, shutdown or rendezvous."""
         wait = thread.waits[-1]
         what = str(wait.get("what", "another worker"))
         node.kind, node.seconds = what, worker.age(wait.get("since"))
@@ -320,7 +322,7 @@ class _Builder:
             self._of_call(node, index, worker, thread.call)
 
     def _not_in_shutdown(self, index: int) -> list[str]:
-        """The workers that do not wait in shutdown: those that the others wait for there."""
+        """Return the workers that do not wait in shutdown: those that the others wait for there."""
         names = []
         for other, worker in enumerate(self._workers):
             inside = any(wait.get("what") == _SHUTDOWN for each in worker.threads for wait in each.waits)
@@ -329,7 +331,9 @@ class _Builder:
         return names
 
     def _behind(self, index: int, details: Mapping[str, Any]) -> tuple[list[str], str]:
-        """The ranks of a process group that have not come to a collective, and what they called instead."""
+        """Return the ranks of a process group that have not come to a collective, and what they called
+        instead.
+        """
         group, count, text = details.get("group"), number(details.get("number")), details.get("operation")
         ranks = details.get("ranks")
         members = [str(each) for each in ranks] if isinstance(ranks, list) else []
@@ -355,7 +359,7 @@ class _Builder:
         return names, "; ".join(remarks[:3])
 
     def _doings(self, index: int) -> Iterable[Key]:
-        """What a worker does that others wait for in an operation of a group."""
+        """Return the nodes of a worker that others wait for in an operation of a group."""
         if self._silent[index]:
             return [(index, PROCESS)]
         worker = self._workers[index]
@@ -395,7 +399,9 @@ class _Builder:
 
 
 def _seconds_unseen(caller: WorkerState, call: Mapping[str, Any], callee: WorkerState) -> float:
-    """Seconds between the last look at a callee and the begin of a call; 0 if that look came later."""
+    """Return the seconds between the last look at a callee and the beginning of a call; 0 if that look came
+    later.
+    """
     if caller.beat is None or callee.beat is None:
         return 0.0
     began = caller.beat.wall - caller.beat.monotonic + number(call.get("began"), -math.inf)

@@ -10,7 +10,7 @@ from farcall.observe.state import Place
 __all__ = ["PROCESS", "Edge", "Graph", "Key", "Node"]
 
 Key = tuple[int, str]
-"""A node: the place of its worker in the job, and what it is there."""
+"""Key of a node: the index of its worker in the job, and its name there."""
 
 PROCESS: Final = "process"
 """Second part of the key of a node that is a whole process."""
@@ -18,7 +18,9 @@ PROCESS: Final = "process"
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What a node waits for: another node, and how that stands between them, for the words of a cycle."""
+    """An edge: another node that a node waits for, and the relation between them, for the description of a
+    cycle.
+    """
 
     to: Key
     how: str = ""
@@ -34,13 +36,13 @@ class Node:
         rank: rank of its worker.
         host: host of its worker.
         thread: name of the thread; "" for a process.
-        kind: what it does: "call", "lock", "barrier", "sleeps", "computes", "dead" and so on.
-        text: the same in words.
-        seconds: for how long; 0 if that is not known.
-        place: where in the program.
-        remark: what else is to be said.
+        kind: kind of what it does: "call", "lock", "barrier", "sleeps", "computes", "dead" and so on.
+        text: description of what it does.
+        seconds: duration in seconds; 0 if that is not known.
+        place: position in the program, or None.
+        remark: further description.
         edges: what it waits for.
-        stack: the places of its stack, the innermost first.
+        stack: the positions of its stack, innermost first.
         serves: function of the request that it runs; "".
     """
 
@@ -59,7 +61,7 @@ class Node:
     serves: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """What it does, and where in the program, as values for JSON."""
+        """Return what it does, and where in the program, as values for JSON."""
         return {
             "thread": self.thread,
             "kind": self.kind,
@@ -78,5 +80,5 @@ class Graph:
     nodes: dict[Key, Node] = field(default_factory=dict)
 
     def waited_for(self) -> set[Key]:
-        """The nodes that others wait for."""
+        """Return the nodes that others wait for."""
         return {edge.to for node in self.nodes.values() for edge in node.edges if edge.to != node.key}

@@ -1,7 +1,7 @@
-"""Collectives by messages, between ranks that share no memory: runs what ``schedules.py`` says.
+"""Collectives by messages, between ranks that share no memory, by the schedules of ``schedules.py``.
 
 The first message of an operation from one rank to another begins with the signature of the call, so that two
-ranks that have called different things find out before any tensor is touched.
+ranks that have called different operations notice before any tensor is touched.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from spmd.collectives.signature import FIELD_BYTES, what_differs
 __all__ = ["Channel", "Merge", "NetworkCollectives"]
 
 _TOGETHER_BYTES: Final = 32 << 10
-"""A first message of up to so many bytes comes in one with the signature."""
+"""Maximum size in bytes of a first message that is sent together with the signature."""
 
 _WHOLE_BYTES: Final = 3 << 20
-"""Maximum number of bytes of a step that go in one message. Longer ones go in pieces."""
+"""Maximum size in bytes of a step that is sent in one message. Longer ones are sent in pieces."""
 
 _FIRST_BYTES: Final = REPORT
-"""Number of bytes in the first piece for a rank, which may come before it has a place, and is copied then. A
-sender's credit does not allow for more than ``WINDOW`` before the receiver has answered.
+"""Size in bytes of the first piece for a rank, which may arrive before it has a place, and is copied then. A
+sender's credit does not allow more than ``WINDOW`` before the receiver has answered.
 """
 
 _REDUCED_BYTES: Final = 32 << 20
-"""Number of bytes in a further piece that is reduced. On bulk streams it is reduced while it arrives, and
-needs no memory; otherwise when all of it has arrived.
+"""Size in bytes of a later piece that is reduced. On bulk streams it is reduced while it arrives, and needs
+no memory; otherwise when all of it has arrived.
 """
 
 _APART_BYTES: Final = 4 << 20
@@ -57,25 +57,25 @@ own.
 """
 
 _UNCHANGED_BYTES: Final = 64 << 20
-"""Number of bytes in a further piece that is not reduced."""
+"""Size in bytes of a later piece that is not reduced."""
 
 _AHEAD: Final = 8
-"""How many pieces are sent before one is received, and have a place before they come."""
+"""Number of pieces that are sent before one is received, and have a place before they arrive."""
 
 _SIZES: Final = Struct("<QQI44x")
-"""After the signature: number of bytes for that rank in the first step and in all, and a checksum of the size
-of each message. It is padded, so that the elements of the first message are aligned.
+"""Fields after the signature: the number of bytes for that rank in the first step and in all, and a checksum
+of the size of each message. Padded, so that the elements of the first message are aligned.
 """
 
 _SLICE_SECONDS: Final = 0.25
 
 
 Merge = Callable[[int, memoryview], object]
-"""Merges a part of a message, given its offset: see ``Bulk.post``."""
+"""Merges a part of a message, at its offset: see ``Bulk.post``."""
 
 
 class Message(Protocol):
-    """A message on its way: ``rpc.bulk.transfer.Transfer``."""
+    """A message in transit: ``rpc.bulk.transfer.Transfer``."""
 
     def wait(self, timeout: float | None = None) -> list[memoryview]: ...
 
@@ -93,21 +93,21 @@ class Channel(Protocol):
 
 
 class _Expected:
-    """A message that is to come: its size, and where it goes; None for memory of its own. ``merge`` if it is
-    merged into that.
+    """An expected message: its size, and its place; None for memory of its own. If ``merge`` is given, it is
+    merged into the place.
     """
 
     def __init__(self, size: int, into: list[memoryview] | None, merge: Merge | None = None) -> None:
         self.size, self.into, self.merge = size, into, merge
         self.message: Message | None = None
-        """Once it is posted."""
+        """The message, once it is posted."""
 
 
 class _Operation:
     """The messages of one operation of one rank.
 
     Args:
-        sizes_sent, sizes_expected: from ``_pack_sizes``, by rank.
+        sizes_sent, sizes_expected: results of ``_pack_sizes``, by rank.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _Operation:
         self._expected: dict[int, deque[_Expected]] = {}
 
     def send(self, rank: int, data: Sequence[memoryview]) -> None:
-        """Send one message; ``data`` must stay as it is until it has arrived."""
+        """Send one message; ``data`` must not change until it has arrived."""
         size = sum(map(len, data))
         buffers = list(data)
         if rank not in self._greeted:
@@ -152,8 +152,9 @@ class _Operation:
             raise self._failed(rank, error) from error
 
     def expect(self, rank: int, size: int, into: list[memoryview] | None, merge: Merge | None) -> None:
-        """One more message is to come from a rank. Where it goes may be written to as soon as the rank before
-        it is heard of, since it is not sent before what lies there is needed no more.
+        """Expect one more message from a rank. Its place may be written to as soon as the rank's first
+        message has arrived, since a rank does not send before the old content of the place is no longer
+        needed.
         """
         self._expected.setdefault(rank, deque()).append(_Expected(size, into, merge))
 
@@ -173,7 +174,8 @@ class _Operation:
         for following in itertools.islice(expected, _AHEAD):
             if following.size and following.message is None:
                 if following.into is None and following.size > _WHOLE_BYTES:
-                    # It has a place when it comes. The allocator keeps this thread's memory for the next one.
+                    # It has a place when it arrives. The allocator keeps this thread's memory for the next
+                    # one.
                     following.into = [bytes_of(torch.empty(following.size, dtype=torch.uint8))]
                 following.message = self._post(rank, following)
         first = expected[0]
@@ -184,7 +186,7 @@ class _Operation:
         return found
 
     def _hear(self, rank: int) -> memoryview:
-        """The first message of a rank: compare what is called there, and return the rest of it."""
+        """Receive the first message of a rank: compare the signatures, and return the rest of it."""
         greeting = _Expected(0, None)
         self._expected[rank].appendleft(greeting)
         greeting.message = self._post(rank, greeting)
@@ -233,7 +235,7 @@ class _Operation:
                 raise self._failed(rank, error) from error
 
     def _failed(self, rank: int, error: RpcError) -> CollectiveError:
-        """What a message to or from a rank has ended in."""
+        """Return the error of a message to or from a rank."""
         self._check(rank)
         if isinstance(error, WorkerLostError):
             return RankLostError(f"rank {rank} (worker '{error.worker}') is gone: {error.reason}")
@@ -254,7 +256,7 @@ class _Operation:
         ]
 
     def wake(self) -> None:
-        """End what is waited for in vain. From any thread."""
+        """End the waits for messages that will not come. From any thread."""
         for rank, message in self._posted():
             try:
                 self._check(rank)
@@ -262,7 +264,7 @@ class _Operation:
                 message.cancel(str(error))
 
     def cancel(self) -> None:
-        """Receive nothing more; when this returns, nothing is written any more to where messages go."""
+        """Receive nothing more; when this returns, nothing is written to the places of messages any more."""
         for _, message in self._posted():
             if not message.cancel("the operation has ended"):
                 with contextlib.suppress(RpcError):
@@ -270,7 +272,7 @@ class _Operation:
 
 
 def _pack_sizes(steps: Iterable[tuple[int, Sequence[int]]]) -> dict[int, bytes]:
-    """For each rank, the ``_SIZES`` of the messages of some steps."""
+    """Return the ``_SIZES`` of the messages of some steps, for each rank."""
     of_ranks: dict[int, list[Sequence[int]]] = {}
     for rank, sizes in steps:
         of_ranks.setdefault(rank, []).append(sizes)
@@ -284,11 +286,11 @@ def _pack_sizes(steps: Iterable[tuple[int, Sequence[int]]]) -> dict[int, bytes]:
 def _messages(
     blocks: Sequence[torch.Tensor], numbers: Iterable[int], longest: int, *, is_first: bool
 ) -> list[Sequence[torch.Tensor]]:
-    """Some blocks as messages: large ones in pieces. Both ranks of a step divide them alike.
+    """Divide some blocks into messages: large ones in pieces. Both ranks of a step divide them alike.
 
     Args:
-        longest: maximum number of bytes of a piece.
-        is_first: whether the receiver may not have called the operation when the first of them arrives.
+        longest: maximum size in bytes of a piece.
+        is_first: whether the receiver may not have called the operation yet when the first of them arrives.
     """
     chosen = [blocks[each] for each in numbers]
     if sum(block.nbytes for block in chosen) <= _WHOLE_BYTES:
@@ -304,12 +306,14 @@ def _messages(
 
 
 def _merging(mine: torch.Tensor, result: torch.Tensor, reduction: Reduction) -> Merge:
-    """What merges the bytes of another rank's tensor with ``mine``, part by part, into ``result``."""
+    """Return a function that merges the bytes of another rank's tensor with ``mine``, part by part, into
+    ``result``.
+    """
     mine, result = mine.view(-1), result.view(-1)
 
     def merge(begin: int, data: memoryview) -> None:
         first, behind = begin // mine.itemsize, (begin + len(data)) // mine.itemsize
-        with InferenceMode(True):  # it may be a leaf that requires gradients, and this is any thread
+        with InferenceMode(True):  # it may be a leaf that requires gradients, and this may be any thread
             other = torch.frombuffer(data, dtype=torch.uint8).view(mine.dtype)
             reduction.merge(mine[first:behind], other, result[first:behind])
 
@@ -317,7 +321,9 @@ def _merging(mine: torch.Tensor, result: torch.Tensor, reduction: Reduction) -> 
 
 
 def _as_tensors(message: list[memoryview], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A message as tensors of given shapes and dtypes: over its memory, if that is divided as they are."""
+    """Return a message as tensors of given shapes and dtypes: over its memory, if that is divided like they
+    are.
+    """
     if all(message) and list(map(len, message)) == [each.nbytes for each in like]:
         found = [torch.frombuffer(data, dtype=torch.uint8) for data in message]
         if all(data.data_ptr() % each.itemsize == 0 for data, each in zip(found, like, strict=True)):
@@ -329,12 +335,12 @@ def _as_tensors(message: list[memoryview], like: Sequence[torch.Tensor]) -> list
 
 @dataclass(slots=True)
 class _Part:
-    """What one message of a step brings.
+    """A message of a step.
 
     Attributes:
-        mine: the tensors of this rank that it replaces, or that it is reduced with.
-        results: where the reductions go.
-        into: the memory that it fills or is merged into, or None if this thread reduces it once it is here.
+        mine: tensors of this rank that it replaces, or that it is reduced with.
+        results: places of the reductions.
+        into: memory that it fills or is merged into, or None if this thread reduces it once it is here.
         merge: merges it while it arrives.
     """
 
@@ -373,13 +379,13 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 class NetworkCollectives:
     """The ``Algorithms`` of some ranks over messages, as part of those of more ranks: all-reduce and reduce
-    take tensors that have been ``prepare``d, and how many the result is made of.
+    take tensors that have been ``prepare``d, and the number of tensors that the result is made of.
 
     Args:
         channel: the messages.
-        ranks: those that take part, in order; schedules know them by their places.
-        rank: this one.
-        check: called with the rank that is waited for; raises if that is in vain.
+        ranks: the ranks that take part, in order; schedules number them by position.
+        rank: this rank.
+        check: called with the rank that is awaited; raises if that will not come.
     """
 
     def __init__(
@@ -399,7 +405,7 @@ class NetworkCollectives:
         self._operation: _Operation | None = None
 
     def wake(self) -> None:
-        """Have the thread that waits call ``check``. From any thread."""
+        """Make the waiting thread call ``check``. From any thread."""
         operation = self._operation
         if operation is not None:
             operation.wake()
@@ -418,9 +424,9 @@ class NetworkCollectives:
         """Do the steps of a schedule.
 
         Args:
-            blocks: lie one after the other in memory, or are sent singly.
-            reduced: where the reductions of the blocks go; default the blocks themselves.
-            meanwhile: called once, when the first messages are on their way.
+            blocks: blocks that follow each other in memory, or are sent one by one.
+            reduced: places of the reductions of the blocks; default: the blocks themselves.
+            meanwhile: called once, when the first messages are in transit.
         """
         plan = self._plan(steps, list(blocks), reduction, reduced)
         operation = _Operation(
@@ -466,7 +472,7 @@ class NetworkCollectives:
         plan: list[_Planned] = []
         for step in steps:
             met = {each.to for each in plan}, {each.source for each in plan}
-            # In a reduction, what a rank only sends is reduced by the one that receives it.
+            # In a reduction, what a rank only sends is reduced by the rank that receives it.
             reduces = step.reduces or (reduction is not None and step.source < 0)
             longest = self._longest
             if reduces:
@@ -535,7 +541,7 @@ class NetworkCollectives:
         root: int,
         count: int,
     ) -> None:
-        """At other ranks than ``root`` ``tensor`` becomes what has been reduced so far."""
+        """Reduce to ``root``. At other ranks ``tensor`` becomes what has been reduced so far."""
         place = self._ranks.index(root)
         self._run(
             signature, deadline, schedules.reduce(self._me, self._size, place), [tensor.view(-1)], reduction

@@ -255,9 +255,9 @@ _PROVEN: Final = "prove"
 
 
 def run_handshake(data: bytes) -> None:
-    """Who says first whether he has the token, and which side he talks to, and then messages.
+    """A handshake: the first message says whether the sender has the token, and which side it talks to.
 
-    ``[kind, "prove"]`` is a proof, right if he has the token.
+    ``[kind, "prove"]`` is a proof, valid if the sender has the token.
     """
     match unpacked(data):
         case [[bool(has_token), bool(dialled), bool(static)], *said]:
