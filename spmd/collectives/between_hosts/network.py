@@ -26,11 +26,11 @@ from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.runtime.blocking import INFINITE
 from rpc.runtime.torch_internals import InferenceMode
 from rpc.wire.targets import MERGE_ALIGNMENT
-from spmd.collectives import schedules
+from spmd.collectives.between_hosts import schedules
+from spmd.collectives.between_hosts.schedules import Step
 from spmd.collectives.errors import CollectiveError, CollectiveMismatchError, RankLostError, RanksMissingError
 from spmd.collectives.memory import bytes_of, check_same_size, copy_bytes, of_even_size, overlap, pieces
 from spmd.collectives.reductions import Reduction
-from spmd.collectives.schedules import Step
 from spmd.collectives.signature import FIELD_BYTES, what_differs
 
 __all__ = ["Channel", "Merge", "NetworkCollectives"]

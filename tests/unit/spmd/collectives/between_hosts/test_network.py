@@ -13,14 +13,14 @@ from torch.distributed import ReduceOp, _make_nccl_premul_sum  # type: ignore[at
 
 from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.runtime.blocking import INFINITE
-from spmd.collectives import network
-from spmd.collectives.board import Board, board_bytes
+from spmd.collectives.between_hosts import network
+from spmd.collectives.between_hosts.hierarchy import HierarchicalCollectives
+from spmd.collectives.between_hosts.network import NetworkCollectives
+from spmd.collectives.between_hosts.schedules import SMALL_BYTES
 from spmd.collectives.errors import CollectiveError, CollectiveMismatchError
-from spmd.collectives.hierarchy import HierarchicalCollectives
-from spmd.collectives.local import LocalCollectives, header_bytes
-from spmd.collectives.network import NetworkCollectives
+from spmd.collectives.one_host.board import Board, board_bytes
+from spmd.collectives.one_host.local import LocalCollectives, header_bytes
 from spmd.collectives.reductions import reduction_of
-from spmd.collectives.schedules import SMALL_BYTES
 from spmd.collectives.signature import signature
 from tests.unit.spmd.collectives.ranks import Network, in_threads
 
