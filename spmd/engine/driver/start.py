@@ -1,4 +1,4 @@
-"""``spmd.use_spmd`` and the end of it: where workers come from, and where they go."""
+"""``spmd.use_spmd`` and the end of SPMD mode: starting and ending the workers."""
 
 from __future__ import annotations
 
