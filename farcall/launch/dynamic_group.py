@@ -39,7 +39,7 @@ class DynamicGroup:
     """This machine's workers of a dynamic group. For the main thread.
 
     Args:
-        job: number of workers, their meeting place, and the maximum number of restarts of each worker.
+        job: number of workers, their meeting place, and the maximum number of restarts, in total.
         make: makes the worker of a rank.
         news: receives the numbers of signals.
         watch: observes what the workers wait for.

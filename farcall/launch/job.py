@@ -21,7 +21,7 @@ class Job:
         nodes: number of machines that take part.
         node_rank: rank of this machine; None if any will do.
         rdzv: HOST:PORT where the machines meet, served by the machine that has this name; "" on one machine.
-        restarts: maximum number of restarts of all workers; in a dynamic group, of each worker of this
+        restarts: maximum number of restarts of all workers; in a dynamic group, total number of them on this
             machine, while the others go on.
         dynamic: whether workers come and go: none waits for the others, and each may be restarted alone.
         name: name of the job, the same on all machines.

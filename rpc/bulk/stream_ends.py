@@ -43,7 +43,7 @@ _PIECE_BYTES: Final = 4 << 20
 _SLICE_BYTES: Final = 4 << 20
 """Maximum number of bytes in one system call, after which memory can be taken back."""
 
-_MERGED_BYTES: Final = 512 << 10
+MERGED_BYTES: Final = 512 << 10
 """Maximum number of bytes that are merged at a time. They are still in the processor's cache then, and the
 kernel receives the next ones meanwhile.
 """
@@ -351,7 +351,7 @@ class StreamReader:
         try:
             self._socket.begin_receiving()
             while goes_on and self._socket.wait_readable(IDLE_SECONDS):
-                goes_on = self._read()
+                goes_on = self.read()
             self._scratch = None
         except Exception as error:
             goes_on = False
@@ -369,8 +369,8 @@ class StreamReader:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
             self._loop.call_soon_threadsafe(callback)
 
-    def _read(self) -> bool:
-        """Read one frame; false if it is the last."""
+    def read(self) -> bool:
+        """Read one frame, on the thread that reads; false if it is the last."""
         self._fill(self._prefix)
         kind, number, length, offset = read_prefix(self._prefix)
         if kind == Kind.OPENING:
@@ -408,7 +408,7 @@ class StreamReader:
     def _merge(self, message: ArrivingMessage, target: MergingTarget, offset: int, end: int) -> None:
         """Read a chunk of a message and merge it, slice by slice."""
         if self._scratch is None:
-            self._scratch = allocate(_MERGED_BYTES)
+            self._scratch = allocate(MERGED_BYTES)
         if offset < message.merged_from:
             count = min(end, message.merged_from) - offset
             self._fill(message.room(offset, count))

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 from rpc.runtime.internals import Internals
 from rpc.runtime.torch_internals import is_profiler_enabled
 
-__all__ = ["INTERNALS", "begin_event", "end_event", "is_profiled", "prepare"]
+__all__ = ["INTERNALS", "begin_event", "end_event", "is_profiled", "is_registered", "prepare"]
 
 INTERNALS: Final = Internals()
 _find: Final = INTERNALS.find
@@ -55,8 +55,18 @@ _reshard: Final = INTERNALS.later(
 )
 _exchange: Final = INTERNALS.later("torch:ops._dtensor.shard_dim_alltoall", _GATHERED, instead=None)
 
+_groups: Final[Any] = _find(
+    "torch.distributed.distributed_c10d:_world",
+    "groups of vendors' backends are destroyed twice when all groups are, which is an error",
+    instead=None,
+)
+
 INTERNALS.expect(
     "torch.distributed:ProcessGroup._set_group_desc", without="process groups have no descriptions"
+)
+INTERNALS.expect(
+    "torch.distributed:ProcessGroup._get_backend",
+    without="the backend of a group of a vendor's cannot be returned to callers that ask for it",
 )
 
 begin_event: Final[Callable[..., object]] = _find(
@@ -78,6 +88,11 @@ is_profiled: Final = is_profiler_enabled if None not in (begin_event, end_event)
 
 
 @functools.cache
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether c10d has a process group registered; it has none while all groups are being destroyed."""
+    return _groups is None or group in _groups.pg_map
+
+
 def prepare() -> None:
     """Look up all names and install the replacements. Called before the first group is formed."""
     reshard, exchange = _reshard(), _exchange()  # which imports DTensor

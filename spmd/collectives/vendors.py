@@ -21,6 +21,7 @@ from torch.distributed import Backend, Store  # type: ignore[attr-defined]
 from spmd.collectives.arguments import accelerator
 from spmd.collectives.group import Group
 from spmd.collectives.process_group import FarcallProcessGroup
+from spmd.collectives.torch_internals import is_registered
 
 __all__ = ["VendorProcessGroup", "Vendors", "agreed", "vendors"]
 
@@ -155,7 +156,7 @@ class VendorProcessGroup(FarcallProcessGroup):
         with self._lock:
             formed, self._formed = self._formed, {}
         for each in formed.values():
-            if each in dist.distributed_c10d._world.pg_map:  # otherwise all groups are being shut down
+            if is_registered(each):  # otherwise all groups are being destroyed
                 dist.destroy_process_group(each)
 
     def _abort_others(self) -> None:

@@ -73,7 +73,8 @@ def main() -> int:
 
 
 def _pytest(python: Path, arguments: Sequence[str]) -> list[str]:
-    return [str(python), "-m", "pytest", "-rs", "--durations=0", *arguments]
+    options = ["-rs", "--durations=0", "-o", "faulthandler_timeout=0"]  # tests have limits of their own
+    return [str(python), "-m", "pytest", *options, *arguments]
 
 
 def _run_files(python: Path) -> int:

@@ -51,10 +51,15 @@ _REDUCED_BYTES: Final = 32 << 20
 no memory; otherwise when all of it has arrived.
 """
 
+_APART_BYTES: Final = 4 << 20
+"""The same where elements are too large to be reduced while they arrive: these pieces have memory of their
+own.
+"""
+
 _UNCHANGED_BYTES: Final = 64 << 20
 """Size in bytes of a later piece that is not reduced."""
 
-_AHEAD: Final = 4
+_AHEAD: Final = 8
 """Number of pieces that are sent before one is received, and have a place before they arrive."""
 
 _SIZES: Final = Struct("<QQI44x")
@@ -364,11 +369,12 @@ def _can_merge(message: Sequence[torch.Tensor]) -> bool:
     """Whether a message can be reduced while it arrives: it has one tensor, no element of which is divided
     between two parts, and comes by itself.
     """
-    return (
-        len(message) == 1
-        and MERGE_ALIGNMENT % message[0].itemsize == 0
-        and message[0].nbytes > _TOGETHER_BYTES
-    )
+    return len(message) == 1 and _is_aligned(message[0]) and message[0].nbytes > _TOGETHER_BYTES
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether no element is divided between two parts of a message that is merged."""
+    return MERGE_ALIGNMENT % tensor.itemsize == 0
 
 
 class NetworkCollectives:
@@ -468,7 +474,9 @@ class NetworkCollectives:
             met = {each.to for each in plan}, {each.source for each in plan}
             # In a reduction, what a rank only sends is reduced by the rank that receives it.
             reduces = step.reduces or (reduction is not None and step.source < 0)
-            longest = min(_REDUCED_BYTES, self._longest) if reduces else self._longest
+            longest = self._longest
+            if reduces:
+                longest = min(longest, _REDUCED_BYTES if _is_aligned(blocks[0]) else _APART_BYTES)
             planned = _Planned(
                 changes_what_it_sends=step.reduces and step.to >= 0 and step.sends == step.takes
             )
@@ -548,7 +556,7 @@ class NetworkCollectives:
             signature,
             deadline,
             steps,
-            of_even_size(tensor, schedules.count_blocks(self._size, tensor.nbytes)),
+            of_even_size(tensor, schedules.count_broadcast_blocks(self._size, tensor.nbytes)),
         )
 
     def all_gather(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 __all__ = [
+    "CHAINED_BYTES",
     "SMALL_BYTES",
     "Step",
     "all_gather",
@@ -23,6 +24,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "count_blocks",
+    "count_broadcast_blocks",
     "gather",
     "reduce",
     "reduce_scatter",
@@ -33,6 +35,9 @@ SMALL_BYTES: Final = 64 << 10
 """Size in bytes up to which the time depends on the number of consecutive messages, and beyond which on the
 bytes.
 """
+
+CHAINED_BYTES: Final = 4 << 20
+"""Maximum size in bytes of a block that a chain of ranks sends on."""
 
 NONE: Final = range(0)
 
@@ -172,11 +177,38 @@ def _ring_all_gather(rank: int, size: int) -> list[Step]:
 
 def broadcast(rank: int, size: int, total: int, root: int) -> list[Step]:
     """Broadcast. Small buffers: a binomial tree. Large ones: the root sends one block to each rank, then all
-    gather.
+    gather. The largest: a chain, whose ranks send each block on while they receive the next.
     """
     if total <= SMALL_BYTES or size <= 2:
-        return _tree(rank, size, root, range(count_blocks(size, total)))
+        return _tree(rank, size, root, range(count_broadcast_blocks(size, total)))
+    if _is_chained(size, total):
+        return _chain(rank, size, root, count_broadcast_blocks(size, total))
     return scatter(rank, size, root) + _ring_all_gather(rank, size)
+
+
+def count_broadcast_blocks(size: int, total: int) -> int:
+    """Return the number of blocks that a buffer of ``total`` bytes is cut into for ``broadcast``."""
+    return -(-total // CHAINED_BYTES) if _is_chained(size, total) else count_blocks(size, total)
+
+
+def _is_chained(size: int, total: int) -> bool:
+    """Return whether a chain is the fastest: it takes the time of all blocks, and of one more for each rank
+    between the first and the last. To scatter and gather takes that of nearly twice all bytes.
+    """
+    return size > 2 and total >= size * CHAINED_BYTES
+
+
+def _chain(rank: int, size: int, root: int, count: int) -> list[Step]:
+    place = (rank - root) % size
+    before, after = (rank - 1) % size, (rank + 1) % size
+    steps = []
+    for sent in range(-1, count):  # together with the block after it
+        to = after if sent >= 0 and place < size - 1 else -1
+        source = before if sent + 1 < count and place else -1
+        if to >= 0 or source >= 0:
+            sends, takes = range(sent, sent + 1), range(sent + 1, sent + 2)
+            steps.append(Step(to, sends if to >= 0 else NONE, source, takes if source >= 0 else NONE))
+    return steps
 
 
 def _tree(rank: int, size: int, root: int, whole: range) -> list[Step]:

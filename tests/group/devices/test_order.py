@@ -204,7 +204,8 @@ def free_before_the_copy(worker: Worker) -> list[bool]:
         sent = torch.full((SIZE,), 2.0, device=FIRST)
         torch.accelerator.synchronize(0)
         with torch.Stream(device=FIRST):  # not the one that the memory returns to
-            sleep(FIRST)
+            for _ in range(10):
+                sleep(FIRST)
             future = rpc.rpc_async("worker1", _sum, args=([sent, sent],))
         del sent
         again = [torch.full((SIZE,), 9.0, device=FIRST) for _ in range(4)]

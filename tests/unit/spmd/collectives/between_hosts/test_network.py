@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp, _make_nccl_premul_sum  # type: ignore[at
 
 from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.runtime.blocking import INFINITE
-from spmd.collectives.between_hosts import network
+from spmd.collectives.between_hosts import network, schedules
 from spmd.collectives.between_hosts.hierarchy import HierarchicalCollectives
 from spmd.collectives.between_hosts.network import NetworkCollectives
 from spmd.collectives.between_hosts.schedules import SMALL_BYTES
@@ -60,7 +60,7 @@ def test_rank_that_is_alone_has_its_own_parts() -> None:
     assert torch.equal(exchanged, given)
 
 
-@pytest.mark.parametrize("count", [1, 2, 100, 3000])
+@pytest.mark.parametrize("count", [1, 2, 100, 3000, 400_000])
 def test_complex_numbers_of_16_bytes_are_reduced(count: int) -> None:
     network = Network(2)
 
@@ -288,7 +288,11 @@ def test_reduce_to_each_root(domains: list[list[int]], operation: Any) -> None:
 
 
 @DOMAINS
-def test_broadcast_from_each_root(domains: list[list[int]]) -> None:
+@pytest.mark.parametrize("chained_bytes", [schedules.CHAINED_BYTES, 20_000], ids=["", "chain"])
+def test_broadcast_from_each_root(
+    domains: list[list[int]], chained_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "CHAINED_BYTES", chained_bytes)
     for count in COUNTS:
         for root in range(sum(map(len, domains))):
             hosts = Hosts(domains)
