@@ -16,7 +16,7 @@ from rpc.runtime.blocking import INFINITE
 from rpc.runtime.torch_internals import InferenceMode
 from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.between_hosts.hierarchy import HierarchicalCollectives
-from spmd.collectives.between_hosts.network import Merge
+from spmd.collectives.between_hosts.operation_messages import Merge
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
 from spmd.collectives.flight_recorder import GroupRecord, Record
 from spmd.collectives.formation import COLLECTIVES, close_tags, form

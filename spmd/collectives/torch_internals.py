@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 from rpc.runtime.internals import Internals
 from rpc.runtime.torch_internals import is_profiler_enabled
 
-__all__ = ["INTERNALS", "begin_event", "end_event", "is_profiled", "is_registered", "prepare"]
+__all__ = ["INTERNALS", "begin_event", "end_event", "is_profiled", "prepare"]
 
 INTERNALS: Final = Internals()
 _find: Final = INTERNALS.find
@@ -54,12 +54,6 @@ _reshard: Final = INTERNALS.later(
     "torch.distributed.tensor.placement_types:shard_dim_alltoall", _GATHERED, instead=None
 )
 _exchange: Final = INTERNALS.later("torch:ops._dtensor.shard_dim_alltoall", _GATHERED, instead=None)
-
-_groups: Final[Any] = _find(
-    "torch.distributed.distributed_c10d:_world",
-    "groups of vendors' backends are destroyed twice when all groups are, which is an error",
-    instead=None,
-)
 
 INTERNALS.expect(
     "torch.distributed:ProcessGroup._set_group_desc", without="process groups have no descriptions"
@@ -88,11 +82,6 @@ is_profiled: Final = is_profiler_enabled if None not in (begin_event, end_event)
 
 
 @functools.cache
-def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether c10d has a process group registered; it has none while all groups are being destroyed."""
-    return _groups is None or group in _groups.pg_map
-
-
 def prepare() -> None:
     """Look up all names and install the replacements. Called before the first group is formed."""
     reshard, exchange = _reshard(), _exchange()  # which imports DTensor

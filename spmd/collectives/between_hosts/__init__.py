@@ -1,3 +1,3 @@
-"""Collectives between ranks that share no memory: ``network``, by ``schedules``; ``hierarchy`` combines it
-with ``spmd.collectives.one_host``.
+"""Collectives between ranks that share no memory: ``network``, by ``schedules`` and ``operation_messages``;
+``hierarchy`` combines it with ``spmd.collectives.one_host``.
 """

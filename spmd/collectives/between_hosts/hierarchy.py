@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spmd.collectives.between_hosts.network import Channel, NetworkCollectives
+from spmd.collectives.between_hosts.network import NetworkCollectives
+from spmd.collectives.between_hosts.operation_messages import Channel
 from spmd.collectives.one_host.local import LocalCollectives
 from spmd.collectives.reductions import Reduction
 
