@@ -2,7 +2,7 @@
 
 Viewers drop a slice that begins inside of another one of its thread and ends after it, and an arrow that
 begins or ends outside of slices. So times are whole nanoseconds, slices are made to nest before they are
-given, outer ones first, and arrows are at slices.
+given, outer ones first, and arrows are at slices. Perfetto drops arrows whose identifiers are no numbers.
 
 Events of one process are held at a time, since there may be a million.
 """
@@ -29,6 +29,9 @@ _MIN_NS: Final = 500
 _MAX_NAME: Final = 200
 """Maximum number of characters of a name."""
 
+_CALL_BITS: Final = 40
+"""Number of bits for the number of a call in the identifier of its arrows; viewers read 53 bits exactly."""
+
 _Sent = dict[tuple[str, str, int], tuple[str, float, int]]
 """The host, time and size in bytes of requests and answers that were sent: by the kind of the record that
 they have arrived, "came" or "called", the caller, and the number of the call."""
@@ -45,6 +48,7 @@ class Trace:
         sent: see ``_Sent``.
         names: the functions that requests have run, by caller and number of the call.
         limit: maximum number of records of each process.
+        callers: number of each caller, in the order in which their calls are found.
     """
 
     metadata: dict[str, Any]
@@ -53,6 +57,11 @@ class Trace:
     sent: _Sent
     names: dict[tuple[str, int], str]
     limit: int
+    callers: dict[str, int] = field(default_factory=dict)
+
+    def flow(self, caller: str, call_id: int) -> int:
+        """Identifier of the arrows of a call: the number of the caller, then that of the call."""
+        return (self.callers.setdefault(caller, len(self.callers)) << _CALL_BITS) | call_id
 
     def events(self) -> Iterator[dict[str, Any]]:
         """The events of all processes, one after another."""
@@ -114,7 +123,7 @@ class _Slice:
     """A slice of a thread, with times in nanoseconds.
 
     Attributes:
-        arrows: phase and identifier of those that begin or end here, and whether at its end.
+        arrows: phase and identifier of those that begin or end here.
         momentary: it has no duration of its own.
     """
 
@@ -123,7 +132,7 @@ class _Slice:
     begin: int
     end: int
     facts: dict[str, Any]
-    arrows: list[tuple[str, str, bool]] = field(default_factory=list)
+    arrows: list[tuple[str, int]] = field(default_factory=list)
     momentary: bool = False
 
 
@@ -170,9 +179,9 @@ class _Process:
             for each in _nested(slices):
                 event = self._event("X", each.name, each.begin, thread, each.category)
                 yield event | {"dur": (each.end - each.begin) / 1000, "args": each.facts}
-                for phase, identity, at_end in each.arrows:
-                    at = max(each.begin, each.end - 1) if at_end else each.begin
-                    yield self._event(phase, "call", at, thread, "flow") | {"id": identity, "bp": "e"}
+                for phase, identity in each.arrows:
+                    arrow = self._event(phase, "call", each.begin, thread, "flow")
+                    yield arrow | {"id": identity, "bp": "e"}
 
     def _read(self) -> Iterator[dict[str, Any]]:
         """Collect the slices; yields the events that belong to no thread."""
@@ -252,7 +261,7 @@ class _Process:
     def _lead(self, made: _Slice, key: tuple[str, int]) -> None:
         """Lead the arrow of a call to a slice, if the trace has the call."""
         if ("came", *key) in self._trace.sent:
-            made.arrows.append(("t", _flow(key), False))
+            made.arrows.append(("t", self._trace.flow(*key)))
 
     def _call(
         self,
@@ -264,25 +273,22 @@ class _Process:
         *,
         answered: bool = True,
     ) -> Iterator[dict[str, Any]]:
-        """A call: a slice on the thread that waits for it; else one where it begins, one where it ends, and a
-        span of its own between them.
+        """A call: a slice on the thread that waits for it; else one where it begins, and a span of its own.
+
+        Where the answer comes, there is another slice: Perfetto draws arrows to begins of slices only.
         """
         at, caller, asked, facts = begun
         what = self._trace.names.get(key, asked)  # of a method of a remote object, the caller has less
         facts = {**facts, **({"error": error} if error else {})}
-        name, flow = f"call {what}", _flow(key)
-        if facts["how"] == "sync":
-            made = self._slice(name, at, end, caller, "call", **facts)
-            made.arrows.append(("s", flow, False))
-            if answered:
-                made.arrows.append(("f", flow, True))
-            return
-        made = self._slice(name, at, at, caller, "call", **facts)
-        made.arrows.append(("s", flow, False))
-        yield from self._apart("call under way", name, f"c/{flow}", at, end, caller, facts)
+        name, flow = f"call {what}", self._trace.flow(*key)
+        is_sync = facts["how"] == "sync"
+        made = self._slice(name, at, end if is_sync else at, caller, "call", **facts)
+        made.arrows.append(("s", flow))
+        if not is_sync:
+            yield from self._apart("call under way", name, f"c/{key[0]}/{key[1]}", at, end, caller, facts)
         if answered:
             made = self._slice(f"answer of {what}", end, end, thread, "call", call=key[1])
-            made.arrows.append(("f", flow, False))
+            made.arrows.append(("f", flow))
 
     def _transfer(self, kind: str, key: tuple[str, int], at: float, thread: int) -> Iterator[dict[str, Any]]:
         """The way of a message from its sender to here."""
@@ -294,7 +300,7 @@ class _Process:
         shift = (offsets[boot] - offsets[self._part.boot]) / 1e9
         name = "transfer of a request" if kind == "came" else "transfer of an answer"
         facts = {"bytes": size, "caller": key[0], "call": key[1]}
-        yield from self._apart("transfer", name, f"{kind}/{_flow(key)}", when + shift, at, thread, facts)
+        yield from self._apart("transfer", name, f"{kind}/{key[0]}/{key[1]}", when + shift, at, thread, facts)
 
     def _apart(
         self,
@@ -342,11 +348,6 @@ class _Process:
     def _number_of(self, thread: int) -> int:
         """Identifier of a thread in the trace: what processes say is too large for some viewers."""
         return self._numbers.setdefault(thread, len(self._numbers) + 1)
-
-
-def _flow(key: tuple[str, int]) -> str:
-    """Identifies the arrows of a call: by the caller and the number of the call."""
-    return f"{key[0]}/{key[1]}"
 
 
 def _shown(name: str) -> str:

@@ -13,20 +13,23 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
 
+from farcall.observe.analysis import analyze
 from farcall.observe.jobs import JobFolder, find_job, jobs
-from farcall.observe.launches import log_ends, read_launch
+from farcall.observe.launches import log_ends
+from farcall.observe.reader import read_job
 from farcall.observe.stacks import chosen
 from farcall.page.access import Access, Refusal
-from farcall.page.history import History
-from farcall.page.view import worker_view
+from farcall.page.history import History, PastJob
+from farcall.page.view import past_job
 from farcall.page.watcher import Watcher
+from farcall.page.worker_view import worker_view
 
 __all__ = ["Server"]
 
@@ -63,6 +66,9 @@ _RECORD_SECONDS: Final = 10.0
 """Time between two entries in the history, in seconds."""
 
 _PRUNE_SECONDS: Final = 3600.0
+_MAX_UNSEEN: Final = 20
+"""Maximum number of jobs that are read for the history at a time: the newest."""
+
 _MAX_LOG_LINES: Final = 500
 _MAX_LOG_CHARACTERS: Final = 4000
 
@@ -324,7 +330,7 @@ class Server:
     async def _worker(self, request: web.Request) -> web.Response:
         watcher = await self._watcher_of(request)
         watched = watcher.watched
-        found = None if watched is None else worker_view(watched.job, request.query.get("name", ""))
+        found = None if watched is None else worker_view(watched.report, request.query.get("name", ""))
         if found is None:
             raise web.HTTPNotFound
         return web.json_response(found, dumps=_packed)
@@ -347,26 +353,11 @@ class Server:
 
     async def _jobs(self, _: web.Request) -> web.Response:
         here = {each.id: each for each in await asyncio.to_thread(jobs, self._jobs_folder)}
-        self._record()
-        past = [each.to_json() | {"files": each.id in here} for each in self._history.jobs()]
-        known = {each["id"] for each in past}
-        others = [
-            {
-                "id": each.id,
-                "program": str(read_launch(each.path).get("program", "")),
-                "host": "",
-                "began": 0.0,
-                "seen": each.written,
-                "workers": len(each.state_files()),
-                "state": "",
-                "why": "",
-                "files": True,
-            }
-            for each in here.values()
-            if each.id not in known and each.state_files()
-        ]
-        found = sorted(past + others, key=lambda each: -each["seen"])
-        return web.json_response({"shown": self._job.id, "jobs": found, "trouble": self._history.trouble})
+        known = {each.id: each for each in (*self._history.jobs(), *self._record())}
+        known |= {each.id: each for each in await self._record_unseen(known, here)}
+        found = sorted(known.values(), key=lambda each: -each.seen)
+        listed = [each.to_json() | {"files": each.id in here} for each in found]
+        return web.json_response({"shown": self._job.id, "jobs": listed, "trouble": self._history.trouble})
 
     async def _points(self, request: web.Request) -> web.Response:
         return web.json_response({"points": self._history.points(request.query.get("job", ""))})
@@ -381,16 +372,31 @@ class Server:
             except Exception:
                 logger.exception("recording the history of jobs failed")
 
-    def _record(self) -> None:
+    async def _record_unseen(
+        self, known: Mapping[str, PastJob], here: Mapping[str, JobFolder]
+    ) -> list[PastJob]:
+        """Put jobs that ran, or have ended, while their page was not served into the history."""
+        ended = {name for name, each in known.items() if each.state != "running"}
+        unseen = [each for name, each in here.items() if name not in ended and name not in self._watchers]
+        found = [past_job(analyze(await asyncio.to_thread(read_job, each))) for each in unseen[:_MAX_UNSEEN]]
+        past = [each for each in found if each is not None]
+        for each in past:
+            self._history.record(each)
+        return past
+
+    def _record(self) -> list[PastJob]:
         """Put how the watched jobs are into the history."""
         now = time.time()
+        found: list[PastJob] = []
         for watcher in list(self._watchers.values()):
             past = watcher.past_job()
             if past is not None:
+                found.append(past)
                 self._history.record(past, watcher.points_since(now - 1.5 * _RECORD_SECONDS)[-1:])
         if now - self._pruned > _PRUNE_SECONDS:
             self._pruned = now
             self._history.prune()
+        return found
 
 
 def _packed(value: object) -> str:

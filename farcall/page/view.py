@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from farcall.observe.analysis import Report
+from farcall.observe.analysis import Finding, Report
 from farcall.observe.figures import Row, rows_of
-from farcall.observe.places import Place
 from farcall.observe.state import (
     JobState,
-    ThreadState,
     WorkerState,
     items,
     mappings,
@@ -18,9 +17,10 @@ from farcall.observe.state import (
     whole,
 )
 from farcall.observe.words import in_words
+from farcall.page.history import PastJob
 from farcall.page.wait_layers import wait_layers
 
-__all__ = ["job_view", "point_of", "worker_view"]
+__all__ = ["job_view", "past_job", "point_of"]
 
 _STILL_SECONDS: Final = 2.0
 _MAX_WORKERS: Final = 1024
@@ -28,6 +28,9 @@ _MAX_EDGES: Final = 600
 """Maximum number of pairs of workers between which calls are drawn; those with the most calls."""
 
 _MAX_FINDINGS: Final = 12
+_MAX_PAST_FINDINGS: Final = 4
+"""Maximum number of findings that the history keeps of a job."""
+
 _MAX_OBJECTS: Final = 300
 _MAX_GROUPS: Final = 64
 _MAX_OPERATIONS: Final = 100
@@ -53,7 +56,7 @@ def job_view(job: JobState, report: Report, earlier: JobState | None = None) -> 
         "findings": [
             {
                 "kind": each.kind,
-                "label": "cycle" if each.kind == "cycle" else "culprit" if each.waiting else "note",
+                "label": _label(each),
                 "text": each.text,
                 "waiting": each.waiting,
                 "worker": each.culprit.worker,
@@ -67,6 +70,31 @@ def job_view(job: JobState, report: Report, earlier: JobState | None = None) -> 
         "spmd": [view for each in job if (view := _spmd(each)) is not None],
         "skipped": [{"file": file, "why": why} for file, why in job.skipped[:20]],
     }
+
+
+def past_job(report: Report) -> PastJob | None:
+    """A job as the history keeps it; None if it has no workers."""
+    job = report.job
+    if not job.workers:
+        return None
+    facts = _job(job, report)
+    state = "running" if job.living else "left" if all(each.has_left for each in job) else "dead"
+    is_well = state == "left" or facts["state"] in ("moving", "computes")
+    found = [each for each in report.findings if not is_well or each.kind == "cycle"]
+    return PastJob(
+        job.id,
+        facts["program"],
+        socket.gethostname(),
+        facts["began"],
+        max((each.beat.wall for each in job if each.beat is not None), default=0.0),
+        len(job.workers),
+        state,
+        "\n".join(f"{_label(each)}: {each.text}" for each in found[:_MAX_PAST_FINDINGS]),
+    )
+
+
+def _label(finding: Finding) -> str:
+    return "cycle" if finding.kind == "cycle" else "culprit" if finding.waiting else "note"
 
 
 def point_of(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float, float, int]:
@@ -120,6 +148,25 @@ def _worker(worker: WorkerState, row: Row, before: WorkerState | None) -> dict[s
         "doing": _doing(worker),
         "python": str(worker.fact("python")),
         "silent": round(worker.silent, 1),
+        **_memory(worker),
+    }
+
+
+def _memory(worker: WorkerState) -> dict[str, int]:
+    """Bytes of shared memory for messages, those of them that receivers still use, and those that wait to be
+    sent; numbers of objects with remote references, and of autograd contexts.
+    """
+    counters, objects, autograd = (
+        part if isinstance(part := worker.snapshot.get(name), Mapping) else {}
+        for name in ("counters", "rref", "autograd")
+    )
+    shared = [*items(counters.get("memory"))[:2], 0, 0]
+    return {
+        "shared": whole(shared[0]),
+        "lent": whole(shared[1]),
+        "unsent": whole(counters.get("send_queue")),
+        "objects": whole(objects.get("objects")),
+        "contexts": whole(autograd.get("contexts")),
     }
 
 
@@ -244,7 +291,7 @@ def _collectives(job: JobState) -> dict[str, Any]:
         known["behind"] = behind
         known["furthest"] = furthest
         last = {each["operation"] for each in known["ranks"] if each["number"] == furthest}
-        known["operations"] = sorted(last)
+        known["operations"] = sorted(last - {""})
         del known["ranks"][_MAX_WORKERS:]
     shown = sorted(operations.values(), key=lambda each: -each["seconds"])
     return {"groups": list(groups.values())[:_MAX_GROUPS], "operations": shown[:_MAX_OPERATIONS]}
@@ -284,82 +331,3 @@ def _spmd(worker: WorkerState) -> dict[str, Any] | None:
             for each in mappings(part.get("moved"))[:_MAX_OPERATIONS]
         ],
     }
-
-
-# ---- one worker
-
-
-def worker_view(job: JobState, name: str) -> dict[str, Any] | None:
-    """The threads of a worker with their stacks, and its calls; None if there is no such worker."""
-    worker = next((each for each in job if each.name == name), None)
-    if worker is None:
-        return None
-    return {
-        "name": worker.name,
-        "rank": worker.rank,
-        "host": worker.host,
-        "pid": worker.pid,
-        "program": str(worker.fact("program")),
-        "folder": worker.folder,
-        "frozen": worker.is_frozen,
-        "threads": _frozen_threads(worker) if worker.frozen else [_thread(each) for each in worker.threads],
-        "coroutines": [
-            {
-                "from": str(each.get("from")),
-                "seconds": round(worker.age(each.get("began")), 1),
-                "stack": _stack([Place.of(frame, worker.folder) for frame in items(each.get("stack"))]),
-            }
-            for each in worker.requests
-            if each.get("stack")
-        ],
-        "calls": [
-            {
-                "to": str(each.get("to")),
-                "what": str(each.get("what")),
-                "seconds": round(worker.age(each.get("began")), 1),
-            }
-            for each in worker.calls
-        ],
-        "requests": [
-            {
-                "from": str(each.get("from")),
-                "state": str(each.get("state")),
-                "seconds": round(worker.age(each.get("began")), 1),
-            }
-            for each in worker.requests
-        ],
-    }
-
-
-def _thread(thread: ThreadState) -> dict[str, Any]:
-    fields = thread.fields
-    doing = "computes" if fields.get("computes") else str(fields.get("doing") or "")
-    if thread.waits:
-        doing = f"waits in {thread.waits[-1].get('what')}"
-    if fields.get("on"):
-        doing = f"{doing} `{fields['on']}`".strip()
-    return {
-        "name": thread.name,
-        "idle": bool(fields.get("idle")) and not thread.waits,
-        "doing": doing,
-        "function": str(fields.get("function", "")),
-        "stack": _stack(list(thread.stack)),
-    }
-
-
-def _frozen_threads(worker: WorkerState) -> list[dict[str, Any]]:
-    names = {each.id: each.name for each in worker.threads}
-    return [
-        {
-            "name": names.get(ident, f"thread {ident:#x}"),
-            "idle": False,
-            "doing": "",
-            "function": "",
-            "stack": _stack([Place.of(list(frame), worker.folder) for frame in stack.frames]),
-        }
-        for ident, stack in worker.frozen.items()
-    ]
-
-
-def _stack(places: Sequence[Place | None]) -> list[list[Any]]:
-    return [[each.function, each.file, each.line] for each in places if each is not None]

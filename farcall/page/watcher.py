@@ -26,7 +26,7 @@ from farcall.observe.reader import read_job
 from farcall.observe.state import JobState
 from farcall.page.history import PastJob, Point
 from farcall.page.task_stream import TaskStream
-from farcall.page.view import job_view, point_of
+from farcall.page.view import job_view, past_job, point_of
 
 __all__ = ["Watched", "Watcher"]
 
@@ -64,12 +64,17 @@ class Watched:
     Attributes:
         number: of the look, from 1.
         view: see ``job_view``.
-        job: the state that it was made of.
+        report: the job, and what was found out about it.
     """
 
     number: int
     view: dict[str, Any]
-    job: JobState
+    report: Report
+
+    @property
+    def job(self) -> JobState:
+        """The state of the job."""
+        return self.report.job
 
 
 class Watcher:
@@ -134,21 +139,7 @@ class Watcher:
     def past_job(self) -> PastJob | None:
         """How the job is, for the history."""
         watched = self._watched
-        if watched is None or not watched.job.workers:
-            return None
-        job, view = watched.job, watched.view
-        findings = [f"{each['label']}: {each['text']}" for each in view["findings"][:4]]
-        state = "running" if job.living else "left" if all(each.has_left for each in job) else "dead"
-        return PastJob(
-            job.id,
-            view["job"]["program"],
-            socket.gethostname(),
-            view["job"]["began"],
-            max((each.beat.wall for each in job if each.beat is not None), default=0.0),
-            len(job.workers),
-            state,
-            "\n".join(findings) if state != "left" else "",
-        )
+        return None if watched is None else past_job(watched.report)
 
     # ---- the thread
 
@@ -195,7 +186,7 @@ class Watcher:
             gather(self.folder.path, before.job)
             self._gathered = time.monotonic()
         job = read_job(self.folder)
-        report: Report = analyze(job)
+        report = analyze(job)
         view = job_view(job, report, None if before is None else before.job)
         at = time.time()
         with self._lock:
@@ -203,7 +194,7 @@ class Watcher:
             if job.living:
                 self._points.append((round(at, 3), *point_of(view["workers"])))
         view["at"] = at
-        self._watched = Watched(1 if before is None else before.number + 1, view, job)
+        self._watched = Watched(1 if before is None else before.number + 1, view, report)
         self._follow_processes(job)
 
     def _seed(self) -> None:

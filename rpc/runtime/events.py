@@ -157,7 +157,8 @@ class MessageReceived:
     size: int
 
 
-Handlers = tuple[Callable[[Any], object], ...]
+Handlers = tuple[functools.partial[Any], ...]
+"""Of the handlers of a kind; each entry is an object of its own, whose ``func`` is the handler."""
 
 Tell = Callable[..., object]
 """Takes the fields of an event, in their order, and tells the handlers of it."""
@@ -219,7 +220,8 @@ class Events:
         return subscription
 
     def _compose(self, kind: type) -> None:
-        handlers, recorders = self._handlers[kind], self._recorders[kind]
+        handlers = [each.func for each in self._handlers[kind]]
+        recorders = [each.func for each in self._recorders[kind]]
 
         def tell(*fields: Any) -> None:
             for recorder in recorders:

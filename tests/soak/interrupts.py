@@ -76,7 +76,7 @@ class Storm:
 
 
 def storms(count: int, seed: int) -> list[Storm]:
-    """So many, of each kind and gap in turn."""
+    """Return ``count`` storms, of each kind and gap in turn."""
     kinds = ("calls", "doubles", "finalizers")
     return [
         Storm(
@@ -219,7 +219,7 @@ def left_over() -> dict[str, int]:
         **agent.extensions["rref"].counts(),
         "calls": agent.calls.table.unanswered(),
         "contexts": agent.get_debug_info()["num_autograd_contexts"],
-        "lent segments": agent.messages.shared_memory.usage()[1],
+        "lent bytes": agent.messages.shared_memory.usage()[1],
     }
     return {what: count for what, count in found.items() if count}
 

@@ -28,7 +28,7 @@ class ChromeTrace:
         processes, threads: names, by number.
         slices: those of threads, in order of time.
         spans: begin and end of spans on tracks of their own.
-        arrows: the events of each, in order of time, by identifier.
+        arrows: the events of each, in order of time, by identifier: a number, since Perfetto drops others.
     """
 
     metadata: dict[str, Any]
@@ -36,7 +36,7 @@ class ChromeTrace:
     threads: dict[tuple[int, int], str] = field(default_factory=dict)
     slices: list[dict[str, Any]] = field(default_factory=list)
     spans: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    arrows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    arrows: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     def worker(self, process: int) -> str:
         """The name of the worker that a process is."""
@@ -92,7 +92,7 @@ def read_trace(path: Path) -> ChromeTrace:
     assert isinstance(made["traceEvents"], list)
     trace = ChromeTrace(made["metadata"])
     open_spans: dict[tuple[int, str, str], dict[str, Any]] = {}
-    arrows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    arrows: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in made["traceEvents"]:
         _check_fields(event)
         phase = event["ph"]
@@ -114,7 +114,7 @@ def read_trace(path: Path) -> ChromeTrace:
             assert (begin["ts"] <= event["ts"], begin["name"]) == (True, event["name"]), (begin, event)
             trace.spans.append((begin, event))
         else:
-            arrows[str(event["id"])].append(event)
+            arrows[event["id"]].append(event)
     assert not open_spans, f"without an end: {open_spans}"
     for event in made["traceEvents"]:
         assert event["pid"] in trace.processes
@@ -142,7 +142,7 @@ def _check_fields(event: dict[str, Any]) -> None:
     if event["ph"] == "X":
         assert _ns(event["dur"]) > 0, event
     else:
-        assert isinstance(event["id"], str | int), event
+        assert isinstance(event["id"], str if event["ph"] in "be" else int), event
 
 
 def _check_nesting(slices: list[dict[str, Any]]) -> None:

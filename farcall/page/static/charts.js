@@ -6,10 +6,11 @@ const points = [];
 const MAX_POINTS = 600;
 const charts = new Map();
 
+const MEMORY = { series: [["memory", 4, "--c4"]], show: bytes, steps: Array.from({ length: 44 }, (_, n) => 2 ** n) };
 const CHARTS = [
   { id: "chart-calls", series: [["made", 1, "--c0"], ["taken in", 2, "--c2"]], show: rate },
   { id: "chart-cores", series: [["cores", 3, "--c1"]], show: (value) => (value == null ? "" : value.toFixed(value < 10 ? 1 : 0)) },
-  { id: "chart-memory", series: [["memory", 4, "--c4"]], show: bytes, steps: Array.from({ length: 44 }, (_, n) => 2 ** n) },
+  { id: "chart-memory", ...MEMORY },
 ];
 
 export function clearPoints() {
@@ -24,20 +25,29 @@ export function addPoints(more) {
 export const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export function drawCharts() {
-  for (const chart of CHARTS) {
-    const place = byId(chart.id);
-    const data = [points.map((each) => each[0]), ...chart.series.map(([, index]) => points.map((each) => each[index]))];
-    draw(place, chart, data);
-    const caption = place.parentNode.querySelector("figcaption");
-    const many = chart.series.length > 1;
-    if (!caption.lastElementChild) caption.append(el("span"));
-    const last = points.at(-1);
-    keyed(caption.lastElementChild, chart.series, ([name]) => name, ([, , colour]) => {
-      const swatch = el("i", { hidden: !many });
-      swatch.style.background = `var(${colour})`;
-      return el("span", {}, swatch, el("b"));
-    }, (node, [name, index]) => setText(node.lastChild, last ? `${chart.show(last[index])}${many ? ` ${name}` : ""}` : ""));
-  }
+  byId("charts-empty").hidden = points.length > 0;
+  CHARTS.forEach(drawFigure);
+}
+
+export const drawMemory = () => drawFigure({ id: "chart-memory-tall", ...MEMORY });
+
+export const hasPoints = () => points.length > 0;
+
+function drawFigure(chart) {
+  const place = byId(chart.id);
+  place.closest("figure").hidden = !points.length;
+  if (!points.length) return;
+  const data = [points.map((each) => each[0]), ...chart.series.map(([, index]) => points.map((each) => each[index]))];
+  draw(place, chart, data);
+  const caption = place.parentNode.querySelector("figcaption");
+  const many = chart.series.length > 1;
+  if (!caption.lastElementChild) caption.append(el("span"));
+  const last = points.at(-1);
+  keyed(caption.lastElementChild, chart.series, ([name]) => name, ([, , colour]) => {
+    const swatch = el("i", { hidden: !many });
+    swatch.style.background = `var(${colour})`;
+    return el("span", {}, swatch, el("b"));
+  }, (node, [name, index]) => setText(node.lastChild, last ? `${chart.show(last[index])}${many ? ` ${name}` : ""}` : ""));
 }
 
 export function draw(place, chart, data) {

@@ -55,6 +55,8 @@ export function bytes(value) {
   return `${shown < 10 && unit ? shown.toFixed(1) : Math.round(shown)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
 }
 
+export const whole = (value) => Math.round(value ?? 0).toLocaleString("en");
+
 export function rate(value) {
   if (!value) return "0";
   return value < 10 ? value.toFixed(1) : Math.round(value).toLocaleString("en");
@@ -84,13 +86,21 @@ export function look(worker) {
 
 export const stateWord = (worker) => (worker.state === "running" && worker.oldest >= 2 ? "waits" : worker.state);
 
+// A number, with a bar for its share of the largest.
+export function meter(text, share) {
+  const bar = el("i");
+  bar.style.width = `${Math.round(100 * Math.min(1, share || 0))}%`;
+  return el("span", {}, text, el("span", { class: "meter", "aria-hidden": "true" }, bar));
+}
+
 // A table whose rows stay the same elements while their cells change.
 export function table(place, columns, rows, key, empty) {
   if (!place._table) {
-    const head = el("tr");
-    for (const column of columns) head.append(el("th", { scope: "col", class: column.class ?? "" }, column.title));
-    place._table = el("tbody");
-    place.append(el("table", {}, el("thead", {}, head), place._table), el("p", { class: "empty" }, empty ?? ""));
+    const head = el("tr", { role: "row" });
+    for (const column of columns) head.append(el("th", { role: "columnheader", scope: "col", class: column.class ?? "" }, column.title));
+    place._table = el("tbody", { role: "rowgroup" });
+    // Narrow windows show rows as lines, each value with its title: the roles keep it a table there.
+    place.append(el("table", { class: "folds", role: "table" }, el("thead", { role: "rowgroup" }, head), place._table), el("p", { class: "empty" }, empty ?? ""));
   }
   place.firstChild.hidden = !rows.length;
   place.lastChild.hidden = rows.length > 0;
@@ -98,7 +108,7 @@ export function table(place, columns, rows, key, empty) {
     place._table,
     rows,
     key,
-    () => el("tr", {}, columns.map((column) => el("td", { class: column.class ?? "" }))),
+    () => el("tr", { role: "row" }, columns.map((column) => el("td", { role: "cell", class: column.class ?? "", "data-title": column.title }))),
     (row, item) => columns.forEach((column, n) => fill(row.children[n], column.show(item))),
   );
 }

@@ -18,7 +18,7 @@ export async function showHistory() {
 }
 
 const COLUMNS = [
-  { title: "Job", class: "mono", show: (each) => (each.files ? el("a", { href: `/?job=${encodeURIComponent(each.id)}` }, each.id) : each.id) },
+  { title: "Job", class: "mono", show: (each) => (each.files ? el("a", { class: "link", href: `/?job=${encodeURIComponent(each.id)}` }, each.id) : each.id) },
   { title: "Program", class: "cut", show: (each) => each.program || "–" },
   { title: "Began", show: (each) => clock(each.began) },
   { title: "Lasted", class: "num", show: (each) => (each.began ? seconds(Math.max(0, each.seen - each.began)) : "–") },

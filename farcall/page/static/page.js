@@ -1,17 +1,17 @@
 // The page: takes events in, and has the parts of the page show them.
 
-import { addPoints, clearPoints, drawCharts } from "./charts.js";
+import { addPoints, clearPoints, drawCharts, drawMemory, hasPoints } from "./charts.js";
 import { byId, clock, el, keyed, setText } from "./dom.js";
 import { showHistory } from "./history.js";
 import { showLogs, leaveLogs } from "./logs.js";
-import { showCollectives, showReferences, showSpmd } from "./parts.js";
+import { showCollectives, showMemory, showReferences, showSpmd } from "./parts.js";
 import { addTasks, clearTasks, drawTasks } from "./tasks.js";
 import { drawTopology } from "./topology.js";
 import { drawWaits } from "./waits.js";
 import { openWorker, refreshWorker } from "./worker.js";
 import { showWorkers } from "./workers.js";
 
-const TABS = ["overview", "tasks", "references", "collectives", "spmd", "logs", "history"];
+const TABS = ["overview", "tasks", "memory", "references", "collectives", "spmd", "logs", "history"];
 const TITLES = { spmd: "SPMD" };
 const given = new URLSearchParams(location.search);
 const job = given.get("job");
@@ -21,6 +21,7 @@ const token = sessionStorage.getItem("token");
 
 let view = null;
 let tab = "overview";
+let asked = false;
 
 export async function ask(path, parameters = {}, signal = undefined) {
   const query = new URLSearchParams(job ? { ...parameters, job } : parameters);
@@ -74,7 +75,10 @@ function show() {
     drawCharts();
     showWorkers(view, openWorker);
   } else if (tab === "tasks") drawTasks(view);
-  else if (tab === "references") showReferences(view);
+  else if (tab === "memory") {
+    drawMemory();
+    showMemory(view, openWorker);
+  } else if (tab === "references") showReferences(view);
   else if (tab === "collectives") showCollectives(view);
   else if (tab === "spmd") showSpmd(view);
   else if (tab === "logs") showLogs(view);
@@ -91,7 +95,7 @@ function showHead() {
   const banner = byId("banner");
   const bad = found.dead || view.findings.some((each) => each.kind === "cycle");
   banner.dataset.state = bad ? "bad" : found.state;
-  setText(byId("headline"), found.headline);
+  setText(byId("headline"), found.headline.replace(/(\d) (s|min|h)\b/g, "$1\u00a0$2"));
   const said = found.state === "moving" && !bad ? [] : view.findings.slice(0, 4);
   keyed(
     byId("findings"),
@@ -106,9 +110,19 @@ function showHead() {
 function take(event) {
   view = event.view;
   addPoints(event.points);
+  if (!view.job.living && !hasPoints() && !asked) recall();
+  connection(view.job.living ? "live" : "over", view.job.living ? "live" : "over");
   addTasks(event.tasks, view.at);
   show();
   refreshWorker(view);
+}
+
+// Of a job that is over, the history may have figures.
+async function recall() {
+  asked = true;
+  const { points } = await (await ask("points", { job: view.job.id })).json();
+  addPoints(points);
+  show();
 }
 
 function connection(text, tone) {
@@ -124,7 +138,7 @@ async function listen() {
       const answer = await ask("events");
       clearPoints(); // a new stream begins with all that the server keeps
       clearTasks();
-      connection("live", "live");
+      asked = false;
       pause = 500;
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       let text = "";

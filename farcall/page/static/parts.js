@@ -1,6 +1,28 @@
 // References, collectives and SPMD mode: tables of what extensions of the agent tell.
 
-import { byId, bytes, el, keyed, rate, seconds, setText, table } from "./dom.js";
+import { byId, bytes, el, keyed, meter, seconds, setText, table, whole } from "./dom.js";
+
+const NAMED_RANKS = 16;
+
+export function showMemory(view, open) {
+  const largest = Math.max(1, ...view.workers.map((each) => each.memory));
+  table(
+    byId("memory"),
+    [
+      { title: "Worker", show: (each) => el("button", { class: "link", type: "button", onclick: () => open(each.name) }, each.name) },
+      { title: "Host", show: (each) => each.host },
+      { title: "Resident", class: "num", show: (each) => meter(bytes(each.memory), each.memory / largest) },
+      { title: "Shared memory", class: "num", show: (each) => bytes(each.shared) },
+      { title: "Lent", class: "num", show: (each) => bytes(each.lent) },
+      { title: "Waits to be sent", class: "num", show: (each) => bytes(each.unsent) },
+      { title: "Objects", class: "num", show: (each) => whole(each.objects) },
+      { title: "Autograd contexts", class: "num", show: (each) => whole(each.contexts) },
+    ],
+    [...view.workers].sort((a, b) => b.memory - a.memory),
+    (each) => each.name,
+    "No worker has written its state yet.",
+  );
+}
 
 export function showReferences(view) {
   const { objects, left_out } = view.references;
@@ -27,11 +49,12 @@ export function showCollectives(view) {
   place._empty.hidden = groups.length > 0;
   keyed(place._list, groups, (each) => each.name, () => el("div", { class: "group" }, el("p", {}, el("b"), " ", el("span", { class: "muted" })), el("div", { class: "ranks", "aria-hidden": "true" }), el("p", { class: "small" })), (node, each) => {
     const [head, ranks, note] = node.children;
-    setText(head.firstChild, each.name);
-    setText(head.lastChild, `${each.ranks.length} ranks · ${each.furthest} operations begun${each.operations.length ? ` · last: ${each.operations.join(" and ")}` : ""}`);
+    setText(head.firstChild, /^\d+$/.test(each.name) ? `Group ${each.name}` : each.name);
+    setText(head.lastChild, `${each.ranks.length} ranks · ${whole(each.furthest)} operations begun${each.operations.length ? ` · last: ${each.operations.join(" and ")}` : ""}`);
     keyed(ranks, each.ranks, (rank) => rank.worker, () => el("i"), (cell, rank) => {
       cell.className = rank.number < each.furthest ? "behind" : "";
       cell.title = `${rank.worker}: ${rank.number}, ${rank.operation}`;
+      setText(cell, each.ranks.length > NAMED_RANKS ? "" : rank.worker);
     });
     setText(note, each.behind.length ? `Not there yet: ${each.behind.slice(0, 12).join(", ")}${each.behind.length > 12 ? ` and ${each.behind.length - 12} more` : ""}` : "All ranks are equally far.");
   });
@@ -56,32 +79,32 @@ const milli = (value) => (value < 1 ? `${(1000 * value).toFixed(value < 0.01 ? 2
 
 export function showSpmd(view) {
   const place = byId("spmd");
-  if (!place._empty) place.append((place._list = el("div")), (place._empty = el("p", { class: "empty" }, "No worker drives SPMD mode: spmd.use_spmd() turns it on.")));
+  if (!place._empty) place.append((place._list = el("div")), (place._empty = el("article", { class: "card wide" }, el("h2", {}, "SPMD mode"), el("p", { class: "empty" }, "No worker drives SPMD mode: spmd.use_spmd() turns it on."))));
   place._empty.hidden = view.spmd.length > 0;
   keyed(place._list, view.spmd, (each) => each.driver, () => driver(), showDriver);
 }
 
 function driver() {
   return el(
-    "div", {},
+    "div", { class: "driver" },
     el("article", { class: "card wide" }, el("h2"), el("dl", { class: "facts" })),
     el("article", { class: "card wide" }, el("h2", {}, "Layouts of its tensors"), el("div", { class: "scroll" })),
-    el("article", { class: "card wide" }, el("h2", {}, "Laid out otherwise because an operation needed it so"), el("div", { class: "scroll" })),
+    el("article", { class: "card wide" }, el("h2", {}, "Moved, because an operation needs another layout"), el("div", { class: "scroll" })),
   );
 }
 
 function showDriver(node, each) {
   const [head, layouts, moved] = node.children;
   setText(head.firstChild, `${each.driver} drives ${each.workers} workers`);
-  const facts = { Programs: each.counts.programs, New: each.counts.new, Uploads: each.counts.uploads, Uploaded: bytes(each.counts.uploaded_bytes), Fetches: each.counts.fetches };
-  keyed(head.lastChild, Object.entries(facts), ([name]) => name, ([name]) => el("div", {}, el("dt", {}, name), el("dd")), (row, [, value]) => setText(row.lastChild, typeof value === "string" ? value : rate(value ?? 0)));
+  const facts = { Programs: each.counts.programs, "New programs": each.counts.new, Uploads: each.counts.uploads, Uploaded: bytes(each.counts.uploaded_bytes), Fetches: each.counts.fetches };
+  keyed(head.lastChild, Object.entries(facts), ([name]) => name, ([name]) => el("div", {}, el("dt", {}, name), el("dd")), (row, [, value]) => setText(row.lastChild, typeof value === "string" ? value : whole(value)));
   table(
     layouts.lastChild,
     [
-      { title: "Tensors", class: "num", show: (one) => String(one.count) },
       { title: "Type", class: "mono", show: (one) => `${one.dtype}[${one.shape.join(", ")}]` },
       { title: "Mesh", class: "mono", show: (one) => one.mesh.join(" × ") || "–" },
       { title: "Placements", class: "mono", show: (one) => one.placements.join(", ") || "replicated" },
+      { title: "Tensors", class: "num", show: (one) => whole(one.count) },
       { title: "Bytes", class: "num", show: (one) => bytes(one.bytes) },
     ],
     each.layouts,
@@ -99,6 +122,6 @@ function showDriver(node, each) {
     ],
     each.moved,
     (one) => JSON.stringify([one.operator, one.where, one.note]),
-    "Nothing was laid out otherwise.",
+    "No tensor had to be moved.",
   );
 }

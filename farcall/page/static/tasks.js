@@ -34,15 +34,17 @@ const colourOf = (task) => {
 
 export function drawTasks(found) {
   view = found;
-  const span = Number(byId("window").value);
   const all = [...tasks.values()];
   const newest = view.job.living ? at : Math.max(...all.map((each) => each.ended ?? each.began), 0) || at;
   const end = paused || newest;
-  const begin = end - span;
+  // Not earlier than the job itself; a tenth of what is asked for at least.
+  const span = Number(byId("window").value);
+  const begin = Math.max(end - span, Math.min(view.job.began || 0, end - span / 10));
   const inside = all.filter((each) => each.began < end && (each.ended ?? newest) > begin);
   inside.sort((a, b) => a.began - b.began);
   inside.forEach(colourOf);
   draw(inside, begin, end);
+  byId("stream-empty").hidden = inside.length > 0;
   const used = new Map();
   for (const each of inside) {
     const name = each.kind === "group" ? GROUP : each.what;
@@ -59,11 +61,11 @@ export function drawTasks(found) {
 }
 
 const FLIGHTS = [
-  { title: "For", class: "num", show: (each) => seconds(at - each.began) },
   { title: "What", class: "wrap mono", show: (each) => each.what },
   { title: "At", show: (each) => each.lane },
   { title: "Asked by", show: (each) => each.by || "–" },
   { title: "State", show: (each) => each.how },
+  { title: "For", class: "num", show: (each) => seconds(at - each.began) },
 ];
 
 function draw(inside, begin, end) {
@@ -112,7 +114,7 @@ function draw(inside, begin, end) {
       layout.push({ left, right, top, bottom: top + row, task });
     }
   }
-  canvas.setAttribute("aria-label", `${inside.length} tasks at ${lanes.length} workers in the last ${Math.round(end - begin)} s`);
+  canvas.setAttribute("aria-label", `${inside.length} tasks at ${lanes.length === 1 ? "1 worker" : `${lanes.length} workers`} in the last ${Math.round(end - begin)} s`);
 }
 
 // Each task in the first row of its lane that is free.
@@ -134,10 +136,12 @@ function axis(pen, begin, end, x, height, muted, line) {
   const span = end - begin;
   const step = [5, 10, 30, 60, 120, 300, 600, 1200].find((each) => span / each <= pen.canvas.clientWidth / 90) ?? 3600;
   pen.fillStyle = muted;
+  let free = 0;
   for (let time = Math.ceil(begin / step) * step; time <= end; time += step) {
     const text = new Date(time * 1000).toLocaleTimeString("en-GB");
     const left = Math.min(x(time) + 4, x(end) - pen.measureText(text).width);
-    pen.fillText(text, left, 9);
+    if (left >= free) pen.fillText(text, left, 9);
+    free = left + pen.measureText(text).width + 8;
     pen.fillStyle = line;
     pen.fillRect(x(time), 0, 1, height);
     pen.fillStyle = muted;

@@ -16,6 +16,7 @@ export function drawWaits(view, open) {
     shown = signature;
     place.replaceChildren(build(boxes, open));
   }
+  place.firstChild.classList.toggle("returns", arrows.some((each) => each.back));
   boxes.forEach((box, n) => setText(place.querySelector(`[data-box="${n}"] .time`), words(box)));
   setText(byId("waits-note"), left_out ? `${left_out} more are not drawn` : "");
   connect(place.firstChild, arrows);

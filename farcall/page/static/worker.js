@@ -60,7 +60,7 @@ function* body(found) {
   if (!busy.length) yield el("p", { class: "empty" }, "No thread runs code of the program.");
   for (const each of busy) yield thread(each, true);
   if (idle.length) {
-    yield el("h3", {}, `${idle.length} idle`);
+    yield el("h3", {}, idle.length === 1 ? "1 idle thread" : `${idle.length} idle threads`);
     for (const each of idle) yield thread(each, false);
   }
   for (const each of found.coroutines) yield thread({ name: `coroutine for ${each.from}`, doing: seconds(each.seconds), stack: each.stack }, true);
@@ -69,11 +69,10 @@ function* body(found) {
 }
 
 function thread(found, open) {
-  const doing = [found.function && `runs ${found.function}`, found.doing].filter(Boolean).join(", ");
   return el(
     "details",
     { class: "thread", open },
-    el("summary", {}, el("b", {}, found.name), doing ? `  ${doing}` : ""),
+    el("summary", {}, el("b", {}, found.name), found.doing ? `  ${found.doing}` : ""),
     el("ol", {}, found.stack.map(([name, file, line]) => el("li", {}, el("b", {}, name), `  ${file}:${line}`))),
   );
 }

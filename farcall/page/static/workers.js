@@ -1,6 +1,6 @@
 // The table of workers.
 
-import { byId, bytes, el, fill, keyed, look, rate, seconds, stateWord } from "./dom.js";
+import { byId, bytes, el, fill, keyed, look, meter, rate, seconds, stateWord } from "./dom.js";
 
 let order = { column: "rank", down: false };
 
@@ -20,12 +20,6 @@ const COLUMNS = [
 ];
 
 let scale = { share: 1, memory: 1 };
-
-function meter(text, share) {
-  const bar = el("i");
-  bar.style.width = `${Math.round(100 * Math.min(1, share || 0))}%`;
-  return el("span", {}, text, el("span", { class: "meter", "aria-hidden": "true" }, bar));
-}
 
 export function showWorkers(view, open) {
   const place = byId("workers");

@@ -63,11 +63,20 @@ def test_arrows_lead_from_a_call_to_its_run_and_back() -> None:
     at_a, at_b = call(1, 1.0, 2.0, 3.0, 4.0)
     made = merge([part("a", "x", at_a), part("b", "x", at_b)])
     arrows = [(event["ph"], event["pid"], event["id"]) for event in made.events() if event["ph"] in "stf"]
-    assert sorted(arrows) == [("f", 1, "a/1"), ("s", 1, "a/1"), ("t", 2, "a/1")]
+    assert sorted(arrows) == [("f", 1, 1), ("s", 1, 1), ("t", 2, 1)]
     slices = {event["name"]: event for event in made.events() if event["ph"] == "X"}
     assert slices["call f"]["ts"] == 0.0
     assert slices["call f"]["dur"] == 3e6
     assert (slices["f"]["ts"], slices["f"]["dur"], slices["f"]["pid"]) == (1e6, 1e6, 2)
+
+
+def test_arrows_of_calls_with_one_number_are_told_apart_by_their_callers() -> None:
+    at_a, at_b = call(1, 1.0, 2.0, 3.0, 4.0)
+    at_c = [("came", 2.0, 1, "c", 1), ("run", 2.0, 1, "c", 1, "g", 0.0, 0.0), ("ran", 2.5, 1, "c", 1)]
+    made = merge([part("a", "x", at_a), part("b", "x", at_b + at_c), part("c", "x", at_a)])
+    arrows = [event["id"] for event in made.events() if event["ph"] == "s"]
+    assert len(set(arrows)) == 2
+    assert all(each < 1 << 53 for each in arrows)
 
 
 def test_a_call_without_an_answer_ends_with_the_trace() -> None:

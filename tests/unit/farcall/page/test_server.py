@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import queue
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -28,11 +29,11 @@ from farcall.page.token_file import page_token
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J"
 
 
-def leave_job(folder: Path, job: str = "7c2f", name: str = "worker0") -> None:
+def leave_job(folder: Path, job: str = "7c2f", name: str = "worker0", phase: str = "running") -> None:
     """The files of a job that is over."""
     state = StateFile(folder / job / "here.1.1.state")
     state.beat(Beat(1, 10.0, 1000.0, 0, 0, 0.0))
-    worker = {"name": name, "rank": 0, "pid": 1, "host": "elsewhere", "incarnation": 5, "phase": "running"}
+    worker = {"name": name, "rank": 0, "pid": 1, "host": "elsewhere", "incarnation": 5, "phase": phase}
     stack = [[HOSTILE, "<script>", 1]]
     thread = {"id": 1, "name": "MainThread", "since": 5.0, "at": stack[0], "stack": stack}
     state.snapshot({"worker": worker, "monotonic": 10.0, "wall": 1000.0, "threads": [thread]})
@@ -177,6 +178,17 @@ def test_worker_and_logs_and_past_jobs_are_shown(page: Page, tmp_path: Path) -> 
     listed = json.loads(page.data("jobs")[2])
     assert [(each["id"], each["workers"]) for each in listed["jobs"]] == [("7c2f", 1)]
     assert json.loads(page.data("points?job=7c2f")[2])["points"] == []
+
+
+def test_job_whose_page_was_not_served_is_in_the_history_once_it_is_looked_for(
+    page: Page, tmp_path: Path
+) -> None:
+    leave_job(tmp_path, "90ab", phase="left")
+    listed = {each["id"]: each for each in json.loads(page.data("jobs")[2])["jobs"]}
+    assert (listed["90ab"]["state"], listed["90ab"]["workers"], listed["90ab"]["files"]) == ("left", 1, True)
+    shutil.rmtree(tmp_path / "90ab")
+    listed = {each["id"]: each for each in json.loads(page.data("jobs")[2])["jobs"]}
+    assert (listed["90ab"]["state"], listed["90ab"]["files"]) == ("left", False)
 
 
 def test_requests_of_any_size_are_refused(page: Page) -> None:

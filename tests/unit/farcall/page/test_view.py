@@ -15,7 +15,8 @@ from farcall.observe.analysis import analyze
 from farcall.observe.figures import job_line
 from farcall.observe.gathered import pack_states, unpack_states
 from farcall.observe.state import JobState, Process, WorkerState
-from farcall.page.view import job_view, point_of, worker_view
+from farcall.page.view import job_view, past_job, point_of
+from farcall.page.worker_view import worker_view
 from tests.unit.farcall.page.jobs_at_hand import NOW, call, job, main_thread, request, worker
 
 
@@ -119,18 +120,52 @@ def test_driver_of_spmd_mode_has_layouts_and_what_was_moved() -> None:
 
 def test_worker_has_its_stacks_and_calls() -> None:
     state = job(worker(0, main_thread(doing="sleeps"), calls=[call(1, 1)], requests=[request(1, 2)]))
-    found = worker_view(state, "worker0")
+    found = worker_view(analyze(state), "worker0")
     assert found is not None
     assert found["threads"][0] == {
         "name": "MainThread",
         "idle": False,
         "doing": "sleeps",
-        "function": "",
         "stack": [["f", "prog.py", 7]],
     }
     assert found["calls"] == [{"to": "worker1", "what": "work", "seconds": 20.0}]
     assert found["requests"] == [{"from": "worker1", "state": "begun", "seconds": 20.0}]
-    assert worker_view(state, "nobody") is None
+    assert worker_view(analyze(state), "nobody") is None
+
+
+def test_threads_are_described_in_the_words_of_why() -> None:
+    runs = main_thread(request=[11, 2], function="block", doing="waits for a lock", on="lock")
+    idle = {"id": 2, "name": "farcall-1", "idle": True, "stack": []}
+    state = job(worker(0, runs | {"kind": "_thread.lock"}, idle), worker(1, main_thread(call=[10, 2])))
+    found = [worker_view(analyze(state), f"worker{n}") for n in range(2)]
+    texts = [[each["doing"] for each in shown["threads"]] for shown in found if shown is not None]
+    assert texts == [["runs block, waits for the lock `lock`", ""], ["waits for worker0: a call"]]
+
+
+def test_thread_that_runs_a_function_is_said_to_run_it_once() -> None:
+    state = job(worker(0, main_thread(request=[11, 2], function="load", on="random", kind="module")))
+    (finding,) = analyze(state).findings
+    assert finding.text == "worker0 MainThread runs load, at prog.py:7 in f"
+
+
+def test_memory_of_a_worker_is_told_apart() -> None:
+    parts: dict[str, Any] = {
+        "counters": {"memory": [4096, 1024, 0, 0], "send_queue": 7},
+        "autograd": {"contexts": 2},
+    }
+    (found,) = view(worker(0, rref={"objects": 3}, **parts))["workers"]
+    shown = {name: found[name] for name in ("shared", "lent", "unsent", "objects", "contexts")}
+    assert shown == {"shared": 4096, "lent": 1024, "unsent": 7, "objects": 3, "contexts": 2}
+
+
+def test_history_has_what_was_found_of_jobs_that_did_not_go_on() -> None:
+    hung = past_job(analyze(job(worker(0, main_thread(doing="sleeps")))))
+    moving = past_job(analyze(job(worker(0, main_thread(doing="sleeps"), moved=NOW, called=NOW))))
+    assert hung is not None
+    assert moving is not None
+    assert (hung.state, hung.why) == ("running", "note: worker0 MainThread sleeps, at prog.py:7 in f")
+    assert (moving.state, moving.why, moving.workers) == ("running", "", 1)
+    assert past_job(analyze(job())) is None
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
