@@ -15,6 +15,7 @@ from rpc.rendezvous.address import (
     host_identity,
     is_loopback,
     listen_address,
+    loopback_remark,
     probe,
 )
 from tests.unit.rpc.rendezvous.conftest import StartWorker
@@ -28,6 +29,19 @@ def test_loopback_is_known_by_its_text(host: str) -> None:
 @pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "::", "myhost", "localhost.example.org"])
 def test_everything_else_is_not_loopback(host: str) -> None:
     assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("127.0.1.1", "Here head means 127.0.1.1, which is on each machine itself"), ("10.0.0.1", "")],
+)
+def test_name_that_means_loopback_is_remarked_on(
+    monkeypatch: pytest.MonkeyPatch, address: str, said: str
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert loopback_remark("head").strip().startswith(said)
+    assert bool(loopback_remark("head")) == bool(said)
 
 
 # Where to listen
