@@ -8,7 +8,7 @@
 #   make test-newest  unit tests, group tests and the guide on the newest Python and PyTorch that the index has,
 #                     in an environment of its own, .venv-newest; downloads them
 #   make test-grpc    the tests of groups of workers, over the backend GRPC
-#   make test-engines on real Slurm, MPI, torchx, Ray and sshd, which it installs; as root, 10 minutes
+#   make test-engines on real Slurm, MPI, torchx, Ray and sshd, which it installs; as root, under 10 minutes
 #   make conformance  PyTorch's own test suites of RPC and of process groups, against farcall;
 #                     BACKEND=grpc: over the backend GRPC
 #   make test-gpu     on a machine with a CUDA device: the tests of devices, PyTorch's tests of RPC with GPUs, and

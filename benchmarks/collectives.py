@@ -135,6 +135,8 @@ def _training_step(*, alone: bool) -> Callable[[Any], Operation]:
 
 
 _MIB: Final = 1 << 20
+_BAR_OF_MORE_RANKS: Final = 0.9
+"""The bar between hosts for more than two ranks, where there is one for two."""
 
 LINES: Final = (
     *(
@@ -288,6 +290,8 @@ def main(argv: list[str] | None = None) -> int:
             ours, gloo = (medians[name] for name in _BACKENDS)
             ratio, processor = ours.seconds / gloo.seconds, ours.processor / gloo.processor
             bar = line.bar_between_hosts if arguments.tcp else line.bar
+            if arguments.tcp and size > 2 and bar is not None and bar < 1:
+                bar = _BAR_OF_MORE_RANKS
             mark = "" if bar is None else f"{bar:g} x{'' if ratio <= bar else ' missed'}"
             table.add_row(
                 line.name,

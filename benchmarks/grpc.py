@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 import rpc
-from rpc.wire.chunking import CHUNK_BYTES, allocate
+from rpc.wire.chunking import CHUNK_BYTES
+from rpc.wire.reassembly import allocate
 
 __all__ = ["main"]
 

@@ -66,7 +66,7 @@ def _group(side: Side, workload: Workload) -> Workers:
     count, options = workload.workers, dict(side.network) if workload.network else {}
     if workload.stripes:
         options["tcp_stripes"] = workload.stripes
-    certificate = Certificate() if workload.encrypted else None
+    certificate = Certificate() if workload.encrypted and side.encrypts else None
 
     def work(rank: int, folder: Path, parent: Connection) -> None:
         warnings.simplefilter("ignore")  # of parts of PyTorch that are deprecated

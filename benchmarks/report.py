@@ -84,9 +84,12 @@ class Line:
 
     @property
     def bar(self) -> Bar | None:
-        """What holds: workloads' bars are about PyTorch or the number itself; no revision may be slower."""
+        """What holds: bars are about PyTorch, farcall without TLS, or the number itself; no revision may be
+        slower.
+        """
         bar = self.workload.bar
-        if (bar is not None and bar.absolute) or self.other == "torch":
+        meant = "plain" if self.workload.encrypted else "torch"
+        if (bar is not None and bar.absolute) or self.other == meant:
             return bar
         if self.other is None or self.other in PEERS:
             return None

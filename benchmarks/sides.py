@@ -39,6 +39,7 @@ class Side:
         network: options that make its workers behave as if they were on different hosts.
         calls: what it can run of what is not about large tensors; ``None`` for all.
         starts_its_workers: ``init_rpc`` is for worker 0 only.
+        encrypts: it has TLS where a workload asks for it.
         folder: found first when modules are imported; ``None`` for this process's path as it is.
         missing: what to say where there is no such module.
     """
@@ -50,6 +51,7 @@ class Side:
     network: Mapping[str, Any] = field(default_factory=dict)
     calls: frozenset[str] | None = None
     starts_its_workers: bool = False
+    encrypts: bool = True
     folder: Path | None = None
     missing: str = ""
 
@@ -87,6 +89,16 @@ PEERS = {
         network={"_transports": ["uv"], "_channels": ["basic"]},
         missing="this PyTorch has no torch.distributed.rpc",
     ),
+    "plain": Side(
+        "plain",
+        "farcall without TLS",
+        "rpc",
+        "AgentOptions",
+        _FARCALL_ON_A_NETWORK,
+        encrypts=False,
+        folder=_ROOT,
+        missing="farcall cannot be imported here",
+    ),
     "grpc": Side(
         "grpc",
         "gRPC",
@@ -103,7 +115,7 @@ PEERS = {
         missing="there is no Ray here (pip install ray)",
     ),
 }
-"""Other systems, by the name that the command accepts."""
+"""Other systems, and farcall without TLS, by the name that the command accepts."""
 
 
 def peer(name: str) -> Side:

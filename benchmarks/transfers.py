@@ -18,6 +18,8 @@ __all__ = ["workloads"]
 
 _BARS = {64 * KIB: 0.35, MIB: 0.45, 16 * MIB: 0.70, 64 * MIB: 0.40, 256 * MIB: 0.38}
 _TCP_BARS = {MIB: 0.6, 16 * MIB: 0.5, 64 * MIB: 0.45, 256 * MIB: 0.45}
+_TLS_BAR = 1.6
+"""Compared with the same without TLS: ``--peer plain``."""
 _SIZES = (16 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 _STREAMS = 2
 _SPACING_SECONDS = 0.002
@@ -156,6 +158,7 @@ def workloads() -> Iterator[Workload]:
             f"{text} tensor sent, TCP with TLS",
             "ms",
             _transfer(swallow, size),
+            Bar(_TLS_BAR) if size == 64 * MIB else None,
             network=True,
             encrypted=True,
             part="tensors",

@@ -40,7 +40,7 @@ import farcall
 import spmd
 from command_line import example_parser, positive
 from example_run import Miss, Preempted, ending
-from live_progress import live_progress, print_figures
+from live_progress import live_progress, print_figures, print_line
 from spmd.checkpoint import CheckpointManager, prime_optimizer
 from spmd.fsdp import FSDPv2, checkpoint_module
 from spmd.fsdp.wrap import transformer_auto_wrap_policy
@@ -136,6 +136,7 @@ def compare(options: argparse.Namespace) -> None:
     Raises:
         Miss: the losses differ.
     """
+    print_line("Training in one process, to compare with.")
     text = load_text()
     torch.manual_seed(options.seed)
     model = Transformer(text.vocabulary, SIZE)

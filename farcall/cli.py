@@ -124,7 +124,7 @@ def run(xla: bool, module: bool, target: str, arguments: tuple[str, ...]) -> int
     "--restart",
     type=click.IntRange(0),
     default=0,
-    help="Restarts allowed: of all processes when one fails; with --dynamic, only of that one.",
+    help="Total number of restarts: of all processes when one fails; with --dynamic, of that one alone.",
 )
 @click.option(
     "--dynamic",

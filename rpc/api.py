@@ -66,9 +66,9 @@ def rpc_sync(
             notebook) are sent by value, with copies of the globals that they use. It runs with PyTorch's
             default modes (gradients enabled, no autocast) in a context of its own; changes of modes and
             context variables that it leaves do not affect later calls.
-        args: positional arguments. Those of up to 1 MiB, and on one host all, are copied when the call is
-            made: later changes do not reach the callee. Larger tensors for another host are sent from where
-            they are, and must not be changed until the call is over.
+        args: positional arguments. Those of up to 1 MiB, and on one host all on the CPU, are copied when the
+            call is made: later changes do not reach the callee. Larger tensors for another host or on a
+            device are sent from where they are, and must not be changed until the call is over.
         kwargs: keyword arguments.
         timeout: timeout in seconds; 0 for no limit. The callee is not interrupted. Default: 60, or the value
             of ``set_rpc_timeout``.
@@ -128,10 +128,11 @@ def rpc_async(
 ) -> Future[Any]:
     """Call ``func`` on another worker and return a future immediately.
 
-    Arguments are as for ``rpc_sync``: tensors of more than 1 MiB for another host must not be changed until
-    the future is completed, and neither must those that a callee returns until its caller has them. The rest
-    of a transfer whose call has timed out may still be read from them. Errors in making the call (an unknown
-    worker, an argument that cannot be serialized) are raised here; all others are set on the future.
+    Arguments are as for ``rpc_sync``: tensors of more than 1 MiB for another host or on a device must not be
+    changed until the future is completed, and neither must those that a callee returns until its caller has
+    them. The rest of a transfer whose call has timed out may still be read from them. Errors in making the
+    call (an unknown worker, an argument that cannot be serialized) are raised here; all others are set on the
+    future.
 
     Returns:
         A ``torch.futures.Future`` of the value; ``wait()`` for it, chain with ``then``, or ``await`` it in a

@@ -146,7 +146,7 @@ class RRef(Generic[T]):
                 f"For {self._full_name()}, can't call localValue() on user {me}. "
                 f"Call it on owner {self.owner()}, or fetch the object with to_here()."
             )
-        value: T = self._value("local_value").wait(0, f"{self} is still being made")
+        value: T = self._value("local_value", 0).wait(0, f"{self} is still being made")
         return value
 
     def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
@@ -163,7 +163,7 @@ class RRef(Generic[T]):
         """
         if self.is_owner():
             shell = self._references
-            value: T = self._value("to_here").wait(
+            value: T = self._value("to_here", timeout).wait(
                 shell.calls.effective_timeout(timeout), f"{self} is still being made"
             )
             return value
@@ -178,11 +178,18 @@ class RRef(Generic[T]):
             raise
         return fetched
 
-    def _value(self, doing: str) -> Value:
-        self._check_open(doing)
+    def _value(self, doing: str, timeout: float) -> Value:
+        """Return the object, on its owner; waits for the message that creates it, which references may
+        overtake.
+        """
+        shell = self._check_open(doing)
         if self._creation is not None:
             self._creation.check()
-        return self._references.value(self._rref)
+        value = shell.find(self._rref)
+        if value is None:
+            self._usable(doing, timeout)
+            value = shell.value(self._rref)
+        return value
 
     def _check_open(self, doing: str) -> References:
         ensure_deferred()
@@ -206,7 +213,10 @@ class RRef(Generic[T]):
             if creation.outcome is None and self._owner.lost is None:
                 return shell  # no failure is known yet
         elif self._owner.lost is None:
-            shell.wait_settled(self._ref, shell.calls.effective_timeout(timeout), self._owner.name)
+            missing = f"worker '{self._owner.name}', the owner, has not confirmed the reference"
+            if self.is_owner():
+                missing = f"the message that creates the object of {self} has not arrived"
+            shell.wait_settled(self._ref, shell.calls.effective_timeout(timeout), missing)
         if self._owner.lost is not None:
             raise self._owner.lost_error(f"{doing} of {self} is impossible")
         state = shell.state(self._ref)

@@ -275,11 +275,11 @@ class References:
         self.steps.catch_up()
         self.steps.do(self._protocol.release_all)
 
-    def wait_settled(self, ref: Ref, timeout: float, owner: str) -> None:
+    def wait_settled(self, ref: Ref, timeout: float, missing: str) -> None:
         """Wait until a reference is confirmed or failed.
 
         Args:
-            owner: name of the worker that is to confirm it.
+            missing: what has not happened if it is not, for the error.
 
         Raises:
             RpcTimeoutError: it is neither confirmed nor failed in time.
@@ -294,8 +294,7 @@ class References:
             self.steps.check_may_wait()
             if not wait_for(done, time.monotonic() + timeout if timeout else INFINITE):
                 raise RpcTimeoutError(
-                    f"RPC ran for more than its timeout of {timeout * 1000:.0f} ms: worker '{owner}', "
-                    "the owner, has not confirmed the reference"
+                    f"RPC ran for more than its timeout of {timeout * 1000:.0f} ms: {missing}"
                 )
         except BaseException:
             self.steps.await_no_more(ref, done.release)

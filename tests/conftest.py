@@ -21,7 +21,7 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
 
 import pytest
 
-from tests.support import leftovers, workers
+from tests.support import leftovers, shares, workers
 from tests.support.fork_server import ForkServer, become_subreaper
 
 run_workers = workers.run_workers
@@ -38,22 +38,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--share 2/3``: every third file, from the second on."""
-    parser.addoption("--share", metavar="I/N", help="collect every Nth file of tests only, from the Ith on")
+    """``--share 2/3``: the second of three shares of the files."""
+    parser.addoption("--share", metavar="I/N", help="collect only the Ith of N shares of the files of tests")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out the files of other shares."""
     share = config.getoption("share")
-    if not share or collection_path not in (files := _test_files(config.rootpath)):
+    if not share or not collection_path.match("test_*.py"):
         return None
-    number, shares = map(int, share.split("/"))
-    return files.index(collection_path) % shares != number - 1 or None
+    return collection_path not in _files_of(share, config.rootpath / "tests") or None
 
 
 @functools.cache
-def _test_files(root: Path) -> list[Path]:
-    return sorted(root.glob("tests/**/test_*.py"))
+def _files_of(share: str, root: Path) -> frozenset[Path]:
+    number, of = map(int, share.split("/"))
+    return shares.share_of(list(root.glob("**/test_*.py")), root, number, of)
 
 
 @pytest.hookimpl(tryfirst=True)

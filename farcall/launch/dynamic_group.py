@@ -1,11 +1,11 @@
-"""The workers of a dynamic group on this machine: each is watched, and started again alone.
+"""The workers of a dynamic group on this machine, each of which is restarted alone.
 
-A dynamic group is for workers that live on when another dies. Machines do not wait for each other either: a
-worker joins when it comes.
+A dynamic group is for workers that continue when another dies. Machines do not wait for each other either: a
+worker joins when it starts.
 
 The launcher of the first machine serves the store where workers meet. So the store outlives any of them, and
-a worker that is started again finds the group there, under its old rank and name. ``WORLD_SIZE`` is not set:
-by that ``init_rpc`` knows that the group is dynamic.
+a restarted worker finds the group there, under its old rank and name. ``WORLD_SIZE`` is not set, which tells
+``init_rpc`` that the group is dynamic.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class DynamicGroup:
     """This machine's workers of a dynamic group. For the main thread.
 
     Args:
-        job: how many there are, where they meet, and how often in all one may be started again.
+        job: number of workers, their meeting place, and the maximum number of restarts, in total.
         make: makes the worker of a rank.
-        news: gets the numbers of signals.
-        watch: sees what the workers wait for.
+        news: receives the numbers of signals.
+        watch: observes what the workers wait for.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class DynamicGroup:
         self._end: Order | None = None
 
     def run(self) -> Order:
-        """Run until all workers have ended; returns how. No process is left.
+        """Run until all workers have ended; returns the last order. No process is left.
 
         Raises:
-            RendezvousError: the store cannot be served where it should.
+            RendezvousError: the store cannot be served at its address.
         """
         opened = start(lambda _: _serve(self._job), StoreWait(self._job.timeout))
         while not opened.done():
@@ -87,7 +87,7 @@ class DynamicGroup:
                         self._start_again(worker, worker.failure, place)
         finally:
             self._workers.kill()
-            del store  # it is served until now
+            del store  # it is served until here
         if self._end is not None and self._workers.want_requeue:
             return Order(Kind.END, failure=self._end.failure, status=REQUEUE_STATUS)
         return self._end or Order(Kind.END)
@@ -111,7 +111,7 @@ class DynamicGroup:
             self._workers.kill()
 
     def _start_again(self, worker: WorkerProcess, failure: Failure, place: str) -> None:
-        """Start a failed worker again; if no restart is left, have all end."""
+        """Restart a failed worker; if no restart is left, end all workers."""
         if self._used == self._job.restarts or failure.wants_requeue:
             self._watch.failed([failure])
             self._end = Order(Kind.END, failure=failure, status=failure.exit_status)
@@ -139,7 +139,7 @@ class DynamicGroup:
 
 
 def _serve(job: Job) -> tuple[SharedStore | None, str]:
-    """The store where they meet, if it is this machine's, and HOST:PORT."""
+    """Serve the store where workers meet, if it is this machine's; returns it, and HOST:PORT."""
     if job.rdzv and job.node_rank:
         return None, job.rdzv
     store = open_store(f"tcp://{job.rdzv or '127.0.0.1:0'}", 0, None, timeout=job.timeout)

@@ -1,8 +1,8 @@
-"""How a process of ``farcall launch`` failed, and the record that it leaves for its launcher.
+"""Failures of processes of ``farcall launch``, and the records that they leave for their launcher.
 
 A process that raises writes a record to the file that its launcher has named, so that one summary can name
-the failure that was the cause, with its traceback. Imports nothing heavy: each worker's process needs it
-before its program.
+the failure that was the cause, with its traceback. Imports nothing heavy, since each worker's process needs
+it before its program.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _OURS: Final = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one process failed.
+    """The failure of one process.
 
     Attributes:
         rank: rank of the worker.
-        pid: its process.
+        pid: process number.
         status: as in ``subprocess``: the exit status, or the negative number of the signal that ended it.
         at: time of the failure, in seconds since 1970.
         message: the exception, on one line; "" if the process left no record.
         trace: traceback of the exception.
-        host: name of the machine, where there are several; else "".
+        host: name of the machine if there are several; otherwise "".
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, pid: int, status: int, file: Path, host: str = "") -> Failure:
-        """The failure of a process that has just ended, with its record if it left one."""
+        """Return the failure of a process that has just ended, with its record if it left one."""
         try:
             left = json.loads(file.read_text())
         except FileNotFoundError:
@@ -67,12 +67,12 @@ class Failure:
 
     @classmethod
     def first(cls, failures: Iterable[Failure]) -> Failure:
-        """The failure that is most likely the cause of the others."""
+        """Return the failure that is most likely the cause of the others."""
         return min(failures, key=lambda failure: (failure._rarely_a_cause(), failure.at))
 
     @property
     def wants_requeue(self) -> bool:
-        """Whether the process has saved its state, since the job is preempted, and is to be run again."""
+        """Whether the process has saved its state because the job is preempted, and must be run again."""
         return self.status == REQUEUE_STATUS and not self.message
 
     def _rarely_a_cause(self) -> int:
@@ -91,12 +91,12 @@ class Failure:
 
     @property
     def process(self) -> str:
-        """Rank and process, for people."""
+        """Rank and process, as text."""
         return f"rank {self.rank} (process {self.pid}{f' on {self.host}' if self.host else ''})"
 
     @property
     def place(self) -> Place | None:
-        """The innermost place in the program's own code that the traceback shows."""
+        """The innermost position in the program's own code that the traceback shows."""
         found = [(file, int(line), name) for file, line, name in _FRAME.findall(self.trace)]
         own = [each for each in found if not _is_library(each[0])] or found
         if not own:
@@ -106,7 +106,7 @@ class Failure:
 
     @property
     def what(self) -> str:
-        """What happened to the process."""
+        """Text that says what happened to the process."""
         if self.message:
             return f"raised {self.message}"
         if self.wants_requeue:
@@ -126,15 +126,15 @@ class Failure:
 
 
 def record(error: BaseException, trace: str) -> None:
-    """In a worker's process: leave a record of an exception for the launcher."""
+    """Write a record of an exception for the launcher, in a worker's process."""
     file = os.environ.get(_FILE)
     if file:
         said = " ".join(f"{type(error).__name__}: {_text(error)}".split())[:1000]
         written = Path(f"{file}.{os.getpid()}")
         try:
             written.write_text(json.dumps({"at": time.time(), "message": said, "trace": trace}))
-            written.replace(file)  # as a whole: this process may be ended at any moment
-        except OSError as failure:  # the exception itself is printed all the same
+            written.replace(file)  # in one step: this process may be ended at any moment
+        except OSError as failure:  # the exception itself is printed in any case
             say(f"cannot write {written} for the launcher: {failure.strerror}")
 
 
@@ -152,7 +152,7 @@ def _is_library(file: str) -> bool:
 
 
 def signal_name(number: int) -> str:
-    """``SIGTERM``; ``signal 40`` for a number without a name."""
+    """Return the name of a signal, such as ``SIGTERM``, or ``signal 40`` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

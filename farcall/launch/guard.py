@@ -1,10 +1,10 @@
 """Ends the workers of a launcher that was killed (``kill -9``, out of memory) and could not end them itself.
 
-A process of its own, which imports nothing of farcall. It learns on its standard input which process groups
-there are (``+PID`` and ``-PID``, a line each), and that the launcher is gone from the end of that input: no
-other process has the pipe's other end, so it does not matter which thread of the launcher ended, who adopted
-the workers, or what they have forked. Then each worker gets SIGTERM, and time to end; what is left of its
-process group, and what does not end, is killed.
+A process of its own, which imports nothing of farcall. It reads from its standard input which process groups
+exist (``+PID`` and ``-PID``, a line each). The end of that input says that the launcher is gone: no other
+process has the other end of the pipe, so it does not matter which thread of the launcher ended, which process
+adopted the workers, or what they have forked. Then each worker gets SIGTERM, and time to end. Workers that do
+not end, and the rest of their process groups, are killed.
 
 ::
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _lives(process: int) -> bool:
-    """Whether a process has not ended. One that nobody has waited for yet has."""
+    """Whether a process has not ended. A zombie has ended."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")

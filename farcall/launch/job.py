@@ -1,4 +1,4 @@
-"""What ``farcall launch`` is to launch, as the command line and Slurm tell."""
+"""The job that ``farcall launch`` launches, from the command line and from Slurm."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["Job", "under_slurm"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be launched, and this machine's part in it.
+    """A job, and this machine's part in it.
 
     Attributes:
         workers: number of processes on this machine.
         nodes: number of machines that take part.
-        node_rank: rank of this machine; None if that does not matter.
-        rdzv: HOST:PORT where the machines meet, served by the one that has this name; "" on one machine.
-        restarts: how often all workers are started again when one fails; of a dynamic group, how often any
-            one of this machine's is, while the others go on.
-        dynamic: workers come and go: none waits for the others, and each may be started again alone.
+        node_rank: rank of this machine; None if any will do.
+        rdzv: HOST:PORT where the machines meet, served by the machine that has this name; "" on one machine.
+        restarts: maximum number of restarts of all workers; in a dynamic group, total number of them on this
+            machine, while the others go on.
+        dynamic: whether workers come and go: none waits for the others, and each may be restarted alone.
         name: name of the job, the same on all machines.
-        grace: seconds from the signal that ends a worker to SIGKILL.
-        timeout: seconds to wait for the other machines.
-        log_dir: folder for a file with the output of each rank; None: there are none.
-        outlive: workers keep running if their launcher is killed.
-        page: serve the page of the job.
+        grace: time in seconds from the signal that ends a worker to SIGKILL.
+        timeout: time in seconds to wait for the other machines.
+        log_dir: folder for a file with the output of each rank; None for no files.
+        outlive: whether workers continue to run if their launcher is killed.
+        page: whether to serve the page of the job.
     """
 
     workers: int
@@ -47,13 +47,13 @@ class Job:
 
     @property
     def run_id(self) -> str:
-        """What separates this job from others at one store."""
+        """Name that separates this job from others at one store."""
         return self.name if self.nodes > 1 else f"{self.name}-{os.getpid()}"
 
 
 def under_slurm(workers: int, environ: Mapping[str, str], **given: Any) -> Job:
-    """The job as Slurm describes it, where one ``farcall launch`` runs on each node of a step (``srun
-    --ntasks-per-node=1 farcall launch ...``). What is ``given`` counts before that.
+    """Return the job as Slurm describes it, if one ``farcall launch`` runs on each node of a step (``srun
+    --ntasks-per-node=1 farcall launch ...``). What is ``given`` has precedence.
 
     Raises:
         ValueError: the step does not run one launcher on each node; says how to start it.
@@ -67,8 +67,8 @@ def under_slurm(workers: int, environ: Mapping[str, str], **given: Any) -> Job:
 
 
 def _slurm_step(environ: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    """Machines, rank and meeting place, by the variables of the step, which may be smaller than the job; and
-    why they cannot be, else "".
+    """Return machines, rank and meeting place, from the variables of the step, which may be smaller than the
+    job; and the reason why they are not usable, or "".
     """
     job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID")
     nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
@@ -78,7 +78,7 @@ def _slurm_step(environ: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
             f"this runs on one of the {nodes} nodes of Slurm's job {job}, in no step. Start it on all by "
             "`srun --ntasks-per-node=1 farcall launch ...`, or give --nnodes 1 for this one alone"
         )
-    elif "SLURM_HET_SIZE" not in environ:  # else the step's variables are those of one component
+    elif "SLURM_HET_SIZE" not in environ:  # otherwise the step's variables are those of one component
         nodes = int(environ.get("SLURM_STEP_NUM_NODES") or nodes)
         hosts = slurm_hosts(environ.get("SLURM_STEP_NODELIST", "")) or hosts
         tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or nodes)

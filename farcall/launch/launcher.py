@@ -1,9 +1,9 @@
 """``farcall launch``: all workers of a program on this machine, or this machine's part of them.
 
-Each worker finds its place in the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and so on, as under
-torchrun), where ``init_rpc`` looks by default. On the terminal there is one line that says which ranks run
-here and where they meet, the rank before each line of output, and one summary of the failure that came first,
-with its traceback.
+Each worker finds its rank and addresses in the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and so
+on, as under torchrun), which ``init_rpc`` uses by default. On the terminal there is one line that says which
+ranks run here and where they meet, the rank before each line of output, and one summary of the failure that
+came first, with its traceback.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def launch(
     """Run a program in all processes of this machine, and wait for their end.
 
     Args:
-        job: how many there are, and where they meet.
-        target: a script, or with ``module`` the name of one.
-        arguments: the program's own.
-        module: as ``python -m``.
-        lend_names: ``torch.distributed.rpc`` means farcall, as with ``farcall run``.
-        xla: libraries find ``torch_xla``, as with ``farcall run --xla``.
+        job: number of processes, and their meeting place.
+        target: a script, or with ``module`` the name of a module.
+        arguments: arguments of the program.
+        module: whether to run it like ``python -m``.
+        lend_names: whether ``torch.distributed.rpc`` means farcall, as with ``farcall run``.
+        xla: whether libraries find ``torch_xla``, as with ``farcall run --xla``.
 
     Returns:
-        The exit status: 0 if all processes succeeded, else that of the one that failed first; 128 and the
-        signal's number if a signal ended it.
+        The exit status: 0 if all processes succeeded, otherwise that of the one that failed first; 128 plus
+            the signal's number if a signal ended it.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // job.workers)))
 
@@ -88,13 +88,15 @@ def launch(
     status = _sum_up(job, end)
     if end.failure is not None:
         watch.explain(end.failure)
-    if not group.let_go:  # a thread waits in C++ for a store that does not answer: Python's end would abort
+    if (
+        not group.let_go
+    ):  # a thread waits in C++ for a store that does not answer: Python's shutdown would abort
         os._exit(status)
     return status
 
 
 def _wait_for_output(output: Output, news: queue.SimpleQueue[Any]) -> None:
-    """Until all has been written; a signal ends that, since nobody may be reading."""
+    """Wait until all output has been written; a signal ends the wait, since the reader may be gone."""
     while not output.closed.wait(_LOOK_SECONDS):
         while not news.empty():
             if news.get() in ENDING:
@@ -108,7 +110,7 @@ def _sum_up(job: Job, end: Order) -> int:
 
 
 class _OnTerminal(logging.Handler):
-    """What the rendezvous logs, as lines of the launcher's own."""
+    """Log lines of the rendezvous, as lines of the launcher's own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())

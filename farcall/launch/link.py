@@ -1,10 +1,10 @@
-"""What the launchers of a job tell each other, through the store in which their workers meet, too.
+"""Messages between the launchers of a job, through the store in which their workers meet, too.
 
-The launcher on the machine at ``--rdzv`` serves the store and is the coordinator. It writes there who it is,
-the launchers by rank, its orders, and that it lives. The others write that they have come, their reports, and
-that they live. Each looks several times a second, on a thread of its own; none waits in the store.
+The launcher on the machine at ``--rdzv`` serves the store and is the coordinator. It writes its identity, the
+launchers by rank, its orders, and its heartbeat there. The others write their arrival, their reports, and
+their heartbeats. Each reads several times a second, on a thread of its own; none blocks in the store.
 
-With a token in the environment, records are sealed with it, so that no one else gives orders.
+With a token in the environment, records are sealed with it, so that no other process can give orders.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rpc.errors import RpcError
 from rpc.group.authentication import ForeignRecordError
 from rpc.group.handshake import legible
 from rpc.options import AgentOptions
-from rpc.rendezvous.address import is_loopback
+from rpc.rendezvous.address import loopback_remark
 from rpc.rendezvous.init_method import ServedTCPStore, open_store
 from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, StoreWait
 from rpc.rendezvous.token import WAYS, Credential, find_credential
@@ -49,23 +49,23 @@ __all__ = ["Link", "Lost", "Plan"]
 _LOOK_SECONDS: Final = 0.2
 _BEAT_SECONDS: Final = 1.0
 _MARGIN_SECONDS: Final = 2 * SILENT_SECONDS
-"""Time that a launcher has to stop, beyond its workers' grace."""
+"""Time in seconds that a launcher has to stop, beyond its workers' grace period."""
 
 
 class Lost(Exception):
-    """This launcher has no part in the job, or no longer; says why."""
+    """This launcher has no part in the job, or no longer; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the workers of this machine have their place.
+    """The place of this machine's workers in the job.
 
     Attributes:
         me: this launcher.
         world_size: number of workers on all machines.
         nodes: number of machines.
         place: HOST:PORT of the store.
-        job_id: name of the job for those who observe it: the same on all machines, and another for each job.
+        job_id: name of the job for observers: the same on all machines, and different for each job.
     """
 
     me: Launcher
@@ -76,11 +76,11 @@ class Plan:
 
 
 class Link:
-    """One launcher's part in what they tell each other.
+    """One launcher's end of the messages.
 
     Args:
         job: the job.
-        news: gets the ``Plan``, then each ``Order``; and ``Lost`` if this launcher has no part any more.
+        news: receives the ``Plan``, then each ``Order``; and ``Lost`` if this launcher has no part any more.
     """
 
     def __init__(self, job: Job, news: queue.SimpleQueue[Any]) -> None:
@@ -98,14 +98,14 @@ class Link:
         self._thread.start()
 
     def report(self, report: Report) -> None:
-        """Tell the coordinator. From any thread."""
+        """Report to the coordinator. From any thread."""
         self._report = report
         self._wake.set()
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the store has not answered for long, which may be so without an error. To be looked at
-        again and again, by one thread.
+        """Whether the store has not answered for long, which may happen without an error. To be called
+        repeatedly, by one thread.
         """
         seconds = self._quiet.look(self._exchanged_at)
         return self.is_placed and not self.is_over and seconds > SILENT_SECONDS
@@ -117,11 +117,11 @@ class Link:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to tell or to hear."""
+        """Whether there is nothing more to send or to receive."""
         return self._over.is_set()
 
     def close(self, seconds: float) -> bool:
-        """Tell and hear nothing more.
+        """Send and receive nothing more.
 
         Returns:
             Whether no thread uses the store any more.
@@ -223,7 +223,9 @@ class Link:
     def _meet(
         self, store: SharedStore, board: SharedStore, me: Launcher, others: dict[int, Heard]
     ) -> tuple[tuple[Launcher, ...], str]:
-        """The launchers that make up the job, placed; or those that have come and why they are none."""
+        """Return the launchers that make up the job, placed; or those that have come and the reason why they
+        are no job.
+        """
         job, notices = self._job, Notices()
         came, arrivals, since = {me.index: me}, 0, 0.0
         while True:
@@ -243,22 +245,24 @@ class Link:
             launchers, refusal = placed(list(came.values()))
             if len(came) >= job.nodes and not refusal:
                 return launchers, ""
-            if refusal and time.monotonic() - since > SILENT_SECONDS:  # none of them has left, so all mean it
+            if (
+                refusal and time.monotonic() - since > SILENT_SECONDS
+            ):  # none of them has left, so all of them take part
                 return tuple(came.values()), refusal
             there = f"so far there is {', '.join(map(str, came.values()))}"
             doctor = f"farcall doctor --meet {job.rdzv}"
             if notices.due():
                 say(
                     f"waiting at {job.rdzv} for {job.nodes} launchers for {notices.waited}; {there}. If all "
-                    f"have been started, `{doctor}` on two machines says what is in the way"
-                    f"{_warning(job.rdzv)}"
+                    f"have been started, `{doctor}` on two machines says what is in the way."
+                    f"{loopback_remark(_host(job.rdzv))}"
                 )
             if not self._waiting.pause(_LOOK_SECONDS):
                 missing = f"not all {job.nodes} launchers have come to {job.rdzv} within {job.timeout:g} s"
-                return tuple(came.values()), f"{missing}: {there}{_warning(job.rdzv)}"
+                return tuple(came.values()), f"{missing}: {there}.{loopback_remark(_host(job.rdzv))}"
 
     def _tell_of_refused(self, store: SharedStore) -> None:
-        """Say that a launcher has been here that is not of this job, as it has noted itself."""
+        """Log a launcher that has come and is not of this job, as it has noted itself."""
         try:
             note = store.get("refused") or b""
         except ForeignRecordError as error:
@@ -269,10 +273,10 @@ class Link:
             say(f"a launcher has come to {self._job.rdzv} and was refused: {why}")
 
     def _follow(self, store: SharedStore, me: Launcher) -> bool:
-        """Do as ordered, until this launcher has left.
+        """Follow the orders, until this launcher has left.
 
         Returns:
-            False if there is no coordinator, or it is just ending.
+            False if there is no coordinator, or it is about to end.
         """
         packed = store.get("coordinator")
         if packed is None:
@@ -324,7 +328,7 @@ class Link:
             self._wake.clear()
 
     def _takes_its_place(self, store: SharedStore, board: SharedStore, me: Launcher, order: Order) -> bool:
-        """Look where this launcher's place is; False: the job that is there is just ending."""
+        """Find the place of this launcher; false if the job at the store is about to end."""
         launchers = [Launcher(**each) for each in json.loads(board.get("plan") or b"[]")]
         if not any(each.index == me.index for each in launchers):
             if order.kind is Kind.END:
@@ -336,7 +340,7 @@ class Link:
         return True
 
     def _refuse(self, store: SharedStore, reason: str) -> NoReturn:
-        """This launcher is not of the job at the store; the coordinator there is told so, too."""
+        """Refuse: this launcher is not of the job at the store, and notifies the coordinator there."""
         store.set("refused", reason.encode())
         raise Lost(f"refused at {self._job.rdzv}: {reason}")
 
@@ -348,15 +352,5 @@ def _plan(me: Launcher, launchers: Sequence[Launcher], place: str) -> Plan:
     return Plan(mine, sum(each.workers for each in launchers), len(launchers), place, name)
 
 
-def _warning(place: str) -> str:
-    """For the end of a line, where the name of the meeting place means this machine on each machine."""
-    host = place.rpartition(":")[0]
-    if is_loopback(host):
-        return f". Other machines cannot come to {host}, which is on each machine itself"
-    try:
-        address = socket.getaddrinfo(host, None)[0][4][0]
-    except OSError:
-        return ""
-    if not is_loopback(str(address)):
-        return ""
-    return f". Here {host} means {address}; if it does on another machine, too, each waits for itself"
+def _host(place: str) -> str:
+    return place.rpartition(":")[0].strip("[]")

@@ -11,12 +11,12 @@ from farcall.launch.rounds import SILENT_SECONDS, State
 __all__ = ["Heard", "Quiet"]
 
 _LONGEST_LOOK_SECONDS: Final = 1.0
-"""Maximum time between two looks that counts."""
+"""Maximum time in seconds between two looks that counts as silence."""
 
 
 class Quiet:
-    """For how long a value has stayed the same, in seconds of looking at it: a process that was stopped for a
-    while (Ctrl-Z) has not looked. For one thread.
+    """Time in seconds for which a value has stayed the same, as far as it was read: a process that was
+    stopped for a while (Ctrl-Z) has not read it. For one thread.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Quiet:
         self.seconds = 0.0
 
     def look(self, value: object) -> float:
-        """Look at the value; returns those seconds."""
+        """Read the value; returns that time."""
         now = time.monotonic()
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_SECONDS), now
         self.seconds = self.seconds + passed if value == self._value else 0.0
@@ -34,7 +34,7 @@ class Quiet:
 
 
 class Heard:
-    """What another launcher says, and for how long it has said nothing."""
+    """The records of another launcher, and for how long it has written nothing."""
 
     def __init__(self) -> None:
         self.said: dict[str, Any] = {}
@@ -42,7 +42,7 @@ class Heard:
         self._quiet = Quiet()
 
     def hear(self, packed: bytes | None) -> None:
-        """Take in what it has written last."""
+        """Handle what it has written last."""
         if packed is not None:
             found = json.loads(packed)
             self.said, self._beat = found["said"], found["beat"]
@@ -50,11 +50,11 @@ class Heard:
 
     @property
     def has_left(self) -> bool:
-        """Whether it is gone, or going, before the job has begun."""
+        """Whether it is gone, or leaving, before the job has begun."""
         leaves = bool(self.said) and (self.said["leaves"] or self.said["state"] == State.LEFT)
         return bool(leaves) or self.silent_for > SILENT_SECONDS
 
     @property
     def silent_for(self) -> float:
-        """Seconds since its last sign of life."""
+        """Time in seconds since its last sign of life."""
         return self._quiet.seconds

@@ -1,8 +1,8 @@
 """The output of a launcher's workers: each line on the terminal, with its rank before it, and in files.
 
-One thread reads all pipes. It writes whole lines, at once, so that a reader of the launcher's own output sees
-them when they come. A process that ends may leave others behind that keep its pipe open: what is in the pipe
-by then is read, and its end is not waited for.
+One thread reads all pipes. It writes whole lines at once, so that a reader of the launcher's own output sees
+them immediately. A process that ends may leave children that keep its pipe open: what is in the pipe by then
+is read, and its end is not awaited.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["Output"]
 _READ_BYTES: Final = 1 << 16
 
 _LINE_BYTES: Final = 1 << 20
-"""Maximum length of a line; a longer one is written in parts."""
+"""Maximum length of a line in bytes; a longer one is written in parts."""
 
 _PIPE_BYTES: Final = 1 << 20
-"""Maximum size of a pipe that a process sets without privileges: no more can be left in one."""
+"""Maximum size in bytes of a pipe that a process sets without privileges, and so of what is left in one."""
 
 _STREAMS: Final = {1: "standard output", 2: "standard error"}
 
 
 class _Stream:
-    """One stream of a process, on its way to the terminal and to a file."""
+    """One stream of a process, written to the terminal and to a file."""
 
     def __init__(self, pipe: int, target: int, prefix: bytes, log: IO[bytes] | None) -> None:
         self.pipe = pipe
@@ -42,7 +42,7 @@ class _Stream:
         self.rest = b""
 
     def take(self, read: bytes) -> bytes:
-        """The whole lines that there are now, each with its prefix."""
+        """Return the whole lines that have arrived, each with its prefix."""
         *lines, self.rest = (self.rest + read).split(b"\n")
         if self.rest and (not read or len(self.rest) > _LINE_BYTES):
             lines.append(self.rest)
@@ -63,10 +63,10 @@ class _Stream:
 
 
 class Output:
-    """Reads what processes print. Any thread may call.
+    """Reads what processes print. From any thread.
 
     Args:
-        folder: for a file for each rank; None: there are none.
+        folder: folder for a file for each rank; None for no files.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -88,7 +88,7 @@ class Output:
         return None if self._folder is None else self._folder / f"rank{rank}.log"
 
     def follow(self, rank: int, process: subprocess.Popen[bytes]) -> tuple[int, ...]:
-        """Begin to read a process's streams; returns what ``ended`` is to be told."""
+        """Start to read a process's streams; returns the argument for ``ended``."""
         file = self.log_file(rank)
         log = None if file is None else open(file, "ab", buffering=0)  # noqa: SIM115
         pipes = []
@@ -101,12 +101,14 @@ class Output:
         return tuple(pipes)
 
     def ended(self, pipes: tuple[int, ...]) -> None:
-        """The process of these pipes has ended: read what it has left in them, and no more."""
+        """Read what a process that has ended has left in its pipes, and no more."""
         for pipe in pipes:
             self._order(pipe)
 
     def close(self) -> None:
-        """All processes have ended. ``closed`` is set when everything has been written."""
+        """End the reading, since all processes have ended. ``closed`` is set when everything has been
+        written.
+        """
         self._order(None)
 
     def _order(self, order: _Stream | int | None) -> None:
@@ -136,7 +138,7 @@ class Output:
                     self._forget(streams, order)
 
     def _read(self, stream: _Stream) -> int | None:
-        """Hand on what is there; returns its length: 0 for nothing just now, None for the end."""
+        """Write what has arrived; returns its length: 0 for nothing just now, None for the end."""
         try:
             read = os.read(stream.pipe, _READ_BYTES)
         except BlockingIOError:
@@ -153,7 +155,7 @@ class Output:
         os.close(pipe)
 
     def _write(self, target: int, text: bytes) -> None:
-        """Not through ``sys.stdout``: this thread may still be in here when Python ends."""
+        """Write, not through ``sys.stdout``, whose lock this thread may still hold when Python ends."""
         while text and target not in self._lost:
             try:
                 text = text[os.write(target, text) :]

@@ -10,7 +10,7 @@ from typing import Final
 __all__ = ["PageProcess"]
 
 _END_SECONDS: Final = 5.0
-"""Time that the process has to end, in seconds."""
+"""Time in seconds that the process has to end."""
 
 
 class PageProcess:
@@ -37,7 +37,7 @@ class PageProcess:
         )
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.terminate()
         try:
             self._process.wait(_END_SECONDS)

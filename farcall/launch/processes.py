@@ -1,8 +1,8 @@
-"""The worker processes of one machine: their start, the signals they get, and their end.
+"""The worker processes of one machine: their start, the signals that they get, and their end.
 
 Each leads a process group of its own. Signals that end it, and those that are passed on, go to the worker
 alone, so that a program that saves its state keeps its helpers meanwhile. When the worker has ended, or its
-time is over, what is left of its group is killed.
+time is over, the rest of its group is killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Guard", "WorkerProcess", "WorkerProcesses"]
 
 
 class Guard:
-    """The process that ends the workers if this one is killed. (``guard.py`` says how.)"""
+    """The process that ends the workers if this one is killed. (``guard.py`` describes it.)"""
 
     def __init__(self, grace: float) -> None:
         command = [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), str(grace)]
@@ -40,34 +40,34 @@ class Guard:
         )
 
     def tell(self, sign: str, pid: int) -> None:
-        """A worker has been started (``+``) or has ended (``-``)."""
+        """Report that a worker has been started (``+``) or has ended (``-``)."""
         assert self._process.stdin is not None
         try:
             os.write(self._process.stdin.fileno(), f"{sign}{pid}\n".encode())
-        except BrokenPipeError:  # somebody has killed it; workers are still ended by this process
+        except BrokenPipeError:  # it was killed; workers are still ended by this process
             return
 
     def close(self) -> None:
-        """There are no workers any more."""
+        """End it: there are no workers any more."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 class WorkerProcess:
-    """One worker: its process, or several one after the other if it is started again.
+    """One worker: its process, or several processes one after the other if it is restarted.
 
     Args:
         rank: rank in the job.
         command: the program to run, with its arguments.
-        folder: for the record of its failure.
-        output: reads its streams. Without a guard they go to the output's file instead, since the worker is
-            to live on if this process is killed.
-        guard: ends it if this process is killed; None: nobody does.
+        folder: folder for the record of its failure.
+        output: reads its streams. Without a guard they go to the output's file instead, since the worker must
+            survive if this process is killed.
+        guard: ends it if this process is killed; None if it must survive.
         host: name of this machine, for its failures; "" if there is only one.
 
     Attributes:
-        failure: how its last process failed; None if it runs, or has succeeded.
+        failure: failure of its last process; None if it runs, or has succeeded.
         starts: number of its processes so far.
     """
 
@@ -113,7 +113,7 @@ class WorkerProcess:
         self._record = self._folder / f"rank{self.rank}-{self.starts}.json"
         file = self._output.log_file(self.rank)
         if file is not None and self.starts > 1:
-            # If the disk is full, the thread that writes the output says so.
+            # If the disk is full, the thread that writes the output logs it.
             with contextlib.suppress(OSError), open(file, "a") as log:
                 log.write(f"farcall: start {self.starts} of rank {self.rank}\n")
         with contextlib.ExitStack() as opened:
@@ -132,7 +132,7 @@ class WorkerProcess:
         self._pipes = self._output.follow(self.rank, self._process) if target == subprocess.PIPE else ()
 
     def poll(self) -> bool:
-        """Whether its process has ended since the last call; if not with success, ``failure`` says how."""
+        """Whether its process has ended since the last call; ``failure`` has the reason if it failed."""
         if self._process is None or (status := self._process.poll()) is None:
             return False
         pid, self._process = self._process.pid, None
@@ -151,12 +151,12 @@ class WorkerProcess:
             self._process.send_signal(number)
 
     def end(self, number: int) -> None:
-        """Send the signal that is to end it; once it has ended, what is left of its group is killed."""
+        """Send the signal that ends it; once it has ended, the rest of its group is killed."""
         self._is_ending = True
         self.send(number)
 
     def kill(self) -> None:
-        """Kill its process, and those that this has started and that are in its group."""
+        """Kill its process, and all others in its group."""
         self._is_ending = True
         if self._process is not None:
             _kill_group(self._process.pid)
@@ -168,11 +168,11 @@ def _kill_group(leader: int) -> None:
 
 
 class WorkerProcesses:
-    """The workers of this machine, and how far they are on the way to their end. For one thread.
+    """The workers of this machine, and the progress of their end. For one thread.
 
     Args:
         workers: the workers, by rank.
-        grace: seconds from the signal that ends a worker to SIGKILL.
+        grace: time in seconds from the signal that ends a worker to SIGKILL.
     """
 
     def __init__(self, workers: Sequence[WorkerProcess], grace: float) -> None:
@@ -186,7 +186,7 @@ class WorkerProcesses:
         """Start all workers; none runs.
 
         Args:
-            environments: by rank.
+            environments: environment variables by rank.
         """
         self._ended_by, self._kill_at = 0, math.inf
         for worker in self._workers:
@@ -199,7 +199,7 @@ class WorkerProcesses:
 
     @property
     def failures(self) -> list[Failure]:
-        """How workers have failed since they were started."""
+        """Failures of workers since they were started."""
         return [worker.failure for worker in self._workers if worker.failure is not None]
 
     @property
@@ -208,8 +208,8 @@ class WorkerProcesses:
         return bool(self.failures) and all(failure.wants_requeue for failure in self.failures)
 
     def poll(self) -> list[WorkerProcess]:
-        """The workers that have ended since the last call. Those that are to end and do not are killed when
-        their time is over.
+        """Return the workers that have ended since the last call. Those that do not end in time are
+        killed.
         """
         ended = [worker for worker in self._workers if worker.poll()]
         if self._ended_by and self.running:
@@ -233,7 +233,7 @@ class WorkerProcesses:
             worker.send(number)
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Have all end that run, the first time that this is called after their start."""
+        """End all that run, the first time that this is called after their start."""
         if not self._ended_by:
             self._ended_by, self._kill_at = number, time.monotonic() + self._grace
             self._notices = Notices()

@@ -1,7 +1,7 @@
-"""Runs a Python program in this process, as ``python`` itself would, if asked with ``farcall.compat``.
+"""Runs a Python program in this process, like ``python`` itself, on request with ``farcall.compat``.
 
-The program becomes ``__main__`` and stays it: its functions pickle as ``__main__.name``, and threads that are
-left when it ends, and exit handlers, still find its names. (``runpy`` would take the module away.) Child
+The program becomes ``__main__`` and remains it: its functions pickle as ``__main__.name``, and threads that
+are left when it ends, and exit handlers, still find its names. (``runpy`` would remove the module.) Child
 processes that it starts with ``multiprocessing``'s spawn or forkserver get ``farcall.compat`` as well.
 """
 
@@ -31,7 +31,7 @@ from rpc.runtime.process_one import end_at_sigterm
 __all__ = ["run_module", "run_script"]
 
 OnError = Callable[[Exception], object]
-"""Gets what the program has raised."""
+"""Receives the exception that the program has raised."""
 
 
 def run_script(
@@ -45,17 +45,17 @@ def run_script(
     """Run a file, or a folder or zip file that has a ``__main__.py``: ``python PATH ARGUMENTS``.
 
     Args:
-        path: of the program.
-        arguments: what it finds in ``sys.argv`` after its path.
-        lend_names: install ``farcall.compat`` before it runs.
-        xla: lend ``torch_xla`` from the beginning, as if the program imported it at its top.
-        on_error: gets what it raises, before that is printed.
+        path: path of the program.
+        arguments: content of ``sys.argv`` after its path.
+        lend_names: whether to install ``farcall.compat`` before it runs.
+        xla: whether to lend ``torch_xla`` from the beginning, as if the program imported it at its top.
+        on_error: receives the exception that it raises, before that is printed.
 
     Returns:
         The exit status: 0, or 1 after an error, which has been printed.
 
     Raises:
-        SystemExit: the program's own, or 2 because there is no such program.
+        SystemExit: raised by the program, or 2 because there is no such program.
     """
     if not os.path.exists(path):
         _give_up(f"can't open file {os.path.abspath(path)!r}: no such file")
@@ -83,15 +83,15 @@ def run_module(
     """Run a module, or a package's ``__main__``: ``python -m NAME ARGUMENTS``.
 
     Args:
-        name: as it would be imported.
-        arguments: what it finds in ``sys.argv`` after its path.
+        name: name of the module, as it would be imported.
+        arguments: content of ``sys.argv`` after its path.
         lend_names, xla, on_error: as for ``run_script``.
 
     Returns:
         The exit status: 0, or 1 after an error, which has been printed.
 
     Raises:
-        SystemExit: the program's own, or 2 because there is no such program.
+        SystemExit: raised by the program, or 2 because there is no such program.
     """
     _prepare(os.getcwd(), name, lend_names, xla)
     sys.argv[:] = ["-m", *arguments]  # what packages see that are imported on the way
@@ -108,7 +108,7 @@ def run_module(
 
 
 def _prepare(folder: str, program: str, lend_names: bool, xla: bool) -> None:
-    """What must be done before the first line of a program's code, also that of its packages, is run."""
+    """Prepare this process before the first line of a program's code, or of its packages, is run."""
     end_at_sigterm()
     if lend_names:
         compat.install(xla)
@@ -168,7 +168,7 @@ def _run(
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the program's first line on; none, if it does not compile."""
+    """Return a traceback from the program's first line on; none, if it does not compile."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
         trace = trace.tb_next
     return trace
@@ -187,8 +187,8 @@ class _InstallOnArrival:
 
 
 def _install(xla: bool) -> None:
-    """Install in a child what its parent has. As a function of this module, since its import says nothing of
-    modules that our packages hide: the parent has said it.
+    """Install in a child what its parent has. A function of this module, since its import does not warn of
+    modules that our packages hide: the parent has done so.
     """
     compat.install(xla)
 
@@ -197,7 +197,9 @@ _get_preparation_data: Final = spawn.get_preparation_data
 
 
 def _install_in_children() -> None:
-    """Make what ``multiprocessing`` sends to a new child, and the child unpickles first, install compat."""
+    """Make ``multiprocessing`` send an object to new children that installs compat when they unpickle it,
+    first.
+    """
 
     def get_preparation_data(name: str) -> dict[str, Any]:
         return {"farcall_compat": _InstallOnArrival(), **_get_preparation_data(name)}

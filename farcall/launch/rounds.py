@@ -1,4 +1,4 @@
-"""When the workers of a job run, stop, start again and end, on all machines: plain data and pure functions.
+"""When the workers of a job run, stop, restart and end, on all machines: plain data and pure functions.
 
 The launchers of a job meet in a store, which one of them serves, the *coordinator*. Each launcher reports on
 its own workers; the coordinator gives the orders, which all follow::
@@ -15,10 +15,10 @@ END      all are DONE; no restart is left; a worker is       LEFT
          not stop
 =======  ==================================================  ====================================
 
-*It ends.* The job does not wait for a launcher that is silent, or that follows STOP or END too late. A
-launcher that hears nothing of the coordinator ends its workers. RUN alone has no limit; it is over as soon as
-one worker fails, whatever others have returned: a launcher that is DONE waits for the rest, and runs its
-workers again if it is ordered to.
+*The job ends.* It does not wait for a launcher that is silent, or that follows STOP or END too late. A
+launcher that receives nothing from the coordinator ends its workers. RUN alone has no limit; it is over as
+soon as one worker fails, whatever the others have returned: a launcher that is DONE waits for the rest, and
+runs its workers again if it is ordered to.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from farcall.launch.failures import Failure
 __all__ = ["SILENT_SECONDS", "Coordinator", "Kind", "Launcher", "Order", "Report", "State", "placed"]
 
 SILENT_SECONDS: Final = 10.0
-"""How long a launcher may not be heard of before it counts as gone."""
+"""Time in seconds without a sign of life after which a launcher counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Launcher:
     """One launcher of the job.
 
     Attributes:
-        index: its place in the order of arrivals; the coordinator's is 0.
-        nodes: how many launchers it expects.
+        index: index in the order of arrivals; the coordinator's is 0.
+        nodes: number of launchers that it expects.
         workers: number of its workers.
         host: name of its machine.
-        pid: its process.
+        pid: process number.
         node_rank: rank of its machine; None until it is known.
         first_rank: rank of its first worker, once placed.
     """
@@ -64,19 +64,20 @@ class Launcher:
         return f"the launcher on {self.host} ({rank}process {self.pid})"
 
     def pack(self) -> bytes:
-        """As a record for the store."""
+        """Return a record for the store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def unpack(cls, packed: bytes) -> Launcher:
-        """The reverse of ``pack``."""
+        """Parse a record."""
         return cls(**json.loads(packed))
 
 
 def placed(launchers: Sequence[Launcher]) -> tuple[tuple[Launcher, ...], str]:
-    """The launchers by node rank, each with its ranks; or why they cannot be one job, else "".
+    """Assign ranks to the launchers; returns them by node rank, and the reason why they cannot be one job, or
+    "".
 
-    The coordinator has node rank 0. Where no ranks were given, the order of arrivals counts.
+    The coordinator has node rank 0. If no ranks were given, the order of arrivals is used.
     """
     given = [each for each in launchers if each.node_rank is not None]
     if given and len(given) < len(launchers):
@@ -97,7 +98,7 @@ def placed(launchers: Sequence[Launcher]) -> tuple[tuple[Launcher, ...], str]:
 
 
 class State(enum.StrEnum):
-    """What a launcher says of its workers."""
+    """State of a launcher's workers."""
 
     WAITING = "waiting"  # they have not been started
     RUNNING = "running"
@@ -109,14 +110,14 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a launcher says.
+    """A report of a launcher.
 
     Attributes:
-        state: of its workers.
+        state: state of its workers.
         round: the round that this is about.
-        failures: of its workers in this round.
-        leaves: why it is leaving by itself; "" if it is not.
-        status: the job's exit status then.
+        failures: failures of its workers in this round.
+        leaves: reason why it is leaving by itself; "" if it is not.
+        status: exit status of the job in that case.
     """
 
     state: State
@@ -126,18 +127,18 @@ class Report:
     status: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """For the store."""
+        """Return it as values for the store."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Report:
-        """The reverse of ``to_json``."""
+        """Parse the result of ``to_json``."""
         failures = tuple(Failure(**each) for each in found["failures"])
         return cls(**found | {"state": State(found["state"]), "failures": failures})
 
 
 class Kind(enum.StrEnum):
-    """What is to be done."""
+    """Kind of an order."""
 
     RUN = "run"
     STOP = "stop"
@@ -146,14 +147,14 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What all launchers are to do.
+    """An order to all launchers.
 
     Attributes:
         kind: whether workers run, stop, or end for good.
-        round: the round that is to run, or to stop.
-        failure: the failure that has led to it: in STOP the first that was heard of, in END the cause.
-        reason: what else has led to END; "" if nothing has.
-        status: the job's exit status, in END.
+        round: the round that must run, or stop.
+        failure: the failure that has led to it: in STOP the first that was reported, in END the cause.
+        reason: another reason for END; "" if there is none.
+        status: exit status of the job, in END.
     """
 
     kind: Kind
@@ -163,12 +164,12 @@ class Order:
     status: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """For the store."""
+        """Return it as values for the store."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Order:
-        """The reverse of ``to_json``."""
+        """Parse the result of ``to_json``."""
         failure = Failure(**found["failure"]) if found["failure"] else None
         return cls(**found | {"kind": Kind(found["kind"]), "failure": failure})
 
@@ -178,8 +179,8 @@ class Coordinator:
 
     Args:
         launchers: all that take part, by node rank.
-        restarts: how often all workers may be started again.
-        stop_seconds: how long a launcher may take to end its workers.
+        restarts: maximum number of restarts of all workers.
+        stop_seconds: time in seconds that a launcher may take to end its workers.
     """
 
     def __init__(self, launchers: Sequence[Launcher], restarts: int, stop_seconds: float) -> None:
@@ -190,12 +191,12 @@ class Coordinator:
         self.order = Order(Kind.RUN)
 
     def step(self, reports: Mapping[int, Report], silent: Mapping[int, float], now: float) -> bool:
-        """Give the next order, if it is time for one.
+        """Give the next order, if it is due.
 
         Args:
             reports: the last report of each launcher, by its index.
-            silent: for how many seconds each has not been heard of.
-            now: the time, on a monotonic clock.
+            silent: time in seconds for which each has been silent.
+            now: time, on a monotonic clock.
 
         Returns:
             Whether the job is over: after END, there is no launcher to wait for.

@@ -1,9 +1,9 @@
-"""The signals that a launcher receives: those that end the job, those for its workers, and one that
-asks what they do.
+"""The signals that a launcher receives: those that end the job, those for its workers, and one that asks what
+they do.
 
-The handler only puts a signal where the launcher looks for news, so that none is lost or comes between two
+The handler only puts a signal into the launcher's queue of news, so that none is lost or comes between two
 steps. Because there is a handler, the launcher also reacts as process 1 of a container, for which the kernel
-discards signals that have none.
+discards signals without one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PASSED_ON: Final = (
     signal.SIGCONT,
     *(range(signal.SIGRTMIN, signal.SIGRTMAX + 1) if hasattr(signal, "SIGRTMIN") else ()),
 )
-"""Signals that are only passed on: what a scheduler can be asked to send."""
+"""Signals that are only passed on, which a scheduler can be asked to send."""
 
 
 @contextlib.contextmanager
 def received_in(news: queue.SimpleQueue[Any]) -> Iterator[None]:
-    """Put the number of each signal that comes into a queue. For the main thread.
+    """Put the number of each received signal into a queue. For the main thread.
 
-    A signal that is ignored, as SIGHUP under ``nohup``, stays so.
+    A signal that is ignored, such as SIGHUP under ``nohup``, stays ignored.
     """
 
     def receive(number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""All processes of a job are one unit: when one fails, all end, and perhaps start again, on all machines."""
+"""All processes of a job as one unit: when one fails, all end, and perhaps restart, on all machines."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class StaticGroup:
     Args:
         job: the job.
         make: makes the worker of a rank, on a machine with a name ("" if there is only one).
-        news: gets the numbers of signals.
-        watch: sees what the workers wait for.
+        news: receives the numbers of signals.
+        watch: observes what the workers wait for.
 
     Attributes:
         let_go: whether no thread uses the store any more, once it has run.
@@ -61,8 +61,8 @@ class StaticGroup:
         self._watch = watch
 
     def run(self) -> Order:
-        """Run until the job has ended; returns how. No process is left, and no other launcher waits for this
-        one.
+        """Run until the job has ended; returns the last order. No process is left, and no other launcher
+        waits for this one.
         """
         try:
             while self._end is None or self._workers.running:
@@ -113,7 +113,7 @@ class StaticGroup:
             self._workers.kill()
 
     def _ended_here(self, remark: str = "") -> str:
-        """What becomes of the workers that run, for the end of a line."""
+        """Return what happens to the workers that run, for the end of a line."""
         running = self._workers.running
         return f"; {name_ranks(running)} still run here and are ended{remark}" if running else ""
 
@@ -194,8 +194,8 @@ class StaticGroup:
         self._link.report(Report(state, self._round, failures, self._leaves, status))
 
     def _wait_for_other_launchers(self) -> None:
-        """Until they know that this one ends. The coordinator also waits for their end, while it serves the
-        store.
+        """Wait until the other launchers know that this one ends. The coordinator also waits for their end,
+        while it serves the store.
         """
         notices, until = Notices(), time.monotonic() + _JOIN_SECONDS
         while not self._link.is_over and not self._link.is_stuck:
@@ -212,7 +212,7 @@ class StaticGroup:
 
 
 def _environment(job: Job, plan: Plan, rank: int, restart: int) -> dict[str, str]:
-    """What a worker finds in its environment: as under torchrun."""
+    """Return the environment variables of a worker, as under torchrun."""
     host, _, port = plan.place.rpartition(":")
     local = rank - plan.me.first_rank
     return {

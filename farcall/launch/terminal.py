@@ -11,12 +11,12 @@ __all__ = ["name_ranks", "say"]
 
 def say(text: str) -> None:
     """Print one line to standard error, beside the lines of the workers."""
-    with contextlib.suppress(BrokenPipeError):  # nobody reads it any more; the job goes on
+    with contextlib.suppress(BrokenPipeError):  # nothing reads it any more; the job goes on
         print(f"farcall: {text}", file=sys.stderr, flush=True)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 0``, ``ranks 0 to 3`` or ``ranks 0, 2, 3``."""
+    """Return ``rank 0``, ``ranks 0 to 3`` or ``ranks 0, 2, 3``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):

@@ -1,7 +1,7 @@
-r"""A launcher's eye on its job: it says by itself what the workers wait for.
+r"""A launcher's observer of its job, which prints by itself what the workers wait for.
 
 A summary is printed when nothing has moved for a minute, again at growing intervals, and on SIGQUIT
-(``Ctrl-\``). When a worker fails, what the others waited for is noted before they are ended.
+(``Ctrl-\``). When a worker fails, the waits of the others are noted before they are ended.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from farcall.observe.analysis import Report, analyze
 from farcall.observe.jobs import JOB, find_job, jobs_folder
 from farcall.observe.launches import note_launch
 from farcall.observe.reader import read_job
-from farcall.observe.wait_graph import last_place
+from farcall.observe.silent_processes import last_place
 from farcall.observe.words import in_words, waiting_in_words
 
 __all__ = ["JobWatch"]
 
 _LOOK_SECONDS: Final = 5.0
 _STILL_SECONDS: Final = 60.0
-"""Time without movement after which the job is summed up, in seconds."""
+"""Time in seconds without movement after which a summary is printed."""
 
 _WIDTH: Final = 100
 
 
 class JobWatch:
-    """Watches one job. For one thread.
+    """Observes one job. For one thread.
 
     Args:
         job: the job.
-        program: what runs, for people.
+        program: name of the program, for people.
     """
 
     def __init__(self, job: Job, program: str) -> None:
@@ -55,7 +55,7 @@ class JobWatch:
         self._page: PageProcess | None = None
 
     def begin(self, job_id: str) -> None:
-        """The job has a name in the folder of all jobs."""
+        """Begin: the job has a name in the folder of all jobs."""
         self.id = job_id
         job = self._job
         log_dir = None if job.log_dir is None else str(Path(job.log_dir).absolute())
@@ -72,17 +72,17 @@ class JobWatch:
             self._page = PageProcess(job_id)
 
     def close(self) -> None:
-        """The job is over: end its page."""
+        """End the page: the job is over."""
         if self._page is not None:
             self._page.close()
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the workers are to find in their environment."""
+        """Environment variables for the workers."""
         return {JOB: self.id}
 
     def look(self) -> None:
-        """Sum the job up, if nothing has moved in it for long. To be called often."""
+        """Print a summary, if nothing has moved in the job for long. To be called often."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -96,7 +96,7 @@ class JobWatch:
             self._next = now + self._interval
 
     def sum_up(self) -> None:
-        """Sum the job up now."""
+        """Print a summary now."""
         report = self._report()
         if report is None:
             say("no worker has said yet what it does")
@@ -104,13 +104,15 @@ class JobWatch:
             self._say(report)
 
     def failed(self, failures: Sequence[Failure]) -> None:
-        """Workers have failed, and the others will be ended: note what all do. The first time counts."""
+        """Note what all workers do, since some have failed, and the others will be ended. Only the first call
+        counts.
+        """
         if failures and not self._noted:
             self._noted = True
             self._at_failure = self._report(min(failure.at for failure in failures))
 
     def restarted(self) -> None:
-        """All workers run again."""
+        """Record that all workers run again."""
         self._noted, self._at_failure = False, None
 
     def explain(self, failure: Failure) -> None:

@@ -1,4 +1,4 @@
-"""One process of ``farcall launch``: runs the program, and leaves behind what it raises.
+"""One process of ``farcall launch``: runs the program, and records the exception that it raises.
 
 ::
 
@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Run what the command line says; returns the exit status."""
+    """Run the command line; returns the exit status."""
     flags = set()
     arguments = sys.argv[1:]
     while arguments and arguments[0] in ("--lend-names", "--xla", "-m"):

@@ -1,4 +1,4 @@
-"""Why a job does not go on: cycles in the graph of waits, and what is at the end of its chains. Pure."""
+"""Why a job makes no progress: cycles in the graph of waits, and the ends of its chains. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from farcall.observe.state import JobState
-from farcall.observe.wait_graph import Graph, Key, Node, wait_graph
+from farcall.observe.wait_graph import wait_graph
+from farcall.observe.wait_nodes import Graph, Key, Node
 
 __all__ = ["Finding", "Report", "analyze"]
 
@@ -21,22 +22,22 @@ _RANK: Final = {
     "link": 4,
     "rendezvous": 5,
 }
-"""Kinds of findings that come first: the lower the number, the earlier."""
+"""Order of the kinds of findings: those with lower numbers come first."""
 
 _BY_THEMSELVES: Final = frozenset(("dead", "frozen", "traced", "stopped", "unreachable", "rendezvous"))
 """Kinds of nodes that are findings even if nothing is known to wait for them."""
 
 _USUAL: Final = frozenset(("shutdown", "left", "frozen out"))
-"""Kinds of nodes that wait as they should: until others are done."""
+"""Kinds of nodes that wait as intended, until others are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why something does not go on.
+    """A reason why something makes no progress.
 
     Attributes:
         kind: "cycle", or the kind of the node at the end of a chain.
-        text: the same in words.
+        text: description of the reason.
         nodes: the nodes of the cycle, or the one at the end.
         waiting: number of threads that wait for it, directly or through others.
     """
@@ -59,8 +60,8 @@ class Report:
     Attributes:
         job: its state.
         nodes: the nodes to show, in the order of the chains.
-        findings: why it does not go on, the most telling first.
-        all_nodes: all that there are.
+        findings: the reasons why it makes no progress, the most important first.
+        all_nodes: all nodes.
     """
 
     job: JobState
@@ -69,7 +70,7 @@ class Report:
     all_nodes: tuple[Node, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return it as values for JSON."""
         return {
             "job": self.job.id,
             "still_seconds": round(self.job.still, 1),
@@ -125,7 +126,7 @@ def analyze(job: JobState) -> Report:
 
 
 def _cycles(graph: Graph) -> list[list[Key]]:
-    """The shortest cycle of each strongly connected part of the graph."""
+    """Yield the shortest cycle of each strongly connected part of the graph."""
     found: list[list[Key]] = []
     seen: set[Key] = set()
     for key in sorted(graph.nodes):
@@ -139,7 +140,7 @@ def _cycles(graph: Graph) -> list[list[Key]]:
 
 
 def _cycle_through(graph: Graph, start: Key) -> list[Key] | None:
-    """The shortest way from a node back to it."""
+    """Return the shortest path from a node back to it."""
     ways: list[list[Key]] = [[start]]
     seen: set[Key] = set()
     while ways:
@@ -156,7 +157,7 @@ def _cycle_through(graph: Graph, start: Key) -> list[Key] | None:
 
 
 def _of_cycle(graph: Graph, cycle: list[Key]) -> Finding:
-    """The cycle in words, from the main thread of the lowest rank if that is part of it."""
+    """Describe a cycle, from the main thread of the lowest rank if that is part of it."""
     nodes = [graph.nodes[key] for key in cycle]
     first = min(nodes, key=lambda node: (node.thread != "MainThread", node.key))
     begin = nodes.index(first)
@@ -177,7 +178,7 @@ def _who(node: Node) -> str:
 
 
 def _ends(graph: Graph, waited: set[Key], in_cycle: set[Key]) -> Iterator[Node]:
-    """The nodes that wait for no other node, and for which others wait."""
+    """Yield the nodes that wait for no other node, and for which others wait."""
     found = False
     rest: list[Node] = []
     for node in graph.nodes.values():
@@ -194,7 +195,7 @@ def _ends(graph: Graph, waited: set[Key], in_cycle: set[Key]) -> Iterator[Node]:
 
 
 _CALLS_WITHOUT_END: Final = frozenset(("link", "call", "unanswered", "arriving", "postponed", "queued"))
-"""Kinds of calls whose callee shows no thread that runs them."""
+"""Kinds of calls whose callee has no thread that runs them."""
 
 
 def _of_end(graph: Graph, node: Node) -> Finding:
@@ -209,7 +210,7 @@ def _of_end(graph: Graph, node: Node) -> Finding:
 
 
 def _waiting_for(graph: Graph, ends: set[Key]) -> int:
-    """How many nodes wait for one of these, directly or through others."""
+    """Return the number of nodes that wait for one of these, directly or through others."""
     backwards: dict[Key, list[Key]] = {}
     for node in graph.nodes.values():
         for edge in node.edges:
@@ -227,7 +228,9 @@ def _waiting_for(graph: Graph, ends: set[Key]) -> int:
 
 
 def _in_order(graph: Graph, findings: Sequence[Finding], waited: set[Key]) -> Iterator[Node]:
-    """The nodes of the findings and all that wait for them: each chain from its beginning to its end."""
+    """Return the nodes of the findings and all that wait for them: each chain from its beginning to
+    its end.
+    """
     wanted = _leading_to(graph, {node.key for each in findings for node in each.nodes})
     shown: set[Key] = set()
     in_findings = {node.key for each in findings for node in each.nodes}

@@ -28,7 +28,7 @@ def _width() -> int:
 
 
 def _read(folder: Any, *, native: bool = False) -> Any:
-    """The state of a job, with its workers on other hosts as far as a worker here can ask them."""
+    """Return the state of a job, with its workers on other hosts if a worker here can ask them."""
     from farcall.observe.gathered import gather
     from farcall.observe.reader import read_job
 
@@ -91,7 +91,7 @@ def trace(job: str | None, seconds: float, output: str) -> int:
 def ps(job: str | None, everything: bool, as_json: bool) -> int:
     """List the workers of this user's jobs on this host.
 
-    OUT/s and IN/s count calls made and requests taken in; WAITS is the age of the oldest call or wait.
+    OUT/s and IN/s count calls made and requests received; WAITS is the age of the oldest call or wait.
     """
     from farcall.observe.figures import job_line, rows_of, table
     from farcall.observe.jobs import jobs, jobs_folder
@@ -121,7 +121,7 @@ def ps(job: str | None, everything: bool, as_json: bool) -> int:
 def top(job: str | None) -> int:
     """Watch the workers of a job, sorted by the column whose letter is pressed.
 
-    Where the output is no terminal, the table is printed once.
+    If the output is not a terminal, the table is printed once.
     """
     from farcall.observe.figures import job_line, rows_of, table
     from farcall.observe.reader import read_job
@@ -146,8 +146,8 @@ def top(job: str | None) -> int:
 def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, ...]) -> int:
     """Show the stacks of the threads of WORKERS, by name or rank; of all by default.
 
-    Those of a worker that is dead are from the last look at it. Those of one whose interpreter does not run
-    are written by its process without it.
+    The stacks of a dead worker are from the last look at it. A worker whose interpreter does not run writes
+    its stacks without it.
     """
     from farcall.observe.stacks import chosen, native_stack_lines, stack_lines
 

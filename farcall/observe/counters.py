@@ -1,8 +1,8 @@
-"""Counts what an agent does, for metrics: calls by function, bytes by transport, collectives, spans.
+"""Counters of an agent, for metrics: calls by function, bytes by transport, collectives, spans.
 
-An extension of agents, whose counts are a part of each snapshot. Nothing is counted per call or message until
-an endpoint has asked for it (order ``COUNT``), or ``FARCALL_METRICS=1`` is set: nobody listens to events.
-The number of names is bounded: what comes later counts as ``OTHERS``.
+An extension of agents, whose counts are a part of each snapshot. Calls and messages are not counted until an
+endpoint has requested it (order ``COUNT``), or ``FARCALL_METRICS=1`` is set: no subscriber exists for the
+events before. The number of names is bounded: later names count as ``OTHERS``.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from rpc.serialization.payload import EXCEPTION
 __all__ = ["BOUNDS", "COUNT", "EXTENSION", "OTHERS", "SWITCH", "Counters"]
 
 EXTENSION: Final = "counters"
-"""Name of the extension, and of the part of snapshots."""
+"""Name of the extension, and of its part of snapshots."""
 
 COUNT: Final = "count"
-"""Order to the workers of a job to count from now on."""
+"""Order to the workers of a job to start counting."""
 
 SWITCH: Final = "FARCALL_METRICS"
-"""Environment variable: "1" has a worker count from its start on."""
+"""Environment variable; with "1" a worker counts from its start on."""
 
 BOUNDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Upper bounds of the buckets of durations, in seconds; one more bucket has what is longer."""
+"""Upper bounds of the buckets of durations, in seconds; one more bucket has longer durations."""
 
 OTHERS: Final = "(others)"
 """Name of all functions, operations and spans beyond the maximum number."""
 
 _MAX_NAMES: Final = 40
-"""Maximum number of functions, of operations and of spans that are told apart."""
+"""Maximum number of functions, of operations and of spans that have counters of their own."""
 
 _MAX_NAME: Final = 120
 """Maximum length of a name, in characters."""
 
 _MAX_RUNNING: Final = 10_000
-"""Maximum number of requests whose begin is remembered."""
+"""Maximum number of requests whose beginning is remembered."""
 
 _MAX_PENDING: Final = 2000
 """Maximum number of collectives that have begun and not ended."""
@@ -83,7 +83,7 @@ class _Durations:
 
 
 class _Function:
-    """What is counted of one function."""
+    """Counters of one function."""
 
     __slots__ = ("durations", "outcomes")
 
@@ -100,7 +100,7 @@ class _Function:
 
 
 class _Sum:
-    """A number of operations, of those that have failed, their bytes and their seconds."""
+    """Number of operations, of failed ones, their bytes and their seconds."""
 
     __slots__ = ("count", "failed", "seconds", "size")
 
@@ -113,10 +113,10 @@ class _Sum:
 
 
 class Counters:
-    """The counts of one agent. From any thread; ``observed`` from one.
+    """The counters of one agent. From any thread; ``observed`` from one.
 
     Args:
-        agent: before it joins its group.
+        agent: agent that has not joined its group yet.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -142,7 +142,7 @@ class Counters:
         agent.lifecycle.hooks.closed.append(self.end)
 
     def begin(self) -> None:
-        """Count calls, messages, spans and collectives from now on. Does nothing the second time."""
+        """Count calls, messages, spans and collectives from now on. Idempotent."""
         with self._lock:
             if self._subscriptions is not None:
                 return
@@ -159,12 +159,12 @@ class Counters:
             self._subscriptions.enter_context(subscription)
 
     def end(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         if self._subscriptions is not None:
             self._subscriptions.close()
 
     def observed(self) -> dict[str, Any]:
-        """All counts, as plain values."""
+        """Return all counts, as plain values."""
         calls, messages = self._agent.calls, self._agent.messages
         peers = [each for each in self._agent.group.peers.all() if not each.is_self]
         self._note_connections()
@@ -224,7 +224,7 @@ class Counters:
         now = monotonic()
         with self._lock:
             self._queued.add(begun.queued)
-            if len(self._running) >= _MAX_RUNNING:  # some are answered in a way that no event tells
+            if len(self._running) >= _MAX_RUNNING:  # some requests are answered in a way that no event shows
                 self._running.pop(next(iter(self._running)))
             self._running[begun.source, begun.call_id] = name_of(begun.what), now
 
@@ -249,7 +249,7 @@ class Counters:
             self._received[transport] = self._received.get(transport, 0) + received.size
 
     def _transport_to(self, name: str) -> str:
-        """Scheme of the connection to a worker, or of the last one; "none" while there was none."""
+        """Return the scheme of the connection to a worker, or of the last one; "none" if there was none."""
         peer = self._peers.get(name)
         if peer is None or peer.lost is not None:
             self._peers = {each.name: each for each in self._agent.group.peers.all() if each.lost is None}
@@ -267,7 +267,7 @@ class Counters:
             each.seconds += span.ended - span.began
 
     def _take_collectives(self) -> None:
-        """Count the collectives that have ended since the last look: those that the flight recorder keeps."""
+        """Count the collectives of the flight recorder that have ended since the last call."""
         node = self._agent.extensions.get("spmd.node")
         if node is None:
             return
@@ -288,7 +288,7 @@ class Counters:
 
 
 def _entry(entries: dict[str, T], name: str, make: Callable[[], T]) -> T:
-    """The entry of a name, or of all further names where there are too many."""
+    """Return the entry of a name, or that of all further names if there are too many."""
     found = entries.get(name)
     if found is None:
         name = name[:_MAX_NAME] if len(entries) < _MAX_NAMES else OTHERS
@@ -299,7 +299,7 @@ def _entry(entries: dict[str, T], name: str, make: Callable[[], T]) -> T:
 
 
 def _outcome(error: BaseException | None, header: Mapping[str, Any] | None) -> str:
-    """How a call has ended, in one word."""
+    """Return how a call has ended, in one word."""
     match error:
         case None:
             return "failed" if header and EXCEPTION in header else "ok"

@@ -1,9 +1,9 @@
-"""The workers of a job on other hosts: what they have written there comes through workers of the job.
+"""The workers of a job on other hosts: their state is transferred between workers of the job.
 
 A command gives the order ``gather`` to one worker of this host. That worker asks one worker of each other
-host, over their authenticated connection; the answer has the state of all workers there, as read from the
-files of that host, also of those that are dead or whose interpreter hangs. It is left in the job's folder
-here. Nothing listens for any of this.
+host, over their authenticated connection. The answer has the state of all workers there, as read from the
+files of that host, also of those that are dead or whose interpreter hangs. It is written to the job's folder
+here. No port is opened for this.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SEND_SECONDS: Final = 5.0
 
 
 def host_key(peer: Peer) -> str:
-    """A short name for the host of a worker, the same at all its peers."""
+    """Return a short name for the host of a worker, the same at all its peers."""
     return job_id(peer.member.host)
 
 
@@ -46,8 +46,8 @@ class FarHosts:
     """One worker's part in it.
 
     Args:
-        observer: of this process.
-        agent: before it joins its group.
+        observer: observer of this process.
+        agent: agent that has not joined its group yet.
     """
 
     def __init__(self, observer: Observer, agent: Agent) -> None:
@@ -60,7 +60,7 @@ class FarHosts:
         observer.orders.on(ORDER, self._gather)
 
     def _gather(self, order: dict[str, Any]) -> None:
-        """Ask one worker of each other host; on the observing thread."""
+        """Ask one worker of each other host. On the observing thread."""
         if order.get("by") != os.getpid():
             return
         for peer in one_of_each_host(self._agent.group.peers.all()):
@@ -68,29 +68,29 @@ class FarHosts:
             self._agent.messages.control.post(peer, TOPIC, COUNT if order.get("count") is True else None)
 
     def _question(self, peer: Peer, body: object) -> None:
-        """On the loop's thread."""
+        """Handle a question. On the loop's thread."""
         if body == COUNT:
             self._observer.soon(self._count)
         self._observer.soon(lambda: self._answer(peer))
 
     def _count(self) -> None:
-        """Have the workers of this host count what they do; on the observing thread."""
+        """Make the workers of this host count. On the observing thread."""
         path = self._observer.path
         if path is not None:
             give_order(path.parent, COUNT)
 
     def _answer(self, peer: Peer) -> None:
-        """Send the state of all workers of this host; on the observing thread."""
+        """Send the state of all workers of this host. On the observing thread."""
         path = self._observer.path
         if path is None or peer.lost is not None:
             return
         packed = pack_states(read_job(JobFolder(path.parent.name, path.parent, 0.0, 0), gathered=False))
-        with contextlib.suppress(RpcError):  # it is gone, or takes nothing now
+        with contextlib.suppress(RpcError):  # it is gone, or accepts nothing now
             payload = Payload({}, [b"", packed])
             self._agent.messages.sender.send(peer, STATES, 0, payload, wait=_SEND_SECONDS)
 
     def _answered(self, peer: Peer, frame: Frame) -> None:
-        """On the loop's thread."""
+        """Handle an answer. On the loop's thread."""
         if peer not in self._asked:
             raise ProtocolError("the state of a host that was not asked for")
         self._asked.discard(peer)
@@ -99,7 +99,7 @@ class FarHosts:
             self._observer.soon(lambda: self._leave(peer, packed))
 
     def _leave(self, peer: Peer, packed: bytes) -> None:
-        """Put an answer into the folder of the job; on the observing thread."""
+        """Write an answer to the folder of the job. On the observing thread."""
         path = self._observer.path
         if path is not None:
             written = path.parent / f".{host_key(peer)}.{os.getpid()}"
@@ -110,7 +110,7 @@ class FarHosts:
 
 
 def one_of_each_host(peers: Iterable[Peer]) -> list[Peer]:
-    """One living worker of each host other than this, connected if there is such a one."""
+    """Return one living worker of each other host, a connected one if possible."""
     found: dict[str, Peer] = {}
     for peer in sorted(peers, key=lambda each: not each.connected):
         if not peer.near and not peer.is_self and peer.lost is None:

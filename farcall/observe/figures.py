@@ -1,4 +1,4 @@
-"""The figures of workers, for ``ps`` and ``top``: plain values, and the tables that show them."""
+"""Figures of workers, for ``ps`` and ``top``: plain values, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["COLUMNS", "Row", "row_of", "rows_of", "state_of", "table"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One worker.
+    """The figures of one worker.
 
     Attributes:
         state: see ``state_of``.
         share: CPU time used per second.
         memory: resident memory, in bytes.
-        calls, requests: made and taken in, per second.
+        calls, requests: calls made and requests received, per second.
         oldest: age of the oldest call that it waits for, in seconds.
     """
 
@@ -35,12 +35,12 @@ class Row:
     oldest: float
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return it as values for JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def state_of(worker: WorkerState) -> str:
-    """How a worker is, in one word."""
+    """Return the state of a worker, in one word."""
     if worker.has_left:
         return "left"
     if worker.is_dead:
@@ -55,10 +55,10 @@ def state_of(worker: WorkerState) -> str:
 
 
 def row_of(worker: WorkerState, earlier: WorkerState | None = None) -> Row:
-    """The figures of a worker.
+    """Return the figures of a worker.
 
     Args:
-        earlier: its state some time ago, for what is counted per second over that time.
+        earlier: an earlier state of it; rates are averages since then.
     """
     calls, requests = _rates(worker, earlier)
     lives = worker.process.alive is not False and not worker.has_left
@@ -89,7 +89,7 @@ def _rates(worker: WorkerState, earlier: WorkerState | None) -> tuple[float, flo
 
 
 def rows_of(job: JobState, earlier: JobState | None = None) -> list[Row]:
-    """The figures of all workers of a job."""
+    """Return the figures of all workers of a job."""
     before = {} if earlier is None else {(each.name, each.pid): each for each in earlier}
     return [row_of(each, before.get((each.name, each.pid))) for each in job]
 
@@ -116,7 +116,7 @@ def _age(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its title, how a row is shown there, by what it is sorted, and the key that does it."""
+    """A column: its title, how it shows a row, what it is sorted by, and the key that sorts by it."""
 
     title: str
     show: Callable[[Row], str]
@@ -140,7 +140,7 @@ COLUMNS: Final = (
 
 
 def table(rows: Sequence[Row], width: int) -> list[str]:
-    """The rows as lines of equal columns; long names are cut where the width is small."""
+    """Return the rows as lines of equal columns; long names are cut if the width is small."""
     cells = [
         [column.title for column in COLUMNS],
         *([column.show(row) for column in COLUMNS] for row in rows),
@@ -162,7 +162,7 @@ def table(rows: Sequence[Row], width: int) -> list[str]:
 
 
 def job_line(job: JobState) -> str:
-    """One line that names a job and says how it is."""
+    """Return a line that names a job and its state."""
     living = len(job.living)
     program = next((str(each.fact("program")) for each in job if each.fact("program")), "")
     state = f"{living} of {len(job.workers)} workers live" if job.workers else "no worker"
@@ -177,5 +177,5 @@ def _clock(at: float) -> str:
 
     try:
         return f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
-    except (ValueError, OverflowError, OSError):  # no time of this calendar
+    except (ValueError, OverflowError, OSError):  # not a time of this calendar
         return "?"

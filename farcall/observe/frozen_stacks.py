@@ -1,9 +1,10 @@
-"""Stacks of a process whose interpreter lock is held: written by ``faulthandler``, in C, on a signal.
+"""Stacks of a process whose interpreter lock is held, written by ``faulthandler``, in C, on a signal.
 
 A reader that finds a process silent sends the signal, to the observing thread alone: a signal to the process
-could go to any thread, and end a system call there that the program waits in. What was written stays in the
-file after ``kill -9``. No timer of the process itself sends it: after ``SIGCONT``, or a long wait for a core,
-that would ring while the interpreter runs, and ``faulthandler`` can crash a process whose other threads run.
+could go to any thread, and interrupt a system call in which the program waits. The file keeps what was
+written after ``kill -9``. No timer of the process itself sends the signal: after ``SIGCONT``, or a long wait
+for a core, it would expire while the interpreter runs, and ``faulthandler`` can crash a process whose other
+threads run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FROZEN_SECONDS: Final = 3.0
 """Time without a look, in seconds, after which a process is asked for its stacks."""
 
 _SIGNALS: Final = tuple(range(signal.SIGRTMAX - 3, signal.SIGRTMAX - 9, -1))
-"""Signals to choose from: one that the program does not use."""
+"""Signals to choose from: the first that the program does not use."""
 
 _MAX_BYTES: Final = 4 << 20
 
@@ -36,10 +37,10 @@ class FrozenStacks:
     """Writes the stacks of this process to a file when its interpreter cannot. For one thread.
 
     Args:
-        path: the file; a file there is replaced.
+        path: the file; an existing file is replaced.
 
     Attributes:
-        signal: number of the signal that has the stacks written; 0: the program uses all that there are.
+        signal: number of the signal that makes it write the stacks; 0: the program uses all candidates.
 
     Raises:
         OSError: the file cannot be made.
@@ -56,13 +57,13 @@ class FrozenStacks:
             faulthandler.register(self.signal, file=self._file, all_threads=True, chain=False)
 
     def clear(self) -> None:
-        """Forget stacks that were written."""
+        """Delete stacks that were written."""
         with contextlib.suppress(OSError):
             if os.fstat(self._file).st_size:
                 os.ftruncate(self._file, 0)
 
     def move(self, path: Path) -> None:
-        """Give the file another name."""
+        """Rename the file."""
         os.rename(self.path, path)
         self.path = path
 
@@ -79,10 +80,10 @@ class Stack:
 
     Attributes:
         thread: identifier of the thread.
-        frames: function, file and line of each frame, the innermost first.
+        frames: function, file and line of each frame, innermost first.
         name: name of the thread; "" if that is not known.
-        holds_interpreter: it is known to hold the interpreter lock.
-        native: the functions in C that it is in, the innermost first, as far as they are known.
+        holds_interpreter: whether it is known to hold the interpreter lock.
+        native: the functions in C that it is in, innermost first, if they are known.
     """
 
     thread: int
@@ -93,7 +94,9 @@ class Stack:
 
 
 def read_stacks(text: str) -> Mapping[int, Stack]:
-    """What ``faulthandler`` has written: of each thread its last stack. Anything else is skipped."""
+    """Parse the output of ``faulthandler``; returns the last stack of each thread. Anything else is
+    skipped.
+    """
     found: dict[int, Stack] = {}
     thread: int | None = None
     frames: list[tuple[str, str, int]] = []

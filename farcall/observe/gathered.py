@@ -1,4 +1,4 @@
-"""The state of workers on other hosts, as it comes from there and lies in the job's folder."""
+"""The state of workers on other hosts, as files in the job's folder."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from farcall.observe.state import JobState, Process, WorkerState, items, number,
 __all__ = ["GATHERED", "ORDER", "gather", "pack_states", "unpack_states"]
 
 GATHERED: Final = ".gathered"
-"""End of the names of files with the state of another host."""
+"""Suffix of the names of files with the state of another host."""
 
 ORDER: Final = "gather"
-"""Order that has them written."""
+"""Order to write them."""
 
 _VERSION: Final = 1
 _WAIT_SECONDS: Final = 4.0
-"""Maximum time to wait for other hosts, in seconds."""
+"""Maximum time in seconds to wait for other hosts."""
 
 
 def pack_states(job: JobState) -> bytes:
-    """The state of workers, for another host."""
+    """Pack the state of workers, for another host."""
     workers = [
         {
             "beat": None if each.beat is None else list(asdict(each.beat).values()),
@@ -55,10 +55,10 @@ def pack_states(job: JobState) -> bytes:
 
 
 def unpack_states(packed: bytes, age: float, file: str) -> list[WorkerState]:
-    """The reverse, ``age`` seconds later.
+    """Unpack the state of workers, ``age`` seconds later.
 
     Raises:
-        LayoutError: it is nothing of the kind.
+        LayoutError: it is malformed.
     """
     try:
         version, workers = msgpack.unpackb(packed, strict_map_key=False, unicode_errors="replace")
@@ -106,11 +106,11 @@ def _stack(value: object) -> tuple[int, Stack] | None:
 
 
 def gather(folder: Path, job: JobState, *, count: bool = False) -> bool:
-    """Have the state of the workers of other hosts put into the folder, if there are any and one is here that
-    can ask. Returns when it is there, or has not come in time: whether there is any.
+    """Put the state of the workers of other hosts into the folder, if there are any and a worker here can
+    ask. Returns when it is there, or has not come in time: whether there is any.
 
     Args:
-        count: have the workers there count what they do, for metrics.
+        count: whether the workers there must count, for metrics.
     """
     asker, hosts = None, set[str]()
     for worker in job:

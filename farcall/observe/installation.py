@@ -1,4 +1,4 @@
-"""Has each process with an agent observed: an extension of agents, found by its entry point.
+"""Observes each process with an agent: an extension of agents, found by its entry point.
 
 ``FARCALL_OBSERVE=0`` in the environment turns it off.
 """
@@ -34,12 +34,12 @@ _observer: Observer | None = None
 
 
 def observer() -> Observer | None:
-    """The observer of this process; None if there is none."""
+    """Return the observer of this process; None if there is none."""
     return _observer
 
 
 def install(agent: Agent) -> None:
-    """Have this process observed for as long as the agent lives."""
+    """Observe this process for as long as the agent lives."""
     global _observer
     tracing.install(agent)
     telemetry.install(agent)
@@ -47,7 +47,7 @@ def install(agent: Agent) -> None:
         ignore(agent)
         return
     with _lock:
-        # In a child of a process that was observed before it had an agent, the observing thread is not there.
+        # A child of a process that was observed before it had an agent has no observing thread.
         if _observer is None or _observer.identity["pid"] != os.getpid():
             facts = _identity() | {"incarnation": agent.incarnation}
             _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
@@ -76,12 +76,12 @@ def install(agent: Agent) -> None:
 
 
 def begin(environ: Mapping[str, str], program: str) -> None:
-    """Have this process observed before it has an agent, if a launcher has named its job: a group that waits
-    for a rank waits for what that does before it joins.
+    """Observe this process before it has an agent, if a launcher has named its job: a group that waits for a
+    rank waits for what the rank does before it joins.
 
     Args:
         environ: the environment.
-        program: what runs, for people.
+        program: name of the program, for people.
     """
     global _observer
     if environ.get(JOB) and environ.get(_SWITCH) != "0":
@@ -115,13 +115,13 @@ def _folder() -> str:
 
 
 def _place(agent: Agent) -> str:
-    """Name of the job while its group is not known: the same for all that meet at one place."""
+    """Return the name of the job while its group is not known: the same for all that meet at one address."""
     address = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
     return job_id("joining", getattr(agent.options, "init_method", ""), *address)
 
 
 def _identify(found: Observer, agent: Agent, key: str) -> None:
-    """Say who this is before any other worker can call: the interpreter may not run again after that."""
+    """Write the identity before any other worker can call: the interpreter may not run again after that."""
     if found.identity["phase"] != "joining":
         return
     given = os.environ.get(JOB)

@@ -1,7 +1,8 @@
-"""The folders in which workers leave their state files: one for each job, for all processes of the user.
+"""The folders in which workers write their state files: one for each job, for all processes of the user.
 
 ``<jobs>/<job>/<host>.<pid>.<number>.state``, with the stacks that the interpreter could not write itself
-beside it, as ``.stacks``. Folders have mode 0700 and files 0600. What is old, or too much, is removed.
+beside it, as ``.stacks``. Folders have mode 0700 and files 0600. Old jobs, and those beyond the limits, are
+removed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MAX_BYTES: Final = 1 << 30
 """Maximum size of all files that are kept, in bytes."""
 
 _RECENT_SECONDS: Final = 60.0
-"""A job that has written this recently is not removed, in seconds."""
+"""Time in seconds since its last write for which a job is not removed."""
 
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -48,9 +49,9 @@ class JobFolder:
 
     Attributes:
         id: name of the job.
-        path: the folder.
-        written: when a worker last wrote there, in seconds since 1970.
-        size: of the files, in bytes.
+        path: path of the folder.
+        written: time when a worker last wrote there, in seconds since 1970.
+        size: size of the files, in bytes.
     """
 
     id: str
@@ -59,12 +60,12 @@ class JobFolder:
     size: int
 
     def state_files(self) -> list[Path]:
-        """The state files of its workers."""
+        """Return the state files of its workers."""
         return sorted(self.path.glob("*.state"))
 
 
 def job_id(*parts: object) -> str:
-    """A short name made of what tells a job from others."""
+    """Return a short name made of what distinguishes a job from others."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:8]
 
 
@@ -95,7 +96,7 @@ def make_private(folder: Path) -> None:
 
 
 def jobs(folder: Path) -> list[JobFolder]:
-    """All jobs, the one that was written to last first."""
+    """Return all jobs, the one that was written to last first."""
     found: list[JobFolder] = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
@@ -117,10 +118,10 @@ def _measured(path: Path) -> JobFolder:
 
 
 def find_job(folder: Path, given: str | None) -> JobFolder:
-    """The job of a name or of its beginning; without one the newest.
+    """Find a job by its name or the beginning of it; without one, the newest.
 
     Raises:
-        LookupError: there is none, or there are several; says which.
+        LookupError: there is none, or there are several; the text names them.
     """
     known = jobs(folder)
     if given is None:
@@ -138,7 +139,9 @@ def find_job(folder: Path, given: str | None) -> JobFolder:
 
 
 def remove_old(folder: Path, keep: str, now: float | None = None) -> list[str]:
-    """Remove jobs that are old or too many, but not those that still write, nor ``keep``; returns which."""
+    """Remove jobs that are old or too many, except those that still write, and ``keep``; returns the removed
+    ones.
+    """
     now = time.time() if now is None else now
     removed: list[str] = []
     total = 0

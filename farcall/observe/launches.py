@@ -1,4 +1,4 @@
-"""What ``farcall launch`` leaves in the folder of its job: where the workers' output is."""
+"""What ``farcall launch`` writes to the folder of its job: where the workers' output is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAIL_BYTES: Final = 1 << 20
 
 
 def note_launch(folder: Path, **facts: Any) -> None:
-    """Leave what a launcher knows. Does nothing where that cannot be written."""
+    """Write what a launcher knows. Does nothing if that is impossible."""
     with contextlib.suppress(OSError):
         make_private(folder)
         written = folder / f".{_FILE}.{os.getpid()}"
@@ -31,7 +31,7 @@ def note_launch(folder: Path, **facts: Any) -> None:
 
 
 def read_launch(folder: Path) -> dict[str, Any]:
-    """What the launcher of a job has left; nothing if there was none."""
+    """Read what the launcher of a job has written; empty if there was none."""
     try:
         file = os.open(folder / _FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -46,7 +46,7 @@ def read_launch(folder: Path) -> dict[str, Any]:
 
 
 def log_ends(folder: Path, workers: Sequence[WorkerState], count: int) -> Iterator[str]:
-    """The last lines of what workers have printed, each with the worker's name.
+    """Return the last lines of what workers have printed, each with the worker's name.
 
     Raises:
         LookupError: no launcher has kept it.

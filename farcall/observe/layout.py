@@ -1,8 +1,8 @@
 """The layout of a worker's state file: bytes to values and back. Pure. ``docs/observing.md`` specifies it.
 
-A file has a header, a beat, two snapshots of which the newer valid one counts, and a ring of records. Writers
-never change what a reader may rely on: a snapshot goes over the older of the two, and each block carries a
-number and a checksum. A block that was torn by a crash, or that is being written, is skipped.
+A file has a header, a heartbeat, two snapshots of which the newer valid one counts, and a ring of records.
+Writers never change what a reader may rely on: a snapshot overwrites the older of the two, and each block
+carries a number and a checksum. A block that was torn by a crash, or that is being written, is skipped.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ MAX_RECORD_BYTES: Final = _SLOT_BYTES - _BLOCK.size
 
 
 class LayoutError(ValueError):
-    """A file is no state file, or has a version that is not known."""
+    """A file is not a state file, or has an unknown version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The sign of life that a worker writes at each look.
+    """The heartbeat that a worker writes at each look.
 
     Attributes:
         number: number of the look.
         monotonic, wall: time of the look, on the worker's monotonic clock and in seconds since 1970.
         calls: number of calls made so far.
-        requests: number of requests taken in so far.
+        requests: number of requests received so far.
         processor: CPU seconds used by the process so far.
-        call_rate, request_rate: calls made and requests taken in per second, since the look before.
+        call_rate, request_rate: calls made and requests received per second, since the previous look.
     """
 
     number: int
@@ -91,8 +91,8 @@ class Record:
     """An entry of the ring.
 
     Attributes:
-        number: its place in the order of all records of the file, from 1.
-        fields: what the worker has recorded, by name.
+        number: number in the order of all records of the file, from 1.
+        fields: recorded values, by name.
     """
 
     number: int
@@ -100,12 +100,12 @@ class Record:
 
 
 def snapshot_offset(number: int) -> int:
-    """Where the snapshot of a number lies."""
+    """Return the offset of the snapshot with a number."""
     return HEADER_BYTES + (number % 2) * SNAPSHOT_BYTES
 
 
 def record_offset(number: int) -> int:
-    """Where the record of a number lies."""
+    """Return the offset of the record with a number."""
     return HEADER_BYTES + 2 * SNAPSHOT_BYTES + (number % RING_SLOTS) * _SLOT_BYTES
 
 
@@ -118,14 +118,14 @@ def _unpack(packed: bytes) -> Any:
 
 
 def pack_header() -> bytes:
-    """The header, which names the parts of the file."""
+    """Return the header, which names the parts of the file."""
     return _HEADER.pack(
         _MAGIC, VERSION, HEADER_BYTES, BEAT_OFFSET, SNAPSHOT_BYTES, RING_SLOTS, _SLOT_BYTES
     ).ljust(BEAT_OFFSET, b"\0")
 
 
 def unpack_header(data: bytes) -> None:
-    """Raise ``LayoutError`` unless a file that begins so can be read."""
+    """Raise ``LayoutError`` unless a file that begins with these bytes can be read."""
     if len(data) < HEADER_BYTES or data[:8] != _MAGIC:
         raise LayoutError("it is not a state file of a worker")
     _, version, *sizes = _HEADER.unpack_from(data)
@@ -134,7 +134,7 @@ def unpack_header(data: bytes) -> None:
 
 
 def pack_beat(beat: Beat) -> bytes:
-    """A beat with its checksum."""
+    """Return a heartbeat with its checksum."""
     packed = _BEAT.pack(
         beat.number,
         beat.monotonic,
@@ -149,7 +149,7 @@ def pack_beat(beat: Beat) -> bytes:
 
 
 def unpack_beat(data: bytes) -> Beat | None:
-    """The beat of a file that begins so; None if it is torn."""
+    """Return the heartbeat of a file that begins with these bytes; None if it is torn."""
     packed = data[BEAT_OFFSET : BEAT_OFFSET + _BEAT.size]
     check = data[BEAT_OFFSET + _BEAT.size : BEAT_OFFSET + _BEAT.size + _CHECK.size]
     if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != zlib.crc32(packed):
@@ -158,11 +158,11 @@ def unpack_beat(data: bytes) -> Beat | None:
 
 
 BLOCK_BYTES: Final = _BLOCK.size
-"""Size of what is before the content of a block, in bytes."""
+"""Size in bytes of the head of a block."""
 
 
 def block_size(data: bytes | bytearray, offset: int) -> int:
-    """Size of the block that begins at an offset, as it says itself."""
+    """Return the size of the block at an offset, as its head says."""
     _, length, _ = _BLOCK.unpack_from(data, offset)
     return BLOCK_BYTES + int(length)
 
@@ -172,7 +172,7 @@ def _block(number: int, packed: bytes) -> bytes:
 
 
 def _read_block(data: bytes, offset: int, size: int) -> tuple[int, bytes] | None:
-    """The number and the content of a block; None if it is empty, torn or damaged."""
+    """Return the number and the content of a block; None if it is empty, torn or damaged."""
     if offset + _BLOCK.size > len(data):
         return None
     number, length, check = _BLOCK.unpack_from(data, offset)
@@ -185,17 +185,17 @@ def _read_block(data: bytes, offset: int, size: int) -> tuple[int, bytes] | None
 
 
 def pack_snapshot(number: int, snapshot: dict[str, Any]) -> bytes | None:
-    """A snapshot as a block; None if it is larger than its place."""
+    """Pack a snapshot as a block; None if it is larger than its place."""
     packed = _block(number, _pack(snapshot))
     return packed if len(packed) <= SNAPSHOT_BYTES else None
 
 
 def unpack_snapshot(data: bytes, before: float = math.inf) -> dict[str, Any] | None:
-    """The newest valid snapshot of a file; None if there is none.
+    """Return the newest valid snapshot of a file; None if there is none.
 
     Args:
-        before: the newest from before this time is wanted, in seconds since 1970; where both are later, the
-            older one.
+        before: time in seconds since 1970 before which the snapshot must be taken; if both are later, the
+            older one is returned.
     """
     blocks = [_read_block(data, snapshot_offset(which), SNAPSHOT_BYTES) for which in (0, 1)]
     values = [_read(packed) for _, packed in sorted((each for each in blocks if each), reverse=True)]
@@ -207,7 +207,7 @@ def unpack_snapshot(data: bytes, before: float = math.inf) -> dict[str, Any] | N
 def pack_record(
     number: int, fields: dict[str, Any], cut: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> bytes:
-    """A record as a slot of the ring. ``cut`` shortens fields that do not fit into one."""
+    """Pack a record as a slot of the ring. ``cut`` shortens fields that do not fit."""
     packed = _pack(fields)
     if len(packed) > MAX_RECORD_BYTES:
         packed = _pack(cut(fields))
@@ -217,7 +217,7 @@ def pack_record(
 
 
 def unpack_records(data: bytes) -> list[Record]:
-    """The valid records of a file, the oldest first."""
+    """Return the valid records of a file, the oldest first."""
     found: list[Record] = []
     for slot in range(RING_SLOTS):
         block = _read_block(data, record_offset(slot), _SLOT_BYTES)

@@ -1,8 +1,8 @@
 """Locks that threads wait for, and their holders, as far as frames and code show them.
 
-A lock of ``threading`` does not know its owner. But the code of a waiting frame says by which name it reaches
-the lock, and the code of another frame in which ``with`` blocks that is just now. Names are followed through
-variables, plain attributes, and items of dicts and lists: nothing that runs code of the user's.
+A lock of ``threading`` does not know its owner. But the code of a waiting frame has the name by which it
+reaches the lock, and the code of another frame shows the ``with`` blocks that it is in. Names are followed
+through variables, plain attributes, and items of dicts and lists: nothing that runs code of the user's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Awaited", "Holder", "awaited_object", "holder_of", "is_lock", "kind_
 _OWNER: Final = re.compile(r"owner=(\d+)")
 _MISSING: Final = object()
 _MRO: Final[Any] = vars(type)["__mro__"]
-"""Descriptor of a class's own order of resolution, which no code of a metaclass answers."""
+"""Descriptor of a class's method resolution order, which no code of a metaclass can replace."""
 
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 
@@ -42,12 +42,12 @@ _ENTERS: Final = frozenset(("BEFORE_WITH", "LOAD_SPECIAL"))
 _SKIPPED: Final = frozenset(("CACHE", "PUSH_NULL", "COPY", "SWAP", "PRECALL", "NOP", "EXTENDED_ARG"))
 
 Chain = tuple[tuple[str, Any], ...]
-"""How code reaches an object: a variable, then attributes and items."""
+"""A path by which code reaches an object: a variable, then attributes and items."""
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What a thread waits for: the object, and the words of the program for it."""
+    """The object that a thread waits for, and the program's expression for it."""
 
     object: Any
     name: str
@@ -55,7 +55,7 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The holder of a lock: a thread, and the frame that has taken the lock if that is known."""
+    """The holder of a lock: a thread, and the frame that has acquired the lock if that is known."""
 
     thread: int
     frame: FrameType | None
@@ -64,7 +64,7 @@ class Holder:
 
 
 def _raw(lock: Any) -> Any:
-    """The lock of C that a lock is, or is built on."""
+    """Return the lock of C that a lock is, or is built on."""
     if isinstance(lock, threading.Condition):
         lock = lock.__dict__.get("_lock", lock)
     return lock
@@ -79,7 +79,7 @@ def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
 
 
 def _chain_before(code: CodeType, index: int) -> Chain | None:
-    """How the code reaches what lies on the stack before the instruction of an index."""
+    """Return how the code reaches the value that is on the stack before the instruction at an index."""
     steps: list[tuple[str, Any]] = []
     instructions = _instructions(code)
     while index > 0:
@@ -115,7 +115,7 @@ def _variable(frame: FrameType, name: str) -> Any:
 
 
 def _follow(frame: FrameType, chain: Chain) -> Any:
-    """The object that a chain leads to; ``_MISSING`` if that is not known without running code."""
+    """Return the object that a chain leads to; ``_MISSING`` if that is not known without running code."""
     value: Any = _MISSING
     for kind, name in chain:
         if kind == "variable":
@@ -152,8 +152,8 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def awaited_object(frame: FrameType) -> Awaited | None:
-    """The lock, queue or event that a frame of the program waits for: in a ``with`` statement, or by a method
-    that it calls; None if its code does not show it.
+    """Return the lock, queue or event that a frame of the program waits for: in a ``with`` statement, or by a
+    method that it calls; None if its code does not show it.
     """
     code = frame.f_code
     instructions = _instructions(code)
@@ -175,7 +175,7 @@ def awaited_object(frame: FrameType) -> Awaited | None:
 
 
 def _of_method(frame: FrameType, instructions: tuple[dis.Instruction, ...], at: int) -> Awaited | None:
-    """The object whose method is called by the instruction of an index."""
+    """Return the object whose method is called by the instruction at an index."""
     call = instructions[at].positions
     if not instructions[at].opname.startswith("CALL") or call is None:
         return None
@@ -197,7 +197,9 @@ def _of_method(frame: FrameType, instructions: tuple[dis.Instruction, ...], at: 
 
 @functools.lru_cache(maxsize=2048)
 def _with_blocks(code: CodeType) -> tuple[tuple[int, int, int, Chain], ...]:
-    """The ``with`` blocks of a code: begin and end of what they protect, their line, and what they enter."""
+    """Return the ``with`` blocks of a code object: begin and end of the protected code, their line, and the
+    object entered.
+    """
     instructions = _instructions(code)
     by_offset = {each.offset: number for number, each in enumerate(instructions)}
     found: dict[int, tuple[int, list[tuple[int, int]]]] = {}
@@ -231,7 +233,9 @@ def _with_blocks(code: CodeType) -> tuple[tuple[int, int, int, Chain], ...]:
 
 @functools.lru_cache(maxsize=2048)
 def _acquires(code: CodeType) -> tuple[tuple[int, int, str, Chain], ...]:
-    """Uses of the methods ``acquire`` and ``release`` in a code: offset, line, which, and of what."""
+    """Return the uses of the methods ``acquire`` and ``release`` in a code object: offset, line, method, and
+    chain.
+    """
     found: list[tuple[int, int, str, Chain]] = []
     for number, each in enumerate(_instructions(code)):
         if each.opname in _ATTRIBUTES and each.argval in ("acquire", "release"):
@@ -249,7 +253,7 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def holder_of(lock: Any, waiting: int, frames: Mapping[int, FrameType]) -> Holder | None:
-    """Which thread holds a lock that the thread ``waiting`` waits for; None if that is not known.
+    """Return the thread that holds a lock that the thread ``waiting`` waits for; None if that is not known.
 
     Args:
         frames: innermost frames of all threads.
@@ -289,12 +293,12 @@ def _taken_by(lock: Any, ident: int, innermost: FrameType | None, *, waits: bool
 
 
 def is_lock(value: Any) -> bool:
-    """Whether one thread at a time has this."""
+    """Whether one thread at a time can hold it."""
     return isinstance(_raw(value), _LOCKS)
 
 
 def kind_of(value: Any) -> str:
-    """The type of what is waited for, by name."""
+    """Return the name of the type of an object that is waited for."""
     if isinstance(value, MethodType):
         value = value.__self__
     kind = type(value)

@@ -1,7 +1,7 @@
-"""What one look at this process finds: its threads, calls, requests, peers and waits, as plain values.
+"""One look at this process: its threads, calls, requests, peers and waits, as plain values.
 
-Only names, places, numbers and times are taken, and never the value of an argument. A thread that has moved
-since the last look is described in few words; one that has not, with its stack and what it waits for.
+Only names, positions, numbers and times are recorded, and never the value of an argument. A thread that has
+moved since the last look is described briefly; one that has not, with its stack and what it waits for.
 """
 
 from __future__ import annotations
@@ -45,17 +45,19 @@ _MAX_ITEMS: Final = 200
 _MAX_PEERS: Final = 600
 _MAX_TEXT: Final = 200
 _SAME_LOOKS: Final = 8
-"""Number of looks after which a thread that has not moved is described anew."""
+"""Number of looks after which a thread that has not moved is described again."""
 
 _LEAST_SHARE: Final = 0.2
-"""A thread computes if it has run, or waited for a core, for this share of the time since the last look."""
+"""Share of the time since the last look for which a thread must have run, or waited for a core, to count as
+computing.
+"""
 
 _LEAST_SECONDS: Final = 0.002
-"""A process in which a thread computes uses at least this much CPU time between two looks, in seconds."""
+"""Minimum CPU time in seconds between two looks of a process in which a thread computes."""
 
 
 class Observed(Protocol):
-    """What is read of an agent."""
+    """The parts of an agent that are read."""
 
     calls: Calls
     group: AgentGroup
@@ -64,8 +66,8 @@ class Observed(Protocol):
 
 @dataclass(slots=True)
 class _Seen:
-    """A thread at the last look: its place in the program, since when, the CPU time used by then, and what
-    was said of it, for so many looks.
+    """A thread at the last look: its position in the program, since when, the CPU time used by then, its
+    description, and the number of looks that have reused it.
     """
 
     key: tuple[int, int]
@@ -90,7 +92,7 @@ class Looker:
     _used: float = 0.0
 
     def moved(self, now: float) -> bool:
-        """Whether any thread is at another place of the program than at the last look; cheap."""
+        """Whether any thread is at another position in the program than at the last look; cheap."""
         with collection_paused():
             return self._moved(now)
 
@@ -115,11 +117,11 @@ class Looker:
         return changed or len(before) != len(current)
 
     def look(self, agents: Iterable[Observed], now: float, *, progress: bool = True) -> dict[str, Any]:
-        """All that there is to see.
+        """Look at everything.
 
         Args:
-            progress: calls have begun or ended since the last look. If not, what was said of threads that
-                have not moved is said again, for some looks: threads may be many.
+            progress: whether calls have begun or ended since the last look. If not, descriptions of threads
+                that have not moved are reused, for some looks: threads may be many.
         """
         agents = list(agents)
         used = process_time()
@@ -165,7 +167,7 @@ class Looker:
             if ident in waiting:
                 found["waits"] = waiting[ident]
                 found.pop("idle", None)
-            # What is said at the first look may be a moment's; computing, and waits of a group, change.
+            # The first description may be of a momentary state; computing, and waits of a group, change.
             lasts = seen.looks > 1 and not computes and ident not in waiting
             seen.described = found if lasts else None
             described.append(found)
@@ -202,12 +204,14 @@ class Looker:
 
 
 def _native_id(thread: threading.Thread) -> int | None:
-    """The kernel's number of a thread; in a forked child, Python 3.11 has the parent's of the main thread."""
+    """Return the kernel's number of a thread; in a forked child, Python 3.11 has the parent's of the main
+    thread.
+    """
     return os.getpid() if thread is threading.main_thread() else thread.native_id
 
 
 def _runnable_seconds(thread: int) -> float | None:
-    """For how long a thread has run, or waited for a core; None where the kernel does not say."""
+    """Return for how long a thread has run, or waited for a core; None if the kernel does not report it."""
     try:
         with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
             running, waiting, _ = file.read().split()
@@ -217,7 +221,7 @@ def _runnable_seconds(thread: int) -> float | None:
 
 
 def _frames(ignored: Iterable[int]) -> dict[int, FrameType]:
-    """The innermost frames of other threads."""
+    """Return the innermost frames of other threads."""
     frames = frames_of_others()
     for ident in ignored:
         frames.pop(ident, None)
@@ -315,7 +319,7 @@ def _place(frame: FrameType) -> list[Any]:
 def _thread(
     ident: int, innermost: FrameType, frames: Mapping[int, FrameType], *, computes: bool
 ) -> dict[str, Any]:
-    """What one thread does."""
+    """Describe what one thread does."""
     run = request_of(innermost)
     users = users_frame(innermost, None if run is None else run[1])
     call = awaited_call(innermost)
@@ -355,7 +359,7 @@ def _stack(innermost: FrameType) -> list[list[Any]]:
 
 
 def _lock(ident: int, users: FrameType, frames: Mapping[int, FrameType]) -> dict[str, Any]:
-    """The name of what a blocked thread waits for, and the holder if that is a lock."""
+    """Return the name of what a blocked thread waits for, and the holder if that is a lock."""
     awaited = awaited_object(users)
     if awaited is None:
         return {}

@@ -26,7 +26,7 @@ _BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 
 
 def families(job: JobState) -> list[Metric]:
-    """All metrics of a job. Each except ``farcall_workers`` has the label ``worker``."""
+    """Return all metrics of a job. Each except ``farcall_workers`` has the label ``worker``."""
     workers = list(job)
     return [
         *_of_processes(job, workers),
@@ -214,7 +214,7 @@ def _indexed(workers: list[WorkerState], part: str, index: int) -> list[tuple[li
 
 
 def _counting(workers: list[WorkerState]) -> list[WorkerState]:
-    """The workers that have had an agent."""
+    """Return the workers that have had an agent."""
     return [each for each in workers if _mapping(each.snapshot.get(EXTENSION))]
 
 

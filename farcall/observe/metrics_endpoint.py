@@ -30,14 +30,14 @@ from rpc.rendezvous.token import find_credential
 __all__ = ["JobMetrics", "bearer_token", "serve_metrics", "token_file"]
 
 _FRESH_SECONDS: Final = 1.0
-"""A state that is younger than this is served again, in seconds."""
+"""Maximum age in seconds of a state that is served again."""
 
 _AGAIN_SECONDS: Final = 5.0
-"""Minimum time between two orders to count, in seconds."""
+"""Minimum time in seconds between two orders to count."""
 
 
 class JobMetrics(Collector):
-    """The metrics of one job: reads its state when they are asked for, and has its workers count."""
+    """The metrics of one job: reads its state on request, and makes its workers count."""
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
@@ -45,18 +45,18 @@ class JobMetrics(Collector):
         self._found: list[Metric] = []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as of now."""
+        """Return all current metrics."""
         if time.monotonic() - self._read_at >= _FRESH_SECONDS:
             self._found = families(self.read())
             self._read_at = time.monotonic()
         yield from self._found
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the names are not checked before the first read."""
+        """Return nothing: the names are not checked before the first read."""
         return iter(())
 
     def read(self) -> JobState:
-        """The state of the job, whose workers are told to count if some do not yet."""
+        """Return the state of the job, whose workers are ordered to count if some do not yet."""
         found = read_job(self._folder, gathered=False)
         parts = [each.snapshot.get(EXTENSION) for each in found.living]
         all_count = all(isinstance(each, Mapping) and each.get("on") is True for each in parts)
@@ -67,15 +67,15 @@ class JobMetrics(Collector):
 
 
 def bearer_token(environ: Mapping[str, str]) -> str:
-    """The token that readers of a job's metrics must have. It is derived from the job's token, but does not
-    reveal it: a configuration of Prometheus may have it.
+    """Return the token that readers of a job's metrics must have. It is derived from the job's token, but
+    does not reveal it, so it may be in a configuration of Prometheus.
     """
     credential = find_credential(AgentOptions(), environ)
     return hmac.new(credential.token or b"", b"farcall metrics", hashlib.sha256).hexdigest()
 
 
 def token_file(folder: JobFolder, token: str) -> Path:
-    """Put the token into the folder of the job, for ``credentials_file`` of Prometheus."""
+    """Write the token to the folder of the job, for ``credentials_file`` of Prometheus."""
     path = folder.path / "metrics.token"
     written = folder.path / f".metrics.{os.getpid()}"
     file = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -89,13 +89,13 @@ def serve_metrics(folder: JobFolder, port: int, said: Callable[[str], object]) -
     """Serve the metrics of a job on loopback until SIGINT or SIGTERM.
 
     Args:
-        folder: the job.
-        port: 0 for one that is free.
-        said: is given a line that says where they are.
+        folder: folder of the job.
+        port: port number; 0 for a free one.
+        said: called with a line that has the address.
 
     Raises:
         InvalidOptionError, RendezvousError: the job's token cannot be used; see ``find_credential``.
-        OSError: the port is taken, or the file of the token cannot be written.
+        OSError: the port is in use, or the file of the token cannot be written.
     """
     asyncio.run(_serve(folder, port, said))
 

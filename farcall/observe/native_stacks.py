@@ -1,4 +1,4 @@
-"""Stacks of a living process as ``py-spy`` sees them: frames of C and C++, too, and which thread holds the
+"""Stacks of a living process from ``py-spy``: also frames of C and C++, and the thread that holds the
 interpreter lock. ``py-spy`` is optional (``pip install farcall[stacks]``), and the process need not run.
 """
 
@@ -16,29 +16,31 @@ from farcall.observe.frozen_stacks import Stack
 __all__ = ["NativeStacksError", "is_native", "native_stacks", "read_dump", "spy_program"]
 
 _SECONDS: Final = 30.0
-"""Maximum time that ``py-spy`` may take for one process, in seconds."""
+"""Maximum time in seconds that ``py-spy`` may take for one process."""
 
 _MAX_FRAMES: Final = 200
 """Maximum number of frames of a thread."""
 
 _NATIVE_SUFFIXES: Final = (".so", ".c", ".cc", ".cpp", ".cxx", ".h", ".hpp", ".s", ".rs", ".pyx", ".cu")
-"""Ends of the names of libraries, and of sources that are compiled."""
+"""Suffixes of the names of libraries, and of sources that are compiled."""
 
 
 class NativeStacksError(OSError):
-    """``py-spy`` is not installed, or cannot look at a process."""
+    """``py-spy`` is not installed, or cannot read a process."""
 
 
 def spy_program() -> str | None:
-    """The program: on the path, or installed beside this interpreter; None if it is not there."""
+    """Return the path of the program: on the path, or installed beside this interpreter; None if it is not
+    installed.
+    """
     return shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
 
 
 def native_stacks(process: int, *, seconds: float = _SECONDS) -> list[Stack]:
-    """The stacks of all threads of a process that run Python code.
+    """Return the stacks of all threads of a process that run Python code.
 
     Raises:
-        NativeStacksError: they cannot be had; says why.
+        NativeStacksError: they are not available; the text has the reason.
     """
     program = spy_program()
     if program is None:
@@ -55,7 +57,7 @@ def native_stacks(process: int, *, seconds: float = _SECONDS) -> list[Stack]:
 
 
 def read_dump(text: str) -> list[Stack]:
-    """The stacks in the output of ``py-spy dump --json``; anything else is skipped."""
+    """Parse the output of ``py-spy dump --json``; anything else is skipped."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -85,7 +87,7 @@ def _place(frame: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def _innermost_in_c(places: list[tuple[str, str, int]]) -> tuple[str, ...]:
-    """The names of the functions in C that a thread is in, inside its innermost Python frame."""
+    """Return the names of the functions in C that a thread is in, inside its innermost Python frame."""
     names: list[str] = []
     for name, file, _ in places:
         if not is_native(file):

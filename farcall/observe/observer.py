@@ -1,9 +1,9 @@
-"""The thread of each process that looks at it now and then, and writes what it finds to the state file.
+"""The thread of each process that looks at the process at intervals, and writes the result to the state file.
 
-No call writes anything: that would cost each of them more than is allowed. What is in flight when the process
-hangs, or is killed, was seen by a look; the interval of the looks is the shortest hang that is sure to be
-seen. The file says who this is before others can reach the process: ``start`` and ``look_now`` return when
-that is written. If the file cannot be written, the process works on without.
+No call writes anything, since that would cost each of them too much. Calls that are in flight when the
+process hangs, or is killed, were recorded by a look; the interval of the looks is the shortest hang that is
+surely recorded. The file has the identity of the process before others can reach it: ``start`` and
+``look_now`` return when that is written. If the file cannot be written, the process works without it.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ __all__ = ["Observer"]
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 0.5
-"""Seconds between two looks while anything is in flight, or moves."""
+"""Time in seconds between two looks while anything is in flight, or moves."""
 
 _IDLE_SECONDS: Final = 1.0
-"""Seconds between two looks while nothing moves."""
+"""Time in seconds between two looks while nothing moves."""
 
 _MAX_LOOK_SECONDS: Final = 1.5
-"""Maximum number of seconds between two looks, however long a look takes."""
+"""Maximum time in seconds between two looks, however long a look takes."""
 
 _MAX_SHARE: Final = 0.01
-"""Maximum share of the time that looks take; where threads are many, looks are rarer."""
+"""Maximum share of the time that looks take; with many threads, looks are less frequent."""
 
 _LEAST_COMPUTED: Final = 0.02
 """Minimum share of a core, used since the last look, from which a process counts as computing."""
 
 _MAX_RECORDS: Final = 512
-"""Maximum number of records that one look writes; the newest."""
+"""Maximum number of records that one look writes, the newest."""
 
 _MAX_TASKS: Final = 64
-"""Maximum number of tasks that wait for the observing thread; the newest."""
+"""Maximum number of tasks that wait for the observing thread, the newest."""
 
 _LOOK_NOW_SECONDS: Final = 1.0
-"""Maximum number of seconds for which a thread waits for a look: its file system may be slow."""
+"""Maximum time in seconds for which a thread waits for a look: its file system may be slow."""
 
 _NOT_WRITTEN: Final = "the state file %s, which commands such as `farcall why` read, cannot be written: %s"
 
@@ -63,14 +63,15 @@ _MAX_SEEN: Final = 2000
 
 
 class Observer:
-    """Observes this process. Methods may be called from any thread.
+    """Observes this process. From any thread.
 
     Args:
-        identity: who this is: name, rank, host and so on; more is added by ``identify``.
-        job: name of the job, as far as it is known.
+        identity: name, rank, host and so on of this process; more is added by ``identify``.
+        job: name of the job, if it is known.
 
     Attributes:
-        extra: adds parts to each snapshot, by name; called at each look, on the observing thread.
+        extra: functions that add parts to each snapshot, by name; called at each look, on the observing
+            thread.
     """
 
     def __init__(self, identity: dict[str, Any], job: str) -> None:
@@ -110,12 +111,12 @@ class Observer:
         return None if self._file is None else self._file.path
 
     def start(self) -> None:
-        """Begin to look; returns when the first look is in the file."""
+        """Start to look; returns when the first look is in the file."""
         self._thread.start()
         self.look_now()
 
     def look_now(self, seconds: float = _LOOK_NOW_SECONDS) -> bool:
-        """Have the observing thread look, and wait until that look is in the file.
+        """Make the observing thread look, and wait until that look is in the file.
 
         Args:
             seconds: maximum time to wait.
@@ -129,8 +130,8 @@ class Observer:
             return self.next_look(seconds)
 
     def next_look(self, seconds: float) -> bool:
-        """Wait until a look that begins from now on is in the file; as ``look_now``, which does not wait for
-        its time to come.
+        """Wait until a look that begins from now on is in the file. Like ``look_now``, but the look is made
+        when it is due.
         """
         with self._looks:
             before = self._looks_begun
@@ -144,7 +145,7 @@ class Observer:
         self._changed = True
 
     def remove(self, agent: Any) -> bool:
-        """An agent has ended; returns whether none is left."""
+        """Remove an agent that has ended; returns whether none is left."""
         with self._lock:
             if agent in self._agents:
                 self._agents.remove(agent)
@@ -154,7 +155,7 @@ class Observer:
             return not self._agents
 
     def identify(self, job: str | None = None, **facts: Any) -> None:
-        """More is known of who this is. A ``job`` makes the file move to the folder of that."""
+        """Add to the identity of this process. A ``job`` moves the file to the folder of that job."""
         with self._lock:
             self.identity = self.identity | facts
             if job is not None and job != self.job:
@@ -167,12 +168,12 @@ class Observer:
         self._wake.set()
 
     def soon(self, task: Callable[[], object]) -> None:
-        """Have the observing thread do something now."""
+        """Call a function on the observing thread."""
         self._tasks.append(task)
         self._wake.set()
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Have the next look write a record to the ring. Costs less than a microsecond."""
+        """Make the next look write a record to the ring. Costs less than a microsecond."""
         self._records.append({"kind": kind, "at": time(), **fields})
 
     def stop(self, phase: str) -> None:
@@ -184,7 +185,7 @@ class Observer:
             self._thread.join(2.0)
 
     def abandon(self) -> None:
-        """In a forked child: the thread is not there, and the file is the parent's."""
+        """Give up the file in a forked child: the thread is not there, and the file is the parent's."""
         self._stopping = True
         self._agents = []
 
@@ -197,10 +198,10 @@ class Observer:
             while True:
                 with self._looks:
                     self._looks_begun += 1
-                is_last = self._stopping  # one that began before that may not have seen why
+                is_last = self._stopping  # one that began before that may have missed the reason
                 try:
                     interval = self._look()
-                except OSError as error:  # a full disk, for one, may have room again later
+                except OSError as error:  # a full disk, for example, may have room again later
                     logger.log(logging.DEBUG if failed else logging.INFO, _NOT_WRITTEN, self.path, error)
                     interval, failed, self._changed = _MAX_LOOK_SECONDS, True, True
                 else:
@@ -216,7 +217,7 @@ class Observer:
                     has_removed = True
         except OSError as error:
             logger.info("this process cannot be observed: its state file: %s", error)
-        except Exception:  # the program goes on without
+        except Exception:  # the program goes on without it
             logger.exception("observing this process failed, and has ended")
         finally:
             self._close()
@@ -277,7 +278,7 @@ class Observer:
         if busy or moved or self._changed or self._stopping:
             self._changed = False
             if self._write(agents, now, progress=progress):
-                self._changed = True  # else what was said of a thread on its way to a wait would stay
+                self._changed = True  # otherwise the description of a thread on its way to a wait would stay
             self._stacks.clear()
         if self._records:
             newest = [self._records.popleft() for _ in range(len(self._records))][-_MAX_RECORDS:]
@@ -288,7 +289,7 @@ class Observer:
         return min(max(interval, (monotonic() - now) / _MAX_SHARE), _MAX_LOOK_SECONDS)
 
     def _move(self) -> None:
-        """With the lock held: put the files where they belong by now."""
+        """Move the files to their current folder. With the lock."""
         if self._file is None or self._stacks is None:
             return
         path = self._path(self._file.path.parent.parent, self.job)
@@ -296,7 +297,7 @@ class Observer:
         before = self._stacks.path.parent
         self._stacks.move(path.with_suffix(".stacks"))
         with contextlib.suppress(OSError):
-            before.rmdir()  # if nobody else is there
+            before.rmdir()  # if nothing else is there
 
     def _write(self, agents: list[Any], now: float, *, progress: bool) -> bool:
         """Write a snapshot; returns whether a thread that runs code of the program has moved or computes."""
@@ -321,10 +322,10 @@ class Observer:
                     snapshot[name] = _part(observed)
         for name, make in list(self.extra.items()):
             snapshot[name] = _part(make)
-        # At the end the state from before that stays: it shows what was waited for when another failed.
+        # At the end the previous state stays: it shows what was waited for when another worker failed.
         is_ending = self.identity["phase"] in ("leaving", "left")
         while not self._file.snapshot(snapshot, keep=is_ending):
-            # Too large: stacks go first, of the threads that are idle.
+            # Too large: stacks of idle threads are left out first.
             threads = snapshot["threads"]
             if not threads:
                 raise OSError("a snapshot is too large")
@@ -349,7 +350,7 @@ class Observer:
 
 
 def _part(observed: Callable[[], Any]) -> Any:
-    """A part of a snapshot."""
+    """Return a part of a snapshot."""
     try:
         return observed()
     except Exception as error:  # the state that it reads changes while it is read
@@ -357,7 +358,7 @@ def _part(observed: Callable[[], Any]) -> Any:
 
 
 def _moves(thread: dict[str, Any], now: float) -> bool:
-    """Whether a thread that runs code of the program has moved just now, or computes."""
+    """Whether a thread that runs code of the program has just moved, or computes."""
     return "idle" not in thread and ("computes" in thread or thread["since"] >= now)
 
 
@@ -367,14 +368,14 @@ def _named(each: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counts(agents: list[Any]) -> tuple[int, int]:
-    """Calls made and requests taken in by agents."""
+    """Return the numbers of calls made and requests received by agents."""
     return sum(agent.calls.table.opened for agent in agents), sum(
         agent.calls.answers.requests_begun for agent in agents
     )
 
 
 def program_name() -> str:
-    """The program that this process runs, for people."""
+    """Return the name of the program that this process runs, for people."""
     with contextlib.suppress(AttributeError, IndexError):
         return os.path.basename(sys.argv[0])
     return ""

@@ -1,8 +1,8 @@
 """Orders to the workers of a job on this host: files in the job's folder that its workers look for.
 
-An order is a JSON file ``<name>.order``, whose number (in it) grows each time that it is given. Each worker
-finds it at its next look, and calls the handler of that name once for each number. There is nothing to
-connect to, and nothing listens.
+An order is a JSON file ``<name>.order`` with a number that grows each time that it is given. Each worker
+finds it at its next look, and calls the handler of that name once for each number. No connection is made, and
+no port is opened.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Orders:
         self._began = time.time()
 
     def on(self, name: str, handler: Callable[[dict[str, Any]], object]) -> None:
-        """Have ``handler`` called with each order of a name, on the observing thread."""
+        """Call ``handler`` with each order of a name, on the observing thread."""
         self._handlers[name] = handler
         self._changed = 0
 
     def look(self, folder: Path) -> None:
-        """Follow orders that have come. Costs one call of ``stat`` if there are none."""
+        """Follow new orders. Costs one call of ``stat`` if there are none."""
         try:
             changed = os.stat(folder).st_mtime_ns
         except FileNotFoundError:  # the files have just been moved

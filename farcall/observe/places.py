@@ -9,7 +9,7 @@ __all__ = ["Place"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in a program."""
+    """A position in a program."""
 
     function: str
     file: str
@@ -20,7 +20,7 @@ class Place:
 
     @classmethod
     def of(cls, value: object, folder: str = "") -> Place | None:
-        """The place in a snapshot; its file is relative to the folder in which the worker runs."""
+        """Parse the position in a snapshot; its file is relative to the folder in which the worker runs."""
         match value:
             case [str(function), str(file), int(line)]:
                 prefix = folder.rstrip("/") + "/"

@@ -1,7 +1,7 @@
-"""What the kernel says of the processes of workers.
+"""What the kernel reports of the processes of workers.
 
 Reading state files must not take the seconds that importing PyTorch takes, and everything under ``rpc``
-brings that along; so this does not use ``rpc.runtime.process_signs``.
+imports it; so this does not use ``rpc.runtime.process_signs``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _STATE, _UTIME, _STIME, _START, _RSS = 0, 11, 12, 19, 21  # in /proc/PID/stat, behind the name (proc(5))
 _ASLEEP: Final = ("S", "D")
-"""States of a thread that waits, for a lock most likely."""
+"""States of a waiting thread, most likely for a lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,9 @@ class Signs:
     """A process at one moment.
 
     Attributes:
-        start: when it began, in clock ticks since the boot: tells it from a later one of the same number.
-        state: of its main thread: one letter, as in ``ps``.
+        start: time when it began, in clock ticks since boot: distinguishes it from a later one with the same
+            number.
+        state: state of its main thread: one letter, as in ``ps``.
         seconds: CPU time that it has used.
         memory: resident memory, in bytes.
         tracer: process number of its debugger; 0 if there is none.
@@ -48,7 +49,7 @@ class Signs:
 
 
 def signs_of(process: int) -> Signs | None:
-    """What can be seen of a process; None if there is none, or it has ended and is only not collected."""
+    """Return what is visible of a process; None if it does not exist, or is a zombie."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
         text = Path(f"/proc/{process}/status").read_text(errors="replace")
@@ -68,13 +69,13 @@ def signs_of(process: int) -> Signs | None:
 
 
 def start_of(process: int) -> int:
-    """When a process began, as in ``Signs``; 0 if there is none."""
+    """Return when a process began, as in ``Signs``; 0 if it does not exist."""
     signs = signs_of(process)
     return 0 if signs is None else signs.start
 
 
 def ask_for_stacks(process: int, thread: int, signs: Signs, number: int) -> bool:
-    """Have the stacks of a process written: send the signal for it to its observing thread.
+    """Make a process write its stacks: send the signal for it to its observing thread.
 
     Nothing is sent if the process does not handle the signal, which would then end it, or if the thread waits
     for a core, and not for the interpreter lock.
@@ -90,6 +91,6 @@ def ask_for_stacks(process: int, thread: int, signs: Signs, number: int) -> bool
 
 
 def _tgkill(process: int, thread: int, number: int) -> int:
-    """Signal one thread (tgkill(2)); returns 0 if that was possible."""
+    """Send a signal to one thread (tgkill(2)); returns 0 if that was possible."""
     library = ctypes.CDLL(None)
     return int(library.tgkill(process, thread, number)) if hasattr(library, "tgkill") else -1

@@ -1,7 +1,8 @@
-"""Reads what the workers of a job have left, and what the kernel says of those that live.
+"""Reads what the workers of a job have written, and what the kernel reports of those that live.
 
-Nothing of a file is believed before its checksum is right. A file of another user, a damaged one, or one that
-is no state file at all, is skipped and named. Control characters in texts are escaped here, once for all.
+Nothing of a file is used before its checksum is verified. A file of another user, a damaged one, or one that
+is not a state file, is skipped and named. Control characters in texts are escaped here, for all users of the
+state.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ _MAX_GATHERED_BYTES: Final = 64 << 20
 _MAX_DEPTH: Final = 12
 
 _SAMPLE_SECONDS: Final = 0.15
-"""Time over which processes are watched to see whether they compute, in seconds."""
+"""Time in seconds over which processes are watched to see whether they compute."""
 
 _MAX_SPIED: Final = 2
-"""Maximum number of processes that ``py-spy`` looks at for one reading."""
+"""Maximum number of processes that ``py-spy`` reads at one time."""
 
 _SPY_SECONDS: Final = 5.0
-"""Maximum time that it may take for each, in seconds."""
+"""Maximum time in seconds that it may take for each."""
 
 _DUMP_SECONDS: Final = 1.0
-"""Maximum time to wait for stacks that were asked for, in seconds."""
+"""Maximum time in seconds to wait for stacks that were requested."""
 
 
 def _legible(value: Any, depth: int = 0) -> Any:
-    """A value whose texts have no control characters."""
+    """Return a value whose texts have no control characters."""
     if isinstance(value, str):
         return value if value.isprintable() else "".join(map(_shown, value))
     if depth > _MAX_DEPTH:
@@ -75,11 +76,11 @@ def _shown(character: str) -> str:
 
 
 def _read_file(path: Path, limit: int, *, snapshots_only: bool = False) -> bytes:
-    """The content of a regular file of this user. Raises ``OSError`` or ``LayoutError``.
+    """Return the content of a regular file of this user. Raises ``OSError`` or ``LayoutError``.
 
     Args:
         limit: maximum size, in bytes.
-        snapshots_only: leave out what is neither the header nor a snapshot.
+        snapshots_only: whether to leave out all parts except the header and the snapshots.
     """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -101,7 +102,7 @@ def _read_file(path: Path, limit: int, *, snapshots_only: bool = False) -> bytes
 
 
 def _read_snapshots(file: int) -> bytes:
-    """A state file as far as its snapshots reach; most of it is empty, and is not read."""
+    """Return a state file as far as its snapshots reach; the rest is mostly empty, and is not read."""
     data = bytearray(snapshot_offset(1) + SNAPSHOT_BYTES)
     view = memoryview(data)
     os.preadv(file, [view[:HEADER_BYTES]], 0)
@@ -114,10 +115,10 @@ def _read_snapshots(file: int) -> bytes:
 
 
 def read_worker(path: Path, *, records: bool = True, before: float = math.inf) -> WorkerState:
-    """The state that a worker has written; what the kernel says is added by ``settled``.
+    """Return the state that a worker has written; ``settled`` adds what the kernel reports.
 
     Raises:
-        OSError, LayoutError: the file cannot be read; says why.
+        OSError, LayoutError: the file cannot be read; the text has the reason.
     """
     data = _read_file(path, _MAX_BYTES, snapshots_only=not records)
     unpack_header(data[:HEADER_BYTES])
@@ -151,13 +152,14 @@ def read_job(
     gathered: bool = True,
     native: bool = False,
 ) -> JobState:
-    """The state of all workers of a job, as far as files here tell. Takes a moment, to see who computes.
+    """Return the state of all workers of a job, from the files on this host. Takes a moment, to see which
+    processes compute.
 
     Args:
-        records: read their rings, too.
-        before: their last snapshots from before this time, in seconds since 1970, are wanted.
-        gathered: with those of other hosts that have been gathered here.
-        native: frozen workers with the stacks that ``py-spy`` sees, which stops them for a moment each.
+        records: whether to read their rings, too.
+        before: time in seconds since 1970 before which the snapshots must be taken.
+        gathered: whether to include workers of other hosts whose state has been gathered here.
+        native: whether to add the stacks of frozen workers from ``py-spy``, which stops each for a moment.
     """
     workers: list[WorkerState] = []
     skipped: list[tuple[str, str]] = []
@@ -175,7 +177,7 @@ def read_job(
 
 
 def _gathered(folder: JobFolder, here: Collection[int], skipped: list[tuple[str, str]]) -> list[WorkerState]:
-    """The workers of other hosts, as they were told last."""
+    """Return the workers of other hosts, as they were reported last."""
     found: list[WorkerState] = []
     for path in sorted(folder.path.glob(f"*{GATHERED}")):
         try:
@@ -207,7 +209,7 @@ def _legible_stacks(stacks: Mapping[int, Stack]) -> Mapping[int, Stack]:
 
 
 def _newest(workers: Sequence[WorkerState]) -> list[WorkerState]:
-    """Of workers with the same name, or process, the newest."""
+    """Return the newest of several workers with the same name, or process."""
     newest: dict[object, WorkerState] = {}
     for each in sorted(workers, key=lambda each: each.beat.wall if each.beat else 0.0):
         newest[each.name] = each
@@ -218,7 +220,7 @@ def _newest(workers: Sequence[WorkerState]) -> list[WorkerState]:
 
 
 def settled(workers: Sequence[WorkerState], *, native: bool = False) -> list[WorkerState]:
-    """The workers with what the kernel says of their processes, and with stacks of those that are frozen."""
+    """Add what the kernel reports of the workers' processes, and the stacks of those that are frozen."""
     here = socket.gethostname()
     before = [_signs(each, here) for each in workers]
     asked = {n for n, each in enumerate(workers) if _ask(each, before[n])}
@@ -241,7 +243,7 @@ def settled(workers: Sequence[WorkerState], *, native: bool = False) -> list[Wor
 
 
 def _with_native_stacks(worker: WorkerState) -> WorkerState:
-    """The worker with the stacks that ``py-spy`` sees, if the kernel lets it."""
+    """Add the stacks that ``py-spy`` sees to a worker, if the kernel allows it."""
     with contextlib.suppress(NativeStacksError):
         if not worker.process.stopped and not worker.process.traced:
             stacks = native_stacks(worker.pid, seconds=_SPY_SECONDS)
@@ -250,7 +252,7 @@ def _with_native_stacks(worker: WorkerState) -> WorkerState:
 
 
 def _signs(worker: WorkerState, here: str) -> Signs | None:
-    """What can be seen of a worker's process; None if it is not here, or has ended."""
+    """Return what is visible of a worker's process; None if it is not here, or has ended."""
     if worker.host != here or not worker.pid:
         return None
     signs = signs_of(worker.pid)

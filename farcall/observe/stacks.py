@@ -14,10 +14,10 @@ __all__ = ["chosen", "native_stack_lines", "stack_lines"]
 
 
 def chosen(job: JobState, names: Sequence[str]) -> list[WorkerState]:
-    """The workers of these names or ranks; all without any.
+    """Return the workers with these names or ranks; all if none are given.
 
     Raises:
-        LookupError: there is no such worker; says which there are.
+        LookupError: there is no such worker; the text names those that exist.
     """
     if not names:
         return list(job)
@@ -32,7 +32,7 @@ def chosen(job: JobState, names: Sequence[str]) -> list[WorkerState]:
 
 
 def stack_lines(worker: WorkerState, *, everything: bool = False) -> Iterator[str]:
-    """The threads of a worker, the innermost place of each first."""
+    """Yield the threads of a worker, the innermost frame of each first."""
     if worker.is_frozen and worker.frozen:
         is_spied = any(each.native for each in worker.frozen.values())
         how = "as of now, by py-spy" if is_spied else "written without it"
@@ -73,10 +73,10 @@ def _places(places: Sequence[Place]) -> Iterator[str]:
 
 
 def native_stack_lines(worker: WorkerState) -> Iterator[str]:
-    """The threads of a living worker with their frames of C and C++, by ``py-spy``.
+    """Yield the threads of a living worker with their frames of C and C++, from ``py-spy``.
 
     Raises:
-        OSError: it is not installed, or cannot look at the process; says why.
+        OSError: it is not installed, or cannot read the process; the text has the reason.
     """
     if worker.host != socket.gethostname():
         raise OSError(f"{worker.name} runs on {worker.host}: run `farcall stacks --native` there")

@@ -1,4 +1,4 @@
-"""What is known of a job and its workers: plain values, read from state files or told by other hosts."""
+"""The state of a job and its workers: plain values, read from state files or reported by other hosts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _FROZEN_SECONDS: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What the kernel says of a worker's process now; of one elsewhere, or that has ended, nothing.
+    """What the kernel reports of a worker's process now; of one on another host, or that has ended, nothing.
 
     Attributes:
-        alive: whether it exists; None if that cannot be seen from here.
-        stopped: by a signal.
+        alive: whether it exists; None if that is not visible from here.
+        stopped: whether it is stopped by a signal.
         traced: process number of its debugger; 0 if there is none.
-        computes: its CPU time moves.
+        computes: whether its CPU time moves.
         memory: resident memory, in bytes.
-        share: CPU time used per second, over the moment that it was looked at.
+        share: CPU time used per second, over the moment for which it was watched.
     """
 
     alive: bool | None = None
@@ -54,12 +54,12 @@ class ThreadState:
 
     @property
     def at(self) -> Place | None:
-        """The innermost place in the program's own code."""
+        """The innermost position in the program's own code."""
         return Place.of(self.fields.get("at"), self.folder)
 
     @property
     def stack(self) -> list[Place]:
-        """The whole stack, the innermost place first."""
+        """The whole stack, innermost frame first."""
         stack = self.fields.get("stack")
         places = [Place.of(each, self.folder) for each in stack] if isinstance(stack, list) else []
         return [each for each in places if each is not None]
@@ -81,7 +81,7 @@ class ThreadState:
 
 
 def pair(value: object) -> tuple[int, int] | None:
-    """Two numbers, or None."""
+    """Return two numbers, or None."""
     match value:
         case [int(first), int(second)]:
             return int(first), int(second)
@@ -89,34 +89,34 @@ def pair(value: object) -> tuple[int, int] | None:
 
 
 def mappings(value: object) -> list[Mapping[str, Any]]:
-    """The mappings in a list; anything else is dropped."""
+    """Return the mappings in a list; anything else is dropped."""
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
 def items(value: object) -> list[Any]:
-    """The items of a list; none of anything else."""
+    """Return the items of a list; none of anything else."""
     return value if isinstance(value, list) else []
 
 
 def whole(value: object, default: int = 0) -> int:
-    """A whole number; anything else is the default."""
+    """Return a whole number, or the default for anything else."""
     return value if isinstance(value, int) else default
 
 
 def number(value: object, default: float = 0.0) -> float:
-    """A finite number; anything else is the default."""
+    """Return a finite number, or the default for anything else."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else default
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One process of a job: what it has written, and what the kernel says of it.
+    """One process of a job: what it has written, and what the kernel reports of it.
 
     Attributes:
-        beat: its last sign of life; None if it is torn.
+        beat: its last heartbeat; None if that is torn.
         snapshot: its last snapshot.
         process: see ``Process``.
-        now: the time of reading on the worker's own monotonic clock; of one that is dead, its last sign.
+        now: time of reading on the worker's own monotonic clock; of a dead one, that of its last heartbeat.
         frozen: stacks that were written without its interpreter, by thread.
         records: the ring.
         file: the state file, for people.
@@ -136,7 +136,7 @@ class WorkerState:
         return found if isinstance(found, Mapping) else {}
 
     def fact(self, name: str, default: Any = "") -> Any:
-        """A fact that the worker tells of itself."""
+        """Return a property that the worker reports of itself."""
         return self._identity.get(name, default)
 
     @property
@@ -154,7 +154,7 @@ class WorkerState:
         return rank if rank >= 0 else whole(self._joining().get("rank"), -1)
 
     def _joining(self) -> Mapping[str, Any]:
-        """What the rendezvous says of it, while it is in one."""
+        """What the rendezvous reports of it, while it is in one."""
         if self.phase != "joining":
             return {}
         details = [wait.get("details") for each in self.threads for wait in each.waits]
@@ -170,7 +170,7 @@ class WorkerState:
 
     @property
     def phase(self) -> str:
-        """How far it is: "joining", "running", "leaving" or "left"."""
+        """Its phase: "joining", "running", "leaving" or "left"."""
         return str(self.fact("phase"))
 
     @property
@@ -198,12 +198,12 @@ class WorkerState:
 
     @property
     def silent(self) -> float:
-        """Seconds since its last sign of life."""
+        """Seconds since its last heartbeat."""
         return max(0.0, self.now - self.beat.monotonic) if self.beat is not None else 0.0
 
     @property
     def is_frozen(self) -> bool:
-        """Whether its interpreter does not run, though its process lives, or did so at its end."""
+        """Whether its interpreter does not run, though its process lives, or did not run at its end."""
         if self.process.alive is True and self.silent < _FROZEN_SECONDS:
             return False
         return bool(self.frozen) or (
@@ -249,8 +249,8 @@ class JobState:
 
     Attributes:
         id: its name.
-        workers: its workers, by rank; of one that was started again, only the newest.
-        skipped: files that were not read, and why.
+        workers: its workers, by rank; of one that was restarted, only the newest.
+        skipped: files that were not read, and the reasons.
     """
 
     id: str

@@ -1,7 +1,7 @@
 """The state file of this process, as its writer has it.
 
-It is written by ``pwrite``, and not mapped: what has been written survives the process just the same, and a
-full disk is an error that can be handled, where a mapped page would end the process by SIGBUS.
+It is written by ``pwrite``, and not mapped: what has been written survives the process in both cases, and a
+full disk is an error that can be handled, while a mapped page would end the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StateFile:
     """Writes one state file. For one thread.
 
     Args:
-        path: the file; a file there is replaced.
+        path: the file; an existing file is replaced.
 
     Raises:
         OSError: it cannot be made.
@@ -59,14 +59,14 @@ class StateFile:
             raise
 
     def beat(self, beat: Beat) -> None:
-        """Write the sign of life. This and the following raise ``OSError``."""
+        """Write the heartbeat. This and the following methods raise ``OSError``."""
         os.pwrite(self._file, pack_beat(beat), BEAT_OFFSET)
 
     def snapshot(self, snapshot: dict[str, Any], *, keep: bool = False) -> bool:
         """Write a snapshot over the older one; false if it is too large.
 
         Args:
-            keep: write it over the newer one, so that the older stays.
+            keep: whether to write it over the newer one, so that the older stays.
         """
         number = self._snapshots + (2 if keep else 1)
         packed = pack_snapshot(number, snapshot)
@@ -83,7 +83,7 @@ class StateFile:
             os.pwrite(self._file, pack_record(self._records, fields, _cut), record_offset(self._records))
 
     def move(self, path: Path) -> None:
-        """Give the file another name."""
+        """Rename the file."""
         make_private(path.parent)
         os.rename(self.path, path)
         self.path = path

@@ -1,11 +1,11 @@
 """OpenTelemetry: calls made while a span is active are spans, and so are the functions that they run.
 
-The context travels in the header of the call, in the form that the program's global propagator gives it (by
-default W3C's ``traceparent``). A program that has imported OpenTelemetry's SDK before ``init_rpc`` gets this;
-others pay nothing. A call that is made while no span is active has none, and travels without.
+The context is sent in the header of the call, in the form that the program's global propagator gives it (by
+default W3C's ``traceparent``). This is active in a program that has imported OpenTelemetry's SDK before
+``init_rpc``; others have no cost. A call that is made while no span is active has neither span nor context.
 
 Spans follow the semantic conventions for RPC: kind CLIENT and SERVER, the function's name,
-``rpc.system.name``, ``rpc.method``, and ``error.type`` where there is one. ``farcall.caller`` and
+``rpc.system.name``, ``rpc.method``, and ``error.type`` after an error. ``farcall.caller`` and
 ``farcall.callee`` are workers.
 """
 
@@ -36,7 +36,7 @@ _MAX_LENGTH: Final = 8192
 
 
 def install(agent: Agent) -> None:
-    """Have the calls of an agent that has not joined its group yet shown, if the program has the SDK."""
+    """Show the calls of an agent that has not joined its group yet, if the program has the SDK."""
     if _SDK in sys.modules:
         spans = _Spans(agent)
         agent.events.record(CallBegun, spans.call_begun)
@@ -72,7 +72,7 @@ class _Spans:
             self._propagate.inject(carrier, trace.set_span_in_context(span))
             header[_KEY] = [name, carrier]
             self._open[call_id] = span
-        except Exception:  # of the program's own propagator or processor; the call goes on
+        except Exception:  # an error of the program's own propagator or processor; the call goes on
             logger.exception("a call of worker '%s' has no span", to)
 
     def call_ended(
@@ -100,7 +100,7 @@ class _Spans:
             logger.exception("the span of a call of worker '%s' could not be ended", to)
 
     def requested(self, value: Any, inner: Recording | Observation | None) -> Observation:
-        """The observation of a request with a context."""
+        """Return the observation of a request with a context."""
         name, carrier = _checked(value)
         try:
             context = self._propagate.extract(carrier)
@@ -110,10 +110,11 @@ class _Spans:
         return _Request(self, inner, name, context)
 
     def begin_run(self, name: str, context: Any) -> tuple[Any, Any] | None:
-        """Open a span for a function that runs, and make it the active one of this thread or task.
+        """Begin a span for a function that runs, and make it the active one of this thread or task.
 
         Returns:
-            It, and what ends that; None if the program's OpenTelemetry fails: the function runs all the same.
+            The span, and a token that ends it; None if the program's OpenTelemetry fails: the function runs
+            in any case.
         """
         facts = self._facts(name, None, self._agent.info.name)
         try:
@@ -126,7 +127,7 @@ class _Spans:
             return None
 
     def end_run(self, begun: tuple[Any, Any] | None, error: BaseException | None) -> None:
-        """Close it, and make the one before active again."""
+        """End it, and make the previous one active again."""
         if begun is None:
             return
         span, token = begun
@@ -148,7 +149,7 @@ class _Spans:
 
 
 class _Request(Observation):
-    """A request whose function runs inside of a span."""
+    """A request whose function runs inside a span."""
 
     def __init__(self, spans: _Spans, inner: Recording | Observation | None, name: str, context: Any) -> None:
         super().__init__(inner)
@@ -170,7 +171,7 @@ class _Request(Observation):
 
 
 def _checked(value: Any) -> tuple[str, dict[str, str]]:
-    """The name and the context in a header of another worker; nothing, if they are malformed."""
+    """Return the name and the context in a header of another worker; nothing, if they are malformed."""
     if not isinstance(value, list) or len(value) != 2:
         return "", {}
     name, carrier = value

@@ -1,4 +1,4 @@
-"""``farcall top``: the table of workers, again and again, sorted by the key that is pressed."""
+"""``farcall top``: the table of workers, refreshed, and sorted by the key that is pressed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def top(read: Callable[[], JobState], width: Callable[[], int]) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[], str]]:
-    """Returns the key that is pressed within a moment, or ""."""
+    """Return the key that is pressed within a moment, or ""."""
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
 

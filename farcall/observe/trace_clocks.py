@@ -1,9 +1,9 @@
 """Aligns the clocks of hosts for a trace, by the calls between them. Pure.
 
-Processes of one host share a monotonic clock. A request cannot come before it was sent, nor an answer before
-it was given. So each call bounds the offset of two clocks from one side, and its answer from the other; the
-middle of the tightest bounds is taken, and half their distance is the error. Hosts that have not called each
-other are aligned by the time of day.
+Processes of one host share a monotonic clock. A request cannot arrive before it was sent, nor an answer
+before it was given. So each call bounds the offset of two clocks from one side, and its answer from the
+other; the middle of the tightest bounds is used, and half their distance is the error. Hosts that have not
+called each other are aligned by the time of day.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Alignment:
 
     Attributes:
         offset: seconds to add to its monotonic clock.
-        error: largest possible error of it, in seconds; infinite if it is by the time of day.
+        error: maximum error of the offset, in seconds; infinite if it is by the time of day.
     """
 
     offset: float
@@ -34,7 +34,7 @@ class Alignment:
 
 
 def align(parts: Sequence[Part]) -> dict[str, Alignment]:
-    """The clocks of all hosts, by their boot identifier; that of the first is the reference."""
+    """Align the clocks of all hosts, by their boot identifier; the first one is the reference."""
     if not parts:
         return {}
     first = parts[0]
@@ -61,7 +61,9 @@ def align(parts: Sequence[Part]) -> dict[str, Alignment]:
 
 
 def _bounds(parts: Sequence[Part]) -> dict[tuple[str, str], float]:
-    """For two hosts, the largest of ``sent at the one - received at the other``, on their own clocks."""
+    """Return for two hosts the largest of ``sent at the one - received at the other``, on their own
+    clocks.
+    """
     seen: dict[tuple[str, int], dict[str, tuple[str, float]]] = {}
     for part in parts:
         for kind, at, _, *rest in part.records:

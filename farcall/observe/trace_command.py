@@ -1,4 +1,4 @@
-"""``farcall trace``: has the workers of a job on this host record, and merges what they leave."""
+"""``farcall trace``: makes the workers of a job on this host record, and merges their parts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from farcall.observe.tracing import parts_in, write_trace
 __all__ = ["trace_job"]
 
 _SECONDS_TO_BEGIN: Final = 1.5
-"""Maximum time until a worker finds the order, in seconds."""
+"""Maximum time in seconds until a worker finds the order."""
 
 _SECONDS_TO_LEAVE: Final = 30.0
-"""Maximum time to wait for workers to write their parts, in seconds."""
+"""Maximum time in seconds to wait for workers to write their parts."""
 
 _SECONDS_OF_STOPPED: Final = 1.0
-"""Time to wait for workers that are stopped or dead, once all others have written, in seconds."""
+"""Time in seconds to wait for workers that are stopped or dead, once all others have written."""
 
 _INTERVAL: Final = 0.05
 
@@ -63,7 +63,7 @@ def trace_job(job: JobFolder, seconds: float, output: str) -> list[str]:
 
 
 def _wait_for(folder: Path, awaited: set[int]) -> None:
-    """Wait until all processes have left their parts, or cannot."""
+    """Wait until all processes have written their parts, or cannot."""
     begin = time.monotonic()
     while (passed := time.monotonic() - begin) < _SECONDS_TO_LEAVE:
         missing = awaited - _left(folder)
@@ -73,7 +73,7 @@ def _wait_for(folder: Path, awaited: set[int]) -> None:
 
 
 def _left(folder: Path) -> set[int]:
-    """The processes that have left a part."""
+    """Return the processes that have written a part."""
     numbers = [path.name.partition(".")[0] for path in folder.glob("*.part")]
     return {int(number) for number in numbers if number.isdecimal()}
 

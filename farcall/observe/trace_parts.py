@@ -1,8 +1,8 @@
-"""What one process has recorded for a trace, as ``trace_recorder.Recorder.stop`` gives it.
+"""The recording of one process for a trace, as ``trace_recorder.Recorder.stop`` returns it.
 
-A part is a sequence of msgpack objects: a map that says whose it is, lists that are the fields of all
-records, one after another, and nil. Records are read from it again and again, and never all held at once:
-there may be a million of them.
+A part is a sequence of msgpack objects: a map with its origin, lists that are the fields of all records, one
+after another, and nil. Records are read from it repeatedly, and never held all at once, since there may be a
+million of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_BYTES: Final = 1 << 30
 LENGTHS: Final = {
     "span": 7,  # name, end, whether the thread waits, details
     "serialized": 6,  # function, seconds, bytes
-    "call": 8,  # place of the caller in ``workers``, number of the call, callee, what is asked, how
+    "call": 8,  # index of the caller in ``workers``, number of the call, callee, what it asks for, how
     "sent": 6,  # caller, number of the call, bytes
     "called": 6,  # caller, number of the call, error
     "came": 5,  # name of the caller, number of the call
@@ -32,7 +32,7 @@ LENGTHS: Final = {
     "ran": 5,  # name of the caller, number of the call
     "answered": 7,  # name of the caller, number of the call, whether it is a failure, bytes
 }
-"""Number of fields of each kind of record: the kind, the time, the thread, and what is given here."""
+"""Number of fields of each kind of record: the kind, the time, the thread, and the fields above."""
 
 _FIELDS: Final[dict[str, type]] = {
     "worker": str,
@@ -48,17 +48,17 @@ _FIELDS: Final[dict[str, type]] = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one process has recorded.
+    """The recording of one process.
 
     Attributes:
         worker: name of the process, for people.
-        workers: names of its agents; records have their places in this list.
-        host, boot: name of its host, and what identifies the monotonic clock of that.
+        workers: names of its agents; records have indices into this list.
+        host, boot: name of its host, and identifier of the host's monotonic clock.
         pid: process number.
         wall: seconds since 1970 at zero of the monotonic clock.
-        threads: names of threads; records have their places in this list.
+        threads: names of threads; records have indices into this list.
         records: in the order in which they were made; iterated over more than once.
-        dropped: number of calls, requests and spans that were too many.
+        dropped: number of calls, requests and spans beyond the limit.
     """
 
     worker: str
@@ -94,16 +94,16 @@ def _unpacked(file: BinaryIO) -> Iterator[Any]:
 
 
 def read_part(packed: bytes) -> Part:
-    """The part that these bytes are.
+    """Parse a part.
 
     Raises:
-        ValueError: they are nothing that a recorder has made.
+        ValueError: the bytes are not the output of a recorder.
     """
     return _read(lambda: io.BytesIO(packed))
 
 
 def open_part(path: Path) -> Part:
-    """The part in a file, which must stay; otherwise as ``read_part``.
+    """Open the part in a file, which must stay; otherwise like ``read_part``.
 
     Raises:
         OSError: it cannot be read.

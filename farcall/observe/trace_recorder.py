@@ -26,7 +26,8 @@ _ANSWERS: Final = (int(Kind.REPLY), _FAILURE)
 
 MAX_RECORDS: Final = 1_000_000
 """Maximum number of records of one process in a trace, about 100 bytes each; it is exceeded by the records of
-calls that are under way then."""
+calls that are in flight then.
+"""
 
 _MEAN_FIELDS: Final = 5
 """Mean number of fields of a record."""
@@ -41,12 +42,12 @@ _MAX_DETAIL: Final = 200
 class Recorder:
     """Records until ``stop``. A record is a kind, a time on the monotonic clock, a thread, and more fields.
 
-    Recorders stand in the way of each call, so what they do is short, and what they leave is small: all
-    records lie in one list, field after field, since a page of memory that is touched first takes longer than
-    a record. Only what begins something asks whether there is room.
+    Recorders are on the path of each call, so they do little, and their records are small: all records are in
+    one list, field after field, since touching a fresh page of memory takes longer than a record. Only
+    records that begin something check whether there is room.
 
     Args:
-        agents: those of this process, with their extensions.
+        agents: agents of this process, with their extensions.
         limit: maximum number of records.
     """
 
@@ -132,12 +133,12 @@ class Recorder:
         return _packed(header, self._records)
 
     def _full(self) -> None:
-        """There is no room for more: calls, requests and spans are only counted from now on."""
+        """Count calls, requests and spans only from now on, since there is no room for more."""
         self._subscriptions.close()
         self._counted = self._count()
 
     def _count(self) -> int:
-        """Number of calls made and requests taken in so far."""
+        """Return the number of calls made and requests received so far."""
         calls = [agent.calls for agent in self._agents]
         return sum(each.table.opened + each.answers.requests_begun for each in calls)
 
@@ -151,7 +152,7 @@ class Recorder:
 
 
 class _Threads(dict[int, int]):
-    """Numbers of threads, by their identifiers. A thread that is asked for first is this one.
+    """Numbers of threads, by their identifiers. The first request for a thread is made on that thread.
 
     Attributes:
         names: names of threads, by number.
@@ -163,7 +164,7 @@ class _Threads(dict[int, int]):
 
     def __missing__(self, ident: int) -> int:
         names = {each.ident: each.name for each in threading.enumerate()}
-        self.names.append(names.get(ident) or _native_name())  # now: it may be gone at the end
+        self.names.append(names.get(ident) or _native_name())  # now, since it may be gone at the end
         self[ident] = number = len(self.names) - 1
         return number
 
@@ -173,7 +174,7 @@ def _packed(header: dict[str, Any], records: list[Any]) -> Iterator[bytes]:
     yield packer.pack(header)
     for first in range(0, len(records), _BATCH):
         yield packer.pack(records[first : first + _BATCH])
-    yield packer.pack(None)  # a part without it is not whole
+    yield packer.pack(None)  # a part without it is incomplete
 
 
 def _detail(value: object) -> int | str:
@@ -181,7 +182,7 @@ def _detail(value: object) -> int | str:
 
 
 def _native_name() -> str:
-    """Name of this thread, which Python has not begun, as the kernel has it."""
+    """Return the kernel's name of this thread, which Python has not started."""
     try:
         return Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text(errors="replace").strip()
     except OSError:
@@ -189,7 +190,7 @@ def _native_name() -> str:
 
 
 def _boot() -> str:
-    """Identifies the host's monotonic clock."""
+    """Return the identifier of the host's monotonic clock."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

@@ -1,8 +1,8 @@
 """Traces: ``rpc.trace`` in a program, ``farcall trace`` for a running job, ``FARCALL_TRACE`` for a whole run.
 
-A program's trace is gathered through calls, from all workers, on whatever hosts they are. ``farcall trace``
-orders the workers of this host to leave their parts in a folder (``orders``), where the command merges them.
-With ``FARCALL_TRACE`` each process leaves its part beside the file when it ends, and merges all parts there.
+A program's trace is gathered through calls, from all workers, on all hosts. ``farcall trace`` orders the
+workers of this host to write their parts to a folder (``orders``), where the command merges them. With
+``FARCALL_TRACE`` each process writes its part beside the file when it ends, and merges all parts there.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ VARIABLE: Final = "FARCALL_TRACE"
 """Environment variable that names the file of a trace of the whole run."""
 
 _SECONDS_TO_GATHER: Final = 60.0
-"""Maximum time to wait for a worker to begin or end recording, in seconds."""
+"""Maximum time in seconds to wait for a worker to begin or end recording."""
 
 MAX_SECONDS: Final = 3660.0
-"""Maximum duration of a trace that ``farcall trace`` orders, in seconds."""
+"""Maximum duration in seconds of a trace that ``farcall trace`` orders."""
 
 _lock: Final = threading.Lock()
 _recorders: Final[dict[str, Recorder]] = {}
@@ -63,7 +63,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # the program's exception says more
+        with contextlib.suppress(OSError):  # the program's exception matters more
             _gather(agent, Path(path), list(begun), identity, missing)
         raise
     _gather(agent, Path(path), list(begun), identity, missing)
@@ -111,13 +111,13 @@ def _on_all(
 
 
 def begin_tracing(identity: str) -> None:
-    """Called remotely: begin to record this worker."""
+    """Start to record this worker. Called remotely."""
     with _lock:
         _recorders[identity] = Recorder([current_agent()])
 
 
 def end_tracing(identity: str) -> bytes:
-    """Called remotely: end that, and return the part of this worker."""
+    """End recording, and return the part of this worker. Called remotely."""
     with _lock:
         recorder = _recorders.pop(identity, None)
     return b"" if recorder is None else b"".join(recorder.stop())
@@ -149,7 +149,7 @@ def follow_orders(
     """Record when ``farcall trace`` orders it.
 
     Args:
-        agents: returns those of this process.
+        agents: returns the agents of this process.
         on: ``Orders.on``.
     """
 
@@ -170,7 +170,7 @@ def follow_orders(
 
 
 def install(agent: Agent) -> None:
-    """Have an agent take part in traces; record from now until it has ended, if ``FARCALL_TRACE`` says so."""
+    """Make an agent take part in traces; record from now until it has ended, if ``FARCALL_TRACE`` is set."""
     agent.serializer.allow_function(begin_tracing)
     agent.serializer.allow_function(end_tracing)
     named = os.environ.get(VARIABLE)
@@ -189,7 +189,7 @@ def _leave_whole(path: Path, recorder: Recorder) -> None:
             write_trace(path, merge(parts_in(folder)))
     except OSError as error:
         logger.warning("the trace %s lacks this worker: %s", path, error)
-    except Exception:  # the agent ends all the same
+    except Exception:  # the agent ends in any case
         logger.exception("the trace %s could not be written", path)
 
 
@@ -209,7 +209,7 @@ def _leave_part(folder: Path, recorder: Recorder) -> None:
 
 
 def parts_in(folder: Path) -> Sequence[Part]:
-    """All parts in a folder, which must stay; a file that is none is logged and skipped."""
+    """Return all parts in a folder, which must stay; other files are logged and skipped."""
     parts = []
     for path in sorted(folder.glob("*.part")):
         try:

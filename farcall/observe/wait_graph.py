@@ -1,6 +1,6 @@
-"""What waits for what in a job: the graph, made of the state of its workers. Pure.
+"""What waits for what in a job: the graph, made from the state of its workers. Pure.
 
-A node is a thread, a coroutine that serves a request, or a whole process that does nothing any more. An edge
+A node is a thread, a coroutine that serves a request, or a whole process that makes no progress. An edge
 leads from a node to what it waits for. A node without edges is at the end of a chain: what it does is why the
 others wait.
 """
@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-from farcall.observe.native_stacks import is_native
+from farcall.observe.silent_processes import (
+    innermost_own_place,
+    interpreter_holder,
+    last_place,
+    silence_in_words,
+    silence_kind,
+)
 from farcall.observe.state import (
     JobState,
     Place,
@@ -24,119 +29,25 @@ from farcall.observe.state import (
     pair,
     whole,
 )
+from farcall.observe.wait_kinds import (
+    kind_of_wait,
+    link_in_words,
+    listed,
+    missing_ranks,
+    rendezvous_in_words,
+)
+from farcall.observe.wait_nodes import PROCESS, Edge, Graph, Key, Node
 
-__all__ = ["Edge", "Graph", "Key", "Node", "last_place", "wait_graph"]
+__all__ = ["wait_graph"]
 
-Key = tuple[int, str]
-"""A node: the place of its worker in the job, and what it is there."""
-
-PROCESS: Final = "process"
 _SHUTDOWN: Final = "shutdown"
 _SPMD_THREAD: Final = "farcall-spmd-worker"
-_EARLIER_SECONDS: Final = 3.0
-"""A worker of a job that is over ended by itself if its last sign is this much older than that of others."""
-
-_MAX_RANKS: Final = 1 << 16
-"""Maximum size of a group whose missing ranks are listed."""
-
-_MAX_NATIVE: Final = 4
-"""Maximum number of functions in C that are named: the innermost."""
-
 _CONNECTED: Final = frozenset(("ESTABLISHED", "UNCONNECTED"))
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """What a node waits for: another node, and how that stands between them, for the words of a cycle."""
-
-    to: Key
-    how: str = ""
-
-
-@dataclass(slots=True)
-class Node:
-    """Something that waits, or that others wait for.
-
-    Attributes:
-        key: its key.
-        worker: name of its worker.
-        rank: rank of its worker.
-        host: host of its worker.
-        thread: name of the thread; "" for a process.
-        kind: what it does: "call", "lock", "barrier", "sleeps", "computes", "dead" and so on.
-        text: the same in words.
-        seconds: for how long; 0 if that is not known.
-        place: where in the program.
-        remark: what else is to be said.
-        edges: what it waits for.
-        stack: the places of its stack, the innermost first.
-        serves: function of the request that it runs; "".
-    """
-
-    key: Key
-    worker: str
-    rank: int
-    host: str
-    thread: str
-    kind: str
-    text: str
-    seconds: float = 0.0
-    place: Place | None = None
-    remark: str = ""
-    edges: list[Edge] = field(default_factory=list)
-    stack: list[Place] = field(default_factory=list)
-    serves: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """What it does, and where in the program, as values for JSON."""
-        return {
-            "thread": self.thread,
-            "kind": self.kind,
-            "text": self.text,
-            "seconds": round(self.seconds, 1),
-            "place": None if self.place is None else str(self.place),
-            "function": None if self.place is None else self.place.function,
-            "remark": self.remark,
-        }
-
-
-@dataclass(slots=True)
-class Graph:
-    """All nodes, by key."""
-
-    nodes: dict[Key, Node] = field(default_factory=dict)
-
-    def waited_for(self) -> set[Key]:
-        """The nodes that others wait for."""
-        return {edge.to for node in self.nodes.values() for edge in node.edges if edge.to != node.key}
-
-
 def wait_graph(job: JobState) -> Graph:
-    """The graph of a job."""
+    """Return the graph of a job."""
     return _Builder(job).build()
-
-
-def _silence_kind(worker: WorkerState, job: JobState) -> str:
-    """Why a worker does nothing any more: "dead", "stopped", "traced", "frozen", "silent"; "" if it does."""
-    process = worker.process
-    if worker.has_left:
-        return "left"
-    if worker.is_dead:
-        wall = 0.0 if worker.beat is None else worker.beat.wall
-        newest = max((each.beat.wall for each in job if each.beat is not None), default=wall)
-        alone = any(each.process.alive is not False for each in job)
-        if not alone and newest - wall <= _EARLIER_SECONDS:
-            return "frozen" if worker.frozen else ""
-        if not alone:
-            return "frozen" if worker.frozen else "ended first"
-        return "dead"
-    if process.traced:
-        return "traced"
-    if process.stopped:
-        return "stopped"
-    if worker.is_frozen:
-        return "frozen"
-    return "unreachable" if process.alive is None and worker.silent > 10 * _EARLIER_SECONDS else ""
 
 
 class _Builder:
@@ -145,7 +56,7 @@ class _Builder:
         self._workers = list(job)
         self._indices = {each.incarnation: n for n, each in enumerate(self._workers) if each.incarnation}
         self._names = {each.name: n for n, each in enumerate(self._workers)}
-        self._silent = [_silence_kind(each, job) for each in self._workers]
+        self._silent = [silence_kind(each, job) for each in self._workers]
         self._graph = Graph()
         self._running: dict[tuple[int, tuple[int, int]], Key] = {}
         """The node that runs a request, by worker and request."""
@@ -191,72 +102,41 @@ class _Builder:
     # ---- processes
 
     def _silent_process(self, index: int, worker: WorkerState) -> Node:
-        kind, process = self._silent[index], f"process {worker.pid}"
-        ago = worker.silent
-        match kind:
-            case "dead":
-                text = f"is dead: its {process} has ended"
-            case "left":
-                text = f"has left: its {process} has called shutdown()"
-            case "ended first":
-                text, kind = (
-                    f"gave no sign for a while before the end: its {process} was stopped, or died",
-                    "dead",
-                )
-            case "traced":
-                text = f"is held by a debugger (process {worker.process.traced}): {process}"
-            case "stopped":
-                text = f"is stopped by a signal (SIGSTOP, Ctrl-Z): {process}; SIGCONT continues it"
-            case _:
-                text = f"has given no sign of life for {ago:.0f} s: {process} on {worker.host}"
-        main = next((each for each in worker.threads if each.at is not None), None)
-        at = last_place(worker) or (main.at if main is not None else None)
-        at = at if kind != "left" else None
-        return self._node(index, PROCESS, thread="", kind=kind, text=text, seconds=ago, place=at)
-
-    def _frozen_process(self, index: int, worker: WorkerState) -> Node:
-        """Its interpreter does not run: find the thread that is in C code and holds the interpreter lock."""
-        known = {each.id: each for each in worker.threads}
-        best: tuple[int, str, list[Place], tuple[str, ...]] | None = None
-        for ident, stack in worker.frozen.items():
-            places = [Place(name, _short(file, worker.folder), line) for name, file, line in stack.frames]
-            thread = known.get(ident)
-            score = _holds_interpreter(places, thread, worker)
-            score += 100 * stack.holds_interpreter
-            name = thread.name if thread is not None else stack.name or f"thread {ident}"
-            if best is None or score > best[0]:
-                best = score, name, places, stack.native
-        doing = "computes" if worker.process.computes else "waits or computes"
-        text = f"holds the interpreter lock in C code, and {doing}"
-        serves = "" if best is None else self._served(worker, best[2])
-        if serves:
-            text = f"runs {serves}, {text}"
-        if best is None or best[0] < 1:
-            text = "its interpreter does not run: a thread holds the interpreter lock in C code"
-            return self._node(
-                index,
-                PROCESS,
-                thread="",
-                kind="frozen",
-                text=text,
-                seconds=worker.silent,
-                place=last_place(worker),
-            )
+        kind = self._silent[index]
         return self._node(
             index,
             PROCESS,
-            thread=best[1],
+            thread="",
+            kind="dead" if kind == "ended first" else kind,
+            text=silence_in_words(kind, worker),
+            seconds=worker.silent,
+            place=last_place(worker) if kind != "left" else None,
+        )
+
+    def _frozen_process(self, index: int, worker: WorkerState) -> Node:
+        holder = interpreter_holder(worker)
+        doing = "computes" if worker.process.computes else "waits or computes"
+        text = f"holds the interpreter lock in C code, and {doing}"
+        serves = "" if holder is None else self._served(worker, holder.stack)
+        if serves:
+            text = f"runs {serves}, {text}"
+        elif holder is None:
+            text = "its interpreter does not run: a thread holds the interpreter lock in C code"
+        return self._node(
+            index,
+            PROCESS,
+            thread="" if holder is None else holder.thread,
             kind="frozen",
             text=text,
             seconds=worker.silent,
-            place=_users(best[2], worker),
-            remark=f"in C: {' ← '.join(best[3][:_MAX_NATIVE])}" if best[3] else "",
-            stack=best[2],
+            place=last_place(worker) if holder is None else innermost_own_place(holder.stack, worker),
+            remark="" if holder is None else holder.native_in_words(),
+            stack=[] if holder is None else holder.stack,
         )
 
     def _served(self, worker: WorkerState, places: list[Place]) -> str:
-        """What a thread runs for another worker, by the calls that the others wait for and the names of the
-        functions on its stack: the request may have come after the last look at this worker.
+        """Return what a thread runs for another worker, from the calls that the others wait for and the names
+        of the functions on its stack: the request may have come after the last look at this worker.
         """
         names = {place.function for place in places}
         for other in self._workers:
@@ -295,7 +175,7 @@ class _Builder:
             self._of_object(node, index, worker, thread)
         else:
             doing = str(fields.get("doing") or "")
-            node.kind = _kind_of(doing)
+            node.kind = kind_of_wait(doing)
             node.text = doing
         if node.serves and node.kind != "call":
             node.text = f"runs {node.serves}, {node.text}".removesuffix(", ")
@@ -305,7 +185,7 @@ class _Builder:
         return node
 
     def _of_call(self, node: Node, index: int, worker: WorkerState, which: tuple[int, int]) -> None:
-        """It waits for a call."""
+        """Describe the wait for a call."""
         call = next(
             (each for each in worker.calls if (each.get("incarnation"), each.get("id")) == which), None
         )
@@ -322,7 +202,7 @@ class _Builder:
             node.edges.append(Edge((callee, PROCESS)))
         elif peer is not None and peer.get("state") not in (*_CONNECTED, None):
             node.kind = "link"
-            node.remark = _link_in_words(peer)
+            node.remark = link_in_words(peer)
         elif callee is None:
             node.remark = f"nothing is known of {to} on this host"
         else:
@@ -369,7 +249,9 @@ class _Builder:
                     node.remark = f"the object is still being made at {to}"
 
     def _others_of(self, callee: int, caller: int) -> list[Key]:
-        """The requests of a caller that run at a callee, and that no thread of the caller waits for."""
+        """Return the requests of a caller that run at a callee, and that no thread of the caller waits
+        for.
+        """
         index = self._indices.get(caller)
         waiting = [] if index is None else [each.call for each in self._workers[index].threads]
         incarnation = self._workers[callee].incarnation
@@ -380,17 +262,17 @@ class _Builder:
         ]
 
     def _spmd_thread(self, index: int) -> Key | None:
-        """The thread that does the steps of an SPMD program, if it does one."""
+        """Return the thread that does the steps of an SPMD program, if it does one."""
         for thread in self._workers[index].threads:
             if thread.name == _SPMD_THREAD and (thread.waits or not thread.fields.get("idle")):
                 return index, str(thread.id)
         return None
 
     def _of_object(self, node: Node, index: int, worker: WorkerState, thread: ThreadState) -> None:
-        """It waits for a lock, a queue, an event."""
+        """Describe the wait for a lock, a queue, an event."""
         fields = thread.fields
         name, kind = str(fields.get("on")), str(fields.get("kind", ""))
-        node.kind = _kind_of(str(fields.get("doing") or ""), kind)
+        node.kind = kind_of_wait(str(fields.get("doing") or ""), kind)
         what = {"lock": "the lock", "queue": "the queue", "event": "the Event", "socket": "the socket"}
         known = what.get(node.kind)
         node.text = f"waits for {known} `{name}`" if known else str(fields.get("doing") or "")
@@ -409,7 +291,7 @@ class _Builder:
     # ---- operations of a group
 
     def _of_operation(self, node: Node, index: int, worker: WorkerState, thread: ThreadState) -> None:
-        """It waits in a barrier, a collective, a backward, shutdown or rendezvous."""
+        """Describe the wait in a barrier, a collective, a backward, shutdown or rendezvous."""
         wait = thread.waits[-1]
         what = str(wait.get("what", "another worker"))
         node.kind, node.seconds = what, worker.age(wait.get("since"))
@@ -425,9 +307,9 @@ class _Builder:
             names = [each for each in self._names if f"'{each}'" in str(details["to"])]
             node.remark = f"of the connection to {details['to']}"
         elif what == "rendezvous":
-            node.remark = _rendezvous_in_words(details)
-            names = [f"rank {each}" for each in _missing(details)]
-        node.text = f"waits in {what}" + (f" for {_listed(names)}" if names else "")
+            node.remark = rendezvous_in_words(details)
+            names = [f"rank {each}" for each in missing_ranks(details)]
+        node.text = f"waits in {what}" + (f" for {listed(names)}" if names else "")
         for name in names:
             callee = self._names.get(name)
             if callee is None and name.startswith("rank "):
@@ -440,7 +322,7 @@ class _Builder:
             self._of_call(node, index, worker, thread.call)
 
     def _not_in_shutdown(self, index: int) -> list[str]:
-        """The workers that do not wait in shutdown: those that the others wait for there."""
+        """Return the workers that do not wait in shutdown: those that the others wait for there."""
         names = []
         for other, worker in enumerate(self._workers):
             inside = any(wait.get("what") == _SHUTDOWN for each in worker.threads for wait in each.waits)
@@ -449,7 +331,9 @@ class _Builder:
         return names
 
     def _behind(self, index: int, details: Mapping[str, Any]) -> tuple[list[str], str]:
-        """The ranks of a process group that have not come to a collective, and what they called instead."""
+        """Return the ranks of a process group that have not come to a collective, and what they called
+        instead.
+        """
         group, count, text = details.get("group"), number(details.get("number")), details.get("operation")
         ranks = details.get("ranks")
         members = [str(each) for each in ranks] if isinstance(ranks, list) else []
@@ -475,7 +359,7 @@ class _Builder:
         return names, "; ".join(remarks[:3])
 
     def _doings(self, index: int) -> Iterable[Key]:
-        """What a worker does that others wait for in an operation of a group."""
+        """Return the nodes of a worker that others wait for in an operation of a group."""
         if self._silent[index]:
             return [(index, PROCESS)]
         worker = self._workers[index]
@@ -494,7 +378,7 @@ class _Builder:
             return None
         stack = [Place.of(each, worker.folder) for each in items(request.get("stack"))]
         places = [each for each in stack if each is not None]
-        at = _users(places, worker)
+        at = innermost_own_place(places, worker)
         node = self._node(
             index,
             f"task {which[0]} {which[1]}",
@@ -514,109 +398,11 @@ class _Builder:
         return node
 
 
-def last_place(worker: WorkerState) -> Place | None:
-    """Where a worker's main thread was, if that ran code of the program; else where any was."""
-    threads = sorted(worker.threads, key=lambda each: (each.name != "MainThread", each.request is None))
-    return next((each.at for each in threads if each.at is not None), None)
-
-
 def _seconds_unseen(caller: WorkerState, call: Mapping[str, Any], callee: WorkerState) -> float:
-    """Seconds between the last look at a callee and the begin of a call; 0 if that look came later."""
+    """Return the seconds between the last look at a callee and the beginning of a call; 0 if that look came
+    later.
+    """
     if caller.beat is None or callee.beat is None:
         return 0.0
     began = caller.beat.wall - caller.beat.monotonic + number(call.get("began"), -math.inf)
     return max(0.0, began - callee.beat.wall)
-
-
-def _short(file: str, folder: str) -> str:
-    return file.removeprefix(folder.rstrip("/") + "/") if folder else file
-
-
-def _users(places: list[Place], worker: WorkerState) -> Place | None:
-    """The innermost place in the program's own code."""
-    places = [place for place in places if not is_native(place.file)]
-    own = [place for place in places if not worker.is_library(place.file)]
-    return own[0] if own else places[0] if places else None
-
-
-def _holds_interpreter(places: list[Place], thread: ThreadState | None, worker: WorkerState) -> int:
-    """How likely a thread of a frozen process is the one that holds the interpreter lock."""
-    places = [place for place in places if not is_native(place.file)]
-    if not places:
-        return 0
-    before = [] if thread is None else thread.stack
-    same_place = bool(before) and (before[0].function, before[0].line) == (places[0].function, places[0].line)
-    waited = thread is not None and bool(thread.waits or thread.call or thread.fields.get("on"))
-    score = 0
-    if not worker.is_library(places[0].file):
-        score += 3  # it has called C code itself
-    if not same_place:
-        score += 2
-    if same_place and (waited or (thread is not None and thread.fields.get("idle"))):
-        score -= 4
-    return score
-
-
-_KINDS: Final = (
-    ("sleeps", "sleeps"),
-    ("computes", "computes"),
-    ("subprocess", "subprocess"),
-    ("socket", "socket"),
-    ("pipe", "pipe"),
-    ("queue", "queue"),
-    ("Event", "event"),
-    ("Condition", "condition"),
-    ("semaphore", "semaphore"),
-    ("Barrier", "thread barrier"),
-    ("thread to end", "join"),
-    ("with block", "lock"),
-    ("lock", "lock"),
-    ("file", "file"),
-)
-
-
-def _kind_of(doing: str, type_name: str = "") -> str:
-    """The kind of a wait, by the words for it and the type of what is waited for."""
-    for part, kind in (
-        ("queue.", "queue"),
-        ("Queue", "queue"),
-        ("threading.Event", "event"),
-        ("socket.", "socket"),
-        ("subprocess.", "subprocess"),
-        ("_thread.", "lock"),
-        ("Lock", "lock"),
-        ("threading.Condition", "condition"),
-    ):
-        if part in type_name:
-            return kind
-    return next((kind for part, kind in _KINDS if part in doing), "runs")
-
-
-def _link_in_words(peer: Mapping[str, Any]) -> str:
-    state = str(peer.get("state"))
-    name = peer.get("name")
-    if state == "LOST":
-        return f"{name} is lost: {peer.get('lost', '')}"
-    if state in ("HANDSHAKING", "CROSSED"):
-        return f"the connection to {name} is being made again, and {name} has not answered the handshake yet"
-    tries = whole(peer.get("failures"))
-    return f"the connection to {name} is down; {tries} attempts to make it again have failed so far"
-
-
-def _missing(details: Mapping[str, Any]) -> list[int]:
-    present = details.get("present")
-    here = {each for each in present if isinstance(each, int)} if isinstance(present, list) else set()
-    size = min(whole(details.get("world_size")), _MAX_RANKS)
-    return sorted(set(range(size)) - here)
-
-
-def _rendezvous_in_words(details: Mapping[str, Any]) -> str:
-    size, missing = whole(details.get("world_size")), _missing(details)
-    if not size:
-        return ""
-    shown = ", ".join(map(str, missing[:10])) + (" ..." if len(missing) > 10 else "")
-    return f"{size - len(missing)} of {size} ranks have come to {details.get('place', '')}; missing: {shown}"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"

@@ -6,23 +6,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from farcall.observe.analysis import Finding, Report
-from farcall.observe.wait_graph import Node
+from farcall.observe.wait_nodes import Node
 
 __all__ = ["in_words", "waiting_in_words"]
 
 _MAX_ROWS: Final = 24
-"""Maximum number of lines for waits, unless all are wanted."""
+"""Maximum number of lines for waits, unless all are requested."""
 
 _MAX_FINDINGS: Final = 6
 _MAX_OTHERS: Final = 8
 """Maximum number of workers that are named beside one that has failed."""
 
 _STILL_SECONDS: Final = 2.0
-"""Time without movement after which a job does not count as moving, in seconds."""
+"""Time in seconds without movement after which a job does not count as moving."""
 
 
 def in_words(report: Report, width: int = 80, *, everything: bool = False) -> Iterator[str]:
-    """The lines of a report, none longer than ``width`` if that is possible."""
+    """Yield the lines of a report, none longer than ``width`` if that is possible."""
     job = report.job
     yield _headline(report)
     rows = _rows(report.nodes)
@@ -42,7 +42,7 @@ def in_words(report: Report, width: int = 80, *, everything: bool = False) -> It
 
 
 def waiting_in_words(report: Report, without: Iterable[int]) -> Iterator[str]:
-    """What each worker waits for, one line each; ``without`` those of some ranks."""
+    """Yield what each worker waits for, one line each, except for the ranks in ``without``."""
     left_out = set(without)
     shown = 0
     seen: set[int] = set()
@@ -89,7 +89,7 @@ def _time(seconds: float) -> str:
 
 
 def _rows(nodes: Sequence[Node]) -> list[tuple[str, str, str, str, str]]:
-    """Worker, thread, text, place and remark of each line; workers that do the same share one."""
+    """Return worker, thread, text, place and remark of each line; workers that do the same share one."""
     rows: dict[tuple[str, str, str, str], list[Node]] = {}
     for node in nodes:
         place = "" if node.place is None else str(node.place)
@@ -110,7 +110,7 @@ def _rows(nodes: Sequence[Node]) -> list[tuple[str, str, str, str, str]]:
 
 
 def _same(node: Node) -> str:
-    """What makes lines of several workers one: all but the worker."""
+    """Return what must be equal for several workers to share a line: all except the worker."""
     return node.text
 
 
@@ -138,7 +138,7 @@ def _table(rows: Sequence[tuple[str, str, str, str, str]], width: int) -> Iterat
 
 
 def _wrapped(text: str, width: int, indent: str = "  ") -> Iterator[str]:
-    """Lines of at most ``width`` characters, broken at spaces."""
+    """Return lines of at most ``width`` characters, broken at spaces."""
     begin = text[: len(text) - len(text.lstrip())]
     line = begin
     for word in text.split():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from farcall.observe.analysis import Report
-from farcall.observe.wait_graph import Key, Node
+from farcall.observe.wait_nodes import Key, Node
 
 __all__ = ["wait_layers"]
 

@@ -29,11 +29,11 @@ from rpc.agent.departure import Departure
 from rpc.agent.dispatcher import Dispatcher, KindHandler, Sender
 from rpc.agent.futures import Completions, Future
 from rpc.agent.gather import Gathering
-from rpc.agent.ground import Ground
 from rpc.agent.group import AgentGroup, Reception
 from rpc.agent.hooks import Hooks
 from rpc.agent.lifecycle import Lifecycle
 from rpc.agent.messages import Messages
+from rpc.agent.platform import Platform
 from rpc.agent.ports import CANCEL
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Tracing
@@ -110,7 +110,7 @@ class Agent:
         authenticator: has other workers prove that they belong to the job; None for no authentication.
         transports: names of the transports to use; default: those for this system.
         tls: encrypts network connections.
-        ground: its threads and transports; default: threads of its own and the transports named.
+        platform: its threads and transports; default: threads of its own and the transports named.
         incarnation: distinguishes this worker from all others, including earlier ones with its name; default:
             a random number.
 
@@ -137,26 +137,26 @@ class Agent:
         authenticator: Authenticator | None = None,
         transports: Iterable[str] | None = None,
         tls: TlsContexts | None = None,
-        ground: Ground | None = None,
+        platform: Platform | None = None,
         incarnation: int | None = None,
     ) -> None:
-        ground = ground or Ground.of_process(options, transports, tls, authenticator)
-        loop = ground.loop_thread.loop
+        platform = platform or Platform.of_process(options, transports, tls, authenticator)
+        loop = platform.loop_thread.loop
         self.options = options
         self.incarnation = secrets.randbits(63) if incarnation is None else incarnation
         self.extensions: dict[str, Any] = {}
         self.serializer = serializer = Serializer(safe=options.deserialization == "safe")
         self.events = events = Events()
         self.tracing = tracing = Tracing()
-        self.executor = executor = ground.executor
+        self.executor = executor = platform.executor
         self.mailbox = mailbox = Mailbox(loop)
-        self._ground = ground
+        self._platform = platform
         hooks = Hooks()
         completions = Completions(executor)
         activity = Activity(mailbox, executor)
 
         # Workers, and messages from and to them.
-        self.group = group = AgentGroup(options, ground, mailbox, serializer, events, hooks, authenticator)
+        self.group = group = AgentGroup(options, platform, mailbox, serializer, events, hooks, authenticator)
         peers, connections = group.peers, group.connections
         dispatcher = Dispatcher(serializer, events, activity, completions.run_soon, group.lose)
         control = Control(loop, mailbox, connections.lose)
@@ -204,7 +204,7 @@ class Agent:
         activity.add(control.unacknowledged, lambda: control.posted)
         activity.serve(lambda: answers.requests_begun)
         describe = functools.partial(_under_way, table, executor)
-        departure = Departure(activity, peers, connections, ground.loop_thread, hooks, describe)
+        departure = Departure(activity, peers, connections, platform.loop_thread, hooks, describe)
         gathering = Gathering(caller, peers, executor, activity, departure, hooks, serializer)
         self.calls = Calls(caller, table, answers, completions, gathering)
 
@@ -234,7 +234,7 @@ class Agent:
             completions,
             heartbeat,
             waiting,
-            ground,
+            platform,
             mailbox,
             forget=lambda: clear_current_agent(self),
         )
@@ -298,7 +298,7 @@ class Agent:
         self.info = me.info
         self.group.form(me, static=static)
         self.lifecycle.departure.form(me, members if static else None)
-        self._ground.process.apply()
+        self._platform.process.apply()
         for handler in self.lifecycle.hooks.formed:
             handler(group)
 
@@ -306,7 +306,7 @@ class Agent:
             self.group.join(members, group)
             self.lifecycle.begin()
 
-        self._ground.loop_thread.call(form)
+        self._platform.loop_thread.call(form)
 
     # ---- the AgentInterface
 

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from rpc.agent.departure import Departure
 from rpc.agent.dispatcher import Dispatcher
-from rpc.agent.ground import Ground
 from rpc.agent.hooks import Hooks
+from rpc.agent.platform import Platform
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.streams import BulkStreams
 from rpc.group.connections import Connections
@@ -38,7 +38,7 @@ class AgentGroup:
     def __init__(
         self,
         options: AgentOptions,
-        ground: Ground,
+        platform: Platform,
         mailbox: Mailbox,
         serializer: Serializer,
         events: Events,
@@ -46,15 +46,17 @@ class AgentGroup:
         authenticator: Authenticator | None,
     ) -> None:
         self.connections = Connections(
-            ground.loop_thread.loop,
-            ground.transports,
+            platform.loop_thread.loop,
+            platform.transports,
             options.max_message_bytes,
             authenticator,
             handshake_seconds=INFINITE,  # heartbeats apply a timeout
             reconnect_seconds=options.reconnect_within,
         )
-        self.peers = PeerTable(self._make_peer, self._connect, hooks.joined, events, ground.loop_thread.call)
-        self._loop_thread = ground.loop_thread
+        self.peers = PeerTable(
+            self._make_peer, self._connect, hooks.joined, events, platform.loop_thread.call
+        )
+        self._loop_thread = platform.loop_thread
         self._mailbox = mailbox
         self._serializer = serializer
         self._send_queue_bytes = options.send_queue_bytes
@@ -117,7 +119,6 @@ class Reception:
         hooks: Hooks,
         events: Events,
     ) -> None:
-        self.followed = dispatcher.followed
         self.frames_received = dispatcher.frames_received
         self.take_inline = dispatcher.take_inline
         self.find_target = bulk.find_target

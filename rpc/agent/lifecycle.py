@@ -11,10 +11,10 @@ from rpc.agent.activity import Activity
 from rpc.agent.caller import Caller
 from rpc.agent.departure import SHUT_DOWN, Departure
 from rpc.agent.futures import Completions
-from rpc.agent.ground import Ground
 from rpc.agent.group import AgentGroup
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
+from rpc.agent.platform import Platform
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.waiting import Waiting
 from rpc.errors import ForkedProcessError, RpcError
@@ -54,7 +54,7 @@ class Lifecycle:
         completions: Completions,
         heartbeat: Heartbeat,
         waiting: Waiting,
-        ground: Ground,
+        platform: Platform,
         mailbox: Mailbox,
         forget: Callable[[], object],
     ) -> None:
@@ -69,7 +69,7 @@ class Lifecycle:
         self._completions = completions
         self._heartbeat = heartbeat
         self._waiting = waiting
-        self._ground = ground
+        self._platform = platform
         self._mailbox = mailbox
         self._forget = forget
 
@@ -85,7 +85,7 @@ class Lifecycle:
         """Leave the group and end; see ``rpc.shutdown``."""
         if graceful:
             check_may_block()
-            if self._ground.executor.owns_current_thread():
+            if self._platform.executor.owns_current_thread():
                 raise RpcError("a callee cannot shut down gracefully: it would wait for its own call to end")
         timeout = self._caller.effective_timeout(timeout)
         if graceful and not self.departure.claim():
@@ -119,16 +119,16 @@ class Lifecycle:
             *self.hooks.closed,
             self._answers.stop,
             functools.partial(self._completions.stop, _STOP_SECONDS),
-            self._ground.loop_thread.stop,
-            self._ground.process.restore,
+            self._platform.loop_thread.stop,
+            self._platform.process.restore,
         )
         with ExitStack() as stack:
             for step in reversed(steps):
                 stack.callback(step)
 
     def _leave_group(self, reason: str) -> None:
-        if not self._ground.loop_thread.is_current():
-            self._ground.loop_thread.wait_for(self.say_goodbye(reason))
+        if not self._platform.loop_thread.is_current():
+            self._platform.loop_thread.wait_for(self.say_goodbye(reason))
 
     async def say_goodbye(self, reason: str) -> None:
         """The part of ``close`` on the loop's thread. If it is cancelled, it waits for no peer, and only
@@ -159,7 +159,7 @@ class Lifecycle:
             connection.abandon()
         for call in self._caller.table.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
-        self._ground.process.restore(give_back=False)
+        self._platform.process.restore(give_back=False)
 
 
 @interruptible

@@ -1,8 +1,9 @@
-"""Copying bytes. A short copy keeps the interpreter, since letting go costs more; a long one does not, and a
-very long one is shared with a second thread, since one core does not use all of the memory's bandwidth.
+"""Copies of bytes. A short copy keeps the interpreter lock, since releasing it costs more; a long one
+releases it, and a very long one is shared with a second thread, since one core does not use the whole
+bandwidth of the memory.
 
-Both threads take one piece after the other: nobody waits for a helper that gets no core. PyTorch's own
-threads are left alone: their number is the user's, and they do not survive a fork.
+Both threads take one piece after the other, so nothing waits for a helper that gets no core. PyTorch's own
+threads are not used: their number is the user's, and they do not survive a fork.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def copy(source: memoryview | bytes, target: memoryview) -> None:
 
 @protected
 def _copy_together(source: memoryview | bytes, target: memoryview) -> None:
-    """Copy with the help of another thread, which is done, or has nothing left to do, when this returns."""
+    """Copy with the help of another thread, which has no more pieces to copy when this returns."""
     size, read, written = len(source), _address(source), _address(target)
     pieces = iter(range(0, size, _PIECE_BYTES))
     at_work = _thread.allocate_lock()
@@ -51,10 +52,10 @@ def _copy_together(source: memoryview | bytes, target: memoryview) -> None:
         with at_work:
             work()
 
-    with contextlib.suppress(RuntimeError):  # the system gives no more threads
+    with contextlib.suppress(RuntimeError):  # the system has no more threads
         _thread.start_new_thread(help_along, ())
     work()
-    with at_work:  # the piece that the helper is still at, if there is one
+    with at_work:  # the piece that the helper is still copying, if any
         pass
 
 
@@ -64,7 +65,7 @@ def _cores() -> int:
 
 
 def scatter(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
-    """Copy the bytes of some buffers, one after the other, over others that have as many in all."""
+    """Copy the bytes of some buffers, one after the other, over others of the same total length."""
     rest = iter(targets)
     target = memoryview(b"")
     for each in sources:

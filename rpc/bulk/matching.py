@@ -1,14 +1,15 @@
-"""Which message fills which posted buffer, and how far a sender may run ahead. Pure.
+"""The order in which messages fill posted buffers, and the limit of what a sender may send ahead. Pure.
 
-A *stream* is all that one worker sends to one other under one tag. Its messages are numbered, modulo 2^32,
-since large ones may be overtaken on their way; they are matched to posts in order, the n-th message to the
-n-th post, whichever of the two is there first.
+A *stream* has all messages that one worker sends to one other under one tag. The messages are numbered,
+modulo 2^32, since large ones may be overtaken. They are matched to posts in order, the n-th message to the
+n-th post, whichever comes first.
 
-Messages that arrive before their post are kept. To bound that, every message has a *cost*, its bytes and a
-constant. What a sender has sent and does not know to be matched costs at most ``WINDOW`` in each stream, or
-is one larger message and less than ``REPORT`` besides: the receiver tells the sum of what it has matched
-whenever it has grown by so much. What may not be sent waits at the sender, in its own memory. Each stream has
-its own window, so one whose receiver does not post never holds up another.
+Messages that arrive before their post are kept. To bound their memory, every message has a *cost*, its number
+of bytes plus a constant. The messages that a sender has sent, and does not know to be matched, cost at most
+``WINDOW`` in each stream, or are one larger message and others of less than ``REPORT``. The receiver reports
+the total cost of what it has matched each time it has grown by ``REPORT``. Messages that may not be sent yet
+wait at the sender, in its own memory. Each stream has its own window, so a stream whose receiver does not
+post never delays another.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from rpc.errors import ProtocolError
 __all__ = ["REPORT", "SEQUENCES", "WINDOW", "Inbound", "Outbound", "cost"]
 
 WINDOW: Final = 16 << 20
-"""Bytes."""
+"""Maximum cost of unmatched messages in a stream, in bytes."""
 
 REPORT: Final = 1 << 20
-"""Bytes."""
+"""Cost of matched messages after which the receiver reports, in bytes."""
 
 SEQUENCES: Final = 1 << 32
 
@@ -35,13 +36,13 @@ M = TypeVar("M")
 
 
 def cost(size: int) -> int:
-    """What a message of so many bytes takes of a window."""
+    """Return the cost of a message of ``size`` bytes."""
     return size + _CONSTANT_COST
 
 
 class Inbound(Generic[P, M]):
     """The receiver's side of a stream; ``first`` is the number of the first message. ``posted`` and
-    ``arrived`` return what matches now, in order.
+    ``arrived`` return the new matches, in order.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -52,18 +53,18 @@ class Inbound(Generic[P, M]):
         self._reported = 0
         self._closed = False
         self.end: int | None = None
-        """The number that the first message would have which does not come any more, once that is known."""
+        """The number after that of the last message, once it is known."""
         self.matched = 0
-        """The cost of all messages that were ever matched, or dropped."""
+        """The total cost of all messages that were matched or dropped."""
 
     def posted(self, post: P) -> list[tuple[P, M]]:
-        """A buffer is posted."""
+        """Record that a buffer was posted."""
         self._posts.append(post)
         return self._match()
 
     def arrived(self, sequence: int, message: M, size: int) -> list[tuple[P, M]]:
-        """A message has arrived. ``ProtocolError`` if its number was used, or the sender has run ahead
-        farther than it may.
+        """Record that a message has arrived. Raises ``ProtocolError`` if its number was used, or the sender
+        has exceeded the window.
         """
         ahead = (sequence - self._next) % SEQUENCES
         if sequence in self._arrived or ahead * _CONSTANT_COST > WINDOW:
@@ -86,44 +87,54 @@ class Inbound(Generic[P, M]):
         return pairs
 
     def close(self) -> list[P]:
-        """Take all posts back; what has arrived, and what will, is dropped."""
+        """Take all posts back; messages that have arrived, or will arrive, are dropped."""
         posts = self.take_posts()
         self._closed = True
         self._match()
         return posts
 
     def is_complete(self) -> bool:
-        """Whether all messages are matched, or dropped, and no more will come."""
+        """Whether all messages are matched or dropped, and no more will arrive."""
         return self._next == self.end
 
     def take_hopeless(self) -> list[P]:
-        """Take back those posts for which no message will come, as is known now."""
+        """Take back the posts for which no message will arrive."""
         hopeless: list[P] = []
         while self.end is not None and len(self._posts) > (self.end - self._next) % SEQUENCES:
             hopeless.append(self._posts.pop())
         return hopeless
 
     def has_posts(self) -> bool:
-        """Whether a message is waited for."""
+        """Whether a message is awaited."""
         return bool(self._posts)
 
     def post_of(self, sequence: int) -> P | None:
-        """Which post a message that has begun to come is for, as things are."""
+        """Return the post that a message that has begun to arrive is for, unless posts are withdrawn."""
         ahead = (sequence - self._next) % SEQUENCES
         return self._posts[ahead] if ahead < len(self._posts) and sequence not in self._arrived else None
 
     def number_of(self, post: P) -> int | None:
-        """Which message a post is for, as things are; None if it is matched."""
+        """Return the number of the message that a post is for, unless posts are withdrawn; None if it is
+        matched.
+        """
         if post not in self._posts:
             return None
         return (self._next + self._posts.index(post)) % SEQUENCES
 
     def withdraw(self, post: P) -> bool:
-        """Take a post back, unless it is matched; the next message goes to the next one."""
+        """Take a post back, unless it is matched; the next message goes to the next post."""
         if post not in self._posts:
             return False
         self._posts.remove(post)
         return True
+
+    def posts_from(self, post: P) -> list[P]:
+        """A post that is not matched, and all after it."""
+        return list(self._posts)[self._posts.index(post) :]
+
+    def replace(self, post: P, other: P) -> None:
+        """Have another post in the place of one that is not matched."""
+        self._posts[self._posts.index(post)] = other
 
     def take_posts(self) -> list[P]:
         """Take all posts back."""
@@ -132,14 +143,14 @@ class Inbound(Generic[P, M]):
         return posts
 
     def is_report_due(self) -> bool:
-        """Whether the sender is to be told what was matched: it is reported from now on."""
+        """Whether the sender must be notified of what was matched; it counts as reported from now on."""
         if self.matched - self._reported < REPORT:
             return False
         self._reported = self.matched
         return True
 
     def __bool__(self) -> bool:
-        """Whether a message has come that was not matched."""
+        """Whether a message has arrived that is not matched."""
         return bool(self._arrived)
 
 
@@ -153,11 +164,13 @@ class Outbound(Generic[M]):
         self._matched = 0
 
     def add(self, message: M, size: int) -> None:
-        """A message is to be sent after all others."""
+        """Queue a message behind all others."""
         self._waiting.append((message, cost(size)))
 
     def next(self) -> tuple[int, M] | None:
-        """The message that is to be sent now, and its number; None if there is none, or none may be."""
+        """Return the message that must be sent now, and its number; None if there is none, or it may not be
+        sent yet.
+        """
         if not self._waiting:
             return None
         message, cost = self._waiting[0]
@@ -175,7 +188,9 @@ class Outbound(Generic[M]):
         return self._next
 
     def reported(self, matched: int) -> None:
-        """The receiver has matched so much in all. Raises ``ProtocolError`` if that cannot be."""
+        """Record the total cost of what the receiver has matched. Raises ``ProtocolError`` if it is
+        impossible.
+        """
         if matched > self._sent:
             raise ProtocolError(f"{matched} bytes of a stream are matched, of {self._sent}")
         self._matched = max(self._matched, matched)  # reports may overtake each other
@@ -189,7 +204,7 @@ class Outbound(Generic[M]):
         return False
 
     def take_waiting(self) -> list[M]:
-        """Take all messages back that are not sent."""
+        """Take back all messages that are not sent."""
         messages = [message for message, _ in self._waiting]
         self._waiting.clear()
         return messages

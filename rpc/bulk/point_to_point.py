@@ -1,24 +1,25 @@
-"""Messages of bytes from worker to worker, received into posted buffers: ``agent.messages.bulk``.
+"""Messages of bytes between workers, received into posted buffers: ``agent.messages.bulk``.
 
-What collectives are built on. A message goes to a *tag* of a worker; the n-th one fills the n-th buffer that
-this worker has posted for that sender and tag (``matching.py``), however they are sent:
+Collectives are built on this. A message goes to a *tag* of a worker. The n-th message fills the n-th buffer
+that this worker has posted for that sender and tag (``matching.py``), whichever way messages are sent:
 
 - up to 64 KiB in one small frame;
-- through shared memory, where the two share some: one copy in, one copy out, or none with ``into=None``;
-- else over the connection, from where the buffers lie, and straight into the posted ones, if they were there
-  when the message began to come.
+- through shared memory, if the two workers share some: one copy in, one copy out, or none with ``into=None``;
+- otherwise over the connection, from the sender's buffers, and directly into the posted ones, if those were
+  posted before the message began to arrive.
 
-The call id of a frame of kind ``BULK`` is the tag, times 2^32, and the message's number. A small one has one
-buffer, the message. A large one has more: the message comes after the first, which has one byte if the sender
-waits to be told of its arrival, and else none. ``BULK_CREDIT`` has a tag for its call id, and one buffer: the
-cost of all messages that were matched u64, and the number of a message that has arrived, or -1, i64.
-``BULK_CLOSE`` has a tag, too, and how many messages its sender has sent under it, modulo 2^32, u32.
+The call id of a frame of kind ``BULK`` is the tag, times 2^32, plus the message's number. A small message is
+the only buffer of its frame. The frame of a large one has more buffers: the message follows the first buffer,
+which has one byte if the sender waits for a report of its arrival, and is empty otherwise. ``BULK_CREDIT``
+has a tag as its call id, and one buffer: the total cost of the messages that were matched, u64, and the
+number of a message that has arrived, or -1, i64. ``BULK_CLOSE`` has a tag, too, and the number of messages
+that its sender has sent under it, modulo 2^32, u32.
 
-A stream is forgotten when both sides have said that and all has arrived: nothing can come under its tag any
-more. Until then the side that has closed it drops what comes, and gives the credit for it.
+A stream is forgotten when both sides have closed it and everything has arrived: nothing can arrive under its
+tag any more. Until then, the side that has closed it drops what arrives, and gives credit for it.
 
-Nothing here blocks but ``Transfer.wait``. When a worker is gone, all that was posted for it and has not come
-fails at once, and so does all that was sent to it and is not known to have arrived.
+Only ``Transfer.wait`` blocks. When a worker is lost, all posts for it whose messages have not arrived fail at
+once, and so do all messages sent to it that are not known to have arrived.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.transport.base import SMALL_BYTES
-from rpc.wire.chunking import Incomplete, Target
 from rpc.wire.frames import Frame, Kind, encode, encode_small
+from rpc.wire.reassembly import Incomplete
+from rpc.wire.targets import Merger, MergingTarget, Target
 
 __all__ = ["MAX_TAG", "RESERVED_TAGS", "Bulk"]
 
 MAX_TAG: Final = (1 << 32) - 1
 
 RESERVED_TAGS: Final = 1 << 30
-"""Tags from here on, as many as there are below, are given by ``reserve``."""
+"""The first tag that ``reserve`` returns; there are as many below."""
 
 _END: Final = Struct("<I")
 _CREDIT: Final = Struct("<Qq")
@@ -56,14 +58,14 @@ _NONE: Final = -1
 class _Arrived(NamedTuple):
     sequence: int
     buffers: list[memoryview]
-    """The message; a large one comes after the first."""
+    """The message; a large one follows the first buffer."""
 
     def message(self) -> list[memoryview]:
         return self.buffers[1:] or self.buffers
 
 
 class _Stream:
-    """All messages between this worker and one other under one tag, both ways."""
+    """All messages between this worker and one other under one tag, in both directions."""
 
     def __init__(self, peer: Peer, tag: int) -> None:
         self.peer = peer
@@ -73,28 +75,40 @@ class _Stream:
         self.inbound: Inbound[Transfer, _Arrived] = Inbound()
         self.outbound: Outbound[Transfer] = Outbound()
         self.targets: dict[int, Target] = {}
-        """Of messages, by number, that began to come when they had a post, and are not matched yet."""
+        """Targets of messages that began to arrive after their post, and are not matched yet, by number."""
         self.unacknowledged: dict[int, Transfer] = {}
-        """By number: sent from where they lie, and not known to have arrived."""
+        """Messages that were sent from the user's memory, and are not known to have arrived, by number."""
         self.is_closed = False
 
     @property
     def awaits(self) -> bool:
-        """Whether a message, or the word that one has arrived, is to come."""
+        """Whether a message, or the report of an arrival, is awaited."""
         return bool(self.unacknowledged or self.outbound or self.inbound.has_posts())
 
     def is_over(self) -> bool:
-        """Whether both sides have closed it, and nothing is under way."""
+        """Whether both sides have closed it, and nothing is in progress."""
         return self.is_closed and self.inbound.is_complete() and not self.unacknowledged
 
     def take_back(self, transfer: Transfer) -> bool:
-        """Take back a post, and the targets of all messages that go to another now, or to none."""
+        """Take back a post, and the targets of all messages that now go to another post, or to none."""
         first = self.inbound.number_of(transfer)
         if first is None:
             return False
-        for sequence, target in self.targets.items():
-            if (sequence - first) % SEQUENCES < SEQUENCES // 2:
-                target.take_back()
+        later = {
+            sequence: target
+            for sequence, target in self.targets.items()
+            if (sequence - first) % SEQUENCES < SEQUENCES // 2
+        }
+        if any(isinstance(target, MergingTarget) for target in later.values()) or any(
+            post.merger is not None and post.merger.has_begun for post in self.inbound.posts_from(transfer)
+        ):
+            # What was merged cannot go to another post: all keep their messages, and this one's is dropped.
+            if first in later:
+                later[first].take_back()
+            self.inbound.replace(transfer, Transfer(self.peer, self.incoming, None, lambda _: False))
+            return True
+        for target in later.values():
+            target.take_back()
         return self.inbound.withdraw(transfer)
 
     def take_back_targets(self) -> None:
@@ -103,7 +117,7 @@ class _Stream:
         self.targets.clear()
 
     def take_all(self) -> list[Transfer]:
-        """All transfers that have not ended, and will not."""
+        """Remove and return all transfers that have not ended, and will not."""
         sent = list(self.unacknowledged.values())
         self.unacknowledged.clear()
         return [*self.inbound.take_posts(), *self.outbound.take_waiting(), *sent]
@@ -113,9 +127,9 @@ class Bulk:
     """The bulk messages of one agent. From any thread.
 
     Args:
-        share: sends a message through shared memory, if it can.
-        sent_large: told of a worker and how many bytes were sent to it.
-        lose: cuts off a worker, and says why.
+        share: sends a message through shared memory, if possible.
+        sent_large: called with a worker and the number of bytes of a large message that was sent to it.
+        lose: disconnects a worker for good, for a reason.
 
     Example::
 
@@ -141,17 +155,18 @@ class Bulk:
 
     @protected
     def send(self, peer: Peer, tag: int, buffers: Any) -> Transfer:
-        """Send one message: the bytes of some buffers, or of one. Does not block.
+        """Send one message: the bytes of one or several buffers. Does not block.
 
         Args:
-            peer: to whom.
-            tag: 0 to 2^32 - 1. Each costs a little memory for as long as there is an agent.
-            buffers: contiguous. They must not change until the transfer is done: at once if the message was
-                copied, as small ones and those through shared memory are, else when it has arrived.
+            peer: the receiver.
+            tag: 0 to 2^32 - 1. Each tag takes a little memory until it is closed.
+            buffers: contiguous buffers. They must not change until the transfer is done: at once if the
+                message was copied, as small ones and those through shared memory are, otherwise when it has
+                arrived.
 
         Raises:
-            SerializationError: the message is larger than that worker accepts.
-            WorkerLostError: it is gone.
+            SerializationError: the message is larger than the receiver accepts.
+            WorkerLostError: the receiver is lost.
         """
         ensure_deferred()
         views = as_bytes(buffers)
@@ -166,26 +181,40 @@ class Bulk:
         return transfer
 
     @protected
-    def post(self, peer: Peer, tag: int, into: Any = None, expected: int = 0) -> Transfer:
+    def post(
+        self,
+        peer: Peer,
+        tag: int,
+        into: Any = None,
+        expected: int = 0,
+        merge: Callable[[int, memoryview], object] | None = None,
+    ) -> Transfer:
         """Receive the next message from a worker under a tag. Does not block.
 
         Args:
-            peer: from whom.
+            peer: the sender.
             tag: as for ``send``.
-            into: writable, contiguous buffers, or one, which the message fills in order; they must have its
-                size in all. None: ``wait`` returns the message's own memory, without another copy.
+            into: one or several writable, contiguous buffers, which the message fills in order; their total
+                size must be that of the message. None: ``wait`` returns the message's own memory, without
+                another copy.
             expected: without ``into``, the number of bytes that the message is likely to have; a thread that
-                waits for a long one uses less of the processor.
+                waits for a long one uses less processor time.
+            merge: merges the message into ``into``, one buffer, which it does not fill then. Called with the
+                offset of each part of the message and the part, while the message arrives if it arrives on
+                bulk streams. Several threads call it at once, for different parts. If the message was sent as
+                one buffer, offsets are multiples of ``MERGE_ALIGNMENT``. If the transfer is cancelled in the
+                middle, the message is dropped.
 
         Raises:
-            WorkerLostError: that worker is gone, and no message of its is left.
+            WorkerLostError: the sender is lost, and no message of it is left.
         """
         ensure_deferred()
         targets = None if into is None else as_bytes(into)
         if targets is not None and any(each.readonly for each in targets):
             raise TypeError("a buffer to receive into is read-only")
         stream = self._stream(peer, tag)
-        transfer = Transfer(peer, stream.incoming, targets, partial(self._withdraw, stream), expected)
+        merger = None if merge is None else Merger(merge)
+        transfer = Transfer(peer, stream.incoming, targets, partial(self._withdraw, stream), expected, merger)
         with self._lock:
             self._check_open(stream)
             pairs = stream.inbound.posted(transfer)
@@ -205,12 +234,13 @@ class Bulk:
         return transfer
 
     def reserve(self, peer: Peer, count: int) -> int:
-        """The first of ``count`` tags that nobody uses with a worker, from ``RESERVED_TAGS`` on.
+        """Reserve ``count`` tags that are not in use with a worker, from ``RESERVED_TAGS`` on; returns the
+        first.
 
         Two workers must not both reserve tags with each other.
 
         Raises:
-            RpcError: all are reserved.
+            RpcError: all tags are reserved.
         """
         with self._lock:
             first = self._reserved.get(peer.incarnation, RESERVED_TAGS)
@@ -221,10 +251,10 @@ class Bulk:
 
     @protected
     def close_tag(self, peer: Peer, tag: int) -> None:
-        """Send and receive no more under a tag: what still comes is dropped, what waits fails.
+        """Send and receive no more under a tag: messages that still arrive are dropped, waiting ones fail.
 
-        When the other worker has closed it, too, and nothing is under way, nothing is left of it. Whether and
-        when it has is not told, so the tag must not be used again.
+        Once the other worker has closed the tag, too, and nothing is in progress, its memory is freed.
+        Callers are not notified of that, so a tag must not be used again.
         """
         try:
             stream = self._stream(peer, tag)
@@ -245,7 +275,7 @@ class Bulk:
         self._report(stream)
 
     def closed(self, peer: Peer, frame: Frame) -> None:
-        """A worker has closed a tag, and says how many messages it has sent."""
+        """Handle that a worker has closed a tag, under which it has sent this many messages."""
         if frame.header or len(frame.buffers) != 1 or len(frame.buffers[0]) != _END.size:
             raise ProtocolError("a malformed end of bulk messages")
         try:
@@ -258,7 +288,9 @@ class Bulk:
             if stream.inbound.end is not None:
                 raise ProtocolError(f"tag {stream.tag} is closed twice")
             (end,) = _END.unpack(frame.buffers[0])
-            for sequence in stream.targets:  # else they would be written to after their posts have failed
+            for (
+                sequence
+            ) in stream.targets:  # otherwise they would be written to after their posts have failed
                 if (sequence - end) % SEQUENCES < SEQUENCES // 2:
                     raise ProtocolError(f"message {sequence} of tag {stream.tag} comes after the last one")
             stream.inbound.end = end
@@ -269,21 +301,21 @@ class Bulk:
 
     @property
     def tags(self) -> int:
-        """How many tags are in use, each counted for each worker."""
+        """Number of tags in use, counted for each worker."""
         return len(self._streams)
 
     def peers(self) -> list[Peer]:
-        """All workers from which a message is awaited, or word that one has arrived."""
+        """All workers from which a message, or the report of an arrival, is awaited."""
         with self._lock:
             return [stream.peer for stream in self._streams.values() if stream.awaits]
 
     def _forget_if_over(self, stream: _Stream) -> None:
-        """With the lock."""
+        """Forget a stream that is over. With the lock."""
         if stream.is_over():
             self._streams.pop((stream.peer.incarnation, stream.tag), None)
 
     def _check_open(self, stream: _Stream) -> None:
-        """With the lock."""
+        """Raise if the tag is closed. With the lock."""
         if stream.is_closed:
             raise RpcError(f"this worker has closed tag {stream.tag} for worker '{stream.peer.name}'")
 
@@ -298,7 +330,7 @@ class Bulk:
                 return self._streams.setdefault((peer.incarnation, tag), _Stream(peer, tag))
 
     def _check(self, peer: Peer) -> None:
-        """With the lock: raise if nothing more can come or go."""
+        """Raise if nothing more can be sent or received. With the lock."""
         if self._ended is not None:
             raise self._ended("RPC has been shut down, or this process was forked: bulk messages have ended")
         if peer.lost is not None:
@@ -307,7 +339,7 @@ class Bulk:
     # ---- sending
 
     def _send_waiting(self, stream: _Stream) -> None:
-        """Send what waits and may be sent."""
+        """Send the waiting messages that may be sent."""
         while True:
             with self._lock:
                 following = stream.outbound.next()
@@ -325,7 +357,7 @@ class Bulk:
         except Exception as failure:
             error = failure
             if not isinstance(failure, WorkerLostError):
-                # Its receiver must not wait in vain, nor take the next one for it.
+                # Its receiver must neither wait for it forever, nor take the next message for it.
                 self._lose(stream.peer, f"a bulk message to it cannot be sent: {failure}")
         with self._lock:
             mine = stream.unacknowledged.pop(sequence, None) is not None
@@ -348,7 +380,7 @@ class Bulk:
         return False
 
     def credited(self, peer: Peer, frame: Frame) -> Task | None:
-        """A worker says what has been matched there, and what has arrived. May return what is to be done."""
+        """Handle a worker's report of what was matched and what has arrived there. May return a task."""
         with self._lock:
             if len(frame.buffers) != 1 or len(frame.buffers[0]) != _CREDIT.size:
                 raise ProtocolError("a malformed credit")
@@ -368,10 +400,12 @@ class Bulk:
     # ---- receiving
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
-        """A message has come. May return what is to be done on an executor thread: a long copy."""
+        """Handle a message that has arrived. May return a task for an executor thread: a long copy."""
         tag, sequence = divmod(frame.call_id, SEQUENCES)
         if isinstance(frame.buffers, Incomplete):
-            self._lose(peer, frame.buffers.reason)  # whoever waits for this message must not wait longer
+            self._lose(
+                peer, frame.buffers.reason
+            )  # a thread that waits for this message must not wait longer
             return None
         first, *rest = frame.buffers or [None]
         if first is None or frame.header or (rest and len(first) > 1):
@@ -394,12 +428,14 @@ class Bulk:
         return (_fill, left) if left else None
 
     def _take(self, stream: _Stream, arrived: _Arrived) -> list[memoryview] | None:
-        """With the lock: a message that is matched; None if it is in the posted buffers."""
+        """Return a message that is matched; None if it is in the posted buffers. With the lock."""
         target = stream.targets.pop(arrived.sequence, None)
         return arrived.message() if target is None or target.is_taken_back else None
 
     def find_target(self, peer: Peer, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
-        """A large message begins to come: the buffers posted for it, if there are any of its size."""
+        """Return the target of a large message that begins to arrive: the buffers posted for it, if their
+        size is equal.
+        """
         if kind != Kind.BULK:
             return None
         tag, sequence = divmod(call_id, SEQUENCES)
@@ -410,18 +446,24 @@ class Bulk:
             transfer = stream.inbound.post_of(sequence)
             if transfer is None or not transfer.buffers or sum(sizes[1:]) != transfer.size:
                 return None
-            target = stream.targets[sequence] = Target(transfer.buffers)
+            if transfer.merger is None:
+                target = Target(transfer.buffers)
+            elif len(sizes) == 2:
+                target = MergingTarget(transfer.buffers, transfer.merger)
+            else:
+                return None
+            stream.targets[sequence] = target
         return target
 
     def _report(self, stream: _Stream, arrived: int = _NONE) -> None:
-        """Tell the sender what it needs to know to go on, if anything."""
+        """Report to the sender what it needs in order to continue, if anything."""
         with self._lock:
             if not stream.inbound.is_report_due() and arrived == _NONE:
                 return
             credit = _CREDIT.pack(stream.inbound.matched, arrived)
         try:
             frame = encode_small(Kind.BULK_CREDIT, stream.tag, {}, (credit,))
-            stream.peer.send_patiently(frame)  # else all chunks would be short
+            stream.peer.send_patiently(frame)  # otherwise all chunks would be short
         except WorkerLostError:
             return  # ``peer_gone`` follows
 
@@ -432,14 +474,16 @@ class Bulk:
             return stream.take_back(transfer) or stream.outbound.withdraw(transfer)
 
     def peer_broke(self, peer: Peer) -> None:
-        """The connection to a worker broke: large messages that have begun to come will begin again."""
+        """Handle that the connection to a worker broke: large messages that have begun to arrive will begin
+        again.
+        """
         with self._lock:
             for stream in self._streams.values():
                 if stream.peer is peer:
                     stream.take_back_targets()
 
     def send_again(self, lost: tuple[Peer, int]) -> None:
-        """A message was lost with its connection: send it again, from where it lies."""
+        """Send a message again that was lost with its connection, from the user's memory."""
         peer, call_id = lost
         tag, sequence = divmod(call_id, SEQUENCES)
         with self._lock:
@@ -449,7 +493,7 @@ class Bulk:
             self._send(stream, sequence, transfer)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
-        """A worker is gone. What has arrived from it can still be received."""
+        """Handle that a worker is lost. Messages of it that have arrived can still be received."""
         with self._lock:
             mine = [stream for stream in self._streams.values() if stream.peer is peer]
             for stream in mine:
@@ -463,7 +507,7 @@ class Bulk:
             transfer.end(peer.lost_error(f"{transfer.what} was not delivered"))
 
     def close(self) -> None:
-        """This worker has left."""
+        """End all transfers: this worker has left."""
         with self._lock:
             self._ended = NotInitializedError
             for stream in self._streams.values():
@@ -471,7 +515,9 @@ class Bulk:
         self._end_all("RPC has been shut down")
 
     def abandon(self) -> None:
-        """In a forked child: all transfers are the parent's. Takes no lock of the parent's."""
+        """Drop all transfers in a forked child, since they are the parent's. Takes no lock of the
+        parent's.
+        """
         self._ended = ForkedProcessError
         self._lock = threading.RLock()
         self._end_all("this process was forked")

@@ -1,13 +1,13 @@
 """The two ends of bulk streams: threads that write messages to sockets, and threads that read them.
 
 ``BulkQueue`` has the messages to one peer that go over streams. Each of its streams takes the next piece of a
-message when it has written the last. A thread that has nothing to do for a while ends, and is started again
-when there is something. ``StreamReader`` reads one stream: it waits for a header, finds where the bytes go,
-and receives them there. While nothing comes, the loop watches the socket and no thread waits.
+message when it has written the last one. A thread that has had nothing to do for a while ends, and is started
+again when needed. ``StreamReader`` reads one stream: it waits for a header, finds the memory for the bytes,
+and receives them there. While nothing arrives, the loop watches the socket and no thread waits.
 
 A stream has the frames ``OPENING`` and ``CHUNK`` (``rpc.wire.chunking``). A message of the kind ``BULK`` is
-opened on the stream of its first chunk, as messages of that kind are put in order where they arrive. Others
-are opened on the connection, behind what was sent before them.
+opened on the stream of its first chunk, since the receiver orders such messages by number. Others are opened
+on the connection, behind what was sent before them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 from rpc.errors import ProtocolError
 from rpc.runtime.blocking import wait_while
 from rpc.transport.bulk_socket import BulkSocket
-from rpc.wire.chunking import ChunkedMessage, Reassembly
+from rpc.wire.chunking import ChunkedMessage
 from rpc.wire.frames import (
     PREFIX_BYTES,
     Kind,
@@ -32,25 +32,32 @@ from rpc.wire.frames import (
     large_frame,
     read_prefix,
 )
+from rpc.wire.reassembly import ArrivingMessage, Reassembly, allocate
+from rpc.wire.targets import MergingTarget
 
 __all__ = ["BulkQueue", "Loop", "StreamReader"]
 
 _PIECE_BYTES: Final = 4 << 20
-"""Number of bytes of a message that a stream takes at a time, if others may take the rest."""
+"""Number of bytes of a message that a stream takes at a time, if other streams may take the rest."""
 
 _SLICE_BYTES: Final = 4 << 20
 """Maximum number of bytes in one system call, after which memory can be taken back."""
 
+MERGED_BYTES: Final = 512 << 10
+"""Maximum number of bytes that are merged at a time. They are still in the processor's cache then, and the
+kernel receives the next ones meanwhile.
+"""
+
 _MAX_OPENING_BYTES: Final = 96 << 20
-"""Maximum size of an opening: the largest header, and the longest table."""
+"""Maximum size of an opening in bytes: the largest header, and the longest table."""
 
 _SENT_AT_ONCE: Final = 8
 
 LEAVING: Final = encode_small(Kind.STREAMS, 0, {}, ())
-"""The last frame of a stream: its sender leaves."""
+"""The last frame of a stream, which says that its sender leaves."""
 
 IDLE_SECONDS = 5.0
-"""After which a thread without anything to do ends."""
+"""Time in seconds without anything to do after which a thread ends."""
 
 
 class Loop(Protocol):
@@ -77,8 +84,9 @@ class BulkQueue:
 
     Args:
         sockets: the streams, each written to by one thread.
-        max_bytes: how much the peer lets be open at a time; one message may always be.
-        queue_limit: callers wait while more bytes than this are to be sent.
+        max_bytes: maximum number of bytes of open messages that the peer accepts; one message may always be
+            open.
+        queue_limit: number of unsent bytes above which callers wait.
         failed: called, on any thread, with the reason why a stream cannot be written to.
         open_first: sends the opening of a message on the connection.
         ended: called, on any thread, when a thread ends.
@@ -110,11 +118,11 @@ class BulkQueue:
         self._is_leaving = False
 
     def is_full(self) -> bool:
-        """Whether too much is to be sent."""
+        """Whether the queue is over its limit."""
         return self.unsent > self._queue_limit and not self._is_closed
 
     def wait_for_room(self, deadline: float) -> bool:
-        """Wait while too much is to be sent; false if that is so at ``deadline`` still."""
+        """Wait while the queue is over its limit; false if it still is at ``deadline``."""
         with self._lock:
             return wait_while(self.is_full, self._room, deadline)
 
@@ -128,12 +136,12 @@ class BulkQueue:
             self._wake(sum(-(-each.unsent // _PIECE_BYTES) for each in (*self._waiting, *self._open)))
             if self.threads or message not in self._waiting:
                 return True
-            self._waiting.remove(message)  # the system gives no more threads
+            self._waiting.remove(message)  # the system has no more threads
             self.unsent -= message.size
         return False
 
     def leave(self) -> None:
-        """Say on each stream, behind all messages, that nothing more comes."""
+        """Send on each stream, behind all messages, that nothing more follows."""
         with self._lock:
             self._is_leaving = True
             self._wake(len(self._writers))
@@ -155,7 +163,7 @@ class BulkQueue:
                     writer.socket.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the sockets."""
+        """Close the sockets in a forked child."""
         self._is_closed = True
         for writer in self._writers:
             writer.socket.abandon()
@@ -166,7 +174,7 @@ class BulkQueue:
         return sum(writer.is_running for writer in self._writers)
 
     def _wake(self, count: int) -> None:
-        """With the lock: have as many threads at work, or all that there can be."""
+        """Start or wake as many threads as are needed, as far as possible. With the lock."""
         self._more.notify(count)
         count -= self._idle
         for writer in self._writers:
@@ -190,14 +198,14 @@ class BulkQueue:
         self._ended()
 
     def _end(self, writer: _Writer) -> None:
-        """With the lock: the thread of a stream writes no more, and another one may be started."""
+        """Record that the thread of a stream has ended, so that another may be started. With the lock."""
         writer.is_running = False
         if self._is_closed:
             writer.socket.close()
 
     def _send_next(self, writer: _Writer) -> bool:
-        """Write what a stream sends next, and keep nothing of it; false if its thread is to end, as is noted
-        then.
+        """Write what a stream sends next, and keep no reference to it; false if its thread must end, which is
+        recorded then.
         """
         taken = self._next(writer)
         if taken is None:
@@ -212,8 +220,8 @@ class BulkQueue:
         return True
 
     def _next(self, writer: _Writer) -> tuple[bytes, list[Any], int] | None:
-        """The opening that goes over the connection, or none, the pieces for the stream, and the number of
-        bytes of a message in them. None if the thread is to end.
+        """Return the opening that goes over the connection, or none, the pieces for the stream, and the
+        number of bytes of a message in them. None if the thread must end.
         """
         with self._lock:
             while not self._is_closed:
@@ -235,7 +243,7 @@ class BulkQueue:
         return None
 
     def _begin(self) -> None:
-        """With the lock: give the next messages their turn that may be sent now."""
+        """Begin the next messages that may be sent now. With the lock."""
         while self._waiting and len(self._open) < _SENT_AT_ONCE:
             open_bytes = sum(message.size for message in self._open)
             if self._open and open_bytes + self._waiting[0].size > self._max_bytes:
@@ -243,7 +251,7 @@ class BulkQueue:
             self._open.append(self._waiting.popleft())
 
     def _take(self, message: ChunkedMessage) -> tuple[bytes, list[Any], int]:
-        """With the lock: the next piece of an open message."""
+        """Take the next piece of an open message. With the lock."""
         count = message.unsent
         if len(self._writers) > 1 and count >= 2 * _PIECE_BYTES:
             count = _PIECE_BYTES
@@ -264,17 +272,17 @@ class BulkQueue:
 
 
 class StreamReader:
-    """Reads one stream, on a thread of its own while something comes. On the loop's thread.
+    """Reads one stream, on a thread of its own while data arrives. On the loop's thread.
 
     Args:
         loop: watches the socket meanwhile.
         sock: the stream.
-        arriving: puts the messages together.
-        opened: called, on the thread that reads, with the number and the opening of a message that begins.
+        arriving: reassembles the messages.
+        opened: called, on the reading thread, with the number and the opening of a message that begins.
         received: called there with each complete message.
-        left: called there when the peer says that nothing more comes.
-        failed: called there when nothing more can be read: whether the peer has sent what the protocol does
-            not allow, and the reason.
+        left: called there when the peer says that nothing more follows.
+        failed: called there when nothing more can be read: with whether the peer has violated the protocol,
+            and the reason.
         ended: called there when a thread ends.
     """
 
@@ -296,6 +304,8 @@ class StreamReader:
         self._opened = opened
         self._received, self._left, self._failed, self._ended = received, left, failed, ended
         self._prefix = memoryview(bytearray(PREFIX_BYTES))
+        self._scratch: memoryview | None = None
+        """Memory for what is merged, while a thread reads."""
         self._lock = threading.Lock()
         self.is_running = False
         """Whether a thread reads."""
@@ -303,7 +313,7 @@ class StreamReader:
         self._is_closed = False
 
     def watch(self) -> None:
-        """Read when something comes."""
+        """Start reading when data arrives."""
         if not self._is_closed and not self.is_running and not self._is_watched:
             self._is_watched = True
             self._loop.add_reader(self._socket.descriptor, self._start)
@@ -318,7 +328,7 @@ class StreamReader:
         self.is_running = True
         try:
             start_new_thread(self._run, ())
-        except RuntimeError as error:  # the system gives no more threads
+        except RuntimeError as error:  # the system has no more threads
             self.is_running = False
             self._failed(False, str(error))
 
@@ -332,7 +342,7 @@ class StreamReader:
                 self._socket.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the socket."""
+        """Close the socket in a forked child."""
         self._is_closed = True
         self._socket.abandon()
 
@@ -341,7 +351,8 @@ class StreamReader:
         try:
             self._socket.begin_receiving()
             while goes_on and self._socket.wait_readable(IDLE_SECONDS):
-                goes_on = self._read()
+                goes_on = self.read()
+            self._scratch = None
         except Exception as error:
             goes_on = False
             if not self._is_closed:
@@ -358,8 +369,8 @@ class StreamReader:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
             self._loop.call_soon_threadsafe(callback)
 
-    def _read(self) -> bool:
-        """Read one frame; false if it is the last."""
+    def read(self) -> bool:
+        """Read one frame, on the thread that reads; false if it is the last."""
         self._fill(self._prefix)
         kind, number, length, offset = read_prefix(self._prefix)
         if kind == Kind.OPENING:
@@ -382,14 +393,31 @@ class StreamReader:
     def _read_chunk(self, number: int, offset: int, length: int) -> tuple[Any, list[memoryview]] | None:
         arriving = self._arriving
         arriving.wait_for(number)
-        message = arriving.begin(number, offset, length)
+        message = arriving.begin(number, offset, length, on_stream=True)
         end = offset + length
+        if message.merging is not None:
+            self._merge(message, message.merging, offset, end)
+            return arriving.filled(number, length)
         while offset < end:
             with message.writing():
                 if message.is_dropped:
                     raise ConnectionError("the connection has ended")
                 offset += self._socket.receive(message.room(offset, min(end - offset, _SLICE_BYTES)))
         return arriving.filled(number, length)
+
+    def _merge(self, message: ArrivingMessage, target: MergingTarget, offset: int, end: int) -> None:
+        """Read a chunk of a message and merge it, slice by slice."""
+        if self._scratch is None:
+            self._scratch = allocate(MERGED_BYTES)
+        if offset < message.merged_from:
+            count = min(end, message.merged_from) - offset
+            self._fill(message.room(offset, count))
+            offset += count
+        while offset < end:
+            view = self._scratch[: end - offset]
+            self._fill(view)
+            target.merge(offset - message.merged_from, view)
+            offset += len(view)
 
     def _fill(self, view: memoryview) -> None:
         filled = 0

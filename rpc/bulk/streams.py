@@ -1,25 +1,24 @@
-"""Bulk streams: connections of their own for the largest messages between two workers on different hosts.
+"""Bulk streams: separate connections for the largest messages between two workers on different hosts.
 
-A small message never waits behind a large one: the connection has small messages, and the bulk streams have
+A small message never waits behind a large one: the connection carries small messages, and the bulk streams
 the bytes of large ones. Threads that block in the kernel write from the sender's memory and read into the
-posted buffer, or into the message's own (``stream_ends.py``). Each stream carries data in one direction.
-There are up to ``tcp_stripes`` for each direction.
+posted buffer, or into the message's own memory (``stream_ends.py``). Each stream carries data in one
+direction. There are up to ``tcp_stripes`` for each direction.
 
 They are opened when the first large message has been sent, which itself goes over the connection. The side
-that has made the connection opens them. It *asks*; the other side answers with an *offer*: how many for each
-direction, and a token, which each stream says in the place of a hello. Even numbers carry data from the side
-that opens them, odd ones to it. When all are welcome, the connecting side says *ready*, and both send over
-them. The accepting side makes its offer unasked when it is the first to send something large. Either side may
-*refuse*; then all goes over the connection.
+that has made the connection opens them. It *asks*; the other side answers with an *offer*: the number of
+streams for each direction, and a token, which each stream sends instead of a hello. Even numbers carry data
+from the side that opens them, odd ones to it. When all are accepted, the connecting side sends *ready*, and
+both send over them. The accepting side makes its offer without being asked if it is the first to send a large
+message. Either side may *refuse*; then everything goes over the connection.
 
-*Exactly once.* A message that travels over streams has a number of the session, as all large messages have.
-The end of a stream is that of the connection: what had not arrived is lost, and sent again or reported, as if
-it had been sent over the connection itself. A message counts as arrived when it is taken in, within
-``_Streams.gate``; when ``peer_broke`` has been through that, nothing more is taken in of what the streams
-bring.
+*Exactly once.* A message that is sent over streams has a number of the session, as all large messages have.
+The end of a stream ends the connection: messages that had not arrived are lost, and sent again or reported,
+as if they had been sent over the connection itself. A message counts as arrived when it is dispatched, within
+``_Streams.gate``; once ``peer_broke`` has held that, nothing more that the streams bring is dispatched.
 
-*Leaving.* The last frame of a stream says that its sender leaves. When a worker has it on all streams, it
-says so on the connection (*left*): a goodbye could overtake the streams otherwise.
+*Leaving.* The last frame of a stream says that its sender leaves. A worker that has it on all streams says so
+on the connection (*left*), since a goodbye could overtake the streams otherwise.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from rpc.transport.base import Connection, SilentOwner
 from rpc.transport.bulk_socket import BulkSocket
 from rpc.transport.stream import StreamConnection
 from rpc.transport.write_queue import STREAMED_BYTES
-from rpc.wire.chunking import Reassembly
 from rpc.wire.frames import Frame, Kind, LargeFrame, encode_small, open_message
+from rpc.wire.reassembly import Reassembly
 
 __all__ = ["BulkStreams"]
 
@@ -52,11 +51,13 @@ logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES: Final = 16
 _OPEN_SECONDS: Final = 20.0
-"""Seconds that opening all streams to one peer may take."""
+"""Timeout in seconds for opening all streams to one peer."""
 _GRACE_SECONDS: Final = 0.2
-"""Seconds between the end of a stream and that of its connection, on which a goodbye may have come."""
+"""Time in seconds between the end of a stream and that of its connection, on which a goodbye may have
+arrived.
+"""
 _THREADS_SECONDS: Final = 1.0
-"""Seconds that threads may take to end when this worker has left."""
+"""Timeout in seconds for threads to end when this worker has left."""
 _MAX_STREAMS: Final = 64
 
 
@@ -64,15 +65,15 @@ class _Streams:
     """The streams of one peer, from the offer on.
 
     Attributes:
-        count: for each direction.
-        gate: held while a message is opened or taken in, and while ``is_closed`` is set.
+        count: number of streams for each direction.
+        gate: held while a message is opened or dispatched, and while ``is_closed`` is set.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.sockets: dict[int, BulkSocket] = {}
-        """Those that are open, until they are in use."""
+        """The sockets that are open, until they are in use."""
         self.queue: BulkQueue | None = None
         self.readers: list[StreamReader] = []
         self.gate = threading.Lock()
@@ -92,7 +93,7 @@ class _Streams:
         return queue + sum(reader.is_running for reader in self.readers)
 
     def close(self) -> None:
-        """End them. Nothing is taken in of them when this returns."""
+        """Close them. Nothing that they bring is dispatched once this returns."""
         with self.gate:
             self.is_closed = True
         if self.task is not None:
@@ -110,11 +111,11 @@ class _Streams:
 
 
 class BulkStreams:
-    """The bulk streams of one agent. ``consider`` from any thread, everything else on the loop's.
+    """The bulk streams of one agent. ``consider`` from any thread, all other methods on the loop's thread.
 
     Args:
-        receive: takes in messages, on the loop's thread.
-        receive_bulk: takes in a message of the kind ``BULK``, on any thread.
+        receive: dispatches messages, on the loop's thread.
+        receive_bulk: dispatches a message of the kind ``BULK``, on any thread.
         count: maximum number of streams for each direction, to each peer; 0: none are opened or accepted.
     """
 
@@ -137,15 +138,19 @@ class BulkStreams:
         self._max_message_bytes = max_message_bytes
         self._send_queue_bytes = send_queue_bytes
         self._streams: dict[Peer, _Streams | None] = {}
-        """None: not now, or not at all, but large messages need not ask any more."""
+        """The streams by peer. None: there are none for now, or never, and large messages need not ask
+        again.
+        """
         self._ending: list[_Streams] = []
-        """Closed, and some of their threads may not have ended."""
+        """Closed streams, some of whose threads may not have ended."""
         self._thread_ended = asyncio.Event()
         self._has_told = False
         self._closed = False
 
     def consider(self, peer: Peer, size: int) -> None:
-        """A message of ``size`` bytes was sent: open streams to that worker if that pays."""
+        """Open streams to a worker if that is worthwhile, now that a message of ``size`` bytes was sent to
+        it.
+        """
         if not self._count or size < STREAMED_BYTES or peer in self._streams or self._closed:
             return
         connection = peer.connection
@@ -168,8 +173,8 @@ class BulkStreams:
 
     def _say(self, peer: Peer, header: dict[str, Any]) -> None:
         connection = peer.connection
-        if connection is not None:  # what is said holds for this connection only
-            connection.send_sign(encode_small(Kind.STREAMS, 0, header, ()))
+        if connection is not None:  # messages about streams concern this connection only
+            connection.send_unnumbered(encode_small(Kind.STREAMS, 0, header, ()))
 
     def _fall_back(self, peer: Peer, reason: str) -> None:
         level = logging.DEBUG if self._has_told else logging.WARNING
@@ -184,11 +189,11 @@ class BulkStreams:
     # ---- what peers say
 
     def received(self, peer: Peer, frame: Frame) -> None:
-        """A peer says something about bulk streams."""
+        """Handle a peer's message about bulk streams."""
         for said, value in frame.header.items():
             match said, value:
                 case "ask", int(count) if 1 <= count <= _MAX_STREAMS and not peer.link.dialled:
-                    if self._streams.get(peer) is None:  # else an offer was made while it asked
+                    if self._streams.get(peer) is None:  # otherwise an offer was made while the peer asked
                         self._asked(peer, count)
                 case "offer", [int(count), bytes(token)] if (
                     1 <= count <= _MAX_STREAMS and len(token) == _TOKEN_BYTES
@@ -247,8 +252,8 @@ class BulkStreams:
     # ---- opening them
 
     def stream_came(self, connection: Connection, stream: Stream) -> Callable[[], object]:
-        """A worker of the job has connected and says that this is a bulk stream. Returns what takes it over;
-        ``ProtocolError`` if it belongs nowhere.
+        """Handle a connection of a worker of the job that says that it is a bulk stream. Returns the function
+        that takes it over. Raises ``ProtocolError`` if no such stream is expected.
         """
         token, number = stream.token, stream.number
         if not isinstance(connection, StreamConnection):
@@ -286,12 +291,12 @@ class BulkStreams:
             self._use(peer, streams)
 
     def _add(self, streams: _Streams, number: int, connection: StreamConnection) -> None:
-        """A stream is let in."""
+        """Add a stream that is accepted."""
         connection.owner = SilentOwner()
         streams.sockets[number] = connection.detach()
 
     def _use(self, peer: Peer, streams: _Streams) -> None:
-        """All streams are there: send and receive over them."""
+        """Send and receive over the streams, once all of them are there."""
         main = peer.connection
         if not isinstance(main, StreamConnection):
             self._close_streams(peer)
@@ -303,7 +308,7 @@ class BulkStreams:
             peer.member.max_message_bytes,
             self._send_queue_bytes,
             failed=partial(self._failed, peer, streams, False),
-            open_first=main.send_sign,
+            open_first=main.send_unnumbered,
             ended=ended,
         )
         main.arriving.streams = streams.count
@@ -329,12 +334,12 @@ class BulkStreams:
 
     def _opened(self, streams: _Streams, arriving: Reassembly, number: int, opening: memoryview) -> None:
         with streams.gate:
-            if streams.is_closed:  # no buffer may be found for it, which another connection's message gets
+            if streams.is_closed:  # no buffer may be found for it that another connection's message gets
                 raise ConnectionError("the connection has ended")
-            open_message(arriving, number, opening, self._max_message_bytes)
+            open_message(arriving, number, opening, self._max_message_bytes, on_stream=True)
 
     def _came(self, peer: Peer, streams: _Streams, frame: LargeFrame) -> None:
-        if frame.kind != Kind.BULK:  # the loop may still have to take in what came before its opening
+        if frame.kind != Kind.BULK:  # the loop may still have to handle what arrived before its opening
             self._mailbox.call(self._take_in, peer, streams, frame)
             return
         with streams.gate:
@@ -342,7 +347,7 @@ class BulkStreams:
                 self._receive_bulk(peer, frame)
 
     def _take_in(self, peer: Peer, streams: _Streams, frame: LargeFrame) -> None:
-        """On the loop's thread."""
+        """Dispatch messages. On the loop's thread."""
         if not streams.is_closed and peer.lost is None:
             self._receive(peer, [frame])
 
@@ -369,7 +374,7 @@ class BulkStreams:
     # ---- the end
 
     async def finish(self) -> None:
-        """This worker leaves: wait until everything sent over streams has arrived, within limits."""
+        """Wait until everything sent over streams has arrived, within limits, before this worker leaves."""
         self._closed = True
         leaving: list[asyncio.Future[None]] = []
         for streams in self._streams.values():
@@ -383,11 +388,11 @@ class BulkStreams:
             await asyncio.wait(leaving, timeout=FAREWELL_SECONDS)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
-        """A worker is gone: so are the streams to it."""
+        """Close the streams of a worker that is lost."""
         self.peer_broke(peer)
 
     def peer_broke(self, peer: Peer) -> None:
-        """The connection to a worker broke: so have its streams."""
+        """Close the streams of a worker whose connection broke."""
         self._close_streams(peer)
         self._streams.pop(peer, None)
 
@@ -399,7 +404,7 @@ class BulkStreams:
             self._ending = [each for each in (*self._ending, streams) if each.threads]
 
     async def close(self) -> None:
-        """This worker has left."""
+        """Close all streams: this worker has left."""
         self._closed = True
         for peer in list(self._streams):
             self._close_streams(peer)
@@ -410,7 +415,9 @@ class BulkStreams:
                     await self._thread_ended.wait()
 
     def abandon(self) -> None:
-        """In a forked child: let go of what the parent goes on using, without taking a lock."""
+        """Release everything in a forked child, without taking a lock; the parent continues to use its
+        own.
+        """
         for streams in self._streams.values():
             if streams is not None:
                 for sock in streams.sockets.values():

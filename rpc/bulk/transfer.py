@@ -1,4 +1,4 @@
-"""A message under way, as its sender or its receiver sees it: how a thread waits for its end."""
+"""A message in transit, for its sender or its receiver: how a thread waits for its end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.transport.inline_read import Awaited
 from rpc.transport.write_queue import STREAMED_BYTES
+from rpc.wire.targets import Merger
 
 __all__ = ["Transfer", "as_bytes"]
 
@@ -20,7 +21,7 @@ _SHORT_BYTES: Final = 256 << 10
 
 
 def as_bytes(buffers: Any) -> list[memoryview]:
-    """Buffers, or a single one, as views of bytes, without those that are empty; ``TypeError`` if one is not
+    """Return one or several buffers as views of bytes, without empty ones. Raises ``TypeError`` if one is not
     contiguous.
     """
     several: Iterable[Any] = buffers if isinstance(buffers, list | tuple) else (buffers,)
@@ -29,11 +30,12 @@ def as_bytes(buffers: Any) -> list[memoryview]:
 
 
 class Transfer(Awaited):
-    """One message, sent or to be received. From any thread.
+    """One message, sent or received. From any thread.
 
-    ``buffers`` is what is sent, or where it is received; None for the message's own. ``withdraw`` takes the
-    transfer back if it has not begun, and says whether it did. ``expected`` is the number of bytes that a
-    message without buffers is likely to have.
+    ``buffers`` is what is sent, or the memory to receive into; None for the message's own. ``withdraw`` takes
+    the transfer back if it has not begun, and returns whether it did. ``expected`` is the number of bytes
+    that a message without buffers is likely to have. With a ``merger``, the message does not fill the
+    buffers, but is merged into them.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class Transfer(Awaited):
         buffers: list[memoryview] | None,
         withdraw: Callable[[Transfer], bool],
         expected: int = 0,
+        merger: Merger | None = None,
     ) -> None:
         super().__init__()
         self.what = what
+        self.merger = merger
         self.buffers = buffers
         self.size = expected if buffers is None else sum(map(len, buffers))
         self._peer = peer
@@ -56,22 +60,22 @@ class Transfer(Awaited):
         self._callbacks: list[Callable[[Transfer], object]] = []
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Then the buffers are the caller's again."""
+        """Whether it has ended, successfully or not. The buffers belong to the caller again then."""
         return self._done
 
     def wait(self, timeout: float | None = None) -> list[memoryview]:
         """Block until it has ended.
 
         Args:
-            timeout: seconds; None for no limit. When they are over, the transfer goes on: wait again, or
-                ``cancel`` it.
+            timeout: maximum time in seconds; None for no limit. After a timeout the transfer continues: wait
+                again, or ``cancel`` it.
 
         Returns:
             The buffers: those given, or those of the message.
 
         Raises:
             RpcTimeoutError: the time is over.
-            WorkerLostError: the other worker is gone.
+            WorkerLostError: the other worker is lost.
             RpcError: the message has another size than the posted buffers.
         """
         if not self._done:
@@ -91,29 +95,30 @@ class Transfer(Awaited):
                 if not self.done() and not self.sleep(deadline):
                     raise RpcTimeoutError(f"{self.what} has not ended in time")
         finally:
-            self.fill()  # if nobody else does, since this thread was counted on
+            self.fill()  # if no other thread does, since this thread was counted on
 
     def _is_streamed(self) -> bool:
-        """Whether it comes to its end on another connection: a thread that read this one would only spin."""
+        """Whether it ends on another connection, so that a thread that reads this one would only spin."""
         connection = self._peer.connection
         return self.size >= STREAMED_BYTES and connection is not None and connection.has_streams
 
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
-        """Have ``callback(self)`` called once it has ended, here or on the thread that ends it, which it must
-        not block.
+        """Call ``callback(self)`` once it has ended, here or on the thread that ends it, which it must not
+        block.
         """
         self._callbacks.append(callback)
         if self._done:
             self._run_callbacks()
 
     def error(self) -> BaseException | None:
-        """Why it failed; None if it did not, or has not ended."""
+        """The error that it failed with; None if it did not fail, or has not ended."""
         return self._error
 
     @protected
     def cancel(self, reason: str = "it was cancelled") -> bool:
-        """End it with an ``RpcError`` unless the message has been sent, or has arrived; returns whether. Then
-        its buffers are the caller's again: a message that was coming goes to the next post.
+        """End it with an ``RpcError`` unless the message has been sent, or has arrived; returns whether it
+        was ended. Its buffers belong to the caller again then: a message that was arriving goes to the next
+        post.
         """
         if not self._withdraw(self):
             return False
@@ -123,11 +128,11 @@ class Transfer(Awaited):
     # ---- for its owner, who sees to it that one calls these and no other
 
     def deliver(self, message: Sequence[memoryview] | None) -> bool:
-        """The message is here; None if it was received into the buffers. Returns whether ``fill`` must be
-        called: it is long, and nobody waits.
+        """Deliver the message; None if it was received into the buffers. Returns whether ``fill`` must be
+        called, since the message is long, and no thread waits.
         """
         if message is None:
-            self.end()
+            self.end(None if self.merger is None else self.merger.error)
             return False
         self._delivered.append(message)
         self.outcome = True
@@ -141,7 +146,7 @@ class Transfer(Awaited):
 
     @protected
     def fill(self) -> None:
-        """Copy what was delivered to where it belongs, unless another thread does."""
+        """Copy what was delivered to its place, unless another thread does."""
         try:
             message = self._delivered.pop()
         except IndexError:
@@ -152,12 +157,17 @@ class Transfer(Awaited):
             size = sum(map(len, message))
             self.end(RpcError(f"{self.what} has failed: the message has {size} bytes, not {self.size}"))
             return
+        elif self.merger is not None:
+            whole = message[0] if len(message) == 1 else memoryview(bytearray().join(message))
+            self.merger.take(0, whole)
+            self.end(self.merger.error)
+            return
         else:
             scatter(message, self.buffers)
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """It is over."""
+        """End it."""
         self._error = error
         self._done = self.outcome = True
         self.wake()

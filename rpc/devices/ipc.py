@@ -6,9 +6,9 @@ map with, with a small tensor to try. What the other one cannot open is refused,
 log, and goes through pinned memory as between hosts.
 
 A message has the handle of a tensor beside its pickle. The receiver copies the elements to memory of its own,
-on its current stream, and says that it is done: so a tensor may be changed after the call, and two workers
-never share memory for longer than a copy takes. The memory is kept by the device's own count until then.
-When the receiver dies, the sender gives up what was not read.
+on its current stream, waits for the copy, and says that it is done: so a tensor may be changed after the
+call, and two workers never share memory for longer than a copy takes. The memory is kept by the device's own
+count until then. When the receiver dies, the sender gives up what was not read.
 """
 
 from __future__ import annotations
@@ -114,11 +114,14 @@ class Import:
         self._unread.atexit = False
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy the elements to a tensor of as many bytes, on the current streams."""
+        """Copy the elements to a tensor of as many bytes, on the current streams, and wait for it: when the
+        message is answered, the sender may change its tensor.
+        """
         if self._unread.detach() is None:
             raise SerializationError("a tensor of a device can be read once only")
         opened = self._handles.open(self._handle, self._index)
         target.copy_(opened, non_blocking=True)
+        torch.accelerator.current_stream(target.device).synchronize()
         del opened
         self._done()
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rpc.devices.ipc import Import
-from rpc.devices.streams import arrived
+from rpc.devices.streams import arrived, use_on_current_stream
 from rpc.errors import NotInitializedError, SerializationError
 from rpc.runtime.tasks import Task
 from rpc.serialization.memory import layout_of
@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 8 << 20
 """Size of the pieces in which larger tensors are copied to the device: filling and copying overlap."""
+
+_TAKEN_BYTES: Final = 1 << 20
+"""Size of the largest tensor, in bytes, that may be changed as soon as it was sent. It is first copied on the
+device: the caller's stream never waits for a copy to the host."""
 
 _current_stream = torch.accelerator.current_stream
 
@@ -58,6 +62,9 @@ class HostStaging:
 
     def add(self, elements: Tensor) -> PickleBuffer:
         """The memory that a contiguous tensor of bytes will be copied to."""
+        if elements.numel() <= _TAKEN_BYTES:
+            use_on_current_stream(elements)
+            elements = elements.clone()
         host = _pinned(elements.numel())
         array: Any = host.numpy()
         self._copies.append((host, elements))

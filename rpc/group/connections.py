@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -35,10 +35,10 @@ from rpc.transport.base import (
     SilentOwner,
     Transport,
 )
-from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame, Kind, encode
+from rpc.wire.targets import Target
 
-__all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections", "Outfit"]
+__all__ = ["CRASHED", "FAREWELL_SECONDS", "SMALL_FRAME_BYTES", "ConnectionEvents", "Connections", "Wrap"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +74,6 @@ CRASHED: Final = "its program was ended by an exception"
 class ConnectionEvents(Protocol):
     """The callbacks of ``Connections`` to the agent, on the loop's thread except where noted."""
 
-    @property
-    def followed(self) -> Collection[int]:
-        """See ``Receiver``."""
-
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
 
     def stream_came(self, connection: Connection, stream: Stream) -> Callable[[], object]:
@@ -100,7 +96,7 @@ class ConnectionEvents(Protocol):
     def peer_gone(self, peer: Peer, reason: str) -> None: ...
 
 
-Outfit = Callable[[Peer, Connection], Connection]
+Wrap = Callable[[Peer, Connection], Connection]
 """Makes, from an established connection, the one that its peer sends by."""
 
 
@@ -142,7 +138,7 @@ class Connections:
         self.authenticator = authenticator
         self._events: ConnectionEvents
         self._transports = transports
-        self._outfit: Outfit | None = None
+        self._wrap: Wrap | None = None
         self._tells_losses = True
         self._max_frame_bytes = max_frame_bytes
         self._view: Membership | None = None
@@ -158,16 +154,14 @@ class Connections:
         """Report frames and lost workers to ``events`` from now on. Called before ``listen``."""
         self._events = events
 
-    def equip(self, outfit: Outfit | None) -> None:
-        """Have ``outfit`` make the connections that peers send by; None: they use the connections as they
-        are.
-        """
-        self._outfit = outfit
+    def wrap_with(self, wrap: Wrap | None) -> None:
+        """Let ``wrap`` wrap the connections that peers send by; None: do not wrap them."""
+        self._wrap = wrap
 
     @property
-    def is_equipped(self) -> bool:
-        """Whether ``equip`` was called with a function."""
-        return self._outfit is not None
+    def are_wrapped(self) -> bool:
+        """Whether ``wrap_with`` was called with a function."""
+        return self._wrap is not None
 
     def tell_losses(self, *, tells: bool) -> None:
         """Set whether the log names lost workers. It need not if another agent of the process does, or if
@@ -440,8 +434,8 @@ class Connections:
             self.lose(peer, str(error))
 
     def _hand_over(self, peer: Peer, connection: Connection, *session: int) -> None:
-        outfitted = connection if self._outfit is None else self._outfit(peer, connection)
-        peer.established(outfitted, *session)
+        wrapped = connection if self._wrap is None else self._wrap(peer, connection)
+        peer.established(wrapped, *session)
 
     # ---- closing
 
@@ -513,7 +507,6 @@ class _Established:
         self._connections = connections
         self._peer = peer
         events = connections._events
-        self.followed = events.followed
         self.take_inline = partial(events.take_inline, peer)
         self.find_target = partial(events.find_target, peer)
         self._receive = events.frames_received

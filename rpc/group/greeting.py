@@ -118,7 +118,7 @@ class Greeting(SilentOwner):
 
     def _send(self, message: HandshakeMessage) -> None:
         buffers, _ = encode(message.kind, 0, message.header, ())
-        self.connection.send_sign(b"".join(buffers))
+        self.connection.send_unnumbered(b"".join(buffers))
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         for index, frame in enumerate(frames):

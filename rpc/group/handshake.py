@@ -28,7 +28,8 @@ from typing import Any, Final, Protocol
 from rpc.errors import ProtocolError
 from rpc.group.workers import Member
 from rpc.transport.base import Tickets
-from rpc.wire.frames import Kind, pack_header
+from rpc.wire.frames import Kind
+from rpc.wire.headers import pack_header
 
 __all__ = [
     "TRANSITIONS",

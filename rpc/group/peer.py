@@ -125,7 +125,7 @@ class Peer:
     def _send_heartbeat(self, received: int, wants: int) -> None:
         connection = self.connection
         if connection is not None and not self.is_self:
-            connection.send_sign(encode_small(Kind.ALIVE, received, {}, (), wants), newest=not wants)
+            connection.send_unnumbered(encode_small(Kind.ALIVE, received, {}, (), wants), newest=not wants)
 
     # ---- waiting for messages from it: any thread
 
@@ -301,7 +301,7 @@ class Peer:
                     self._waiting.append((buffers, size))
                     self._waiting_bytes += size
             if number > 1:  # after the last messages that a bulk stream has recorded
-                connection.send_sign(encode_small(Kind.ALIVE, self.session.received, {}, (), RESUMED))
+                connection.send_unnumbered(encode_small(Kind.ALIVE, self.session.received, {}, (), RESUMED))
             self.connection, self.reader = connection, connection.reader
 
     def send_by(self, connection: Connection) -> None:

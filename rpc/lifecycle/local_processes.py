@@ -31,6 +31,7 @@ import torch
 from rpc.errors import AlreadyInitializedError, RpcError, WorkerLostError
 from rpc.group.workers import check_name
 from rpc.lifecycle import outcomes
+from rpc.lifecycle.logs import show_log
 from rpc.lifecycle.startup import init_rpc
 from rpc.options import AgentOptions
 from rpc.runtime.cpu_quota import usable_cores
@@ -227,6 +228,7 @@ class _Processes:
 
     def start(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Start all processes, without waiting."""
+        show_log("main process")
         context = multiprocessing.get_context("spawn")
         work = _pickled((main, args))
         threads = max(1, usable_cores() // self._world_size)

@@ -49,8 +49,7 @@ def host_identity() -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether ``host`` means this host alone, on every host: a loopback address or ``localhost``. Names are
-    not
-    resolved: many hosts have a name that they alone resolve to loopback.
+    not resolved: many hosts have a name that they alone resolve to loopback.
     """
     if host.lower().rstrip(".") == "localhost":
         return True
@@ -58,6 +57,24 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def loopback_remark(host: str) -> str:
+    """Return a remark for errors if the name of a meeting place means loopback here; otherwise an empty text.
+    It begins with a space.
+    """
+    if is_loopback(host):
+        return f" Other machines cannot come to {host}, which is on each machine itself."
+    try:
+        address = str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError:
+        return ""
+    if not is_loopback(address):
+        return ""
+    return (
+        f" Here {host} means {address}, which is on each machine itself: if rank 0 runs on another machine, "
+        "correct the name in /etc/hosts, or give its address as a number."
+    )
 
 
 def is_here(host: str) -> bool:

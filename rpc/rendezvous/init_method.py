@@ -31,7 +31,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
-from rpc.rendezvous.address import is_here, is_loopback, reverse_look_up_seconds
+from rpc.rendezvous.address import is_here, is_loopback, loopback_remark, reverse_look_up_seconds
 from rpc.rendezvous.engines import engine_of
 from rpc.rendezvous.store import (
     Backoff,
@@ -344,7 +344,8 @@ class _TcpStore:
             except (OSError, RuntimeError) as error:
                 reason = first_line(error)
                 if _nobody_is_there(error):
-                    port_is_free, patience, wrong, remedy = True, _ANSWER_SECONDS, 0, _REMEDY
+                    port_is_free, patience, wrong = True, _ANSWER_SECONDS, 0
+                    remedy = _REMEDY + loopback_remark(self.host)
                 else:
                     port_is_free, patience, remedy = False, 4 * patience, _STRANGERS_REMEDY
                     if "timed out" not in reason and (

@@ -15,7 +15,7 @@ from rpc.serialization.failures import unreadable
 from rpc.serialization.payload import TRACKED, Arrivals, Connect, Source
 from rpc.serialization.pickler import Read, load
 from rpc.serialization.tracked import rebuilt
-from rpc.wire.chunking import Incomplete
+from rpc.wire.reassembly import Incomplete
 
 __all__ = ["Reading", "load_tensors", "loader"]
 

@@ -1,3 +1,3 @@
-"""For tests of what is built on farcall: a transport without sockets, where the test decides what happens
-next, and faults of what a worker sends.
+"""Tests of programs that are built on farcall: a transport without sockets, with which a test decides the
+order of events, and faults in what a worker sends.
 """

@@ -1,10 +1,11 @@
-"""Faults on purpose: what this worker sends fails, is late, vanishes, comes twice, or breaks the connection.
+"""Fault injection: messages of this worker fail, are late, vanish, are sent twice, or their connection is
+cut.
 
-``Faults`` has the rules, and decides what happens to a message: pure, and the same for the same seed and the
-same messages. ``FaultyConnection`` stands between a worker's code and any connection, over sockets or in
-memory, and does it. The messages are those of ``docs/protocol.md``: a connection keeps what it is given in
-order and loses nothing, so *drop* and *duplicate* are what no byte stream does by itself. They show what the
-parts above rely on.
+``Faults`` has the rules, and decides what happens to a message: pure, and the same for the same seed and
+messages. ``FaultyConnection`` wraps any connection, over sockets or in memory, and carries out the decisions.
+The messages are those of ``docs/protocol.md``. A connection keeps what it is given in order and loses
+nothing, so *drop* and *duplicate* do what no byte stream does by itself, and show what the layers above rely
+on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rpc.wire.frames import Frame, Kind, decode_one
 
 __all__ = ["KINDS", "Fault", "Faults", "FaultyConnection", "InjectedFaultError", "Sender"]
 
-KINDS: Final = {
+KINDS: Final[dict[str, int]] = {
     **{name.lower(): kind for name, kind in vars(Kind).items() if name.isupper() and name != "EXTENSION"},
     "create": 32,
     "fetch": 33,
@@ -39,7 +40,7 @@ KINDS: Final = {
     "part": 53,
     "whole_part": 54,
 }
-"""Kinds of messages by name. Those from 32 on are references' and distributed autograd's."""
+"""Kinds of messages by name. Those from 32 on belong to references and distributed autograd."""
 
 _HEAD: Final = Struct("<QQIIB")
 _SENT_AGAIN_SECONDS: Final = 0.05
@@ -53,7 +54,7 @@ class InjectedFaultError(RpcError):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one message. A delay takes ``seconds``; who fails does so ``attempts`` times."""
+    """The fault of one message: a delay takes ``seconds``, and sending fails ``attempts`` times."""
 
     action: Literal["fail", "delay", "drop", "duplicate", "cut"]
     seconds: float = 0.0
@@ -62,12 +63,12 @@ class Fault:
 
 @dataclass(eq=False)
 class Rule:
-    """Which messages a fault befalls, and how many it has: ``struck``."""
+    """A fault, the messages that it applies to, and the number of messages that had it: ``struck``."""
 
     fault: Fault
     kind: int | None
     said: tuple[str, str] | None
-    """Of a control message: its topic, and the first word of its body."""
+    """Topic of a control message, and the first word of its body."""
     to: str | None
     what: Callable[[str], bool] | None
     times: float
@@ -76,7 +77,7 @@ class Rule:
     struck: int = field(default=0, init=False)
 
     def matches(self, frame: Callable[[], Frame], kind: int, to: str, asked: Callable[[], str]) -> bool:
-        """Whether it is for this message."""
+        """Whether it applies to this message."""
         return (
             (self.kind is None or self.kind == kind)
             and (self.to is None or self.to == to)
@@ -87,21 +88,23 @@ class Rule:
 
 
 class Faults:
-    """Rules for what this worker sends, as a context manager; a message meets the first that is for it.
+    """Rules for what this worker sends, as a context manager; the first rule that applies to a message is
+    used.
 
     From any thread. Rules are made by ``fail``, ``delay``, ``drop``, ``duplicate`` and ``cut``, which return
-    them (``struck`` counts what they befell) and take the same arguments:
+    them (``struck`` counts the affected messages) and take the same arguments:
 
     Args:
-        kind: of the messages, by its name in ``KINDS``; or ``"TOPIC.WORD"`` for control messages, such as
-            ``"rref.delete"``; None for all.
-        to: the name of the receiver; None for all.
-        what: only what asks for this: a function's qualified name, or a predicate on the text.
-        times: to how many messages it happens; default: all.
-        skip: that many go through first.
-        probability: of its happening to one that it is for.
+        kind: kind of the messages, by its name in ``KINDS``; or ``"TOPIC.WORD"`` for control messages, such
+            as ``"rref.delete"``; None for all.
+        to: name of the receiver; None for all.
+        what: what the message asks for: a function's qualified name, or a predicate on the text; None for
+            all.
+        times: maximum number of messages that are affected; default: all.
+        skip: number of messages that are let through first.
+        probability: probability that a message to which the rule applies is affected.
 
-    ``Faults(seed=...)`` makes what is left to probability repeatable.
+    ``Faults(seed=...)`` makes random decisions repeatable.
 
     Example::
 
@@ -118,29 +121,30 @@ class Faults:
         self._agent: Agent | None = None
 
     def fail(self, kind: str | None = None, *, attempts: int = 1, **which: Any) -> Rule:
-        """Sending fails: a request ends with ``InjectedFaultError``. What must arrive, and has no answer, is
-        sent again after ``attempts`` failures and a pause that doubles, 50 ms at first; so are answers.
+        """Make sending fail: a request ends with ``InjectedFaultError``. Answers, and messages that must
+        arrive and have no answer, are sent again after ``attempts`` failures and a pause that doubles, 50 ms
+        at first.
         """
         return self._add(Fault("fail", attempts=attempts), kind, **which)
 
     def delay(self, kind: str | None = None, *, seconds: float, **which: Any) -> Rule:
-        """It is sent ``seconds`` later; what is sent meanwhile overtakes it."""
+        """Send messages ``seconds`` later; what is sent meanwhile overtakes them."""
         return self._add(Fault("delay", seconds), kind, **which)
 
     def drop(self, kind: str | None = None, **which: Any) -> Rule:
-        """It is never sent, and nobody is told: what waits for it waits, also at a graceful shutdown. Memory
-        that it lends stays lent until the peer is gone.
+        """Do not send messages. Nothing is notified: what waits for them waits, also at a graceful shutdown,
+        and memory that they lend stays lent until the peer is gone.
         """
         return self._add(Fault("drop"), kind, **which)
 
     def duplicate(self, kind: str | None = None, **which: Any) -> Rule:
-        """It is sent twice, as sessions never do: for code that calls or is called. Control messages and what
-        shares memory, which rely on sessions, are sent once.
+        """Send messages twice, which sessions never do, for tests of calling and called functions. Control
+        messages and messages in shared memory, which rely on sessions, are sent once.
         """
         return self._add(Fault("duplicate"), kind, **which)
 
     def cut(self, kind: str | None = None, **which: Any) -> Rule:
-        """The connection is closed without a goodbye in its stead."""
+        """Close the connection, without a goodbye, in place of sending."""
         return self._add(Fault("cut"), kind, **which)
 
     def _add(
@@ -173,12 +177,13 @@ class Faults:
     def decide(
         self, kind: int, to: str, asked: Callable[[], str] = str, frame: Callable[[], Frame] | None = None
     ) -> Fault | None:
-        """What happens to a message.
+        """Decide what happens to a message.
 
         Args:
-            kind: of its frame.
+            kind: kind of its frame.
             to: the receiver's name.
-            asked: what it asks for; called if a rule wants to know, as is ``frame``.
+            asked: returns what it asks for; called if a rule needs it.
+            frame: returns its frame; called if a rule needs it.
         """
         for rule in self.rules:
             if rule.matches(frame or _no_frame, kind, to, asked):
@@ -199,30 +204,32 @@ class Faults:
         self.remove()
 
     def install(self, agent: Agent) -> None:
-        """Have an agent meet these faults, until ``remove``. ``RpcError`` if it meets others."""
-        if agent.group.connections.is_equipped:
+        """Apply these faults to what an agent sends, until ``remove``. Raises ``RpcError`` if the agent has
+        faults already.
+        """
+        if agent.group.connections.are_wrapped:
             raise RpcError("this agent has faults already: remove them first, or add rules to them")
         self._agent = agent
         agent.group.on_loop(self._begin, agent)
 
     def remove(self) -> None:
-        """From now on everything is sent; what is delayed comes when it would have."""
+        """Apply no more faults; delayed messages are still sent when they are due."""
         agent, self._agent = self._agent, None
         if agent is not None and not agent.closed:
             agent.group.on_loop(self._end, agent)
 
     def _begin(self, agent: Agent) -> None:
-        def outfit(peer: Peer, connection: Connection) -> Connection:
+        def wrap(peer: Peer, connection: Connection) -> Connection:
             return FaultyConnection.between(connection, self, _AgentSender(agent, peer))
 
-        agent.group.connections.equip(outfit)
+        agent.group.connections.wrap_with(wrap)
         for peer in agent.group.peers.all():
             if peer.connection is not None:
-                peer.send_by(outfit(peer, peer.connection))
+                peer.send_by(wrap(peer, peer.connection))
 
     @staticmethod
     def _end(agent: Agent) -> None:
-        agent.group.connections.equip(None)
+        agent.group.connections.wrap_with(None)
         for peer in agent.group.peers.all():
             if isinstance(peer.connection, FaultyConnection):
                 peer.send_by(peer.connection.inner)
@@ -233,7 +240,7 @@ def _no_frame() -> Frame:
 
 
 def _said(frame: Frame) -> list[tuple[str, str]]:
-    """What the messages in a control frame say: topic and first word of each."""
+    """Return topic and first word of each message in a control frame."""
     match frame.header.get("batch"):
         case [_, list(messages)]:
             return [(topic, str(body[0])) for topic, body in messages if isinstance(body, list) and body]
@@ -241,16 +248,16 @@ def _said(frame: Frame) -> list[tuple[str, str]]:
 
 
 class Sender(Protocol):
-    """Who sends on a connection with faults. From any thread."""
+    """The sender of a connection with faults. From any thread."""
 
     to: str
     """The receiver's name."""
 
     def asked(self, call_id: int) -> str:
-        """What a request asks for, for people; empty if it is none."""
+        """Return what a request asks for, as text; empty if it is not a request."""
 
     def fail(self, call_id: int, error: BaseException) -> bool:
-        """End a request that cannot be sent; false if there is none of that id."""
+        """End a request that cannot be sent; false if there is none with that id."""
 
     def later(self, seconds: float, function: Callable[[], object]) -> None:
         """Call a function on the loop's thread."""
@@ -279,8 +286,8 @@ class _AgentSender:
 
 
 class FaultyConnection:
-    """A connection on which what is sent meets faults; otherwise it is the connection ``inner``, which has
-    all that ``Connection`` asks for.
+    """A connection that applies faults to what is sent; otherwise it is the connection ``inner``, and has all
+    methods of ``Connection``.
 
     Example, in memory::
 
@@ -296,7 +303,7 @@ class FaultyConnection:
 
     @classmethod
     def between(cls, inner: Connection, faults: Faults, sender: Sender) -> Connection:
-        """A connection for whoever sends."""
+        """Wrap a connection."""
         return cast("Connection", cls(inner, faults, sender))
 
     def __getattr__(self, name: str) -> Any:

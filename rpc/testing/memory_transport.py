@@ -1,8 +1,8 @@
-"""A transport without sockets, where a test decides what happens next.
+"""A transport without sockets, with which a test decides the order of events.
 
-Nothing moves by itself: a connection is made when the test lets it, and each frame, and each end, arrives
-when the test says. So every order of events that sockets could bring about can be brought about on purpose.
-A network that decides by itself when things move is derived from ``MemoryNetwork``.
+Nothing moves by itself: a connection is made, and each frame, and each end of a connection, arrives when the
+test says so. So a test can produce every order of events that sockets can. A network that decides by itself
+when things move is derived from ``MemoryNetwork``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MemoryConnection(DirectConnection):
         self.received_anything = False
         self.other: MemoryConnection = self
         self.inbox: deque[Frame | None] = deque()
-        """What is on its way here; None is the end."""
+        """Frames on their way here; None is the end of the connection."""
         self.started = False
 
     def start(self, owner: ConnectionOwner) -> None:
@@ -43,7 +43,7 @@ class MemoryConnection(DirectConnection):
         super().close(reason)
 
     def deliver(self) -> None:
-        """Let the next thing arrive."""
+        """Deliver the next frame, or the end."""
         frame = self.inbox.popleft()
         if not self.open:
             return
@@ -55,7 +55,7 @@ class MemoryConnection(DirectConnection):
 
 
 class Attempt:
-    """Somebody at ``place`` wants to connect to ``address``. To call it decides what comes of that."""
+    """An attempt of the worker at ``place`` to connect to ``address``; a call decides its outcome."""
 
     def __init__(
         self, network: MemoryNetwork, place: str, address: str, made: asyncio.Future[Connection]
@@ -66,7 +66,7 @@ class Attempt:
         self.made = made
 
     def __call__(self) -> None:
-        """Whoever listens there accepts; else it is refused."""
+        """Let the listener accept, if there is one; otherwise refuse the connection."""
         self.network.attempts.remove(self)
         if self.made.done():
             return
@@ -84,7 +84,7 @@ class Attempt:
 
 
 class MemoryNetwork:
-    """All that is on its way: attempts to connect, accepted connections, frames."""
+    """Everything that is in transit: attempts to connect, accepted connections, frames."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, Accepted] = {}
@@ -92,27 +92,27 @@ class MemoryNetwork:
         self.ends: list[MemoryConnection] = []
 
     def events(self) -> list[Callable[[], None]]:
-        """What may happen next, in a fixed order."""
+        """Return the possible next events, in a fixed order."""
         return [
             *self.attempts,
             *(end.deliver for end in self.ends if end.started and end.inbox),
         ]
 
     def send(self, end: MemoryConnection, frame: Frame | None) -> None:
-        """Something begins its way to an end; None is the end of the connection."""
+        """Send something to an end; None is the end of the connection."""
         end.inbox.append(frame)
 
     def attempt(self, attempt: Attempt) -> None:
-        """An attempt to connect begins."""
+        """Begin an attempt to connect."""
         self.attempts.append(attempt)
 
     def accept(self, accept: Accepted, end: MemoryConnection) -> None:
-        """The listener gets its end of a connection that was made."""
+        """Pass the listener its end of a connection that was made."""
         accept(end)
 
 
 class MemoryTransport:
-    """One worker's way into the network, from its ``place``."""
+    """One worker's access to the network, from its ``place``."""
 
     scheme = "memory"
 
@@ -126,7 +126,7 @@ class MemoryTransport:
         return MemoryListener(self._network, host)
 
     async def connect(self, address: str) -> Connection:
-        """Connect as soon as the test lets it."""
+        """Connect as soon as the test allows it."""
         made: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._network.attempt(Attempt(self._network, self._place, address, made))
         return await made

@@ -1,1 +1,1 @@
-"""How frames get from process to process: one file per transport, and a registry of them."""
+"""Connections between processes: one file for each transport, and a registry of transports."""

@@ -1,14 +1,14 @@
-"""What a transport is: it listens, it connects, and either way yields connections that carry frames.
+"""The interface of a transport: it listens and connects, and both give connections that carry frames.
 
-``unix`` and ``tcp`` each are one file beside this one, gRPC's is ``farcall.grpc``; all yield the
-``StreamConnection`` of ``stream.py``. ``rpc.testing`` has one in memory. ``registry.py`` finds them by name.
-An address is ``SCHEME:REST``.
+``unix.py`` and ``tcp.py`` are transports, gRPC's is ``farcall.grpc``; all of them use the
+``StreamConnection`` of ``stream.py``. ``rpc.testing`` has a transport in memory. ``registry.py`` finds
+transports by name. An address is ``SCHEME:REST``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -19,8 +19,8 @@ from rpc.runtime.tasks import Task
 from rpc.transport.inline_read import InlineReader, Receiver, Spinners
 from rpc.transport.session import Session
 from rpc.transport.tls import TlsContexts
-from rpc.wire.chunking import Target
 from rpc.wire.frames import Frame
+from rpc.wire.targets import Target
 
 __all__ = [
     "CAPTURED_BYTES",
@@ -42,34 +42,36 @@ __all__ = [
 ]
 
 CAPTURED_BYTES: Final = 1 << 20
-"""Across hosts, larger tensors are sent from where they are, and must not change meanwhile."""
+"""Maximum size in bytes of a tensor that is copied when it is sent to another host. Larger ones are sent in
+place, and must not change meanwhile.
+"""
 
 SMALL_BYTES: Final = 64 << 10
-"""What has no more bytes goes out as a frame in one piece: to copy so little costs less than to send it in
+"""Maximum size in bytes of a message that is sent as a frame in one piece: copying it costs less than sending
 pieces. Such frames arrive in the order in which they were sent.
 """
 
 CLOSED_BY_PEER: Final = "the connection was closed by the other side"
-"""Why a connection is lost at whose end the other side has closed it."""
+"""Reason of a lost connection that the other side has closed."""
 
 
 class Tickets(Protocol):
-    """What a transport that has a place for it shows when it connects, so that strangers get no further. The
-    handshake asks for a proof all the same.
+    """Tickets of a job, which a transport that has a place for them presents when it connects, so that
+    strangers are refused early. The handshake requires a proof in any case.
     """
 
     def ticket(self) -> str:
-        """One that is good for this job, in printable ASCII."""
+        """Return a ticket that is valid for this job, in printable ASCII."""
 
     def is_ticket(self, text: str) -> bool:
-        """Whether a worker of this job has made it."""
+        """Whether a worker of this job has issued the ticket."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransportContext:
-    """What all transports of one agent are made with: its loop, how many bytes may be queued for a peer
-    before callers wait, its threads that spin, how to encrypt what goes over a network, if at all, what shows
-    that a connection is the job's, and the options, for what is a transport's own affair.
+    """The arguments that all transports of one agent are made with: its loop, the maximum number of bytes
+    that may be queued for a peer before callers wait, its spinning threads, encryption for connections over a
+    network, the job's tickets, and the options, some of which concern transports only.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -81,42 +83,42 @@ class TransportContext:
 
 
 class ConnectionClosed(RpcError):
-    """A frame was given to a connection that is closed. The peer's state says why."""
+    """A frame was given to a connection that is closed. The peer's state has the reason."""
 
 
 class Unreachable(ConnectionError):
-    """Nobody answers at an address where something else listens for the worker, such as a proxy: that is no
-    proof of its end, as it would be where the worker listens itself.
+    """Nothing answers at an address where something other than the worker listens for it, such as a proxy.
+    This does not prove that the worker has ended, as it would if the worker itself listened there.
     """
 
 
 class QueueFull(RpcError):
-    """The other side does not take what is queued for it, and the sender's patience is over."""
+    """The peer does not accept what is queued for it within the time that the sender waits."""
 
 
 class ConnectionOwner(Receiver, Protocol):
-    """Who a connection reports to. ``take_inline`` is called by connections with a ``reader``, on any thread;
-    everything else on the loop's.
+    """The object that a connection reports to. Connections with a ``reader`` call ``take_inline`` on any
+    thread; all other methods are called on the loop's thread.
     """
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None: ...
 
     def find_target(self, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
-        """Where a large message goes that begins to come; None for memory of its own.
+        """Return the target of a large message that begins to arrive; None if the message gets memory of its
+        own.
 
         Args:
-            kind: of its frame, and so the call id.
-            sizes: of its buffers, in bytes.
+            kind: kind of its frame.
+            call_id: call id of its frame.
+            sizes: sizes of its buffers in bytes.
         """
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
-        """Called exactly once; nothing is received after it."""
+        """Called exactly once; nothing is received afterwards."""
 
 
 class SilentOwner:
-    """Owner of a connection whose fate interests nobody, or not yet."""
-
-    followed: Collection[int] = ()
+    """Owner that ignores the loss of its connection."""
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         pass
@@ -135,46 +137,50 @@ class Connection(Protocol):
     """An ordered, reliable stream of frames between this process and one other."""
 
     owner: ConnectionOwner
-    """Whom it reports to, once started; another takes over by being put here, on the loop's thread."""
+    """The object that it reports to once started. To replace it, assign another on the loop's thread."""
 
     description: str
-    """Names the other end in logs."""
+    """Text for logs that names the other end."""
 
     scheme: str
     """Scheme of its transport; "self" for the connection of a worker to itself."""
 
     @property
     def queued_bytes(self) -> int:
-        """Number of bytes that wait to be written."""
+        """Number of bytes that have not been written yet."""
 
     reader: InlineReader | None
-    """How threads may read it themselves: a capability of sockets; None if only the loop's does."""
+    """Reads the connection on other threads than the loop's; None if the transport does not support this."""
 
     over_network: bool
-    """Whether it may lead over a network, where several at once may get more of it than one does."""
+    """Whether it may lead over a network, where several connections may have a higher throughput than one."""
 
     @property
     def has_streams(self) -> bool:
-        """Whether the largest messages go over bulk streams and not over this connection."""
+        """Whether the largest messages are sent over bulk streams instead of this connection."""
 
     process: int | None
-    """The process at the other end, where it is known and of this host."""
+    """The process at the other end, if it is on this host and known."""
 
     malformed: bool
-    """Whether it was closed since the other end has sent what the protocol does not allow."""
+    """Whether it was closed because the other end had violated the protocol."""
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no other thread is taking in anything of it, as may be for a moment after it was closed."""
+        """Whether no other thread is handling frames of it; such a thread may go on for a moment after it was
+        closed.
+        """
 
     received_anything: bool
-    """Whether a byte has come from the other end: who only looks whether somebody listens sends none."""
+    """Whether a byte has arrived from the other end. A program that only probes the port sends none."""
 
     def start(self, owner: ConnectionOwner) -> None:
-        """Begin to receive, reporting to ``owner``."""
+        """Start to receive, and report to ``owner``."""
 
     def set_frame_limits(self, received: int, sent: int) -> None:
-        """How many bytes a message from the peer, and one to it, may have: few until it is known."""
+        """Set the maximum size in bytes of messages from the peer and to it, which is small until the peer is
+        known.
+        """
 
     def send(
         self,
@@ -185,60 +191,63 @@ class Connection(Protocol):
         wait: float = INFINITE,
         last: bool = False,
     ) -> None:
-        """Send the ``size`` bytes of one frame. From any thread.
+        """Send one frame of ``size`` bytes. From any thread.
 
-        Frames that are not too large arrive in the order in which they were sent; large ones may arrive
-        after some that were sent later.
+        Frames that are not too large arrive in the order in which they were sent; large ones may arrive after
+        frames that were sent later.
 
         Args:
             buffers: the frame's pieces, in order.
-            size: the sum of their lengths.
-            aliased: some pieces are memory that the caller's user may change: once this returns, or, if
-                they are large and the transport says so, once the call that the frame belongs to is over.
-            wait: seconds to block at most while the send queue is over its limit; 0 on the loop's thread.
-            last: this frame is to arrive after all others, and nothing is sent after it.
+            size: sum of the lengths of the pieces in bytes.
+            aliased: whether some pieces are memory that the user may change once this returns, or, if they
+                are large and the transport says so, once the call that the frame belongs to is over.
+            wait: maximum time in seconds to block while the send queue is over its limit; 0 on the loop's
+                thread.
+            last: whether this frame must arrive after all others; nothing is sent after it.
 
         Raises:
             ConnectionClosed: the connection is closed; the frame was not sent.
-            QueueFull: there is no room in the send queue; the frame was not sent.
+            QueueFull: the send queue has no room; the frame was not sent.
         """
 
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
-        """As ``send``, for a frame in one piece: of ``SMALL_BYTES``, and what a prefix and a header take.
+        """Like ``send``, for a frame in one piece: at most ``SMALL_BYTES`` besides a prefix and a header.
 
         Args:
-            coalesce: it may go out with those that follow, moments later, or at ``flush``.
-            patient: it may wait behind a long chunk of a large message.
+            coalesce: whether it may be sent together with frames that follow within moments, or at ``flush``.
+            patient: whether it may wait behind a long chunk of a large message.
         """
 
-    def send_sign(self, frame: bytes, *, newest: bool = False) -> None:
-        """As ``send_small``, for a frame that belongs to this connection: it has no number in the session,
-        and is not sent again. What cannot be sent now never is.
+    def send_unnumbered(self, frame: bytes, *, newest: bool = False) -> None:
+        """Like ``send_small``, for a frame that belongs to this connection: it has no number in the session
+        and is not sent again. If it cannot be sent now, it is dropped.
 
         Args:
-            newest: it says what those like it have said and more, so it may take the place of one that waits.
+            newest: whether it supersedes earlier frames of its kind, and so may replace one that is queued.
         """
 
     def carry(self, session: Session) -> None:
-        """From now on, note in ``session`` what is sent, in order."""
+        """Note in ``session``, in order, what is sent from now on."""
 
     def remains(self) -> list[bytes]:
-        """Once it is closed: what was not begun to be written, in order. On the loop's thread."""
+        """Return the frames of a closed connection that were not begun to be written, in order. On the loop's
+        thread.
+        """
 
     def flush(self) -> None:
         """Send what was coalesced, if anything. From any thread."""
 
     def close(self, reason: str, *, flush: bool = False) -> None:
-        """Close, telling the owner. On the loop's thread; with ``flush`` once the queue is sent."""
+        """Close, and notify the owner. On the loop's thread; with ``flush``, once the queue is sent."""
 
     def abandon(self) -> None:
-        """In a forked child: let go of the descriptor, which the parent goes on using."""
+        """Close the descriptor in a forked child; the parent continues to use its own."""
 
 
 class DirectConnection:
     """A ``Connection`` within this process: what is sent is copied at once, and never waits.
 
-    Derived classes have ``pass_on``, which takes the bytes of one frame, and ``close``.
+    Subclasses define ``pass_on``, which takes the bytes of one frame, and ``close``.
     """
 
     owner: ConnectionOwner
@@ -258,7 +267,7 @@ class DirectConnection:
         self.open = True
 
     def pass_on(self, frame: bytearray) -> None:
-        """Bring a frame to the other end."""
+        """Deliver a frame to the other end."""
         raise NotImplementedError
 
     def start(self, owner: ConnectionOwner) -> None:
@@ -286,7 +295,7 @@ class DirectConnection:
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         self.send((frame,), len(frame))
 
-    def send_sign(self, frame: bytes, *, newest: bool = False) -> None:
+    def send_unnumbered(self, frame: bytes, *, newest: bool = False) -> None:
         if self.open:
             self.pass_on(bytearray(frame))
 
@@ -312,7 +321,7 @@ Accepted = Callable[[Connection], None]
 
 
 class Listener(Protocol):
-    """Accepts connections until closed."""
+    """Accepts connections until it is closed."""
 
     address: str
 
@@ -320,21 +329,21 @@ class Listener(Protocol):
         """Stop listening. On the loop's thread."""
 
     def abandon(self) -> None:
-        """In a forked child: let go of the descriptor, which the parent goes on using."""
+        """Close the descriptor in a forked child; the parent continues to use its own."""
 
 
 class Transport(Protocol):
-    """One way to reach another process. Made with a ``TransportContext``."""
+    """A way to reach other processes, made with a ``TransportContext``."""
 
     scheme: str
 
     def listen(self, host: str, port: int, accepted: Accepted) -> Listener:
-        """Listen on ``host`` and ``port``, and hand over each connection, not yet started, as it comes.
+        """Listen on ``host`` and ``port``, and pass each new connection, not yet started, to the callback.
 
-        Port 0 is any. Transports that have no hosts and ports ignore both.
+        With port 0 the system chooses one. Transports without hosts and ports ignore both.
         """
 
     async def connect(self, address: str) -> Connection:
-        """Connect to where a listener of this scheme said it listens; the result is not yet started.
-        ``OSError`` if nobody listens there, or it cannot be reached.
+        """Connect to an address that a listener of this scheme has returned; the connection is not started
+        yet. Raises ``OSError`` if nothing listens there, or it cannot be reached.
         """

@@ -1,6 +1,6 @@
-"""A connected socket that threads block on: one writes or one reads, without the interpreter lock.
+"""Connected sockets that a thread blocks on, without the interpreter lock, to either write or read.
 
-Each socket carries data in one direction. So TLS needs no lock, which a reading and a writing thread would
+Each socket carries data in one direction. So TLS needs no lock that a reading and a writing thread would
 share.
 """
 
@@ -23,7 +23,9 @@ from rpc.transport.base import CLOSED_BY_PEER
 __all__ = ["BulkSocket", "TlsBulkSocket", "bulk_socket"]
 
 _PAUSE_SECONDS: Final = 0.02
-"""Maximum time that ``receive`` waits. The memory that it receives to can be taken back afterwards."""
+"""Maximum time in seconds that ``receive`` waits. Afterwards the memory that it receives to can be taken
+back.
+"""
 
 _NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
 _WAIT_ALL: Final[int] = getattr(socket, "MSG_WAITALL", 0)
@@ -36,10 +38,10 @@ def bulk_socket(sock: socket.socket) -> BulkSocket:
 
 
 class BulkSocket:
-    """A socket without TLS, which it owns. ``receive`` and ``send`` are for one thread at a time.
+    """A socket without TLS, which it owns. One thread at a time may call ``receive``, and one ``send``.
 
     Attributes:
-        descriptor: of the socket, for the loop to watch while no thread reads.
+        descriptor: descriptor of the socket, for the loop to watch while no thread reads.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -47,7 +49,7 @@ class BulkSocket:
         self.descriptor = sock.fileno()
         self._readable = select.poll()
         self._readable.register(self.descriptor, select.POLLIN)
-        if _NOT_SENT is not None:  # nothing small waits behind what the kernel keeps
+        if _NOT_SENT is not None:  # no small message waits behind what the kernel keeps
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, 0)
         self._configure(sock)
@@ -58,18 +60,18 @@ class BulkSocket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pause)
 
     def begin_receiving(self) -> None:
-        """Prepare for ``receive``, which blocks. A thread calls this once the loop has stopped watching:
-        uvloop makes the descriptors that it watches non-blocking.
+        """Prepare for ``receive``, which blocks. A thread calls this once the loop has stopped watching,
+        since uvloop makes the descriptors that it watches non-blocking.
         """
         os.set_blocking(self.descriptor, True)
 
     def wait_readable(self, seconds: float) -> bool:
-        """Wait until something has come, or the stream has ended; false if neither happens in time."""
+        """Wait until data or the end of the stream has arrived; false if neither arrives in time."""
         return bool(self._readable.poll(1000 * seconds))
 
     def receive(self, view: memoryview) -> int:
-        """Fill a buffer as far as bytes come within a moment; returns how many have come, which may be none.
-        ``OSError`` at the end of the stream.
+        """Receive into a buffer what arrives within a moment; returns the number of bytes, which may be 0.
+        Raises ``OSError`` at the end of the stream.
         """
         try:
             count = self._socket.recv_into(view, 0, _WAIT_ALL)
@@ -80,7 +82,7 @@ class BulkSocket:
         return count
 
     def send(self, pieces: Sequence[Any]) -> None:
-        """Write all pieces. ``OSError`` if the stream is broken."""
+        """Write all pieces. Raises ``OSError`` if the stream is broken."""
         left = deque(pieces)
         while left:
             count = self._socket.sendmsg([left[index] for index in range(min(len(left), _PIECES_PER_WRITE))])
@@ -90,16 +92,18 @@ class BulkSocket:
                 left[0] = memoryview(left[0])[count:]
 
     def shut_down(self) -> None:
-        """End what other threads do with the socket. From any thread."""
+        """Interrupt all uses of the socket by other threads. From any thread."""
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of TLS would begin to send plainly
+            socket.socket.shutdown(
+                self._socket, socket.SHUT_RDWR
+            )  # ``shutdown`` of a TLS socket would go on without encryption
 
     def close(self) -> None:
         """Close the socket, which no thread may be using."""
         self._socket.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the descriptor, which the parent goes on using."""
+        """Close the descriptor in a forked child; the parent continues to use its own."""
         descriptor = self._socket.detach()
         if descriptor >= 0:
             os.close(descriptor)
@@ -116,7 +120,7 @@ class TlsBulkSocket(BulkSocket):
         self._writable.register(self.descriptor, select.POLLOUT)
 
     def begin_receiving(self) -> None:
-        """Nothing needs to be done: the socket stays non-blocking."""
+        """Do nothing: the socket stays non-blocking."""
 
     def wait_readable(self, seconds: float) -> bool:
         return bool(self._socket.pending()) or super().wait_readable(seconds)

@@ -1,14 +1,14 @@
-"""Bytes to and from another process, whatever is below: what stream transports are made of.
+"""Streams of bytes to and from another process, which connections are built on.
 
-A ``ByteStream`` is non-blocking, so any thread may use it, and tells the loop when there is something to do.
-``SocketStream`` is the one over a socket, ``TlsStream`` that over one which encrypts; others need no socket.
+A ``ByteStream`` is non-blocking, so any thread may use it, and notifies the loop when it is readable or
+writable. ``SocketStream`` uses a socket, ``TlsStream`` a socket with encryption; others need no socket.
 
-*System calls that keep the interpreter.* ``socket.send`` lets go of the GIL round the system call, and in a
-process whose other threads compute, it gets the GIL back a switch interval later: milliseconds for a call
+*System calls that keep the interpreter lock.* ``socket.send`` releases the lock during the system call. In a
+process whose other threads compute, it gets the lock back a switch interval later: milliseconds for a call
 that takes two microseconds. A non-blocking send or receive of a small message never waits, so here it is made
-through ``ctypes.PyDLL``, which keeps the GIL. Large transfers, which copy for long, go through the socket and
-let others run. Each such call returns -1 when it did not succeed, and ``errno`` says why: the kernel tells of
-what broke a connection once, so that who asked again would find a mere end.
+through ``ctypes.PyDLL``, which keeps the lock. Large transfers, which take longer, go through the socket and
+let other threads run. Each such call returns -1 if it fails, and ``errno`` has the reason: the kernel reports
+the error that broke a connection only once, and a second call would see the end of the stream.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ __all__ = [
 ]
 
 AVAILABLE: Final = sys.platform == "linux"
-"""Whether there are calls that keep the interpreter; elsewhere use the socket."""
+"""Whether calls that keep the interpreter lock are available; otherwise the socket is used."""
 
 _JOINED_BYTES: Final = 16 << 10
-"""So little is quicker copied into one piece than written by a call that lets go of the interpreter."""
+"""Maximum size in bytes of pieces that are joined before they are written: copying them costs less than a
+call that releases the interpreter lock.
+"""
 
 _FLAGS: Final[int] = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
 
-# No function gets ``argtypes``: converting through them costs more than the calls do. All integers passed
+# No function has ``argtypes``, since converting through them costs more than the calls. All integers passed
 # fit a C int, or are wrapped.
 _libc = ctypes.PyDLL(None) if AVAILABLE else None
 _libc_with_errno = ctypes.PyDLL(None, use_errno=True) if AVAILABLE else None
@@ -56,11 +58,11 @@ _receive: Any = _libc_with_errno["recv"] if _libc_with_errno else None
 _epoll_ctl: Any = _libc["epoll_ctl"] if _libc else None
 
 receive: Any = _libc["recv"] if _libc else None
-"""``counts.extend(map(receive, (number,), *buffer.whole))`` receives once, and notes how much.
+"""``counts.extend(map(receive, (number,), *buffer.whole))`` receives once and appends the number of bytes.
 
-All of that happens within C code: no signal handler, and so no exception and no change of the ``Number``
-that names the socket, comes between the look at it, the system call, and the note. Nor does ``errno``: for
-who knows that there is something to receive, and no error.
+All of it happens within C code: no signal handler, and so no exception and no change of the ``Number`` that
+holds the descriptor, comes between reading the descriptor, the system call, and the result. Does not return
+``errno``: for callers that know that there is data and no error.
 """
 
 _NOT_NOW: Final = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR))
@@ -68,10 +70,10 @@ _NOT_NOW: Final = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR))
 Number: Final = ctypes.c_int
 
 raise_event: Any = _libc["eventfd_write"] if _libc else None
-"""Takes the number of an eventfd, and ``ONE``, and makes it readable.
+"""Make an eventfd readable; the arguments are its ``Number``, and ``ONE``.
 
-Keeping the interpreter, it leaves no time between the caller's look at the number and the system call, in
-which another thread could close it and the number become somebody else's.
+It keeps the interpreter lock, so no other thread can close the descriptor, and have its number reused,
+between the moment in which it is read and the system call.
 """
 
 ONE: Final = ctypes.c_uint64(1)
@@ -82,47 +84,47 @@ class ByteStream(Protocol):
 
     @property
     def is_flushed(self) -> bool:
-        """Whether what was written is out of this process's hands: nothing that happens to it matters now."""
+        """Whether what was written has left this process, and so arrives even if the process ends."""
 
     @property
     def descriptor(self) -> int | None:
-        """One on which that comes which ``read_into`` returns, so that a thread may receive it there itself;
-        None if there is none.
+        """Descriptor from which ``read_into`` receives, so that a thread may receive from it itself; None if
+        there is none.
         """
 
     def on_readable(self, callback: Callable[[], object] | None) -> None:
-        """Call this on the loop's thread whenever there may be something to read; None: no more. On that
-        thread, as what follows.
+        """Call this on the loop's thread whenever the stream may be readable; None: no longer. Must be called
+        on the loop's thread, like the methods below.
         """
 
     def on_writable(self, callback: Callable[[], object] | None) -> None:
-        """As ``on_readable``, for when something may be written, or what was written may be flushed."""
+        """Like ``on_readable``, for when the stream may be writable, or what was written may be flushed."""
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """Write as much as is taken now; returns how many bytes that are. ``OSError`` if the stream is
+        """Write as much as is accepted now; returns the number of bytes. Raises ``OSError`` if the stream is
         broken.
         """
 
     def read_into(self, buffers: Sequence[memoryview]) -> int | None:
-        """Read at most what the buffers hold, into one after the other; returns how many bytes, 0 at the end,
-        None if there are none now. ``OSError`` if the stream is broken.
+        """Read into the buffers, one after the other; returns the number of bytes, 0 at the end of the
+        stream, None if there is no data now. Raises ``OSError`` if the stream is broken.
         """
 
     def shut_down(self) -> None:
-        """Have whoever reads find the end of the stream."""
+        """Make reading threads find the end of the stream."""
 
     def close(self) -> None:
-        """Let go of it. Nobody may be in another method."""
+        """Release its resources. No thread may be in another method."""
 
     def abandon(self) -> None:
-        """In a forked child: let go of what the parent goes on using."""
+        """Release its descriptors in a forked child; the parent continues to use its own."""
 
 
 class DescriptorStream:
-    """What streams over a socket have in common: they own it, and the loop watches its descriptor."""
+    """Base of streams over a socket, which they own; the loop watches its descriptor."""
 
     is_flushed = True
-    """The kernel has what was written."""
+    """Always true: the kernel has what was written."""
     descriptor: int | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
@@ -157,7 +159,7 @@ class DescriptorStream:
 
 
 class SocketStream(DescriptorStream):
-    """A connected stream socket, which it owns. Small writes keep the interpreter."""
+    """A connected stream socket, which it owns. Small writes keep the interpreter lock."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         super().__init__(loop, sock)
@@ -193,11 +195,11 @@ class ReceiveBuffer:
             (ctypes.c_size_t(len(buffer)),),
             (_FLAGS,),
         )
-        """For ``receive``: to the beginning of the buffer, as much as it holds."""
+        """Arguments for ``receive``: the beginning and the capacity of the buffer."""
 
     def receive(self, descriptor: int, offset: int, capacity: int) -> int | None:
-        """Receive at most ``capacity`` bytes, which must fit, to ``offset``; returns how many, 0 at the end
-        of the stream, None if there are none now. ``OSError`` if the stream is broken.
+        """Receive at most ``capacity`` bytes, which must fit, to ``offset``; returns the number of bytes, 0
+        at the end of the stream, None if there is no data now. Raises ``OSError`` if the stream is broken.
         """
         where, room = ctypes.c_void_p(self._address + offset), ctypes.c_size_t(capacity)
         count: int = _receive(descriptor, where, room, _FLAGS)
@@ -208,7 +210,7 @@ class ReceiveBuffer:
 
 
 def _raise_what_broke() -> None:
-    """A call has returned -1: ``OSError``, unless the next may succeed."""
+    """Raise ``OSError`` for a call that has returned -1, unless the next call may succeed."""
     number = ctypes.get_errno()
     if number not in _NOT_NOW:
         raise OSError(number, os.strerror(number))
@@ -225,10 +227,10 @@ _NOTHING: Final = ctypes.byref(_EpollEvent(0, 0))
 
 
 class Watch:
-    """An epoll object for one socket, to be watched in its place: readable when the socket is.
+    """An epoll object that is watched in place of one socket, and is readable when the socket is.
 
-    ``suspend`` makes it not so, ``resume`` so again: from any thread, in half a microsecond, and without
-    letting go of the interpreter. The end of the stream shows also while it is suspended.
+    ``suspend`` stops that, ``resume`` restores it: from any thread, in half a microsecond, and without
+    releasing the interpreter lock. The end of the stream is also visible while it is suspended.
     """
 
     def __init__(self, socket_descriptor: int) -> None:
@@ -240,6 +242,6 @@ class Watch:
         self.resume: Callable[[], int] = functools.partial(change, _READABLE)
 
     def close(self) -> None:
-        """Close the epoll object; what follows does nothing."""
+        """Close the epoll object; later calls have no effect."""
         self.suspend = self.resume = int
         self._epoll.close()

@@ -1,34 +1,38 @@
-"""Threads that read a connection themselves, instead of being woken by the loop that does.
+"""Threads that read a connection themselves, instead of being woken by the loop's thread, which reads
+otherwise.
 
-A thread that waits for a reply, or has nothing to do but to wait for the next request, saves two hand-overs
-if it reads the socket itself. One at a time may: who has the *lease*. A thread has it for one *turn*:
+A thread that waits for a reply, or an idle one that waits for the next request, saves two switches between
+threads if it reads the socket itself. One thread at a time may do so: the one that holds the *lease*. A
+thread holds it for one *turn*:
 
-1. Take the lease, and stop the loop's watching the socket. The loop watches it through an epoll object, so
-   that any thread can stop and resume that by one system call.
-2. Wait until the socket is readable, or somebody wakes the thread, or the time is over: spinning for a
-   moment, then asleep.
-3. Receive, and parse. What is no whole frame, or about a message in chunks, is left to the loop.
-4. Take in one frame after the other, by the same door as the loop, up to the first that needs the loop.
-5. Leave. If anything is left, have the loop go on with it; else resume its watching.
+1. Take the lease, and make the loop stop watching the socket. The loop watches it through an epoll object, so
+   any thread can suspend and resume that by one system call.
+2. Wait until the socket is readable, the thread is woken, or the time is over: first spinning for a moment,
+   then asleep.
+3. Receive, and parse. Incomplete frames, and frames of messages in chunks, are left to the loop.
+4. Dispatch one frame after the other, by the same dispatcher as the loop, up to the first that only the loop
+   may handle.
+5. Leave. If anything is left, notify the loop, which continues with it; otherwise resume its watching.
 
-A turn may end at any point, and the loop goes on from there. That matters where a finalizer or a signal
-handler that runs in the middle of a turn makes a blocking call itself: what it waits for could never be read
-by the thread below it. So what a turn has received and not yet taken in is always to be found in the turn,
-and each step is one operation of C code, which has happened or has not:
+A turn may end at any point, and the loop continues from there. This matters where a finalizer or a signal
+handler that runs in the middle of a turn makes a blocking call itself: the thread below it could never read
+the reply. So everything that a turn has received and not dispatched yet is recorded in the turn, and each
+step is one operation of C code, which has happened or has not:
 
 - ``unread`` gets the number of bytes received, within the C code that receives them;
-- ``frames`` is set to the frames that these bytes are: from then on ``unread`` does not count;
-- each frame is popped off ``frames`` before anything is done with it, and the loop pops all that are left.
+- ``frames`` is set to the frames that these bytes consist of: from then on ``unread`` does not count;
+- each frame is removed from ``frames`` before it is dispatched, and the loop removes all that are left.
 
-What a turn leaves when it has ended is the loop's alone: until the loop has taken it over nobody reads, the
-thread whose turn it was included.
+What a turn has left when it ends belongs to the loop: until the loop has taken it over, no thread reads,
+including the one whose turn it was.
 
-*Spinning.* To put a thread to sleep and to wake it takes longer than many calls do. So a thread looks again
-and again for a moment, if that has paid lately. Each time that it does not, it sleeps at once for more of the
-next waits (exponential backoff); a wait that was short, asleep or not, takes half of that back. Between two
-looks it yields its core; if it comes back late, others need the core, and the spin is over and has not paid.
-At most as many threads of an agent spin at a time as leave one core to others. Reading in threads is under
-the same backoff: it does not pay where other frames come between, as when a thousand calls are under way.
+*Spinning.* Putting a thread to sleep and waking it takes longer than many calls do. So a thread polls
+repeatedly for a moment, if that was worthwhile recently. Each time that it was not, more of the next waits
+sleep at once (exponential backoff); each short wait, asleep or not, takes back half of that. Between two
+polls the thread yields its core; if it comes back late, other threads need the core, and it stops spinning.
+The number of an agent's threads that spin at a time leaves one core to others. Reading in threads has the
+same backoff: it is not worthwhile if frames for other threads arrive in between, as when a thousand calls are
+in flight.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ import math
 import os
 import select
 from _thread import LockType, allocate_lock
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from time import monotonic
@@ -51,22 +55,24 @@ from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.tasks import Task
 from rpc.transport import byte_stream
 from rpc.transport.byte_stream import ONE, Number, ReceiveBuffer, Watch, raise_event, receive
-from rpc.wire.frames import Decoder, Frame
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import Frame
 
 __all__ = ["AVAILABLE", "LOOP", "Awaited", "Backoff", "InlineReader", "Receiver", "Spinners", "Turn", "spin"]
 
 logger = logging.getLogger(__name__)
 
 AVAILABLE: Final = byte_stream.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
-"""Whether threads can read here; elsewhere only the loop does."""
+"""Whether threads can read on this system; otherwise only the loop does."""
 
 _MOMENT_SECONDS: Final = 3e-3
-"""For how long a thread spins; a wait that is no longer was short."""
+"""Maximum time in seconds that a thread spins; waits up to this long count as short."""
 _LATE_SECONDS: Final = 0.2e-3
-"""If a thread that yields is back so much later only, others need its core."""
-_FOLLOWER_SECONDS: Final = 30e-6
+"""Delay in seconds after yielding from which on other threads are taken to need the core."""
 _SLICE_SECONDS: Final = 0.5
-"""A signal right before the system call would not end it, so waits are made in slices."""
+"""Maximum time in seconds of one sleep: a signal that arrives right before the system call would not
+interrupt it.
+"""
 _FIRST_PENALTY: Final = 4
 _LONGEST_PENALTY: Final = 256
 _HOLDER: Final = 0
@@ -75,70 +81,69 @@ _yield: Final[Callable[[], object]] = getattr(os, "sched_yield", int)
 
 
 class Receiver(Protocol):
-    """Who takes in what threads have read. From any thread."""
-
-    followed: Collection[int]
-    """Kinds of frames behind which another most likely comes at once."""
+    """The object that dispatches what threads have read. From any thread."""
 
     def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
-        """Take frames in from the front of the list, up to the first that needs the loop, removing them. With
-        ``keep``, the thread wants something to do, which is returned, if there is anything.
+        """Dispatch frames from the front of the list, up to the first that only the loop may handle, and
+        remove them. With ``keep``, a task for an executor thread is returned, if there is one, and not
+        started.
         """
 
 
 class ReadConnection(Protocol):
-    """What a connection does for those who read it. From any thread."""
+    """What a connection does for its reader. From any thread."""
 
     @property
     def owner(self) -> Receiver: ...
 
     def read_by_loop(self, turn: Turn) -> None:
-        """Have the loop call ``take_over``."""
+        """Make the loop call ``take_over``."""
 
     def deliver_soon(self, frames: list[Frame]) -> None:
-        """Have the loop take frames in."""
+        """Make the loop dispatch frames."""
 
     def prepare_soon(self) -> None:
-        """Have the loop call ``prepare``, and watch what is ``watched`` from then on."""
+        """Make the loop call ``prepare``, and watch ``watched`` from then on."""
 
     def dispose(self) -> None:
-        """The last reader has left a connection that is closed: close the descriptors."""
+        """Close the descriptors: the last reading thread has left a connection that is closed."""
 
 
 class Backoff:
-    """Something that is tried as long as it pays: after each failure it is left alone for longer.
+    """Backoff for something that is tried as long as it is worthwhile: after each failure, more tries are
+    skipped.
 
-    An update that is lost, since another thread made one at the same time, does no harm.
+    If another thread updates it at the same time, an update may be lost, which does no harm.
     """
 
-    __slots__ = ("penalty", "rests")
+    __slots__ = ("penalty", "to_skip")
 
     def __init__(self) -> None:
         self.penalty = 0
-        """How often the last failure made it rest; while 0, ``paid`` changes nothing."""
-        self.rests = 0
-        """How often it is still to be left alone; while 0, ``may_try`` need not be asked."""
+        """Number of tries that the last failure made it skip; while 0, ``paid`` changes nothing."""
+        self.to_skip = 0
+        """Number of tries that are still to be skipped; while 0, ``may_try`` need not be called."""
 
     def may_try(self) -> bool:
-        """Whether to try; each refusal counts down."""
-        if self.rests <= 0:
+        """Whether to try; each refusal reduces the number of tries to skip."""
+        if self.to_skip <= 0:
             return True
-        self.rests -= 1
+        self.to_skip -= 1
         return False
 
     def paid(self) -> None:
-        """It has paid: the next failure costs less, and there is less left of the last one."""
+        """Record a success: the next failure costs less, and fewer tries are skipped."""
         self.penalty //= 2
-        self.rests = min(self.rests, self.penalty)
+        self.to_skip = min(self.to_skip, self.penalty)
 
     def failed(self) -> None:
-        """It has not paid: leave it alone for a while."""
+        """Record a failure: skip more of the next tries."""
         self.penalty = min(_LONGEST_PENALTY, max(_FIRST_PENALTY, 2 * self.penalty))
-        self.rests = self.penalty
+        self.to_skip = self.penalty
 
 
 class Spinners:
-    """The threads of one agent that spin right now: ``limit`` at most, by default one fewer than there are
+    """The threads of one agent that spin right now: at most ``limit``, by default one fewer than there are
     cores.
     """
 
@@ -148,8 +153,10 @@ class Spinners:
 
 
 def spin(poll: Callable[[int], list[Any]], until: float, backoff: Backoff, spinners: Spinners) -> list[Any]:
-    """Poll again and again, until there is something to see, which is returned, or ``until`` on the monotonic
-    clock. ``backoff`` is told if nothing was seen; the thread is among ``spinners``, unless there are enough.
+    """Poll repeatedly, until the result is not empty, which is returned, or ``until`` on the monotonic clock.
+
+    The thread is among ``spinners``, unless those are at their limit. A spin without result is a failure of
+    ``backoff``.
     """
     seen = poll(0)
     if seen or len(spinners.threads) >= spinners.limit:
@@ -173,17 +180,18 @@ def spin(poll: Callable[[int], list[Any]], until: float, backoff: Backoff, spinn
 
 
 class Turn:
-    """One turn at reading; a new one each time, so that none is taken for a later one.
+    """One turn at reading. Turns are not reused, so that none is taken for a later one.
 
     Args:
-        thread: whose turn it is, by its identifier.
-        idle: the thread has nothing else to do, and gives way to one that waits for a reply.
-        descriptor: where it receives from: none any more when the turn has ended.
+        thread: identifier of the thread whose turn it is.
+        idle: whether the thread has nothing else to do, and yields to one that waits for a reply.
+        descriptor: descriptor that it receives from; none once the turn has ended.
         reader: reads the connection.
 
     Attributes:
-        left_to_loop: None until the turn has ended; then whether the loop is to go on with what is in it.
-        task: what there is to do, for an idle thread.
+        left_to_loop: None until the turn has ended; then whether the loop continues with what the turn has
+            left.
+        task: task for an idle thread, or None.
     """
 
     __slots__ = ("frames", "idle", "left_to_loop", "reader", "socket", "task", "thread", "unread")
@@ -199,31 +207,31 @@ class Turn:
         self.task: Task | None = None
 
     def take_frames(self) -> list[Frame]:
-        """Remove what is left of the frames, and return it."""
+        """Remove the remaining frames, and return them."""
         frames = self.frames or []
         taken = frames[:]
         frames.clear()
         return taken
 
     def release(self) -> None:
-        """From any thread: what the thread waits for is here, or will not come."""
-        if self.thread != get_ident():  # else it is just taking that in
+        """End the wait: the result that the thread waits for is here, or will not come. From any thread."""
+        if self.thread != get_ident():  # otherwise the thread is just dispatching the result
             self.reader.wake()
 
 
-LOOP: Final = Turn(0, False, -1, None)  # type: ignore[arg-type]  # which nobody needs to wake
-"""All turns of the loop's thread."""
+LOOP: Final = Turn(0, False, -1, None)  # type: ignore[arg-type]  # nothing needs to be woken
+"""Marker for all turns of the loop's thread."""
 
 
 class ReadLease:
     """The lease of one connection. From any thread.
 
     Attributes:
-        holder: a function that returns the turn of who has the lease, or None.
-        offer: a function that gives the lease to a turn if nobody has it, and returns who has it then.
+        holder: function that returns the turn that holds the lease, or None.
+        offer: function that gives the lease to a turn if it is free, and returns the turn that holds it then.
 
-    Taking it is one operation of a dictionary. Elsewhere there is no call between the look at who has it and
-    the change: only at calls does Python let other threads, finalizers or signal handlers come between.
+    Taking the lease is one operation of a dictionary. Elsewhere no call comes between reading the holder and
+    changing it: Python switches to other threads, finalizers or signal handlers at calls only.
     """
 
     def __init__(self) -> None:
@@ -232,11 +240,13 @@ class ReadLease:
         self.offer: Callable[[Turn], Turn] = partial(self._held.setdefault, _HOLDER)
 
     def take(self, turn: Turn) -> bool:
-        """Take the lease if nobody has it; returns whether ``turn`` has it now."""
+        """Take the lease if it is free; returns whether ``turn`` holds it now."""
         return self.offer(turn) is turn
 
     def pass_to_loop(self, turn: Turn) -> bool:
-        """On the loop's thread, asked by the thread whose turn it is; false if it has ended."""
+        """Pass the lease to the loop, on its thread, at the request of the thread whose turn it is; false if
+        the turn has ended.
+        """
         held = self._held
         try:
             if held[_HOLDER] is turn:
@@ -247,7 +257,7 @@ class ReadLease:
         return False
 
     def leave(self, turn: Turn) -> None:
-        """Give the lease up: by the thread whose turn it is, if it still is."""
+        """Give up the lease, on the thread whose turn it is, if it still is."""
         held = self._held
         try:
             if held[_HOLDER] is turn:
@@ -257,10 +267,11 @@ class ReadLease:
 
 
 class Awaited:
-    """What threads wait for, each by reading the connection that it comes on, or on a lock of its own.
+    """A result that threads wait for, each by reading the connection that it arrives on, or on a lock of its
+    own.
 
     Attributes:
-        outcome: None until it is here, or will not come.
+        outcome: None until the result is here, or will not come.
         claimed: the turn at reading that the current thread has claimed in advance, to wait for this.
     """
 
@@ -271,11 +282,11 @@ class Awaited:
         self._waiters: list[LockType | Turn] = []
 
     def done(self) -> bool:
-        """Whether nobody needs to wait any more."""
+        """Whether no thread needs to wait any more."""
         return self.outcome is not None
 
     def wake(self) -> bool:
-        """Wake all who wait; returns whether anybody did."""
+        """Wake all waiting threads; returns whether there were any."""
         waiters = self._waiters
         if not waiters:
             return False
@@ -303,10 +314,13 @@ class Awaited:
 
 
 class InlineReader:
-    """How threads may read one connection: those that wait for a reply, and idle ones (a ``TaskSource``).
+    """Reads one connection on threads: those that wait for a reply, and idle ones (a ``TaskSource``).
 
-    The methods are for any thread, except where noted. ``closed``, set by the loop: nothing is taken in any
-    more. ``buffer``, set by the loop before anybody reads: where to receive to.
+    The methods are for any thread, except where noted.
+
+    Attributes:
+        closed: set by the loop; nothing is dispatched afterwards.
+        buffer: receive buffer, set by the loop before any thread reads.
     """
 
     def __init__(
@@ -328,15 +342,14 @@ class InlineReader:
         self._event = -1
         self._poll: Callable[[float | None], list[tuple[int, int]]] | None = None
         self._readable = [(descriptor, select.POLLIN)]
-        """What is polled when there is something to read, and nothing else: errors are for the loop."""
+        """Result of a poll when there is data and nothing else; errors are left to the loop."""
         self._worth = Backoff()
         self._spinning = Backoff()
-        self._followers = Backoff()
 
     # ---- the loop's thread
 
     def prepare(self) -> bool:
-        """Get the descriptors that threads need to read; false if there are none left, or some already."""
+        """Create the descriptors that threads need to read; false if there are none left, or they exist."""
         if self._poll is not None:
             return False
         try:
@@ -345,7 +358,7 @@ class InlineReader:
         except OSError as error:
             logger.warning("only the agent's own thread will read a connection: %s", error)
             self.close()
-            self._worth.failed()  # else every call would try again, and warn
+            self._worth.failed()  # otherwise every call would try again, and warn
             return False
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
@@ -354,14 +367,15 @@ class InlineReader:
         return True
 
     def watched(self) -> int:
-        """The descriptor that is readable when the loop shall read: the socket's until ``prepare``."""
+        """Descriptor that is readable when the loop must read: the socket's until ``prepare``."""
         return self._descriptor if self._watch is None else self._watch.descriptor
 
     def take_over(
         self, turn: Turn, decode: Callable[[int], object], deliver: Callable[[list[Frame]], object]
     ) -> None:
-        """Have the loop take in what was received in a thread's turn, and read from now on: by ``decode``, so
-        many bytes in the receive buffer, or by ``deliver``, frames.
+        """Make the loop dispatch what was received in a thread's turn, and read from now on.
+
+        It calls ``decode`` with the number of bytes in the receive buffer, or ``deliver`` with frames.
         """
         if not self.lease.pass_to_loop(turn):
             return
@@ -380,7 +394,7 @@ class InlineReader:
         return self.lease.holder() not in (None, LOOP)
 
     def close(self) -> None:
-        """Close the descriptors. Only when nobody reads, or in a forked child."""
+        """Close the descriptors. Only when no thread reads, or in a forked child."""
         if self._watch is not None:
             self._watch.close()
         if self._event >= 0:
@@ -394,13 +408,13 @@ class InlineReader:
         raise_event(self._event, ONE)
 
     def claim(self, *, idle: bool = False) -> Turn | None:
-        """Take the lease for the current thread, which must ``leave`` then, whatever happens.
+        """Take the lease for the current thread, which must call ``leave`` afterwards in all cases.
 
-        Returns its turn; None if somebody else has the lease, or it does not pay. ``idle``: it has nothing
-        else to do, and gives way to who waits for a reply.
+        Returns the thread's turn; None if another thread has the lease, or reading is not worthwhile. A
+        thread that is ``idle`` has nothing else to do, and yields to one that waits for a reply.
         """
-        if self._worth.rests and not self._worth.may_try():
-            self.leave()  # a finalizer or a signal handler may be in the middle of a turn, and will wait
+        if self._worth.to_skip and not self._worth.may_try():
+            self.leave()  # a finalizer or a signal handler may run in the middle of a turn, and will wait
             return None
         lease, watch = self.lease, self._watch
         if watch is None or self._poll is None:
@@ -425,16 +439,16 @@ class InlineReader:
         return None
 
     def leave(self) -> None:
-        """Give up the lease, if the current thread has it: also one that waits for the loop.
+        """Give up the lease, if the current thread holds it, also if the loop waits for it.
 
-        In the middle of a turn, the loop goes on with what it has received and not taken in.
+        In the middle of a turn, the loop continues with what the turn has received and not dispatched.
         """
         turn = self.lease.holder()
         if turn is not None and turn.thread == get_ident():
             self._end(turn)
 
     def _end(self, turn: Turn) -> None:
-        """End a turn; once more does no harm, where a finalizer does so in the middle of this."""
+        """End a turn. It may be called again by a finalizer that runs in the middle of it."""
         frames = turn.frames
         has_leftovers = any(count > 0 for count in turn.unread) if frames is None else bool(frames)
         turn.socket.value = -1
@@ -449,7 +463,7 @@ class InlineReader:
         if self._watch is not None:
             self._watch.resume()
         self.lease.leave(turn)
-        if self.closed and self.lease.take(LOOP):  # else the thread that has it by now does
+        if self.closed and self.lease.take(LOOP):  # otherwise the thread that holds it by now does
             self._connection.dispose()
 
     @protected
@@ -457,7 +471,7 @@ class InlineReader:
         """Read on the current thread, which has claimed ``turn``, and give up the lease.
 
         Returns when ``awaited.outcome`` is set, or ``deadline`` on the monotonic clock has passed, or the
-        turn was ended or released. Ctrl-C interrupts.
+        turn was ended or released. Ctrl-C interrupts it.
         """
         awaited._waiters.append(turn)
         try:
@@ -476,10 +490,10 @@ class InlineReader:
                 awaited._waits_no_more(turn)
 
     def next_task(self, turn: Turn, timeout: float | None) -> Task | None:
-        """For a thread that has claimed ``turn``, being idle: wait for something to do, and give up the
-        lease.
+        """Wait for a task on an idle thread, which has claimed ``turn``, and give up the lease.
 
-        None after ``timeout`` seconds, or if something came that needs the loop, or ``wake`` was called.
+        Returns None after ``timeout`` seconds, or if something arrived that only the loop may handle, or
+        ``wake`` was called.
         """
         try:
             until = math.inf if timeout is None else monotonic() + timeout
@@ -493,70 +507,56 @@ class InlineReader:
                 self._end(turn)
 
     def _read(self, turn: Turn, awaited: Awaited | None = None) -> bool:
-        """Receive and take in what has come; false if the loop is to go on: it must take in the rest, or what
-        came is not what is awaited.
+        """Receive and dispatch what has arrived; false if the loop must continue: with the rest, or because
+        what arrived is not what is awaited.
         """
         turn.unread.clear()
         turn.frames = None
         turn.unread.extend(map(receive, (turn.socket,), *self.buffer.whole))
         frames = self._decoder.whole_frames(sum(turn.unread))
-        if frames is None:  # the loop must make out what it is
+        if frames is None:  # the loop must parse it
             self._worth.failed()
             return False
         turn.frames = frames
         has_ended = turn.left_to_loop is not None
         if has_ended:  # in the middle: the loop takes either these or the bytes
             return False
-        owner, is_followed = self._connection.owner, False
+        owner = self._connection.owner
         if turn.idle and turn.task is None:
-            last = frames[-1].kind
             turn.task = owner.take_inline(frames, keep=True)
-            is_followed = turn.task is not None and last in owner.followed
         else:
             owner.take_inline(frames, keep=False)
         if frames or (awaited is not None and awaited.outcome is None):
             self._worth.failed()
-            if turn.left_to_loop is not None:  # it was ended in the middle
+            if turn.left_to_loop is not None:  # the turn was ended in the middle
                 self._connection.deliver_soon(frames)
             return False
         if self._worth.penalty:
             self._worth.paid()
-        if is_followed and self._follower_has_come():
-            self._read(turn)  # now, since it would wake the loop as soon as this thread leaves
         return True
-
-    def _follower_has_come(self) -> bool:
-        """Look for a moment whether it has, if that has paid."""
-        poll = self._poll
-        if poll is None or not self._followers.may_try():
-            return False
-        if spin(poll, monotonic() + _FOLLOWER_SECONDS, self._followers, self._spinners) == self._readable:
-            self._followers.paid()
-            return True
-        return False
 
     @interruptible
     def _wait(self, until: float, spin_until: float) -> bool | None:
-        """Wait until the socket is readable; false when the time is over, None if ``wake`` was called, or the
-        connection has ended: of an error the kernel tells once, and the loop shall hear it.
+        """Wait until the socket is readable; false when the time is over. None if ``wake`` was called, or the
+        connection has ended: the kernel reports an error once, and the loop must receive it.
 
-        ``until`` is on the monotonic clock, infinite for no limit, ``spin_until`` for how long to spin if at
-        all.
+        ``until`` and ``spin_until`` are on the monotonic clock: the end of the wait, infinite for no limit,
+        and the end of spinning.
         """
         poll = self._poll
         if poll is None:
             return None
         events: list[tuple[int, int]] = []
         try:
-            if not self._spinning.rests or self._spinning.may_try():
+            if not self._spinning.to_skip or self._spinning.may_try():
                 events = spin(poll, spin_until, self._spinning, self._spinners)
             if not events:
                 events = poll(None if until == math.inf else max(0.0, 1000 * (until - monotonic())))
-        except RuntimeError:  # a signal handler runs inside another thread's poll: what it does may take long
+        except RuntimeError:  # a signal handler that runs inside another thread's poll may take long
             return None
         if not events:
             return False
-        if (self._spinning.penalty or self._spinning.rests) and monotonic() <= spin_until:
+        if (self._spinning.penalty or self._spinning.to_skip) and monotonic() <= spin_until:
             self._spinning.paid()
         if events == self._readable:
             return True

@@ -16,14 +16,16 @@ logger = logging.getLogger(__name__)
 _ACCEPTS_PER_WAKE_UP: Final = 64
 _ACCEPTS_PER_SECOND: Final = 500
 _ACCEPTS_AT_ONCE: Final = 1024
-"""A whole large group may come at once; a flood is let in no faster than the members do not feel it."""
+"""Maximum number of connections accepted at once: a whole large group may connect together, but a flood must
+not slow down members.
+"""
 _RETRY_SECONDS: Final = 0.1
 _SILENT_SECONDS: Final = 10.0
-"""How long not to say again that no connections can be accepted."""
+"""Interval in seconds in which the inability to accept connections is logged once."""
 
 
 class SocketListener:
-    """Hands over sockets that a bound and listening one accepts, as they come, until it is ``closed``. On the
+    """Accepts connections on a bound and listening socket, and passes them on, until it is ``closed``. On the
     loop's thread.
     """
 
@@ -61,7 +63,8 @@ class SocketListener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Out of descriptors, most likely. The event would come again at once: look away for a while.
+                # Most likely there are no descriptors left. The event would be raised again at once: pause
+                # for a while.
                 if self._loop.time() > self._silent_until:
                     self._silent_until = self._loop.time() + _SILENT_SECONDS
                     logger.warning("cannot accept connections on %s just now: %s", self.address, error)
@@ -70,7 +73,7 @@ class SocketListener:
             self._allowed -= 1
             try:
                 self._accepted(accepted)
-            except OSError as error:  # it broke at once
+            except OSError as error:  # the connection broke at once
                 logger.info("a connection on %s is gone already: %s", self.address, error)
                 accepted.close()
 
@@ -91,7 +94,7 @@ class SocketListener:
             self._closed()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the descriptor, which the parent goes on using."""
+        """Close the descriptor in a forked child; the parent continues to use its own."""
         self._open = False
         descriptor = self._socket.detach()
         if descriptor >= 0:

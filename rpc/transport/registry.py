@@ -1,5 +1,5 @@
-"""The transports, by name: those of this package, and those that installed distributions name by entry points
-of the group ``farcall.transports``, farcall's own gRPC among them.
+"""Transports by name: those of this package, and those that installed distributions declare by entry points
+of the group ``farcall.transports``, which includes farcall's own gRPC.
 
 A transport of another package is used if the option ``transports`` names it. Its entry point is a class, or
 function, that makes a ``Transport`` of a ``TransportContext``::
@@ -26,35 +26,35 @@ GROUP: Final = "farcall.transports"
 Factory = Callable[[TransportContext], Transport]
 
 _OURS: Final[dict[str, Factory]] = {"unix": UnixTransport, "tcp": TcpTransport}
-"""Best first."""
+"""The transports of this package, the preferred first."""
 
 _BY_DEFAULT: Final = ("unix", "tcp") if sys.platform == "linux" else ("tcp",)
 
 
 def names() -> list[str]:
-    """All that can be named."""
+    """Return the names of all transports."""
     return [*_OURS, *sorted(point.name for point in entry_points(group=GROUP) if point.name not in _OURS)]
 
 
 def load(names: Iterable[str]) -> None:
-    """Import what transports of these names need, before anything is begun.
+    """Import what transports of these names need, before anything else is done.
 
     Raises:
         ImportError: something is not installed.
-        ValueError: there is none of that name.
+        ValueError: there is no transport of that name.
     """
     for name in names:
         _find(name)
 
 
 def transports(context: TransportContext, chosen: Iterable[str] | None = None) -> dict[str, Transport]:
-    """The transports of an agent, by scheme, best first.
+    """Make the transports of an agent, by scheme, the preferred first.
 
     Args:
         chosen: their names, in any order; default: those for this system.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no transport of that name.
     """
     wanted = set(_BY_DEFAULT if chosen is None else chosen)
     in_order = [name for name in _OURS if name in wanted] + sorted(wanted - _OURS.keys())

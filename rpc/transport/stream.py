@@ -1,8 +1,8 @@
-"""A connection over a byte stream that we read and write ourselves.
+"""Connections over a byte stream.
 
-It composes a ``ByteStream``, the ``Decoder`` for what comes, the ``WriteQueue`` for what goes, and an
-``InlineReader`` where threads may read. The stream is closed under the send lock and after its reader is
-removed, so that no thread can write to a descriptor number that already belongs to somebody else's file.
+A connection composes a ``ByteStream``, a ``Decoder`` for what arrives, a ``WriteQueue`` for what is sent, and
+an ``InlineReader`` if threads may read. The stream is closed under the send lock and after its reader is
+removed, so that no thread can write to a descriptor number that has been reused.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from rpc.transport.byte_stream import ByteStream, DescriptorStream, ReceiveBuffe
 from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Turn
 from rpc.transport.tls import why_no_tls
 from rpc.transport.write_queue import CAPTURE_ALL, Streams, WriteQueue
-from rpc.wire.chunking import Reassembly, Target
-from rpc.wire.frames import PREAMBLE, Decoder, Frame
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import PREAMBLE, Frame
+from rpc.wire.reassembly import Reassembly
+from rpc.wire.targets import Target
 
 __all__ = ["StreamConnection"]
 
 _READS_PER_WAKE_UP: Final = 16
 _BYTES_PER_WAKE_UP: Final = 256 << 10
-"""How much of large messages is received before the loop looks at what else there is to do."""
+"""Number of bytes of large messages received before the loop handles other events."""
 _HANDSHAKE_FRAME_BYTES: Final = 64 << 10
 _HANDSHAKE_RECEIVE_BYTES: Final = 4 << 10
-"""Strangers may come in numbers: until the other side is known, this is all that a connection holds."""
+"""Size in bytes of the receive buffer until the other side is known, since there may be many strangers."""
 _RELEASE_SECONDS: Final = 0.001
-"""How soon to look again whether a thread that reads has left."""
+"""Seconds after which the loop checks again whether the reading thread has left."""
 
 
 class StreamConnection:
     """Frames over a stream of bytes, which it owns.
 
-    ``send``, ``send_small`` and ``flush`` may be called from any thread, everything else on the loop's only.
-    Arguments are as for ``WriteQueue``.
+    ``send``, ``send_small`` and ``flush`` may be called from any thread, all other methods on the loop's
+    thread only. Arguments are as for ``WriteQueue``.
 
     Args:
-        over_network: it may lead over a network, where several connections may get more of it than one does.
+        over_network: whether it may lead over a network, where several connections may have a higher
+            throughput than one.
         kept_by_kernel: maximum number of received bytes that the kernel keeps once both sides know each
             other; 0 leaves it to the kernel, as bulk streams do.
     """
@@ -86,7 +89,7 @@ class StreamConnection:
         )
         self._tell_loop = self._queue.tell_loop
         self.send, self.send_small, self.flush = self._queue.send, self._queue.send_small, self._queue.drain
-        self.send_sign, self.carry = self._queue.send_sign, self._queue.carry
+        self.send_unnumbered, self.carry = self._queue.send_unnumbered, self._queue.carry
         self.remains = self._queue.remains
         self.malformed = False
         self.over_network = over_network
@@ -98,7 +101,7 @@ class StreamConnection:
 
     @property
     def queued_bytes(self) -> int:
-        """Number of bytes that wait to be written."""
+        """Number of bytes that have not been written yet."""
         return self._queue.queued_bytes
 
     @property
@@ -110,10 +113,10 @@ class StreamConnection:
         self._queue.description = description
 
     def start(self, owner: ConnectionOwner) -> None:
-        """Begin to receive, and send the preamble."""
+        """Start to receive, and send the preamble."""
         self.owner = owner
         self._stream.on_readable(self._readable)
-        self.send_sign(PREAMBLE)
+        self.send_unnumbered(PREAMBLE)
 
     def set_frame_limits(self, received: int, sent: int) -> None:
         if self._kept_by_kernel and isinstance(self._stream, DescriptorStream):
@@ -129,7 +132,7 @@ class StreamConnection:
 
     @property
     def arriving(self) -> Reassembly:
-        """Puts large messages together, also those that come on bulk streams."""
+        """Reassembles large messages, also those that arrive on bulk streams."""
         return self._decoder.arriving
 
     @property
@@ -141,8 +144,8 @@ class StreamConnection:
         self._queue.streams = streams
 
     def detach(self) -> BulkSocket:
-        """Stop, between two frames, and return the socket. ``ProtocolError`` if there is none, or the other
-        side has said more than was asked for.
+        """Stop, between two frames, and return the socket. Raises ``ProtocolError`` if there is no socket, or
+        the other side has sent more than expected.
         """
         stream = self._stream
         if not self._open or not isinstance(stream, DescriptorStream):
@@ -168,7 +171,7 @@ class StreamConnection:
     # ---- receiving, on the loop's thread
 
     def _readable(self) -> bool:
-        """Receive what there is; returns whether there may be more, which is left for the next time."""
+        """Receive what has arrived; returns whether there may be more, which is left for the next call."""
         if self.reader is None:
             return self._read()
         if not self.reader.lease.take(LOOP):
@@ -198,15 +201,16 @@ class StreamConnection:
         return self._open
 
     def _read_on(self) -> None:
-        """Where the loop watches the socket itself, reads go on until the kernel says that there is no more:
-        of a reset that comes with data it tells once, and uvloop stops looking then.
+        """Whether to go on reading. If the loop watches the socket itself, it reads until the kernel reports
+        that there is no more: the kernel reports a reset that arrives with data only once, and uvloop stops
+        watching then.
         """
         if self._open:
             self._readable()
 
     def _receive(self) -> tuple[int, int]:
-        """How many bytes have come, 0 if there are none now, or the stream has ended and is closed; and for
-        how many there was a place.
+        """Receive once. Returns the number of bytes and the capacity; the number is 0 if there are none now,
+        or the stream has ended and is closed.
         """
         decoder = self._decoder
         offset = decoder.scratch_offset
@@ -226,12 +230,14 @@ class StreamConnection:
             self.close(self._why_ended(error))
             return 0, 0
         if received == 0:
-            self.close(self._why_ended(self._queue.error))  # the kernel may have told who wrote
+            self.close(
+                self._why_ended(self._queue.error)
+            )  # the kernel may have reported the reason to the writing thread
         return received or 0, capacity
 
     def _why_ended(self, error: OSError | None) -> str:
-        """Why nothing more comes. Of a socket within a host nobody but the other side resets the connection,
-        which it does where it closes without having read everything.
+        """Return why the stream has ended. Within a host only the other side resets the connection of a
+        socket, which happens if it closes without having read everything.
         """
         within_host = self._stream.descriptor is not None and not self.over_network
         end = (errno.EPIPE, errno.ECONNRESET) if within_host else (errno.EPIPE,)
@@ -242,7 +248,7 @@ class StreamConnection:
         return f"the connection broke: {error.strerror or error}"
 
     def _decode(self, count: int) -> bool:
-        """Take in what was received; returns whether it makes sense."""
+        """Decode and dispatch what was received; returns whether it is well-formed."""
         while True:
             try:
                 frames = self._decoder.received(count)
@@ -285,7 +291,7 @@ class StreamConnection:
     # ---- the end: the loop's thread
 
     def _close_descriptors(self) -> None:
-        """With the send lock, when the connection is closed and nobody reads."""
+        """Close the descriptors. With the send lock, when the connection is closed and no thread reads."""
         self._stream.close()
         if self.reader is not None:
             self.reader.close()
@@ -296,7 +302,7 @@ class StreamConnection:
             self._loop.call_later(_RELEASE_SECONDS, self._write_failed)
             return
         if self._readable():
-            self._loop.call_soon(self._write_failed)  # once what came meanwhile is dealt with
+            self._loop.call_soon(self._write_failed)  # once what has arrived meanwhile is handled
         elif self._open:
             error = self._queue.error
             self.close(f"the connection broke: {error.strerror if error else 'unknown'}")
@@ -321,7 +327,7 @@ class StreamConnection:
                 self.reader.closed = True
             if self.reader is None or self.reader.lease.take(LOOP):
                 self._close_descriptors()
-            else:  # the thread that reads notices, and closes them when it has left
+            else:  # the reading thread notices, and closes them when it has left
                 self._stream.shut_down()
         self._decoder.clear()  # the rest of the connection may live until garbage is collected
         self.owner.connection_lost(self, reason)

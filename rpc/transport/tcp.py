@@ -1,4 +1,4 @@
-"""TCP: between hosts, and on one host where Unix sockets cannot be had."""
+"""TCP: between hosts, and within a host if Unix sockets are not available."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 1024
 SILENT_SECONDS = 60
-"""After which another host that neither answers nor takes anything is held to be gone."""
+"""Time in seconds after which a host that neither answers nor accepts anything is taken to be gone."""
 _NEXT_ADDRESS_SECONDS: Final = 0.25
-"""How long an address may take before the next one is tried as well."""
+"""Time in seconds for one address before the next one is tried as well."""
 _NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
 _UNSENT_BYTES: Final = 256 << 10
-"""What the kernel keeps of large messages delays small ones. It needs little beyond what is under way on the
-network.
+"""Number of unsent bytes that the kernel keeps. Large messages in it delay small ones, and it needs little
+more than what is in flight on the network.
 """
 _RECEIVED_BYTES: Final = 256 << 10
-"""The same for what was received, within a host, where nothing is under way. Twice as much would make large
-messages little faster, half as much 1.6 times slower (measured).
+"""Number of received bytes that the kernel keeps within a host, where nothing is in flight. Twice as much
+would make large messages little faster, half as much 1.6 times slower (measured).
 """
 
 
 class TcpTransport:
-    """Connections over TCP. Addresses are ``tcp:HOST:PORT``, IPv6 hosts in brackets.
+    """Connections over TCP. Addresses are ``tcp:HOST:PORT``, with IPv6 hosts in brackets.
 
-    A host that is silent for a minute, whatever is sent to it, is gone, and so are calls over a broken link.
-    Tensors of more than 1 MiB are sent from where they are, as long as that takes; smaller ones are copied.
-    With ``tls`` in the context all is encrypted, and both sides show certificates.
+    If a host is silent for a minute, whatever is sent to it, it is taken to be gone, and calls over a broken
+    link fail. Tensors of more than 1 MiB are sent in place; smaller ones are copied. With ``tls`` in the
+    context everything is encrypted, and both sides present certificates.
     """
 
     scheme = "tcp"
@@ -53,14 +53,14 @@ class TcpTransport:
         self._context = context
 
     def listen(self, host: str, port: int, accepted: Accepted) -> SocketListener:
-        """Listen on ``host``, a name or an address of this machine; with port 0 the kernel picks one."""
+        """Listen on ``host``, a name or an address of this machine; with port 0 the kernel chooses one."""
         family, _, _, _, where = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             if port:
-                # What is left of the connections of a worker that listened here just now does not matter.
+                # Remaining connections of a worker that listened here recently do not matter.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
             sock.listen(_BACKLOG)
@@ -78,7 +78,8 @@ class TcpTransport:
         refusals = LimitedLog(logger)
 
         def on_failure(description: str, error: OSError) -> None:
-            # A probe of the port closes it, and so does a worker that was refused on its first connection.
+            # A program that probes the port closes it, and so does a worker that was refused on its first
+            # connection.
             level = logging.INFO if isinstance(error, ssl.SSLEOFError) else logging.WARNING
             refusals.log(level, "refused %s: no TLS with it: %s", description, why_no_tls(error))
 
@@ -93,7 +94,8 @@ class TcpTransport:
         host, _, port = address.removeprefix("tcp:").rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         targets = await self._resolve(host, int(port))
-        # A simple form of RFC 8305, "Happy Eyeballs": each address is tried a little after the one before, or
+        # A simple form of RFC 8305, "Happy Eyeballs": each address is tried a little after the previous one,
+        # or
         # at once if that has failed.
         sock, _, failures = await staggered_race(
             [partial(self._connected, family, where) for family, where in targets], _NEXT_ADDRESS_SECONDS
@@ -105,7 +107,7 @@ class TcpTransport:
         return self._connection(sock, address)
 
     async def _resolve(self, host: str, port: int) -> list[tuple[int, Any]]:
-        """Families and addresses of a host, best first."""
+        """Return families and addresses of a host, the preferred first."""
         found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return [(family, where) for family, _, _, _, where in found]
 
@@ -144,7 +146,7 @@ class TcpTransport:
 
 
 def _give_up_on_silence(sock: socket.socket) -> None:
-    """Have the kernel break the connection when the other host shows no sign of life for a while."""
+    """Make the kernel break the connection when the other host shows no sign of life for a while."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probe = max(1, SILENT_SECONDS // 6)
     for name, value in (
@@ -153,7 +155,7 @@ def _give_up_on_silence(sock: socket.socket) -> None:
         ("TCP_KEEPCNT", 4),
         ("TCP_USER_TIMEOUT", 1000 * SILENT_SECONDS),
     ):
-        if hasattr(socket, name):  # else the system's own defaults hold
+        if hasattr(socket, name):  # otherwise the system's defaults apply
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 

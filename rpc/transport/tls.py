@@ -1,9 +1,9 @@
 """TLS 1.3 below a connection, with certificates on both sides.
 
-Python's ``ssl`` reads and writes the socket itself, without blocking. What it has not taken of a write stays
-with the caller; what it has read and not given yet, it gives at the next read, so reads go on until there is
-nothing. One thread at a time may be in it (it lets go of the interpreter while it computes), hence the lock;
-and only the loop's thread reads, since what comes on the socket is not what ``read_into`` returns.
+Python's ``ssl`` reads and writes the socket itself, without blocking. The caller keeps what a write did not
+accept; a read may leave decrypted data for the next read, so reads continue until there is none. Only one
+thread at a time may use it (it releases the interpreter lock while it computes), hence the lock. Only the
+loop's thread reads, since the data on the socket is not what ``read_into`` returns.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rpc.wire.frames import PREAMBLE, Kind, encode
 __all__ = ["Acceptor", "TlsContexts", "TlsStream", "pem_file", "shake_hands", "why_no_tls"]
 
 _AT_ONCE: Final = 64 << 10
-"""Bytes in one write: ``ssl`` makes records of up to 16 KiB of them."""
+"""Maximum size in bytes of one write, which ``ssl`` divides into records of up to 16 KiB."""
 _PER_CALL: Final = 256 << 10
-"""After so many bytes others have their turn."""
+"""Number of bytes after which other connections have their turn."""
 _HANDSHAKE_SECONDS: Final = 5.0
 _MAX_HANDSHAKES: Final = 256
 _SLOW_SECONDS: Final = 1.0
 _LARGEST_FILE: Final = 4 << 20
-"""Bytes of a file in PEM; the certificates of all public authorities have a quarter of a MiB."""
+"""Maximum size in bytes of a PEM file; the certificates of all public authorities take a quarter of a MiB."""
 
 _NOT_NOW: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -43,11 +43,11 @@ _SAME_AUTHORITY: Final = (
     "All certificates of a group must be valid, and signed by the authority that ca= of TlsOptions names"
 )
 _NOT_TLS: Final = frozenset(("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "BAD_RECORD_TYPE"))
-"""Reasons of OpenSSL when the other side sends something else than TLS."""
+"""Reasons of OpenSSL's errors when the other side sends something other than TLS."""
 
 
 def why_no_tls(error: OSError) -> str:
-    """Why there is no TLS connection, and what to do: for logs and errors."""
+    """Explain why there is no TLS connection, and what to do: for logs and errors."""
     reason = str(getattr(error, "reason", None) or error.strerror or error) or "it takes too long"
     if reason in _NOT_TLS:
         return f"{reason}: it does not speak TLS, and this worker does. {_ALL_OR_NONE}"
@@ -63,9 +63,9 @@ def why_no_tls(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TlsContexts:
-    """What connections are made with: ``server`` for those that come, ``client`` for one's own.
+    """Contexts that connections are made with: ``server`` for incoming ones, ``client`` for outgoing ones.
 
-    Certificates must be signed by the job's authority. The names in them are not looked at: workers are known
+    Certificates must be signed by the job's authority. The names in them are not checked: workers are known
     by address, and prove in the handshake of ``rpc.group`` who they are.
     """
 
@@ -76,7 +76,7 @@ class TlsContexts:
 
     @classmethod
     def of(cls, options: TlsOptions) -> TlsContexts:
-        """Raises ``InvalidOptionError`` if the files are not what they must be."""
+        """Make contexts from the options. Raises ``InvalidOptionError`` if a file is not valid."""
         for name in ("cert", "key", "ca"):
             pem_file(name, getattr(options, name))
         server, client = (ssl.SSLContext(side) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
@@ -95,9 +95,9 @@ class TlsContexts:
         return cls(server, client, options)
 
     def own_name(self) -> str:
-        """The name in this worker's certificate, found by a handshake with oneself: the first DNS name, else
-        the first address, else the common name. ``InvalidOptionError`` if there is none, or the authority
-        has not signed it.
+        """Return the name in this worker's certificate, found by a handshake with itself: the first DNS name,
+        or else the first address, or else the common name. Raises ``InvalidOptionError`` if there is none, or
+        the authority has not signed it.
         """
         to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self.client.wrap_bio(to_client, to_server)
@@ -118,10 +118,10 @@ class TlsContexts:
 
 
 def pem_file(name: str, path: str) -> bytes:
-    """The content of a file with certificates or a key; ``name`` is the option, for errors.
+    """Return the content of a file with certificates or a key; ``name`` is the option, for errors.
 
     Raises:
-        InvalidOptionError: it cannot be read, or is no regular file of reasonable size.
+        InvalidOptionError: the file cannot be read, is not a regular file, or is too large.
     """
     try:
         return read_regular_file(path, _LARGEST_FILE)
@@ -130,7 +130,7 @@ def pem_file(name: str, path: str) -> bytes:
 
 
 def _refuse_to_ask() -> str:
-    """OpenSSL would ask for the password of a key on the terminal, and wait."""
+    """Refuse a key with a password: OpenSSL would ask for it on the terminal, and wait."""
     raise InvalidOptionError(
         "TLS: the key is encrypted, and must not be: openssl pkey -in KEY -out PLAIN_KEY"
     )
@@ -144,11 +144,12 @@ class TlsStream(DescriptorStream):
         self.socket: ssl.SSLSocket = sock
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._begun = 0
-        """How many bytes ``ssl`` has begun to write: it must be given the same again. They are taken from the
-        caller again, who may have copied them since, to let go of the memory where they were.
+        """Number of bytes that ``ssl`` has begun to write: it must be given the same bytes again. They are
+        taken from the caller again, which may have copied them meanwhile, so that the original memory can be
+        released.
         """
         self._broken: OSError | None = None
-        """What the next read raises."""
+        """Error that the next read raises."""
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
         written, total = 0, sum(map(len, pieces))
@@ -179,7 +180,9 @@ class TlsStream(DescriptorStream):
                     except OSError as error:
                         if not filled:
                             raise
-                        self._broken = error.with_traceback(None)  # what came before it is the caller's first
+                        self._broken = error.with_traceback(
+                            None
+                        )  # what arrived before it goes to the caller first
                         return filled
                     if not count:
                         return filled
@@ -189,7 +192,7 @@ class TlsStream(DescriptorStream):
 
 
 def _next(pieces: Sequence[bytes | memoryview], skipped: int, limit: int) -> bytes | memoryview:
-    """Up to ``limit`` bytes behind those that are skipped; large pieces are not copied."""
+    """Return up to ``limit`` bytes behind those that are skipped; large pieces are not copied."""
     together: list[bytes | memoryview] = []
     size = 0
     for piece in pieces:
@@ -208,8 +211,8 @@ def _next(pieces: Sequence[bytes | memoryview], skipped: int, limit: int) -> byt
 async def shake_hands(
     loop: asyncio.AbstractEventLoop, context: ssl.SSLContext, sock: socket.socket
 ) -> ssl.SSLSocket:
-    """A connected socket, with TLS. ``OSError`` if the other side has no certificate that counts here, or
-    does not speak TLS; the socket is closed then.
+    """Make a TLS handshake over a connected socket. Raises ``OSError`` if the other side has no valid
+    certificate or does not use TLS; the socket is closed then.
     """
     sock.setblocking(False)
     server_side = context.protocol == ssl.PROTOCOL_TLS_SERVER
@@ -249,7 +252,7 @@ def _done(future: asyncio.Future[None]) -> None:
 
 
 async def _speaks_plainly(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bool:
-    """Whether the other side begins as a worker without TLS does. What it has sent stays in the socket."""
+    """Whether the other side begins like a worker without TLS. What it has sent stays in the socket."""
     await _ready(loop, sock.fileno(), loop.add_reader, loop.remove_reader)
     return sock.recv(1, socket.MSG_PEEK) == PREAMBLE[:1]
 
@@ -262,14 +265,14 @@ async def _refuse_plainly(loop: asyncio.AbstractEventLoop, sock: socket.socket) 
     sock.shutdown(socket.SHUT_WR)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_SLOW_SECONDS):
-            while await loop.sock_recv(sock, 1 << 12):  # else the kernel would reset the connection
+            while await loop.sock_recv(sock, 1 << 12):  # otherwise the kernel would reset the connection
                 pass
 
 
 class Acceptor:
-    """Shakes hands with those who connect, and hands them over. On the loop's thread.
+    """Makes handshakes with connecting workers, and passes their connections on. On the loop's thread.
 
-    Of too many at a time, the one who has tried for longest is cut off, if it is slow.
+    If there are too many at a time, the slow one that has tried for longest is closed.
     """
 
     def __init__(
@@ -286,7 +289,7 @@ class Acceptor:
         self._under_way: dict[asyncio.Task[None], float] = {}
 
     def accept(self, sock: socket.socket, description: str) -> None:
-        """Somebody has connected."""
+        """Begin the handshake over an accepted connection."""
         now = self._loop.time()
         if len(self._under_way) >= _MAX_HANDSHAKES:
             oldest, began = next(iter(self._under_way.items()))
@@ -313,6 +316,6 @@ class Acceptor:
             self._failed(description, error)
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Accept no more connections."""
         for task in self._under_way:
             task.cancel()

@@ -1,4 +1,6 @@
-"""Unix sockets in Linux's abstract namespace: no file to clean up, and the kernel names the peer's user."""
+"""Unix sockets in Linux's abstract namespace: there is no file to clean up, and the kernel reports the user
+of the other process.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _RETRY_SECONDS: Final = 0.02
 class UnixTransport:
     """Connections between processes of one user in one network namespace.
 
-    Addresses are ``unix:@NAME``. Processes of other users are turned away on both sides.
+    Addresses are ``unix:@NAME``. Both sides refuse processes of other users.
     """
 
     scheme = "unix"
@@ -38,7 +40,7 @@ class UnixTransport:
         self._context = context
 
     def listen(self, host: str, port: int, accepted: Accepted) -> SocketListener:
-        """Listen under a random name; ``host`` and ``port`` mean nothing here."""
+        """Listen under a random name; ``host`` and ``port`` are ignored."""
         name = f"farcall-{os.getpid()}-{secrets.token_hex(8)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(b"\0" + name.encode())
@@ -67,7 +69,7 @@ class UnixTransport:
                 try:
                     sock.connect(where)
                     break
-                except BlockingIOError:  # so many wait to be accepted that no more may: nothing tells when
+                except BlockingIOError:  # the backlog is full, and nothing reports when it has room
                     await asyncio.sleep(_RETRY_SECONDS)
             process, user = _peer_process(sock)
             if user != os.geteuid():
@@ -86,7 +88,7 @@ class UnixTransport:
 
 
 def _peer_process(sock: socket.socket) -> tuple[int, int]:
-    """Which process is at the other end, and which user's it is."""
+    """Return the process at the other end, and its user."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, _ = struct.unpack("3i", credentials)
     return process, user

@@ -1,26 +1,25 @@
-"""The sending half of a stream connection: what is to be written, in order, and which thread writes it.
+"""The sending half of a stream connection: what must be written, in order, and which thread writes it.
 
-Whoever has a frame tries the send lock. Who gets it writes, first what others have queued, and looks once
-more after letting go, at the queue and at the large messages beside it, for either may have been left to it
-meanwhile; who doesn't get it only queues: nobody ever waits for the lock. What the kernel does not take stays
-queued, and the loop goes on with it when the stream is writable; until then the connection is *stalled*, and
-only the loop writes.
+A thread that has a frame tries the send lock. If it gets the lock, it writes, starting with frames that other
+threads have queued. After releasing the lock it checks the queue and the large messages again, since other
+threads may have left something there meanwhile. If it does not get the lock, it only queues: no thread waits
+for the lock. What the kernel does not accept stays queued, and the loop continues when the stream is
+writable; until then the connection is *stalled*, and only the loop writes.
 
-A thread that sends a large message writes no more than the beginning of it and leaves the rest to the loop.
-It goes out in chunks (see ``rpc.wire.chunking``): the queue never has more than one of them; when that is
-written, the next is put behind what others have queued meanwhile. Where there are bulk streams, the largest
-messages go there instead (see ``rpc.bulk.streams``).
+A thread that sends a large message writes only the beginning of it and leaves the rest to the loop. The
+message is sent in chunks (see ``rpc.wire.chunking``), of which the queue has at most one; when that is
+written, the next is queued behind what other threads have queued meanwhile. If there are bulk streams, the
+largest messages go there instead (see ``rpc.bulk.streams``).
 
-An acknowledgement waits for what is begun only, and goes out before all whole frames: however much is queued,
-and however slowly the stream takes it, the other side hears in time that its messages arrive.
+An acknowledgement is queued behind what is begun, and before all whole frames: however much is queued, and
+however slow the stream is, the other side learns in time that its messages arrive.
 
-Where many calls are under way, their frames are *coalesced*: they are only queued, until there are some tens,
-or somebody waits for an answer, or the loop gets round to it. Each wake-up of the other side, and each system
-call, then serves many frames.
+If many calls are in flight, their frames are *coalesced*: they are only queued, until there are some tens of
+them, or a thread waits for an answer, or the loop writes them. Each wake-up of the other side, and each
+system call, then serves many frames.
 
-The queue has a limit in bytes, and so have the large messages, and what the other side has not acknowledged
-(see ``rpc.transport.session``): beyond it, callers with more of the same kind wait for room; the loop never
-does.
+The queue, the large messages, and the unacknowledged messages (see ``rpc.transport.session``) each have a
+limit in bytes. Beyond it, callers that send more of the same kind wait for room; the loop never waits.
 """
 
 from __future__ import annotations
@@ -40,26 +39,26 @@ from rpc.runtime.blocking import wait_while
 from rpc.runtime.interrupts import protected
 from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.byte_stream import ByteStream
-from rpc.transport.session import FEW, LIGHT_BYTES, Session
+from rpc.transport.session import FEW, SHORT_BYTES, Session
 from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage, Outgoing
 from rpc.wire.frames import chunk_prefix, chunked
 
 __all__ = ["CAPTURE_ALL", "STREAMED_BYTES", "Streams", "WriteQueue"]
 
 CAPTURE_ALL: Final = sys.maxsize
-"""As ``captured_bytes``: however long it is."""
+"""Value of ``captured_bytes`` with which memory of any length is copied."""
 
 _CALLER_BYTES: Final = 1 << 20
-"""How much of large messages a caller's thread writes before it leaves the rest to the loop."""
+"""Number of bytes of large messages that a caller's thread writes before it leaves the rest to the loop."""
 _LOOP_BYTES: Final = 128 << 10
-"""How much the loop writes before it looks at what it has received."""
+"""Number of bytes that the loop writes before it looks at what it has received."""
 _COALESCED_FRAMES: Final = 32
-"""So many frames are not kept waiting for more."""
+"""Number of coalesced frames that are sent without waiting for more."""
 _PIECES_PER_WRITE: Final = 64
 STREAMED_BYTES: Final = 640 << 10
 """Number of bytes from which on a message goes over bulk streams, if there are any."""
 _CHUNK_END: Final = memoryview(b"")
-"""Marks in the queue where a chunk ends."""
+"""Marker in the queue for the end of a chunk."""
 
 
 class Streams(Protocol):
@@ -74,18 +73,18 @@ class Streams(Protocol):
 
 
 class WriteQueue:
-    """What a connected stream has still to take. From any thread, except where noted.
+    """The data that a connected stream has not accepted yet. From any thread, except where noted.
 
     Args:
         loop: the running loop.
-        stream: connected; whoever owns it closes it with ``lock`` in hand.
-        description: names the other end in errors.
-        queue_limit: callers wait while more bytes than this are queued.
-        captured_bytes: memory of the caller's, where it is no longer than this, may change as soon as it is
+        stream: connected stream; its owner closes it while it holds ``lock``.
+        description: text for errors that names the other end.
+        queue_limit: number of queued bytes above which callers wait.
+        captured_bytes: maximum size in bytes of memory of the caller's that may change as soon as it is
             queued.
         before_waiting: called before a thread waits for room.
         failed: called on the loop's thread when nothing can be written any more.
-        emptied: called on the loop's thread when everything is written that was there when ``finish`` was
+        emptied: called on the loop's thread when everything is written that was queued when ``finish`` was
             called.
     """
 
@@ -105,14 +104,14 @@ class WriteQueue:
         """The send lock."""
         self.description = description
         self.error: OSError | None = None
-        """Why nothing can be written any more."""
+        """Reason why nothing can be written any more, or None."""
         self.outgoing = Outgoing(chunk_prefix, sys.maxsize, queue_limit)
         """The large messages."""
         self.streams: Streams | None = None
-        """The bulk streams to the same peer, if there are any."""
+        """The bulk streams to the same peer, or None."""
         self._session: Session | None = None
         self._kept = deque[bytes](maxlen=0)  # which keeps nothing
-        self._note_light: Callable[[bytes], object] = self._kept.append
+        self._note_short: Callable[[bytes], object] = self._kept.append
         self._note: Callable[[bytes], object] = self._kept.append
         self._loop = loop
         self._stream = stream
@@ -130,8 +129,8 @@ class WriteQueue:
         self._flushing = False
         self._finishing = False
         self._open = True
-        self._newest_sign = deque[memoryview](maxlen=1)
-        """The acknowledgement that is to be written next; a later one takes its place."""
+        self._acknowledgement = deque[memoryview](maxlen=1)
+        """The acknowledgement that is written next; a later one replaces it."""
 
     @property
     def queued_bytes(self) -> int:
@@ -139,8 +138,8 @@ class WriteQueue:
         return self._queued_bytes
 
     def __bool__(self) -> bool:
-        """Whether anything is to be written now."""
-        if self._queue or self._newest_sign or self.outgoing:
+        """Whether anything must be written now."""
+        if self._queue or self._acknowledgement or self.outgoing:
             return True
         return self._last is not None
 
@@ -188,30 +187,30 @@ class WriteQueue:
             return
         if not self._write_now(frame, len(frame)):
             self._enqueue(frame, len(frame), patient=patient)
-        if self._queue or self.outgoing.unsent or self._newest_sign:
+        if self._queue or self.outgoing.unsent or self._acknowledgement:
             self.drain()
 
     @protected
-    def send_sign(self, frame: bytes, *, newest: bool = False) -> None:
-        """Send a frame that is not noted in the session; see ``Connection.send_sign``."""
-        sign = memoryview(bytearray(frame))  # what is ``bytes`` has a number
+    def send_unnumbered(self, frame: bytes, *, newest: bool = False) -> None:
+        """Send a frame that is not recorded in the session; see ``Connection.send_unnumbered``."""
+        sign = memoryview(bytearray(frame))  # data of type ``bytes`` has a number
         if self._open and self.error is None and not self._write_now(sign, len(sign)):
             if newest:
-                self._newest_sign.append(sign)
+                self._acknowledgement.append(sign)
             else:
                 with contextlib.suppress(ConnectionClosed):
                     self._enqueue(sign, len(sign))
-        if self:  # as for others: what another thread left meanwhile, large messages too
+        if self:  # also what another thread has left meanwhile, and large messages
             self.drain()
 
     def carry(self, session: Session) -> None:
-        """Note in ``session`` what is sent from now on. On the loop's thread, before other threads send."""
+        """Record in ``session`` what is sent from now on. On the loop's thread, before other threads send."""
         session.got_room = self._go_on
         self._session, self._kept = session, session.sent
-        self._note_light, self._note = session.sent.append, session.note
+        self._note_short, self._note = session.sent.append, session.note
 
     def remains(self) -> list[bytes]:
-        """On the loop's thread, once it is closed: the frames that were not begun to be written."""
+        """Return the frames that were not begun to be written, once it is closed. On the loop's thread."""
         left: list[bytes] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -222,7 +221,7 @@ class WriteQueue:
 
     @protected
     def drain(self) -> None:
-        """Write what is queued, unless another thread is just doing so, or the stream takes nothing."""
+        """Write what is queued, unless another thread is doing so, or the stream accepts nothing."""
         while self and not self._stalled and self._open and self.error is None:
             if not self.lock.acquire(False):
                 return
@@ -232,8 +231,8 @@ class WriteQueue:
                 self.lock.release()
 
     def finish(self) -> bool:
-        """On the loop's thread: call ``emptied`` when everything is written and flushed; false if it is, or
-        never will be.
+        """Call ``emptied`` when everything is written and flushed; false if it is, or never will be. On the
+        loop's thread.
         """
         if self.error is not None or (not self and self._stream.is_flushed):
             return False
@@ -242,17 +241,17 @@ class WriteQueue:
         return True
 
     def close(self) -> None:
-        """On the loop's thread, with ``lock``: nothing more is sent. The caller closes the stream."""
+        """Send nothing more. On the loop's thread, with ``lock``. The caller closes the stream."""
         self._open = False
         self._stream.on_writable(None)
         self._forget()
 
     def abandon(self) -> None:
-        """In a forked child: nothing more is sent."""
+        """Send nothing more, in a forked child."""
         self._open = False
 
     def _make_ready(self, wait: float, in_chunks: bool, streams: Streams | None = None) -> None:
-        """Wait for room if asked to; ``ConnectionClosed`` if nothing can be sent."""
+        """Wait for room if asked to. Raises ``ConnectionClosed`` if nothing can be sent."""
         large = streams or self.outgoing
         if wait and (large.is_full() if in_chunks else self._is_full()):
             self._before_waiting()
@@ -278,7 +277,7 @@ class WriteQueue:
         return self._queued_bytes > self._queue_limit or (session is not None and session.is_full())
 
     def _go_on(self) -> None:
-        """From any thread."""
+        """Continue to write what is queued. From any thread."""
         with self._count_lock:
             self._room.notify_all()
 
@@ -300,16 +299,16 @@ class WriteQueue:
             self.outgoing.shorten()
 
     def _capture(self, piece: Any) -> Any:
-        """The same bytes in memory that nobody else changes, unless it is too long for that."""
+        """Return the same bytes in memory that nothing else changes, unless they are too many."""
         return piece if type(piece) is bytes or len(piece) > self._captured_bytes else bytes(piece)
 
     def _flush(self) -> None:
-        """On the loop's thread."""
+        """Write what was coalesced. On the loop's thread."""
         self._flushing = False
         self.drain()
 
     def _write_now(self, frame: Any, size: int) -> bool:
-        """Whether a frame is out of the caller's hands: written, or its rest at the queue's front."""
+        """Write a frame, or queue the rest of it at the front; returns whether the caller is done with it."""
         if self._queue or not self.lock.acquire(False):
             return False
         try:
@@ -317,8 +316,8 @@ class WriteQueue:
                 return False
             count = self._stream.write((frame,))
             if count == size and type(frame) is bytes:
-                if size <= LIGHT_BYTES:
-                    self._note_light(frame)
+                if size <= SHORT_BYTES:
+                    self._note_short(frame)
                 else:
                     self._note(frame)
             elif count < size:
@@ -349,24 +348,26 @@ class WriteQueue:
                 message.replace(self._capture)
             if outgoing.add(message) or session is None:
                 return
-            # What takes the place of this connection may have been resumed, and hear of no loss any more.
+            # The connection that replaces this one may have been resumed, and would report no loss any more.
             if session.large.pop(number, None) is not None:
                 raise ConnectionClosed(f"the connection to {self.description} is broken")
 
     def _write_beginning(self, message: ChunkedMessage, aliased: bool) -> bool:
-        """As ``_write_now``, for a message in chunks, of which others are left to the loop."""
+        """Write the beginning of a message in chunks, of which the rest is left to the loop; returns like
+        ``_write_now``.
+        """
         if self._queue or self.outgoing or not self.lock.acquire(False):
             return False
         try:
             if self._queue or self.outgoing or not self._open or self.error is not None:
                 return False
-            # What would have to be copied otherwise, this thread writes as long as the kernel takes it.
+            # This thread writes what would otherwise have to be copied, as long as the kernel accepts it.
             end = (
                 0 if aliased and self._captured_bytes == CAPTURE_ALL else max(0, message.size - _CALLER_BYTES)
             )
             left: deque[Any] = deque()
             while message.unsent > end and not left and self.error is None:
-                if self._queue:  # to its end: what is left of it may begin in the middle of a frame
+                if self._queue:  # to its end: the rest of it may begin in the middle of a frame
                     if not self._write_batch():
                         break
                     continue
@@ -388,11 +389,11 @@ class WriteQueue:
     # ---- with the send lock
 
     def _write(self, budget: int) -> None:
-        """Write until nothing is left, the stream takes no more, or it is enough."""
+        """Write until nothing is left, the stream accepts no more, or enough is written."""
         queue = self._queue
         while self._open and self.error is None:
-            if self._newest_sign:
-                self._queue_sign(self._newest_sign.popleft())
+            if self._acknowledgement:
+                self._queue_acknowledgement(self._acknowledgement.popleft())
             if not self._chunk_queued and self.outgoing:
                 self._queue_chunk()
             if not queue and not self.outgoing and self._last is not None:
@@ -412,7 +413,9 @@ class WriteQueue:
             self.tell_loop(self._watch)
 
     def _write_batch(self) -> int:
-        """Write some of the queue, in one system call; returns how many bytes, 0 if the stream takes none."""
+        """Write a part of the queue in one system call; returns the number of bytes, 0 if the stream accepts
+        none.
+        """
         queue = self._queue
         batch = [queue[index] for index in range(min(len(queue), _PIECES_PER_WRITE))]
         try:
@@ -428,7 +431,7 @@ class WriteQueue:
         return count
 
     def _write_all(self, pieces: deque[Any]) -> None:
-        """Write what the stream takes of ``pieces``, and remove it."""
+        """Write what the stream accepts of ``pieces``, and remove it."""
         while pieces:
             try:
                 count = self._stream.write(
@@ -441,8 +444,10 @@ class WriteQueue:
                 return
             self._discard(pieces, count)
 
-    def _queue_sign(self, sign: memoryview) -> None:
-        """Before the first frame that is surely whole: what is begun, and chunks, are views."""
+    def _queue_acknowledgement(self, sign: memoryview) -> None:
+        """Queue the acknowledgement before the first frame that is surely whole: parts of frames, and chunks,
+        are views.
+        """
         queue, place = self._queue, 0
         while place < len(queue) and type(queue[place]) is not bytes:
             place += 1
@@ -451,7 +456,7 @@ class WriteQueue:
             queue.insert(place, sign)
 
     def _queue_chunk(self) -> None:
-        """The next chunk of a large message is to be written."""
+        """Queue the next chunk of a large message."""
         pieces = self.outgoing.next()
         if pieces:
             self._chunk_queued = True
@@ -460,15 +465,17 @@ class WriteQueue:
                 self._queue.extend([*pieces, _CHUNK_END])
 
     def _put_back(self, rest: Iterable[Any]) -> None:
-        """Queue the rest of a frame before what others have queued meanwhile."""
+        """Queue the rest of a frame before what other threads have queued meanwhile."""
         pieces = list(rest)
         with self._count_lock:
             self._queued_bytes += sum(map(len, pieces))
             self._queue.extendleft(reversed(pieces))
 
     def _fail(self, error: OSError) -> None:
-        """Send no more. What the peer sent before it broke off is still to be read, so the loop closes."""
-        self.error = error.with_traceback(None)  # which would keep what all callers have in hand
+        """Send nothing more. What the peer sent before the connection broke is still read, so the loop closes
+        it.
+        """
+        self.error = error.with_traceback(None)  # which would keep what all callers hold
         with self._count_lock:
             self._room.notify_all()
         self.outgoing.close()
@@ -484,13 +491,13 @@ class WriteQueue:
         self.outgoing.close()
 
     def tell_loop(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call something soon."""
+        """Make the loop call a function soon."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the agent with it
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _discard(self, pieces: deque[Any], count: int) -> bool:
-        """Remove the first ``count`` bytes, which are written, and all empty pieces before what is left;
-        returns whether a chunk ended there.
+        """Remove the first ``count`` bytes, which are written, and all empty pieces that follow; returns
+        whether a chunk ended there.
         """
         chunk_ended = False
         while pieces:
@@ -504,8 +511,8 @@ class WriteQueue:
             count -= length
             piece = pieces.popleft()
             if type(piece) is bytes:
-                if length <= LIGHT_BYTES:
-                    self._note_light(piece)
+                if length <= SHORT_BYTES:
+                    self._note_short(piece)
                 else:
                     self._note(piece)
             elif piece is _CHUNK_END:
@@ -521,7 +528,8 @@ class WriteQueue:
     def _writable(self) -> None:
         if not self.lock.acquire(False):
             if not self._finishing:
-                # Leave it to who has the lock, since the event would come again and again meanwhile.
+                # Leave it to the thread that has the lock, since the event would be raised again and again
+                # meanwhile.
                 self._stream.on_writable(None)
                 self._stalled = False
                 self.drain()
@@ -530,7 +538,7 @@ class WriteQueue:
             self._write(_LOOP_BYTES)
             if not self or self.error is not None:
                 self._stalled = False
-                if not self._finishing:  # else it comes here again until it is closed
+                if not self._finishing:  # otherwise it comes here again until it is closed
                     self._stream.on_writable(None)
         finally:
             self.lock.release()

@@ -1,4 +1,4 @@
-"""What a group's collectives are done by: one interface, over memory (``local.py``), by messages
+"""The interface of a group's collectives, which are done over memory (``local.py``), by messages
 (``network.py``), or both (``hierarchy.py``).
 """
 
@@ -15,37 +15,39 @@ __all__ = ["Algorithms"]
 
 
 class Algorithms(Protocol):
-    """The collectives of a group's ranks, each called by all of them. One thread at a time.
+    """The collectives of a group's ranks; all ranks call each of them. One thread at a time.
 
-    Tensors are contiguous. Each operation takes the signature of what is called, the same on all ranks, and
-    the deadline, on the monotonic clock.
+    Tensors are contiguous. Each operation takes the signature of the call, which is the same on all ranks,
+    and the deadline, on the monotonic clock.
 
     Raises:
-        CollectiveMismatchError: ranks have called different things; no tensor was touched.
-        CollectiveError: sizes do not fit together, or a rank is gone.
-        RanksMissingError: some ranks have not come before the deadline.
+        CollectiveMismatchError: ranks have called different operations; no tensor was touched.
+        CollectiveError: sizes do not match, or a rank is gone.
+        RanksMissingError: some ranks have not called it before the deadline.
     """
 
     def barrier(self, signature: bytes, deadline: float) -> None:
-        """Returns when all ranks have called it."""
+        """Return when all ranks have called it."""
 
     def broadcast(self, signature: bytes, deadline: float, tensor: torch.Tensor, root: int) -> None:
-        """``tensor`` becomes that of ``root``, everywhere."""
+        """Copy the ``tensor`` of ``root`` to all ranks."""
 
     def all_reduce(
         self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction
     ) -> None:
-        """``tensor`` becomes the reduction of all ranks' tensors; the same everywhere, bit by bit."""
+        """Replace ``tensor`` by the reduction of all ranks' tensors; the result is the same everywhere, bit
+        by bit.
+        """
 
     def reduce(
         self, signature: bytes, deadline: float, tensor: torch.Tensor, reduction: Reduction, root: int
     ) -> None:
-        """As ``all_reduce``, at ``root``; the others' tensors stay as they are."""
+        """Like ``all_reduce``, at ``root``; the tensors of the other ranks do not change."""
 
     def all_gather(
         self, signature: bytes, deadline: float, outputs: Sequence[torch.Tensor], mine: torch.Tensor
     ) -> None:
-        """Each rank's ``mine`` becomes the output at its place, everywhere. They may differ in size."""
+        """Copy each rank's ``mine`` to the output at its position, on all ranks. Sizes may differ."""
 
     def gather(
         self,
@@ -55,7 +57,7 @@ class Algorithms(Protocol):
         mine: torch.Tensor,
         root: int,
     ) -> None:
-        """As ``all_gather``, to ``root`` alone; ``outputs`` is None on the others."""
+        """Like ``all_gather``, to ``root`` only; ``outputs`` is None on the other ranks."""
 
     def reduce_scatter(
         self,
@@ -65,7 +67,9 @@ class Algorithms(Protocol):
         inputs: Sequence[torch.Tensor],
         reduction: Reduction,
     ) -> None:
-        """``output`` becomes the reduction of all ranks' inputs at this rank's place. All have one size."""
+        """Replace ``output`` by the reduction of all ranks' inputs at this rank's position. All have one
+        size.
+        """
 
     def scatter(
         self,
@@ -75,7 +79,9 @@ class Algorithms(Protocol):
         inputs: Sequence[torch.Tensor] | None,
         root: int,
     ) -> None:
-        """``output`` becomes the input at this rank's place of ``root``; ``inputs`` is None on the others."""
+        """Replace ``output`` by the input at this rank's position of ``root``; ``inputs`` is None on the
+        other ranks.
+        """
 
     def all_to_all(
         self,
@@ -84,4 +90,4 @@ class Algorithms(Protocol):
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
     ) -> None:
-        """Output i becomes input ``rank`` of rank i. Sizes may differ from pair to pair, and be 0."""
+        """Copy input ``rank`` of rank i to output i. Sizes may differ from pair to pair, and be 0."""

@@ -1,6 +1,6 @@
-"""What cannot be right among the arguments of an operation, found before anybody is told.
+"""Checks of the arguments of an operation, before any other rank is involved.
 
-A message says the operation, the rank, what was expected and what came.
+A message names the operation, the rank, what was expected and what was given.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Arguments:
     """Checks for one rank of a group. They raise ``ValueError`` or ``TypeError``.
 
     Attributes:
-        group: its name.
-        rank, size: in it.
+        group: name of the group.
+        rank, size: rank of this process in the group, and number of ranks.
     """
 
     group: str
@@ -38,7 +38,7 @@ class Arguments:
     size: int
 
     def reduction(self, opts: Any, what: str, *tensors: torch.Tensor) -> Reduction:
-        """The reduction that is asked for, if these tensors can be reduced so."""
+        """Return the reduction that an operation names, if these tensors can be reduced by it."""
         try:
             reduction = reduction_of(_reduce_op(opts))
             for tensor in tensors:
@@ -50,8 +50,8 @@ class Arguments:
     def check_tensors(
         self, what: str | bytes, tensors: Tensors, layout: torch.layout = torch.strided
     ) -> bool:
-        """Raise unless all are on the CPU or the accelerator, of this layout, and not quantized. Returns
-        whether any is on the accelerator.
+        """Raise unless all tensors are on the CPU or the accelerator, have this layout, and are not
+        quantized. Returns whether any is on the accelerator.
         """
         on_accelerator = False
         for tensor in tensors:
@@ -78,7 +78,7 @@ class Arguments:
         return on_accelerator
 
     def check_writable(self, what: str | bytes, tensors: Tensors) -> None:
-        """Raise where a tensor that is to be written was expanded."""
+        """Raise if a tensor that would be written was expanded."""
         for tensor in tensors:
             if tensor.layout is torch.strided and not tensor.is_contiguous() and _overlaps(tensor):
                 raise ValueError(
@@ -87,7 +87,7 @@ class Arguments:
                 )
 
     def one(self, things: Sequence[Any], what: str) -> Any:
-        """The only one of several things that c10d passes as a list."""
+        """Return the only element of a list that c10d passes."""
         if len(things) != 1:
             raise ValueError(f"{what} at rank {self.rank}: a rank has one tensor, got {len(things)}")
         return things[0]
@@ -109,7 +109,7 @@ class Arguments:
             )
 
     def check_dtypes(self, tensors: Tensors, what: str) -> None:
-        """Raise unless all are of one dtype."""
+        """Raise unless all tensors have one dtype."""
         first = tensors[0]
         for tensor in tensors:
             if tensor.dtype != first.dtype:
@@ -119,7 +119,7 @@ class Arguments:
                 )
 
     def check_tag(self, tag: Any, what: str) -> None:
-        """Raise unless this is a whole number of 64 bits."""
+        """Raise unless the tag is an integer of 64 bits."""
         where = f"{what} at rank {self.rank}: expected a whole number of 64 bits for a tag, got {tag!r}"
         try:
             fits = index(tag) in _TAGS
@@ -134,14 +134,14 @@ class Arguments:
             raise ValueError(f"rank {self.rank} cannot {what} rank {rank} in a group of {self.size}")
 
     def root(self, opts: Any, what: str) -> int:
-        """The root, as a rank of the group; 0 without options, as in c10d."""
+        """Return the root, as a rank of the group; 0 without options, as in c10d."""
         root = 0 if opts is None else int(opts.rootRank)
         if not 0 <= root < self.size:
             raise ValueError(f"{what} at rank {self.rank}: there is no rank {root} in a group of {self.size}")
         return root
 
     def splits(self, tensor: torch.Tensor, sizes: Sequence[int], what: str) -> list[int]:
-        """How many rows each rank has; even ones if none are given."""
+        """Return the number of rows of each rank; even ones if none are given."""
         count, length = self.size, tensor.shape[0] if tensor.dim() else 1
         given = list(sizes) or [length // count] * count
         if len(given) != count or sum(given) != length or min(given) < 0:
@@ -153,10 +153,10 @@ class Arguments:
 
 
 def seconds_of(timeout: timedelta, where: str) -> float:
-    """A timeout's seconds, 0 or more.
+    """Return a timeout in seconds, 0 or more.
 
     Args:
-        where: begins the error's message.
+        where: beginning of the error's message.
     """
     if not isinstance(timeout, timedelta):
         raise TypeError(f"{where}: expected a timedelta for a timeout, got {timeout!r}")
@@ -172,7 +172,7 @@ def _reduce_op(opts: Any) -> Any:
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator whose tensors can be staged, if this process has one."""
+    """Return the accelerator whose tensors can be staged, if this process has one."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
@@ -195,10 +195,10 @@ def _can_be_copied(dtype: torch.dtype) -> bool:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether it was expanded."""
+    """Whether a tensor was expanded."""
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """A tensor's dtype and shape, as messages show them."""
+    """Describe a tensor's dtype and shape, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

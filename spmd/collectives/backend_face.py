@@ -1,4 +1,4 @@
-"""The face of a process group towards callers that ask it for a c10d backend: it answers that it is its own.
+"""The interface of a process group towards callers that ask it for a c10d backend, which is the group itself.
 
 c10d's groups hold one backend per device type, and parts of PyTorch ask these for their name, timeout and
 abilities (``group._get_backend(torch.device("cpu"))``). A group written in Python holds none.
@@ -28,11 +28,11 @@ class BackendFace(ProcessGroup):
     """A process group that is also the backend of its device types, the CPU and the accelerator.
 
     Args:
-        group: formed.
-        store: of its ranks; groups split from it get a part of it.
+        group: the group, formed.
+        store: store of its ranks; groups split from it get a part of it.
 
     Attributes:
-        group: what does the work.
+        group: does the work.
     """
 
     supports_splitting = True
@@ -55,10 +55,10 @@ class BackendFace(ProcessGroup):
         return [_CPU] if mine is None else [_CPU, torch.device(mine.type)]
 
     def get_backend(self, device: torch.device) -> Any:
-        """The group itself, for the CPU and the accelerator.
+        """Return the group itself, for the CPU and the accelerator.
 
         Raises:
-            RuntimeError: the device is another; c10d's groups raise the same.
+            RuntimeError: the device is another one; c10d's groups raise the same.
         """
         kind = torch.device(device).type
         if kind not in [each.type for each in self._device_types]:
@@ -79,14 +79,14 @@ class BackendFace(ProcessGroup):
         )
 
     def supports_tensor_alloc(self, device: object) -> bool:
-        """Whether the group allocates tensors that it can send faster than others: no."""
+        """Always false: the group does not allocate tensors that it can send faster than others."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long each operation may take from now on; 0 for no limit.
+        """Set the timeout of each operation from now on; 0 for no limit.
 
         Raises:
-            TypeError, ValueError: it is no ``timedelta``, or less than 0.
+            TypeError, ValueError: it is not a ``timedelta``, or negative.
         """
         self.group.timeout = seconds_of(timeout, f"set_timeout at rank {self.group.members.rank}")
 
@@ -99,7 +99,7 @@ class BackendFace(ProcessGroup):
         return self.group.messages.begun
 
     def _part(self, group: Group, store: Store | None) -> BackendFace:
-        """A group like this one, of some of its ranks."""
+        """Make a group like this one, of some of its ranks."""
         return type(self)(group, store)
 
     def split_group(
@@ -111,16 +111,16 @@ class BackendFace(ProcessGroup):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> ProcessGroup | None:
-        """A group of some of this group's ranks, or None at a rank that is not one of them. All of them call
-        it.
+        """Make a group of some of this group's ranks; returns None at a rank that is not one of them. All
+        ranks must call it.
 
         Args:
-            ranks: in this group.
-            timeout: of forming the group and of each operation; default this group's.
+            ranks: ranks in this group.
+            timeout: timeout of forming the group and of each operation; default: this group's.
             opts: not used.
-            group_name: the same for all.
-            group_desc: what the group is for.
-            device_types: not used; the group takes tensors on all of its own.
+            group_name: name of the new group, the same on all ranks.
+            group_desc: description of the new group.
+            device_types: not used; the group takes tensors on all of its device types.
         """
         members = self.group.members
         if members.rank not in ranks:

@@ -1,17 +1,17 @@
-"""Memory that all ranks of a host map, and how they take turns in it.
+"""Memory that all ranks of a host map, and the protocol of its use.
 
-Each rank has one *word* and a few *slots*. All ranks go through the same *rounds*, numbered from 1: in round
-n a rank fills its slot ``n % SLOTS``, then puts n into its word, and reads another's slot of round n once
-that one's word has come to n. Nobody says when it has read; the order of the rounds tells. Let every rank,
-before it fills round n, have waited for all others to publish round n - a, and let who publishes round n
-have read all of round n - b and before. Then nothing that is still to be read is overwritten if
-a + b <= ``SLOTS``. ``local.py`` has the algorithms: a = 1, b = 2 for those that exchange, a = b = 3 for a
-reduction whose result goes to all.
+Each rank has one *word* and a few *slots*. All ranks go through the same *rounds*, numbered from 1. In round
+n a rank fills its slot ``n % SLOTS``, then writes n to its word, and reads another rank's slot of round n
+once the word of that rank has reached n. Ranks do not report that they have read a slot; it follows from the
+order of the rounds. Suppose that every rank, before it fills round n, has waited for all others to publish
+round n - a, and that a rank that publishes round n has read all of round n - b and earlier. Then nothing that
+is still to be read is overwritten if a + b <= ``SLOTS``. ``local.py`` has the algorithms: a = 1, b = 2 for
+exchanges, a = b = 3 for a reduction whose result goes to all.
 
-Words are written by one process each. They and the data are ordered by the processor: x86 keeps the order of
-stores; elsewhere the system call in ``publish`` is what orders them.
+Each word is written by one process. The processor orders words and data: x86 keeps the order of stores;
+elsewhere the system call in ``publish`` orders them.
 
-A rank waits by looking at the word, for a moment, and then sleeps in the kernel until it changes.
+A waiting rank polls the word for a moment, and then sleeps in the kernel until it changes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ __all__ = ["SLOTS", "SLOT_BYTES", "Board", "board_bytes"]
 SLOTS: Final = 6
 
 SLOT_BYTES: Final = 512 << 10
-"""Of data. Enough that the turns cost little beside the copies, little enough to stay in caches."""
+"""Size in bytes of a slot's data: large enough that the synchronization costs little beside the copies, small
+enough to stay in caches.
+"""
 
 _LINE: Final = 128  # a word has a pair of cache lines for itself
 _WORD: Final = 4
 _MODULUS: Final = 1 << 32
 _SPIN_SECONDS: Final = 40e-6
-_SLEEP_SECONDS: Final = 0.1  # then it looks whether the group has failed
+_SLEEP_SECONDS: Final = 0.1  # then it checks whether the group has failed
 
 
 def _align(size: int) -> int:
@@ -48,7 +50,9 @@ def _align(size: int) -> int:
 
 
 def board_bytes(size: int, header_bytes: int) -> int:
-    """How much memory the board of ``size`` ranks takes. What is never used is never allocated."""
+    """Return the size in bytes of the board of ``size`` ranks. Pages that are never used are never
+    allocated.
+    """
     return size * _LINE + size * SLOTS * (_align(header_bytes) + SLOT_BYTES)
 
 
@@ -56,14 +60,15 @@ class Board:
     """One rank's view of the shared memory. One thread at a time.
 
     Args:
-        mapping: of at least ``board_bytes`` bytes, all zero at first.
-        ranks: those who share it, as ``check`` and errors name them. Here they are numbered by their places.
-        rank: this one's place.
-        header_bytes: of each slot, before its data.
-        check: called with the one of ``ranks`` that is waited for; raises if that is in vain.
+        mapping: memory of at least ``board_bytes`` bytes, all zero at first.
+        ranks: the ranks that share it, as ``check`` and errors name them. In this class they are numbered by
+            position.
+        rank: position of this rank.
+        header_bytes: size in bytes of each slot's header, before its data.
+        check: called with the one of ``ranks`` that is awaited; raises if that will not come.
 
     Attributes:
-        round: the last one that this rank has published.
+        round: the last round that this rank has published.
     """
 
     def __init__(
@@ -95,16 +100,16 @@ class Board:
         return self._slots + (rank * SLOTS + number % SLOTS) * self._stride
 
     def header(self, rank: int, number: int) -> memoryview:
-        """The header of a rank's slot in a round."""
+        """Return the header of a rank's slot in a round."""
         offset = self._offset(rank, number)
         return self._mapping.memory[offset : offset + self._header_bytes]
 
     def address(self, rank: int, number: int) -> int:
-        """Where the data of a rank's slot in a round begins."""
+        """Return the address of the data of a rank's slot in a round."""
         return self._mapping.address + self._offset(rank, number) + self._header_bytes
 
     def tensor(self, rank: int, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """All the data of a rank's slot in a round, as a one-dimensional tensor."""
+        """Return all the data of a rank's slot in a round, as a one-dimensional tensor."""
         key = dtype, rank, number % SLOTS
         found = self._tensors.get(key)
         if found is None:
@@ -116,7 +121,7 @@ class Board:
     # ---- taking turns
 
     def publish(self) -> int:
-        """This rank's slot of the next round is full: let the others read it. Returns the round."""
+        """Publish this rank's slot of the next round, which is filled. Returns the round."""
         self.round += 1
         self._words[self._own] = self.round % _MODULUS
         futex.wake(self._mapping.address + self.rank * _LINE)
@@ -130,7 +135,7 @@ class Board:
 
         Raises:
             RanksMissingError: the deadline, on the monotonic clock, has passed.
-            Exception: what ``check`` raises.
+            Exception: raised by ``check``.
         """
         words, low = self._words, number % _MODULUS
         for rank, word in self._others:
@@ -156,7 +161,7 @@ class Board:
             futex.wait(address, seen, min(left, _SLEEP_SECONDS))
 
     def _check_missing(self, number: int) -> None:
-        """Raise if a rank is waited for in vain: also one whose turn it is not, since others may be late."""
+        """Raise if an awaited rank will not come; checks all of them, since several may be late."""
         for rank, word in self._others:
             if not self._has_come(word, number):
                 try:
@@ -166,7 +171,7 @@ class Board:
                         raise
 
     def wake(self) -> None:
-        """Have the thread that waits call ``check``. From any thread."""
+        """Make the waiting thread call ``check``. From any thread."""
         for rank, _ in self._others:
             futex.wake(self._mapping.address + rank * _LINE)
 

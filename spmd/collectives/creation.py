@@ -1,4 +1,4 @@
-"""From what c10d knows of a new group to a ``FarcallProcessGroup``."""
+"""Makes a ``FarcallProcessGroup`` from c10d's description of a new group."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
             defaults, or for the vendors' backends that the default process group has.
 
     Raises:
-        InvalidOptionError: ``pg_options`` are no ``AgentOptions``.
-        TypeError, ValueError: the timeout is no ``timedelta``, or less than 0.
+        InvalidOptionError: ``pg_options`` are not ``AgentOptions``.
+        TypeError, ValueError: the timeout is not a ``timedelta``, or negative.
         CollectiveTimeoutError, RendezvousTimeoutError: a rank has not come in time.
     """
     vendors: Vendors | None = None
@@ -60,7 +60,7 @@ def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
 
 
 def _world() -> FarcallProcessGroup | None:
-    """The default process group, if that is one of ours."""
+    """Return the default process group, if it is of this backend."""
     if not dist.is_initialized():
         return None
     world = dist.group.WORLD

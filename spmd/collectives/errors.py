@@ -1,4 +1,4 @@
-"""Errors of collectives. Each is also what c10d raises in the same place."""
+"""Errors of collectives. Each is also of the class that c10d raises in the same place."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ __all__ = [
 
 
 class CollectiveError(RpcError, DistBackendError):
-    """A collective has failed, and with it its group: no later one can be made on it."""
+    """A collective has failed, and with it its group, which cannot be used any more."""
 
 
 class CollectiveMismatchError(CollectiveError, ValueError):
-    """Ranks have called different operations, or one with different shapes, dtypes or reductions."""
+    """Ranks have called different operations, or one operation with different shapes, dtypes or
+    reductions.
+    """
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """Not all ranks have made the call in time; the message names those that have not.
+    """Not all ranks have made the call in time; the message names the missing ones.
 
     Attributes:
-        ranks: those, where it was found out.
+        ranks: the missing ranks, where they were determined.
     """
 
     ranks: Sequence[int] = ()
 
 
 class RankLostError(CollectiveError, ConnectionError):
-    """A rank of the group is gone: it died, left, or was cut off."""
+    """A rank of the group is gone: it died, left, or was disconnected."""
 
 
 KINDS: Final = (CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, RankLostError)
-"""What one rank can tell the others of; each by its place here."""
+"""Errors that one rank reports to the others, by their index here."""
 
 
 class StoreGivenUpError(GivenUpError, DistStoreError):
@@ -51,10 +53,10 @@ class StoreGivenUpError(GivenUpError, DistStoreError):
 
 
 class RanksMissingError(Exception):
-    """For the group's own use: some ranks have not come before the deadline.
+    """Some ranks have not come before the deadline. For the group's own use.
 
     Attributes:
-        ranks: which.
+        ranks: the missing ranks.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:

@@ -1,15 +1,15 @@
-"""A record of the last collectives, for finding out after a failure which rank called what.
+"""A record of the last collectives, to find out after a failure which rank called what.
 
-PyTorch's flight recorder is fed by C++ only: nothing of it is callable from Python except the attaching of a
-hook, which does not see what groups written in Python do (see ``torch_internals.py``). So a recorder of our
-own keeps the last collectives, sends and receives of a process, and writes them in PyTorch's format:
-``torchfrtrace``, which comes with PyTorch 2.15, reads the files of all ranks and reports where their calls
-first differ. The environment variables are PyTorch's:
+PyTorch's flight recorder is fed by C++ only: Python can only attach a hook, which does not see the operations
+of groups written in Python (see ``torch_internals.py``). So a recorder of our own keeps the last collectives,
+sends and receives of a process, and writes them in PyTorch's format. ``torchfrtrace``, which is part of
+PyTorch 2.15, reads the files of all ranks and reports where their calls first differ. The environment
+variables are PyTorch's:
 
-- ``TORCH_FR_BUFFER_SIZE``: how many operations are kept, 2000 by default; 0 turns the recorder off.
+- ``TORCH_FR_BUFFER_SIZE``: number of operations that are kept, 2000 by default; 0 turns the recorder off.
 - ``TORCH_FR_DUMP_TEMP_FILE``: if set, each rank writes its record when a group fails, to a file of this name
-  with the rank appended; ``TORCH_FR_DUMP_ON_TIMEOUT=0`` prevents that. Only then is kept where in the program
-  each operation was called, which takes longer than everything else (about 5 us).
+  with the rank appended; ``TORCH_FR_DUMP_ON_TIMEOUT=0`` prevents that. Only then the position in the program
+  is kept for each operation, which takes longer than everything else (about 5 us).
 
 Shapes are kept, but no tensors.
 """
@@ -35,20 +35,22 @@ __all__ = ["FlightRecorder", "GroupRecord", "Record"]
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = "2.10"
-"""Version of the format, as PyTorch 2.15 has it."""
+"""Version of the format, as in PyTorch 2.15."""
 _LIBRARY: Final = "c10d"
-"""The library that PyTorch's tools expect before the name of an operation that no library of theirs did."""
+"""The library that PyTorch's tools expect before the name of an operation that does not belong to a library
+of theirs.
+"""
 _MAX_OBSERVED: Final = 64
-"""Maximum number of operations that observers are told; the newest."""
+"""Maximum number of operations in the observed state; the newest."""
 _FRAMES: Final = 12
-"""Maximum number of places in the program that are kept of one operation."""
+"""Maximum number of positions in the program that are kept for one operation."""
 _NAMES: Final = {
     "all_reduce of sparse tensors": "all_reduce",
     "all_reduce_coalesced": "allreduce_coalesced",
     "all_gather_coalesced": "allgather_coalesced",
     "monitored_barrier": "barrier",
 }
-"""What PyTorch's tools call our operations, where they have another name."""
+"""Names that PyTorch's tools use for our operations, if they differ."""
 
 _Places = list[tuple[CodeType, int]]
 
@@ -57,11 +59,11 @@ class GroupRecord:
     """A group, as its operations refer to it.
 
     Args:
-        name: the same at all ranks.
+        name: name of the group, the same on all ranks.
         ranks: its ranks in the world, in order.
 
     Attributes:
-        description: what it is for.
+        description: description of the group.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
@@ -119,17 +121,17 @@ class Record:
         self.succeeded = False
 
     def start(self) -> None:
-        """It is its turn."""
+        """Record that it begins to run."""
         self.started = time_ns()
 
     def end(self, *, succeeded: bool) -> None:
-        """It has ended."""
+        """Record that it has ended."""
         self.ended = time_ns()
         self.succeeded = succeeded
 
 
 def _places() -> _Places:
-    """Where the program is, innermost first, without this package."""
+    """Return the position in the program, innermost first, without this package."""
     places: _Places = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(places) < _FRAMES:
@@ -162,13 +164,13 @@ class FlightRecorder:
         *,
         is_message: bool = False,
     ) -> Record | None:
-        """Record that an operation was called. None if the recorder is off.
+        """Record that an operation was called. Returns None if the recorder is off.
 
         Args:
-            group: which it is of; all its ranks call its collectives in the same order.
-            name: with its arguments or without; of messages with the two ranks.
+            group: its group; all ranks call the group's collectives in the same order.
+            name: its name, with or without its arguments; for messages, with the two ranks.
             inputs, outputs: its tensors, of which shapes and dtypes are kept.
-            timeout: seconds; 0 for none.
+            timeout: timeout in seconds; 0 for none.
             is_message: whether it is a send or a receive.
         """
         if not self._records.maxlen:
@@ -187,11 +189,13 @@ class FlightRecorder:
         return record
 
     def since(self, number: int) -> list[Record]:
-        """The recorded operations from a number on, as far as they are still kept."""
+        """Return the recorded operations from a number on, as far as they are still kept."""
         return [record for record in self._records.copy() if record.number >= number]
 
     def observed(self) -> list[dict[str, Any]]:
-        """What observers are to know: the last operations, with their bytes; times in seconds since 1970."""
+        """State for observers: the last operations, with their sizes in bytes and times in seconds since
+        1970.
+        """
         return [
             {
                 "name": record.name,
@@ -206,11 +210,11 @@ class FlightRecorder:
         ]
 
     def dump(self, prefix: str, rank: int) -> str:
-        """Write what is recorded to a file, and return its name.
+        """Write the record to a file, and return its name.
 
         Args:
-            prefix: of the name; the rank is appended.
-            rank: this process's, in the world.
+            prefix: beginning of the name; the rank is appended.
+            rank: rank of this process in the world.
         """
         path = f"{prefix}{rank}"
         records = list(self._records)
@@ -229,7 +233,7 @@ class FlightRecorder:
         return path
 
     def group_failed(self, rank: int) -> None:
-        """Write the record, once, on a thread of its own, if the environment asks for it."""
+        """Write the record, once, on a thread of its own, if the environment requests it."""
         prefix = self._prefix
         wanted = os.environ.get("TORCH_FR_DUMP_ON_TIMEOUT", "1").lower() not in ("0", "false", "off", "no")
         if prefix and wanted and self._records.maxlen and self._has_dumped.acquire(blocking=False):

@@ -1,8 +1,8 @@
-"""How a group is formed: its ranks find out which of them share memory, and map it.
+"""Forming a group: its ranks find out which of them share memory, and map it.
 
-1. Each rank tells each other who it is, and rank 0 the number of the group.
-2. Of the ranks of one host the first makes the memory and hands its descriptor to the others.
-3. Each rank tells each other whether it has it. Where one has not, that host's ranks use messages.
+1. Each rank tells all others who it is, and tells rank 0 the number of the group.
+2. On each host the first rank creates the memory and sends its descriptor to the others.
+3. Each rank tells all others whether it has the memory. If one has not, the ranks of its host use messages.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from spmd.collectives.local import header_bytes
 __all__ = ["COLLECTIVES", "DATA", "NOTES", "Formation", "close_tags", "form"]
 
 COLLECTIVES, NOTES, DATA = _CHANNELS = range(3)
-"""The tags that a group has with each other rank, from the first of them on."""
+"""Offsets of the tags that a group has with each other rank, from the first of them."""
 
 _FORMING: Final = 2 * RESERVED_TAGS
-"""Tags from here on, as many as there are reserved ones twice, are those of groups that are being formed."""
+"""The first tag of groups that are being formed; there are twice as many as reserved ones."""
 
 _RECORD: Final = b"board"
 _TOKEN_BYTES: Final = 16
@@ -51,9 +51,9 @@ class Formation:
     """What all ranks of a group have agreed upon.
 
     Attributes:
-        tags: by rank, the first of those for messages to and from it.
-        domains: the ranks that share memory, in order; one of one rank shares with nobody.
-        mapping: the memory of this rank's domain, if it has others.
+        tags: the first tag of the messages to and from each rank, by rank.
+        domains: the ranks that share memory, in order; a domain of one rank shares with none.
+        mapping: the memory of this rank's domain, if that has other ranks.
     """
 
     tags: Sequence[int]
@@ -62,7 +62,7 @@ class Formation:
 
 
 class _Talk:
-    """What the ranks of a group tell each other while it is formed, in order."""
+    """The messages between the ranks of a group while it is formed, in order."""
 
     def __init__(self, bulk: Bulk, peers: Sequence[Peer], rank: int, tag: int, deadline: float) -> None:
         self._bulk, self._peers, self._rank = bulk, peers, rank
@@ -72,7 +72,7 @@ class _Talk:
         self._bulk.send(self._peers[rank], self._tag, msgpack.packb(value))
 
     def post(self, rank: int) -> Any:
-        """What that rank says next, when it comes."""
+        """Receive the next message of a rank."""
         with self._unless_given_up(rank):
             return self._bulk.post(self._peers[rank], self._tag)
 
@@ -99,7 +99,9 @@ class _Talk:
         return msgpack.unpackb(b"".join(buffers))
 
     def gather(self, values: Sequence[Any]) -> list[Any]:
-        """What all ranks say to this one, by rank; it says each of ``values`` to one of them."""
+        """Send each of ``values`` to one rank; returns the values that all ranks send to this one, by
+        rank.
+        """
         others = [rank for rank in range(len(self._peers)) if rank != self._rank]
         for rank in others:
             self.tell(rank, values[rank])
@@ -108,7 +110,8 @@ class _Talk:
         return [said[rank] for rank in range(len(self._peers))]
 
     def reserve(self) -> list[int]:
-        """The first tag for messages with each rank, for those that this one chooses; -1 for the others.
+        """Reserve the tags for messages with each rank for which this one chooses; returns the first of each,
+        -1 for the others.
 
         Of two workers always the same one reserves their tags, so no two groups have any in common.
         """
@@ -129,18 +132,19 @@ def form(
     """Form a group; all its ranks call this.
 
     Args:
-        bulk: of the agent.
+        bulk: bulk messages of the agent.
         peers: the workers, by rank.
-        rank: this process's.
-        name: of the group; the same for all.
-        key: of its world, the same for all: what an earlier group of this name has left is not taken for its.
+        rank: rank of this process.
+        name: name of the group; the same on all ranks.
+        key: key of its world, the same on all ranks, so that messages of an earlier group of this name are
+            not mistaken for its messages.
         share: whether this rank may share memory.
-        timeout: seconds to wait for all.
+        timeout: maximum time in seconds to wait for all ranks.
 
     Raises:
         CollectiveTimeoutError: a rank has not come in time.
         CollectiveError: the ranks do not agree on the group.
-        WorkerLostError: one is gone.
+        WorkerLostError: a rank is lost.
     """
     # Two groups of one tag would have to be formed at the same time, by the same workers, in different order;
     # then they find that the names differ.
@@ -177,14 +181,14 @@ def _form(talk: _Talk, peers: Sequence[Peer], rank: int, name: str, share: bool)
 
 
 def close_tags(bulk: Bulk, peers: Sequence[Peer], rank: int, tags: Sequence[int]) -> None:
-    """A rank takes part in a group no more, which has these tags; see ``Formation``."""
+    """Close the tags of a group that a rank does not take part in any more; see ``Formation``."""
     for other, peer in enumerate(peers):
         for channel in _CHANNELS if other != rank else ():
             bulk.close_tag(peer, tags[other] + channel)
 
 
 def _share(talk: _Talk, rank: int, together: Sequence[int], deadline: float) -> shared_memory.Mapping | None:
-    """Memory that the ranks of a host map; None if this one cannot."""
+    """Map the memory that the ranks of a host share; None if this one cannot."""
     size = board_bytes(len(together), header_bytes(len(together)))
     leader = together[0]
     if rank == leader:
@@ -200,7 +204,7 @@ def _share(talk: _Talk, rank: int, together: Sequence[int], deadline: float) -> 
     finally:
         if descriptor is not None:
             os.close(descriptor)
-        talk.tell(leader, True)  # whether or not: it waits for nobody
+        talk.tell(leader, True)  # in both cases: it does not wait
 
 
 def _hand_out(
@@ -243,14 +247,14 @@ def _hand_out(
 
 @interruptible
 def _serve(listener: socket.socket, token: bytes, descriptor: int) -> None:
-    """Hand the descriptor to one who has connected and shows the token, if somebody does soon."""
+    """Send the descriptor to the next process that connects and has the token, if one does soon."""
     if not _is_readable(listener, _LOOK_SECONDS):
         return
     with contextlib.suppress(OSError):
         sock = fd_channel.accept(listener)
         if sock is not None:
             with sock:
-                # Who belongs to the group has sent it at once.
+                # A rank of the group has sent it at once.
                 shown = sock.recv(_TOKEN_BYTES) if _is_readable(sock, _TOKEN_SECONDS) else b""
                 if secrets.compare_digest(shown, token):
                     fd_channel.send(sock, _RECORD, descriptor)
@@ -262,10 +266,10 @@ def _is_readable(sock: socket.socket, seconds: float) -> bool:
 
 @interruptible
 def _fetch(name: str, token: bytes, deadline: float) -> int:
-    """The descriptor that who listens under a name hands out to who shows the token.
+    """Receive the descriptor from the listener with this name.
 
     Raises:
-        OSError: it cannot be had.
+        OSError: it is not available.
     """
     if not name:
         raise OSError("the first rank of this host has no memory to share")

@@ -13,7 +13,7 @@ _NUMBERS: Final = {"x86_64": 202, "aarch64": 98}
 _NUMBER: Final = _NUMBERS.get(platform.machine())
 
 AVAILABLE: Final = sys.platform == "linux" and _NUMBER is not None
-"""Whether this system has futexes, at a number that is known here."""
+"""Whether this system has futexes, and their system call is known here."""
 
 _WAIT: Final = 0
 _WAKE: Final = 1
@@ -42,9 +42,10 @@ _syscall: Final = _load() if AVAILABLE else None
 
 
 def wait(address: int, seen: int, seconds: float) -> None:
-    """Sleep while the word at ``address`` is ``seen``, until it is woken, or for so long at most.
+    """Sleep while the word at ``address`` is ``seen``, until it is woken, at most for the given time.
 
-    It may also return early, for instance for a signal: look again. The interpreter is free meanwhile.
+    It may also return early, for example because of a signal, so the caller must check the word again. The
+    interpreter lock is released meanwhile.
     """
     assert _syscall is not None
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
@@ -52,6 +53,6 @@ def wait(address: int, seen: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps on the word at ``address``, in all processes. About a microsecond."""
+    """Wake all threads that sleep on the word at ``address``, in all processes. Takes about a microsecond."""
     assert _syscall is not None
     _syscall(_NUMBER, address, _WAKE, _EVERYBODY, None, None, 0)

@@ -23,6 +23,7 @@ from spmd.collectives.hierarchy import HierarchicalCollectives
 from spmd.collectives.local import LocalCollectives, header_bytes
 from spmd.collectives.membership import Membership
 from spmd.collectives.messages import Messages
+from spmd.collectives.network import Merge
 from spmd.collectives.node import Node
 from spmd.collectives.sequencer import Sequencer
 from spmd.collectives.signature import text_of
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
 __all__ = ["Group"]
 
 Perform = Callable[[Algorithms, bytes, float], object]
-"""Does an operation: given the group's collectives, the signature, and the deadline."""
+"""Performs an operation: takes the group's collectives, the signature, and the deadline."""
 
 
 _LEAST_BYTES: Final = 64 << 10
-"""Minimum number of bytes of a piece of a tensor, and maximum of what a message has beside it."""
+"""Minimum size in bytes of a piece of a tensor, and maximum size of the rest of a message."""
 
 
 class _Channel:
@@ -50,23 +51,23 @@ class _Channel:
     def send(self, rank: int, buffers: list[Any]) -> Transfer:
         return self._bulk.send(self._peers[rank], self._tags[rank] + COLLECTIVES, buffers)
 
-    def post(self, rank: int, into: Any, size: int) -> Transfer:
-        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into, size)
+    def post(self, rank: int, into: Any, size: int, merge: Merge | None) -> Transfer:
+        return self._bulk.post(self._peers[rank], self._tags[rank] + COLLECTIVES, into, size, merge)
 
 
 class Group:
-    """The group as one of its ranks has it. From any thread.
+    """The group, as one of its ranks sees it. From any thread.
 
     Args:
         node: the agent, and the world's ranks.
-        ranks: the world's ranks that are this group's, in order.
-        rank: this process's, in the group.
-        name: the same for all.
-        timeout: seconds that forming it, and each operation, may take; 0 for no limit.
+        ranks: the ranks of the group in the world, in order.
+        rank: rank of this process in the group.
+        name: name of the group, the same on all ranks.
+        timeout: timeout in seconds of forming the group, and of each operation; 0 for no limit.
 
     Attributes:
         ranks: as given.
-        record: how the flight recorder names it.
+        record: the group's entry in the flight recorder.
 
     Raises:
         CollectiveTimeoutError: a rank has not come in time.
@@ -82,7 +83,7 @@ class Group:
         self.record = GroupRecord(name, ranks)
         self._closed = self._leaves = False
         self._operation = ""
-        self.members.watch(self._write_record)  # first: whoever is woken next may leave the group
+        self.members.watch(self._write_record)  # first: a thread that is woken next may leave the group
         bulk = node.bulk
         formation = form(bulk, peers, rank, name, node.key, node.shares_memory, timeout or INFINITE)
         tags = formation.tags
@@ -129,16 +130,16 @@ class Group:
         inputs: Sequence[torch.Tensor] | None = None,
         staged: Staged | None = None,
     ) -> GroupWork:
-        """Run an operation after all before it.
+        """Run an operation after all earlier ones.
 
         Args:
-            signature: what is called.
-            outputs: what the work's ``result`` returns.
-            perform: does it.
-            blocks: the caller waits for it: do it on this thread.
-            timeout: seconds; None for the group's.
-            inputs: what a profiler is told of; default the outputs.
-            staged: the streams on which it runs, if it has tensors on an accelerator.
+            signature: signature of the call.
+            outputs: result of the returned work.
+            perform: performs it.
+            blocks: whether the caller waits for it, so that it may run on this thread.
+            timeout: timeout in seconds; None for the group's.
+            inputs: tensors that a profiler shows; default: the outputs.
+            staged: streams on which it runs, if it has tensors on an accelerator.
         """
         self.members.check()
         limit = self.timeout if timeout is None else timeout
@@ -190,7 +191,7 @@ class Group:
         )
 
     def observed(self) -> dict[str, Any]:
-        """What observers are to know: the last collective that this rank has begun."""
+        """State for observers: the last collective that this rank has begun."""
         return {"name": self.record.name, "number": self.messages.begun, "operation": self._operation}
 
     def _timed_out(self, signature: bytes, limit: float, error: RanksMissingError) -> CollectiveTimeoutError:
@@ -221,7 +222,7 @@ class Group:
         self.messages.tell_failure(failure)
 
     def worker_gone(self, peer: Peer, reason: str) -> None:
-        """A worker is gone; for the node."""
+        """Handle that a worker is gone; called by the node."""
         rank = self._ranks_of.get(peer.incarnation)
         if rank is not None and rank != self.members.rank:
             self.members.leave(rank, reason, died=not peer.has_left)
@@ -231,18 +232,18 @@ class Group:
         self.members.fail(CollectiveError(f"{self.members.describe(self.members.rank)}: {reason}"))
 
     def agent_closes(self) -> None:
-        """This worker leaves, with all its groups; for the node."""
+        """Handle that this worker leaves, with all its groups; called by the node."""
         self._leaves = True
         self.messages.close()
         self.members.fail(CollectiveError("this worker's agent has ended"), tell=False)
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has left, or leaves."""
+        """Whether this rank has left, or is leaving."""
         return self._leaves
 
     def close(self) -> None:
-        """Leave. Idempotent; what others still wait for this rank to do fails there."""
+        """Leave. Idempotent; operations of other ranks that need this rank fail there."""
         if self._closed:
             return
         self._closed = self._leaves = True

@@ -1,8 +1,8 @@
 """Collectives of ranks on several hosts: through memory within a host, by messages between hosts.
 
-A *domain* is the ranks that share memory; its *leader* stands for it. What can be reduced or copied within a
-domain crosses the network once for each domain: all-reduce, reduce, broadcast and barrier. In the others each
-pair of ranks has its own data, and all is sent from rank to rank.
+A *domain* is the ranks that share memory; one of them, its *leader*, acts for it. Data that can be reduced or
+copied within a domain crosses the network once for each domain: in all-reduce, reduce, broadcast and barrier.
+In the others each pair of ranks has its own data, and everything is sent from rank to rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class HierarchicalCollectives:
 
     Args:
         channel: messages between ranks.
-        domains: the ranks of each, in order; all ranks of the group, each once.
-        rank: this one.
-        local: the collectives of this rank's domain; None if it is alone there.
-        check: called with the rank that is waited for; raises if that is in vain.
-        longest: maximum number of bytes of a message, the same on all ranks.
+        domains: the ranks of each domain, in order; each rank of the group is in one.
+        rank: this rank.
+        local: the collectives of this rank's domain; None if the rank is alone in it.
+        check: called with the rank that is awaited; raises if that will not come.
+        longest: maximum size in bytes of a message, the same on all ranks.
     """
 
     def __init__(
@@ -54,13 +54,15 @@ class HierarchicalCollectives:
         self.all_to_all = self._flat.all_to_all
 
     def wake(self) -> None:
-        """Have the thread that waits look whether the group has failed. From any thread."""
+        """Make the waiting thread check whether the group has failed. From any thread."""
         self._flat.wake()
         for each in list(self._by_leaders.values()):
             each.wake()
 
     def _leaders(self, root: int) -> tuple[int, NetworkCollectives | None]:
-        """The leader of this rank's domain, and for a leader the leaders' collectives; ``root`` leads."""
+        """Return the leader of this rank's domain, and for a leader the collectives of all leaders; ``root``
+        is a leader.
+        """
         leaders = tuple(root if root in domain else domain[0] for domain in self._domains)
         mine = root if root in self._mine else self._mine[0]
         if mine != self._rank:

@@ -1,19 +1,20 @@
 """Collectives of ranks that share memory, over a ``Board``.
 
 Data goes through the slots in parts, so that it stays in caches: each byte is read from the caller's tensor
-once and written to the others' once. While a rank reads one part, the next is already there for the others.
+once and written to those of the others once. While a rank reads one part, the next one is already there for
+the others.
 
-*Exchange.* In round s each rank fills its slot with part s, and reads what is for it in the others' slots::
+*Exchange.* In round s each rank fills its slot with part s, and reads its data from the slots of the others::
 
     fill 0, publish, wait;  then for each part: fill s + 1, publish; read s; wait
 
 *Reduction to all* of large tensors of more than two ranks. Each rank reduces one chunk of each part, from the
-others' slots and its own tensor, into its slot of another round, where the others read the result::
+slots of the others and its own tensor, into its slot of another round, where the others read the result::
 
     fill 0;  then for each part: fill s + 1;  reduce s into a slot;  read the results of s - 1
 
-The first round of every operation carries the rank's signature and how many bytes it has for each other, so
-what does not fit together is found before any tensor is touched.
+The first round of every operation carries the rank's signature and the number of bytes that it has for each
+other rank, so a mismatch is found before any tensor is touched.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from spmd.collectives.signature import FIELD_BYTES, what_differs
 __all__ = ["LocalCollectives", "header_bytes"]
 
 _SMALL_BYTES: Final = 32 << 10
-"""Up to so much, every rank reduces everything."""
+"""Maximum size in bytes of tensors of which every rank reduces everything."""
 
 _ALIGNMENT: Final = 64
 
 
 def header_bytes(size: int) -> int:
-    """What a slot's header takes in a group of ``size`` ranks."""
+    """Return the size in bytes of a slot's header in a group of ``size`` ranks."""
     return FIELD_BYTES + 8 * size
 
 
@@ -64,7 +65,7 @@ class LocalCollectives:
         """Publish the first round, which has been filled, and wait for it.
 
         Raises:
-            CollectiveMismatchError: not all have called the same.
+            CollectiveMismatchError: not all ranks have called the same operation.
         """
         board = self._board
         board.header(self._me, board.round + 1)[:FIELD_BYTES] = signature
@@ -88,12 +89,12 @@ class LocalCollectives:
         sends: Sequence[int],
         takes: Sequence[int],
     ) -> None:
-        """Parts of up to ``part`` bytes from everybody to everybody.
+        """Exchange parts of up to ``part`` bytes between all ranks.
 
         Args:
-            fill: fills this rank's next slot with a part; None if it has nothing to give.
-            read: given a rank, its slot's address and the part's number; called for each other rank.
-            sends, takes: how many bytes this rank has for each, and expects of each.
+            fill: fills this rank's next slot with a part; None if it has nothing to send.
+            read: takes a rank, its slot's address and the part's number; called for each other rank.
+            sends, takes: number of bytes that this rank has for each other, and expects from each.
         """
         board = self._board
         others = [0 if rank == self._me else size for rank, size in enumerate(sends)]
@@ -129,9 +130,9 @@ class LocalCollectives:
         """Read the parts of an operation, and fill each a step ahead; the first has been published.
 
         Args:
-            number: the round of the first part.
-            fill: fills this rank's next slot with a part; None if it has nothing to give.
-            read: given the round and the number of a part.
+            number: round of the first part.
+            fill: fills this rank's next slot with a part; None if it has nothing to send.
+            read: takes the round and the number of a part.
         """
         for step in range(parts):
             following = 0
@@ -309,8 +310,8 @@ class LocalCollectives:
         """See ``Algorithms``.
 
         Args:
-            root: who gets the result; None for all.
-            last: no other ranks' tensors are reduced into the result later.
+            root: rank that gets the result; None for all.
+            last: whether no tensors of other ranks are reduced into the result later.
         """
         if self._size == 2 or tensor.nbytes <= _SMALL_BYTES:
             self._reduce_everything(signature, deadline, tensor, reduction, root, last)
@@ -326,7 +327,9 @@ class LocalCollectives:
         root: int | None,
         last: bool,
     ) -> None:
-        """Every rank reduces all: between two it moves as many bytes as reducing halves, and waits less."""
+        """Reduce everything on every rank: between two ranks this moves as many bytes as reducing halves, and
+        waits less.
+        """
         board, dtype, everybody = self._board, tensor.dtype, self._everybody
         address, total = tensor.data_ptr(), tensor.nbytes
         results = pieces(tensor.view(-1), SLOT_BYTES // dtype.itemsize)
@@ -413,15 +416,19 @@ class LocalCollectives:
     # ---- memory
 
     def _next_slot(self) -> int:
-        """Where the data of this rank's next round lies."""
+        """The address of the data of this rank's next round."""
         return self._board.address(self._me, self._board.round + 1)
 
     def _chunk_bytes(self, total: int) -> int:
-        """What each rank's share of a part is: as even as can be, and no more than fits into a slot."""
+        """Return the size in bytes of each rank's share of a part: as even as possible, and at most that of a
+        slot.
+        """
         most = SLOT_BYTES // self._size // _ALIGNMENT * _ALIGNMENT
         fair = -(-total // (self._size * _ALIGNMENT)) * _ALIGNMENT
         return max(_ALIGNMENT, min(most, fair))
 
     def _chunk(self, rank: int, dtype: torch.dtype, count: int, length: int, number: int) -> torch.Tensor:
-        """What is for this rank in a rank's slot of a round: ``length`` elements, of chunks of ``count``."""
+        """Return this rank's share in a rank's slot of a round: ``length`` elements, of chunks of
+        ``count``.
+        """
         return self._board.tensor(rank, number, dtype).narrow(0, self._me * count, length)

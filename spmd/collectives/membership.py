@@ -1,4 +1,4 @@
-"""Who a group's ranks are, which of them are gone, and whether the group has failed."""
+"""The ranks of a group, those of them that are gone, and whether the group has failed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Membership:
     """The ranks of one group, as one of them sees it. From any thread.
 
     Args:
-        name: of the group.
-        rank: this process's.
-        workers: the name of each rank's worker.
+        name: name of the group.
+        rank: rank of this process.
+        workers: name of each rank's worker.
         tell: sends a failure to all others.
 
     Attributes:
-        gone: why, of each rank that is.
-        failure: why the group has failed, if it has.
+        gone: the reason for each rank that is gone.
+        failure: the reason why the group has failed, or None.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class Membership:
         self._watchers: list[Callable[[], object]] = []
 
     def watch(self, watcher: Callable[[], object]) -> None:
-        """Have ``watcher`` called, on any thread, when a rank is gone or the group has failed."""
+        """Call ``watcher``, on any thread, when a rank is gone or the group has failed."""
         self._watchers.append(watcher)
 
     def describe(self, rank: int) -> str:
-        """A rank, as errors name it."""
+        """Describe a rank, for errors."""
         return f"rank {rank} (worker '{self.workers[rank]}')"
 
     def check(self) -> None:
@@ -58,14 +58,14 @@ class Membership:
             )
 
     def check_rank(self, rank: int) -> None:
-        """Raise if the group has failed, or ``rank``, which is waited for, is gone."""
+        """Raise if the group has failed, or ``rank``, which is awaited, is gone."""
         self.check()
         if rank in self.gone:
             raise RankLostError(f"{self.describe(rank)} is gone: {self.gone[rank]}")
 
     def check_collective(self, rank: int | None = None) -> None:
-        """Raise if the group has failed, or ``rank``, which is waited for, is gone, or any other has died, so
-        that not all can end a collective.
+        """Raise if the group has failed, or ``rank``, which is awaited, is gone, or any other rank has died,
+        so that not all ranks can end a collective.
         """
         for each in self._dead[:1]:
             self.check_rank(each)
@@ -75,7 +75,7 @@ class Membership:
             self.check_rank(rank)
 
     def error(self) -> CollectiveError:
-        """Why the group has failed: a new exception of the first one's class."""
+        """Return a new exception with the reason why the group has failed, of the first exception's class."""
         assert self.failure is not None
         return type(self.failure)(f"process group '{self.name}' has failed: {self.failure}")
 
@@ -89,10 +89,10 @@ class Membership:
         return bool(self._dead)
 
     def fail(self, failure: CollectiveError, *, tell: bool = True) -> None:
-        """End what is under way on all ranks. The first failure counts.
+        """End everything in progress on all ranks. Only the first failure counts.
 
         Args:
-            tell: the others do not know yet.
+            tell: whether the others must be notified.
         """
         with self._lock:
             if self.failure is not None:
@@ -103,10 +103,10 @@ class Membership:
         self._notify()
 
     def leave(self, rank: int, reason: str, *, died: bool = False) -> None:
-        """A rank is gone.
+        """Record that a rank is gone.
 
         Args:
-            died: before it could say that it takes part no more.
+            died: whether it died before it could say that it takes part no more.
         """
         if died and rank not in self.gone:
             self._dead.append(rank)

@@ -20,16 +20,18 @@ _move.restype = None
 
 
 def move(target: int, source: int, begin: int, end: int) -> None:
-    """Copy the bytes from ``begin`` to ``end`` of what is at ``source`` to ``target``, if there are any."""
+    """Copy the bytes from ``begin`` to ``end`` of the memory at ``source`` to ``target``, if there are
+    any.
+    """
     if end > begin:
         _move(target, source + begin, end - begin)
 
 
 def copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a contiguous tensor's bytes to another, unless it is the same memory.
+    """Copy a contiguous tensor's bytes to another, unless both have the same memory.
 
     Raises:
-        CollectiveError: they differ in size.
+        CollectiveError: their sizes differ.
     """
     check_same_size(source, target)
     if source.data_ptr() != target.data_ptr():
@@ -51,11 +53,11 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor, which stays as long as the view does."""
+    """Return the memory of a contiguous tensor, which lives as long as the view does."""
     if not tensor.nbytes:
         return _EMPTY
     array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    array.tensor = tensor  # what is still to be sent may outlive the operation that has failed
+    array.tensor = tensor  # data that is still to be sent may outlive the operation that has failed
     return memoryview(array).cast("B")
 
 
@@ -65,5 +67,5 @@ def pieces(tensor: torch.Tensor, sizes: int | Sequence[int]) -> Sequence[torch.T
 
 
 def of_even_size(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """A contiguous tensor cut into ``count`` flat pieces, as even as can be; some may be empty."""
+    """Cut a contiguous tensor into ``count`` flat pieces, as even as possible; some may be empty."""
     return list(tensor.view(-1).tensor_split(count))

@@ -1,9 +1,9 @@
-"""What a group's ranks say to each other outside of collectives: sends and receives, failures, farewells, and
-how far they are.
+"""Messages between a group's ranks outside of collectives: sends and receives, failures, farewells, and
+progress.
 
-Every pair of ranks has one ordered stream of *notes*. A small tensor comes with its note. For a large one
-the note is an offer; the receiver answers when it has a tensor for it, and only then the data travels, on a
-second stream, in the order of the answers. So nothing large is kept for a receive that is still to be posted,
+Every pair of ranks has one ordered stream of *notes*. A small tensor is sent with its note. For a large one
+the note is an offer; the receiver answers when it has a tensor for it, and only then the data is sent, on a
+second stream, in the order of the answers. So no large data is kept for a receive that is still to be posted,
 and sends and receives may be posted in any order without blocking each other.
 
 A receive takes the first note, in the order of arrival, that has its tag and comes from its source.
@@ -41,24 +41,24 @@ from spmd.collectives.work import GroupWork
 __all__ = ["ANY", "Messages"]
 
 ANY: Final = -1
-"""The source of a receive from whoever sends first."""
+"""Source of a receive from any rank."""
 
 _SMALL_BYTES: Final = 32 << 10
 _HEADER: Final = Struct("<BqQ24s")  # kind, tag or number of the offer, bytes, dtype
 _NUMBER_BYTES: Final = 8
 _ANSWER_SECONDS: Final = 1.0
-"""How long a rank may take to say how far it is, which its agent does."""
+"""Timeout in seconds for the answer of a rank's agent about its progress."""
 
 
 class _Kind(enum.IntEnum):
     SMALL = 0  # a tensor; its bytes follow
     OFFER = 1  # a tensor; the number of the offer follows
     ACCEPT = 2
-    REFUSE = 3  # why follows
-    FAIL = 4  # the group has failed; the number is that of the error's class, why follows
+    REFUSE = 3  # the reason follows
+    FAIL = 4  # the group has failed; the number is that of the error's class, and the reason follows
     LEAVE = 5  # this rank takes part no more
-    ASK = 6  # how many collectives have you begun?
-    ANSWER = 7  # so many, in the place of the size; the number is that of the question
+    ASK = 6  # question: the number of collectives that the rank has begun
+    ANSWER = 7  # the answer, in place of the size; the number is that of the question
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +80,7 @@ class _Arrival:
 
 
 class _Question:
-    """How far the other ranks are."""
+    """A question about the progress of the other ranks."""
 
     def __init__(self, asked: Sequence[int]) -> None:
         self.unanswered = set(asked)
@@ -99,12 +99,12 @@ class Messages:
     """The notes and tensors between one rank and all others. From any thread; nothing here blocks.
 
     Args:
-        bulk: of the agent.
+        bulk: bulk messages of the agent.
         peers: the workers, by rank.
-        members: is told of failures and farewells.
-        tags: by rank, the first of the group's.
+        members: notified of failures and farewells.
+        tags: the first tag of the group with each rank, by rank.
         run_soon: runs tasks on other threads: long copies.
-        record: has the flight recorder keep a send or a receive.
+        record: records a send or a receive in the flight recorder.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class Messages:
         self._closed = False
         self._posts: dict[int, Transfer] = {}
         self.begun = 0
-        """How many collectives this rank has begun."""
+        """Number of collectives that this rank has begun."""
         self._questions: dict[int, _Question] = {}
         self._others = [rank for rank in range(members.size) if rank != members.rank]
         members.watch(self._end_hopeless)
 
     def begin(self) -> None:
-        """Listen to all others."""
+        """Start to receive from all others."""
         for rank in self._others:
             self._listen(rank)
 
@@ -147,7 +147,8 @@ class Messages:
         """Send a contiguous tensor, which must not change until the work is done.
 
         Args:
-            limit: seconds after which whoever waits gives up; 0 for none. It is not sent then.
+            limit: time in seconds after which a waiting thread gives up; 0 for none. The tensor is not sent
+                then.
         """
         size, dtype = tensor.nbytes, str(tensor.dtype).encode()
         work = GroupWork(f"send of {size} bytes to {self._members.describe(to)}, tag {tag}", [tensor])
@@ -175,7 +176,7 @@ class Messages:
         """Receive into a contiguous tensor, from a rank or from ``ANY``.
 
         Args:
-            limit: seconds after which whoever waits gives up.
+            limit: time in seconds after which a waiting thread gives up; 0 for none.
         """
         whom = "any rank" if source == ANY else self._members.describe(source)
         work = GroupWork(f"receive of {tensor.nbytes} bytes from {whom}, tag {tag}", [tensor])
@@ -188,7 +189,7 @@ class Messages:
             else:
                 self._check_sources(source)
                 self._receives.append(receive)
-            work.show("recvAnySource" if source == ANY else "recv", [tensor])  # as other backends name them
+            work.show("recvAnySource" if source == ANY else "recv", [tensor])  # as other backends do
             sender = "?" if source == ANY else source
             work.record = self._record(f"recv {self._members.rank}<-{sender}", [tensor], limit)
         if arrival is not None:
@@ -196,7 +197,7 @@ class Messages:
         return work
 
     def _check_sources(self, source: int) -> None:
-        """Raise if nothing can come any more."""
+        """Raise if no message can come any more."""
         if source != ANY:
             self._members.check_rank(source)
             return
@@ -210,7 +211,7 @@ class Messages:
                 self._receives.remove(receive)
 
     def _match(self, receive: _Receive, arrival: _Arrival) -> None:
-        """A note has found its receive."""
+        """Give a note to its receive."""
         tensor, work, source = receive.tensor, receive.work, arrival.source
         work.sender = source
         problem = self._what_does_not_fit(receive, arrival)
@@ -266,7 +267,7 @@ class Messages:
     def _note(
         self, to: int, kind: _Kind, number: int = 0, size: int = 0, dtype: bytes = b"", rest: bytes = b""
     ) -> None:
-        """Send a note; if its receiver is gone, that is found out elsewhere."""
+        """Send a note; the loss of its receiver is noticed elsewhere."""
         try:
             note = _HEADER.pack(kind, number, size, dtype)
             self._bulk.send(self._peers[to], self._tags[to] + NOTES, [note, rest])
@@ -294,7 +295,7 @@ class Messages:
             self._listen(rank)
 
     def _take(self, rank: int, message: Transfer) -> bool:
-        """A note has come from a rank. Returns whether more may come."""
+        """Handle a note of a rank. Returns whether more may come."""
         if message.error() is not None:
             return False
         note = b"".join(message.wait())
@@ -351,7 +352,7 @@ class Messages:
             queue = self._accepted[to]
             while queue:
                 accepted = queue.popleft()
-                if accepted is None:  # it has expired: an empty message takes its place, and fails there
+                if accepted is None:  # it has expired: an empty message is sent in its place, and fails there
                     with contextlib.suppress(RpcError):
                         self._bulk.send(self._peers[to], self._tags[to] + DATA, b"")
                     continue
@@ -366,8 +367,8 @@ class Messages:
     # ---- who is behind
 
     def ask_who_is_behind(self) -> list[int]:
-        """The ranks that say that they have not begun the collective which this one is at; if there are none,
-        those that do not answer soon.
+        """Return the ranks that say that they have not begun the collective which this one waits in; if there
+        are none, those that do not answer soon.
         """
         asked = [rank for rank in self._others if rank not in self._members.gone]
         number = next(self._numbers)
@@ -383,12 +384,12 @@ class Messages:
     # ---- the end
 
     def tell_failure(self, failure: CollectiveError) -> None:
-        """Tell all others that the group has failed."""
+        """Notify all others that the group has failed."""
         for rank in self._others:
             self._note(rank, _Kind.FAIL, KINDS.index(type(failure)), rest=str(failure).encode())
 
     def _end_hopeless(self) -> None:
-        """End what waits for ranks that are gone, or everything if the group has failed."""
+        """End the operations that wait for ranks that are gone, or all if the group has failed."""
         members = self._members
         with self._lock:
             everybody_gone = all(rank in members.gone for rank in self._others)
@@ -407,7 +408,7 @@ class Messages:
                 for message, source in self._coming.items()
                 if members.failed or source in members.gone
             ]
-            # What is small is here; what is not will not come any more.
+            # Small messages are here; others will not come any more.
             self._arrivals = [
                 each for each in self._arrivals if not (each.is_offer and each.source in members.gone)
             ]
@@ -430,7 +431,8 @@ class Messages:
             return
         self._closed = True
         if self._members.failure is not None:
-            self.tell_failure(self._members.failure)  # who has not heard would take leaving for why
+            # otherwise ranks that have not been notified would take leaving for the reason
+            self.tell_failure(self._members.failure)
         for rank in self._others:
             self._note(rank, _Kind.LEAVE)
         for message in list(self._posts.values()):

@@ -1,4 +1,4 @@
-"""A barrier that says which ranks have not come."""
+"""A barrier that names the ranks that have not come."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from spmd.collectives.signature import signature
 __all__ = ["monitored_barrier"]
 
 _PATIENCE: Final = 2.0
-"""So much longer than rank 0 the others wait, so that it is rank 0 that says who is missing."""
+"""Time in seconds by which the others wait longer than rank 0, so that rank 0 is the one that names missing
+ranks.
+"""
 
 
 def monitored_barrier(group: Group, seconds: float, wait_all_ranks: bool) -> None:
-    """All ranks tell rank 0 that they have come, and then it tells all.
+    """Wait at rank 0 until all ranks have come, and then release all.
 
     Args:
-        group: all its ranks call this.
-        seconds: how long rank 0 waits; 0 for no limit.
-        wait_all_ranks: the error's first words name all missing ranks that are known, not only the first.
+        group: process group, all of whose ranks call this.
+        seconds: maximum time in seconds that rank 0 waits; 0 for no limit.
+        wait_all_ranks: whether the error's first words name all missing ranks that are known, not only the
+            first.
 
     Raises:
-        CollectiveError: not all have come. It begins with the words that gloo has for this, for those who
-            look for them.
+        CollectiveError: not all ranks have come. It begins with the words of gloo's error, for programs that
+            search for them.
     """
     rank, size = group.members.rank, group.members.size
 

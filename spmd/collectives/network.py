@@ -1,19 +1,22 @@
-"""Collectives by messages, between ranks that share no memory: runs what ``schedules.py`` says.
+"""Collectives by messages, between ranks that share no memory, by the schedules of ``schedules.py``.
 
 The first message of an operation from one rank to another begins with the signature of the call, so that two
-ranks that have called different things find out before any tensor is touched.
+ranks that have called different operations notice before any tensor is touched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from struct import Struct
 from time import monotonic
 from typing import Any, Final, Protocol
+from zlib import crc32
 
 import torch
 
@@ -21,6 +24,8 @@ from rpc.bulk.copying import scatter
 from rpc.bulk.matching import REPORT
 from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.runtime.blocking import INFINITE
+from rpc.runtime.torch_internals import InferenceMode
+from rpc.wire.targets import MERGE_ALIGNMENT
 from spmd.collectives import schedules
 from spmd.collectives.errors import CollectiveError, CollectiveMismatchError, RankLostError, RanksMissingError
 from spmd.collectives.memory import bytes_of, check_same_size, copy_bytes, of_even_size, overlap, pieces
@@ -28,36 +33,49 @@ from spmd.collectives.reductions import Reduction
 from spmd.collectives.schedules import Step
 from spmd.collectives.signature import FIELD_BYTES, what_differs
 
-__all__ = ["Channel", "NetworkCollectives"]
+__all__ = ["Channel", "Merge", "NetworkCollectives"]
 
 _TOGETHER_BYTES: Final = 32 << 10
-"""A first message of up to so many bytes comes in one with the signature."""
+"""Maximum size in bytes of a first message that is sent together with the signature."""
 
 _WHOLE_BYTES: Final = 3 << 20
-"""Maximum number of bytes of a step that go in one message. Longer ones go in pieces."""
+"""Maximum size in bytes of a step that is sent in one message. Longer ones are sent in pieces."""
 
 _FIRST_BYTES: Final = REPORT
-"""Number of bytes in the first piece, which may come before it has a place, and is copied then. A sender's
-credit does not allow for more than that before the receiver has answered: longer pieces always have a place.
+"""Size in bytes of the first piece for a rank, which may arrive before it has a place, and is copied then. A
+sender's credit does not allow more than ``WINDOW`` before the receiver has answered.
 """
 
-_REDUCED_BYTES: Final = 6 << 20
-"""Number of bytes in a further piece that is reduced, while the next one is on its way."""
+_REDUCED_BYTES: Final = 32 << 20
+"""Size in bytes of a later piece that is reduced. On bulk streams it is reduced while it arrives, and needs
+no memory; otherwise when all of it has arrived.
+"""
+
+_APART_BYTES: Final = 4 << 20
+"""The same where elements are too large to be reduced while they arrive: these pieces have memory of their
+own.
+"""
 
 _UNCHANGED_BYTES: Final = 64 << 20
-"""Number of bytes in a further piece that is not reduced."""
+"""Size in bytes of a later piece that is not reduced."""
 
-_AHEAD: Final = 4
-"""How many pieces are sent before one is received, and have a place before they come."""
+_AHEAD: Final = 8
+"""Number of pieces that are sent before one is received, and have a place before they arrive."""
 
-_SIZE: Final = Struct("<Q56x")
-"""Number of bytes of the first message, after the signature; padded, so that its elements are aligned."""
+_SIZES: Final = Struct("<QQI44x")
+"""Fields after the signature: the number of bytes for that rank in the first step and in all, and a checksum
+of the size of each message. Padded, so that the elements of the first message are aligned.
+"""
 
 _SLICE_SECONDS: Final = 0.25
 
 
+Merge = Callable[[int, memoryview], object]
+"""Merges a part of a message, at its offset: see ``Bulk.post``."""
+
+
 class Message(Protocol):
-    """A message on its way: ``rpc.bulk.transfer.Transfer``."""
+    """A message in transit: ``rpc.bulk.transfer.Transfer``."""
 
     def wait(self, timeout: float | None = None) -> list[memoryview]: ...
 
@@ -71,25 +89,39 @@ class Channel(Protocol):
 
     def send(self, rank: int, buffers: list[Any]) -> Message: ...
 
-    def post(self, rank: int, into: Any, size: int) -> Message: ...
+    def post(self, rank: int, into: Any, size: int, merge: Merge | None) -> Message: ...
 
 
 class _Expected:
-    """A message that is to come: its size, and where it goes; None for memory of its own."""
+    """An expected message: its size, and its place; None for memory of its own. If ``merge`` is given, it is
+    merged into the place.
+    """
 
-    def __init__(self, size: int, into: list[memoryview] | None) -> None:
-        self.size, self.into = size, into
+    def __init__(self, size: int, into: list[memoryview] | None, merge: Merge | None = None) -> None:
+        self.size, self.into, self.merge = size, into, merge
         self.message: Message | None = None
-        """Once it is posted."""
+        """The message, once it is posted."""
 
 
 class _Operation:
-    """The messages of one operation of one rank."""
+    """The messages of one operation of one rank.
+
+    Args:
+        sizes_sent, sizes_expected: results of ``_pack_sizes``, by rank.
+    """
 
     def __init__(
-        self, channel: Channel, me: int, signature: bytes, deadline: float, check: Callable[[int], object]
+        self,
+        channel: Channel,
+        me: int,
+        signature: bytes,
+        deadline: float,
+        check: Callable[[int], object],
+        sizes_sent: Mapping[int, bytes],
+        sizes_expected: Mapping[int, bytes],
     ) -> None:
         self._channel = channel
+        self._sizes_sent, self._sizes_expected = sizes_sent, sizes_expected
         self._me = me
         self._signature = signature
         self._deadline = deadline
@@ -100,12 +132,12 @@ class _Operation:
         self._expected: dict[int, deque[_Expected]] = {}
 
     def send(self, rank: int, data: Sequence[memoryview]) -> None:
-        """Send one message; ``data`` must stay as it is until it has arrived."""
+        """Send one message; ``data`` must not change until it has arrived."""
         size = sum(map(len, data))
         buffers = list(data)
         if rank not in self._greeted:
             self._greeted.add(rank)
-            greeting = self._signature + _SIZE.pack(size)
+            greeting = self._signature + self._sizes_sent[rank]
             if size <= _TOGETHER_BYTES:
                 buffers, size = [memoryview(greeting), *buffers], size + len(greeting)
             else:
@@ -119,11 +151,12 @@ class _Operation:
         except RpcError as error:
             raise self._failed(rank, error) from error
 
-    def expect(self, rank: int, size: int, into: list[memoryview] | None) -> None:
-        """One more message is to come from a rank. Where it goes may be written to as soon as the rank before
-        it is heard of, since it is not sent before what lies there is needed no more.
+    def expect(self, rank: int, size: int, into: list[memoryview] | None, merge: Merge | None) -> None:
+        """Expect one more message from a rank. Its place may be written to as soon as the rank's first
+        message has arrived, since a rank does not send before the old content of the place is no longer
+        needed.
         """
-        self._expected.setdefault(rank, deque()).append(_Expected(size, into))
+        self._expected.setdefault(rank, deque()).append(_Expected(size, into, merge))
 
     def receive(self, rank: int) -> list[memoryview]:
         """Wait for the next message that is expected from a rank, and return it."""
@@ -131,7 +164,7 @@ class _Operation:
         if rank not in self._heard:
             self._heard.add(rank)
             first = expected[0]
-            together = self._hear(rank, first.size)
+            together = self._hear(rank)
             if first.size <= _TOGETHER_BYTES:
                 expected.popleft()
                 if first.into is None:
@@ -141,9 +174,10 @@ class _Operation:
         for following in itertools.islice(expected, _AHEAD):
             if following.size and following.message is None:
                 if following.into is None and following.size > _WHOLE_BYTES:
-                    # It has a place when it comes. The allocator keeps this thread's memory for the next one.
+                    # It has a place when it arrives. The allocator keeps this thread's memory for the next
+                    # one.
                     following.into = [bytes_of(torch.empty(following.size, dtype=torch.uint8))]
-                following.message = self._post(rank, following.into, following.size)
+                following.message = self._post(rank, following)
         first = expected[0]
         found = [] if first.message is None else self._wait(rank, first.message)
         expected.popleft()
@@ -151,28 +185,35 @@ class _Operation:
             raise self._misfit(rank, sum(map(len, found)), first.size)
         return found
 
-    def _hear(self, rank: int, size: int) -> memoryview:
-        """The first message of a rank: compare what is called there, and return the rest of it."""
-        greeting = _Expected(len(self._signature), None)
+    def _hear(self, rank: int) -> memoryview:
+        """Receive the first message of a rank: compare the signatures, and return the rest of it."""
+        greeting = _Expected(0, None)
         self._expected[rank].appendleft(greeting)
-        greeting.message = self._post(rank, None)
+        greeting.message = self._post(rank, greeting)
         message = memoryview(bytearray().join(self._wait(rank, greeting.message)))
         self._expected[rank].popleft()
         field = message[:FIELD_BYTES]
         if field != self._signature:
             fields = {self._me: self._signature, rank: bytes(field)}
             raise CollectiveMismatchError(what_differs(fields) or "")
-        (given,) = _SIZE.unpack_from(message, FIELD_BYTES)
-        if given != size:
-            raise self._misfit(rank, given, size)
-        return message[FIELD_BYTES + _SIZE.size :]
+        given = bytes(message[FIELD_BYTES : FIELD_BYTES + _SIZES.size])
+        expected = self._sizes_expected[rank]
+        if given != expected:
+            first, in_all, _ = zip(_SIZES.unpack(given), _SIZES.unpack(expected), strict=True)
+            raise self._misfit(rank, *(first if first[0] != first[1] else in_all))
+        return message[FIELD_BYTES + _SIZES.size :]
 
     def _misfit(self, rank: int, given: int, size: int) -> CollectiveError:
+        if given == size:
+            return CollectiveError(
+                f"rank {rank} divides {size} bytes for rank {self._me} otherwise than that rank expects: the "
+                "sizes of their tensors differ"
+            )
         return CollectiveError(f"rank {rank} has {given} bytes for rank {self._me}, which expects {size}")
 
-    def _post(self, rank: int, into: list[memoryview] | None, size: int = 0) -> Message:
+    def _post(self, rank: int, expected: _Expected) -> Message:
         try:
-            return self._channel.post(rank, into, size)
+            return self._channel.post(rank, expected.into, expected.size, expected.merge)
         except RpcError as error:
             raise self._failed(rank, error) from error
 
@@ -194,7 +235,7 @@ class _Operation:
                 raise self._failed(rank, error) from error
 
     def _failed(self, rank: int, error: RpcError) -> CollectiveError:
-        """What a message to or from a rank has ended in."""
+        """Return the error of a message to or from a rank."""
         self._check(rank)
         if isinstance(error, WorkerLostError):
             return RankLostError(f"rank {rank} (worker '{error.worker}') is gone: {error.reason}")
@@ -215,7 +256,7 @@ class _Operation:
         ]
 
     def wake(self) -> None:
-        """End what is waited for in vain. From any thread."""
+        """End the waits for messages that will not come. From any thread."""
         for rank, message in self._posted():
             try:
                 self._check(rank)
@@ -223,38 +264,66 @@ class _Operation:
                 message.cancel(str(error))
 
     def cancel(self) -> None:
-        """Receive nothing more; when this returns, nothing is written any more to where messages go."""
+        """Receive nothing more; when this returns, nothing is written to the places of messages any more."""
         for _, message in self._posted():
             if not message.cancel("the operation has ended"):
                 with contextlib.suppress(RpcError):
                     message.wait()  # it is here, and only to be copied
 
 
+def _pack_sizes(steps: Iterable[tuple[int, Sequence[int]]]) -> dict[int, bytes]:
+    """Return the ``_SIZES`` of the messages of some steps, for each rank."""
+    of_ranks: dict[int, list[Sequence[int]]] = {}
+    for rank, sizes in steps:
+        of_ranks.setdefault(rank, []).append(sizes)
+    packed = {}
+    for rank, of_steps in of_ranks.items():
+        every = array("Q", itertools.chain.from_iterable(of_steps))
+        packed[rank] = _SIZES.pack(sum(of_steps[0]), sum(every), crc32(every))
+    return packed
+
+
 def _messages(
-    blocks: Sequence[torch.Tensor], numbers: Iterable[int], longest: int
+    blocks: Sequence[torch.Tensor], numbers: Iterable[int], longest: int, *, is_first: bool
 ) -> list[Sequence[torch.Tensor]]:
-    """Some blocks as messages: large ones in pieces. Both ranks of a step divide them alike."""
+    """Divide some blocks into messages: large ones in pieces. Both ranks of a step divide them alike.
+
+    Args:
+        longest: maximum size in bytes of a piece.
+        is_first: whether the receiver may not have called the operation yet when the first of them arrives.
+    """
     chosen = [blocks[each] for each in numbers]
     if sum(block.nbytes for block in chosen) <= _WHOLE_BYTES:
         return [chosen]
-    return [
-        [piece]
-        for block in chosen
-        for piece in pieces(block.view(-1), _sizes(block.numel(), block.dtype.itemsize, longest))
-        if piece.nbytes
-    ]
+    messages: list[Sequence[torch.Tensor]] = []
+    for block in chosen:
+        count, others = block.numel(), longest // block.dtype.itemsize
+        first = min(count, _FIRST_BYTES // block.dtype.itemsize) if is_first and not messages else 0
+        full, rest = divmod(count - first, others)
+        sizes = [first, *[others] * full, rest]
+        messages += [[piece] for piece in pieces(block.view(-1), sizes) if piece.nbytes]
+    return messages
 
 
-def _sizes(count: int, itemsize: int, longest: int) -> list[int]:
-    """How many elements each piece of a block has."""
-    first = min(count, _FIRST_BYTES // itemsize)
-    others = longest // itemsize
-    full, rest = divmod(count - first, others)
-    return [first, *[others] * full, *[rest] * bool(rest)]
+def _merging(mine: torch.Tensor, result: torch.Tensor, reduction: Reduction) -> Merge:
+    """Return a function that merges the bytes of another rank's tensor with ``mine``, part by part, into
+    ``result``.
+    """
+    mine, result = mine.view(-1), result.view(-1)
+
+    def merge(begin: int, data: memoryview) -> None:
+        first, behind = begin // mine.itemsize, (begin + len(data)) // mine.itemsize
+        with InferenceMode(True):  # it may be a leaf that requires gradients, and this may be any thread
+            other = torch.frombuffer(data, dtype=torch.uint8).view(mine.dtype)
+            reduction.merge(mine[first:behind], other, result[first:behind])
+
+    return merge
 
 
 def _as_tensors(message: list[memoryview], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A message as tensors of given shapes and dtypes: over its memory, if that is divided as they are."""
+    """Return a message as tensors of given shapes and dtypes: over its memory, if that is divided like they
+    are.
+    """
     if all(message) and list(map(len, message)) == [each.nbytes for each in like]:
         found = [torch.frombuffer(data, dtype=torch.uint8) for data in message]
         if all(data.data_ptr() % each.itemsize == 0 for data, each in zip(found, like, strict=True)):
@@ -264,15 +333,59 @@ def _as_tensors(message: list[memoryview], like: Sequence[torch.Tensor]) -> list
     return tensors
 
 
+@dataclass(slots=True)
+class _Part:
+    """A message of a step.
+
+    Attributes:
+        mine: tensors of this rank that it replaces, or that it is reduced with.
+        results: places of the reductions.
+        into: memory that it fills or is merged into, or None if this thread reduces it once it is here.
+        merge: merges it while it arrives.
+    """
+
+    mine: Sequence[torch.Tensor]
+    results: Sequence[torch.Tensor]
+    into: list[memoryview] | None
+    merge: Merge | None = None
+
+
+@dataclass(slots=True)
+class _Planned:
+    """One step: its messages to a rank and from one, numbered as in the channel; -1 for none."""
+
+    changes_what_it_sends: bool
+    to: int = -1
+    sends: Sequence[Sequence[torch.Tensor]] = ()
+    source: int = -1
+    takes: list[_Part] = field(default_factory=list)
+
+
+def _size(message: Sequence[torch.Tensor]) -> int:
+    return sum(each.nbytes for each in message)
+
+
+def _can_merge(message: Sequence[torch.Tensor]) -> bool:
+    """Whether a message can be reduced while it arrives: it has one tensor, no element of which is divided
+    between two parts, and comes by itself.
+    """
+    return len(message) == 1 and _is_aligned(message[0]) and message[0].nbytes > _TOGETHER_BYTES
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether no element is divided between two parts of a message that is merged."""
+    return MERGE_ALIGNMENT % tensor.itemsize == 0
+
+
 class NetworkCollectives:
     """The ``Algorithms`` of some ranks over messages, as part of those of more ranks: all-reduce and reduce
-    take tensors that have been ``prepare``d, and how many the result is made of.
+    take tensors that have been ``prepare``d, and the number of tensors that the result is made of.
 
     Args:
         channel: the messages.
-        ranks: those that take part, in order; schedules know them by their places.
-        rank: this one.
-        check: called with the rank that is waited for; raises if that is in vain.
+        ranks: the ranks that take part, in order; schedules number them by position.
+        rank: this rank.
+        check: called with the rank that is awaited; raises if that will not come.
     """
 
     def __init__(
@@ -292,14 +405,10 @@ class NetworkCollectives:
         self._operation: _Operation | None = None
 
     def wake(self) -> None:
-        """Have the thread that waits call ``check``. From any thread."""
+        """Make the waiting thread call ``check``. From any thread."""
         operation = self._operation
         if operation is not None:
             operation.wake()
-
-    def _begin(self, signature: bytes, deadline: float) -> _Operation:
-        self._operation = _Operation(self._channel, self._rank, signature, deadline, self._check)
-        return self._operation
 
     def _run(
         self,
@@ -315,39 +424,35 @@ class NetworkCollectives:
         """Do the steps of a schedule.
 
         Args:
-            blocks: lie one after the other in memory, or are sent singly.
-            reduced: where the reductions of the blocks go; default the blocks themselves.
-            meanwhile: called once, when the first messages are on their way.
+            blocks: blocks that follow each other in memory, or are sent one by one.
+            reduced: places of the reductions of the blocks; default: the blocks themselves.
+            meanwhile: called once, when the first messages are in transit.
         """
-        operation = self._begin(signature, deadline)
-        blocks = list(blocks)
-        reduced = blocks if reduced is None else reduced
-
-        def longest(step: Step) -> int:
-            # In a reduction, what a rank only sends is reduced by the one that receives it.
-            reduces = step.reduces or (reduction is not None and step.source < 0)
-            return min(_REDUCED_BYTES, self._longest) if reduces else self._longest
-
+        plan = self._plan(steps, list(blocks), reduction, reduced)
+        operation = _Operation(
+            self._channel,
+            self._rank,
+            signature,
+            deadline,
+            self._check,
+            _pack_sizes((step.to, [_size(each) for each in step.sends]) for step in plan),
+            _pack_sizes((step.source, [_size(each.mine) for each in step.takes]) for step in plan),
+        )
+        self._operation = operation
         try:
-            for step in steps:
-                for message in _messages(blocks, step.takes, longest(step)) if step.source >= 0 else ():
-                    into = None if step.reduces else [bytes_of(each) for each in message]
-                    operation.expect(self._ranks[step.source], sum(each.nbytes for each in message), into)
-            for step in steps:
-                sends = iter(_messages(blocks, step.sends, longest(step)) if step.to >= 0 else ())
-                takes = _messages(blocks, step.takes, longest(step)) if step.source >= 0 else ()
-                results = _messages(reduced, step.takes, longest(step)) if step.reduces else takes
-                self._send(operation, step, itertools.islice(sends, _AHEAD))
+            for step in plan:
+                for part in step.takes:
+                    operation.expect(step.source, _size(part.mine), part.into, part.merge)
+            for step in plan:
+                sends = iter(step.sends)
+                self._send(operation, step.to, itertools.islice(sends, _AHEAD))
                 if meanwhile is not None:
                     meanwhile()
                     meanwhile = None
-                for message, result in zip(takes, results, strict=True):
-                    self._take(operation, step, message, result, reduction)
-                    self._send(operation, step, itertools.islice(sends, 1))
-                self._send(operation, step, sends)
-                if step.reduces:
-                    for number in step.takes:
-                        blocks[number] = reduced[number]
+                for part in step.takes:
+                    self._take(operation, step, part, reduction)
+                    self._send(operation, step.to, itertools.islice(sends, 1))
+                self._send(operation, step.to, sends)
             if meanwhile is not None:  # there are no steps: this rank is alone
                 meanwhile()
             operation.finish()
@@ -355,24 +460,63 @@ class NetworkCollectives:
             operation.cancel()
             self._operation = None
 
-    def _send(self, operation: _Operation, step: Step, messages: Iterable[Sequence[torch.Tensor]]) -> None:
-        for message in messages:
-            operation.send(self._ranks[step.to], [bytes_of(each) for each in message])
-
-    def _take(
+    def _plan(
         self,
-        operation: _Operation,
-        step: Step,
-        targets: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
+        steps: Sequence[Step],
+        blocks: list[torch.Tensor],
         reduction: Reduction | None,
-    ) -> None:
-        found = operation.receive(self._ranks[step.source])
-        if step.reduces:
+        reduced: Sequence[torch.Tensor] | None,
+    ) -> list[_Planned]:
+        """The messages of all steps."""
+        reduced = blocks if reduced is None else reduced
+        plan: list[_Planned] = []
+        for step in steps:
+            met = {each.to for each in plan}, {each.source for each in plan}
+            # In a reduction, what a rank only sends is reduced by the rank that receives it.
+            reduces = step.reduces or (reduction is not None and step.source < 0)
+            longest = self._longest
+            if reduces:
+                longest = min(longest, _REDUCED_BYTES if _is_aligned(blocks[0]) else _APART_BYTES)
+            planned = _Planned(
+                changes_what_it_sends=step.reduces and step.to >= 0 and step.sends == step.takes
+            )
+            if step.to >= 0:
+                planned.to = self._ranks[step.to]
+                is_first = planned.to not in met[0]
+                planned.sends = _messages(blocks, step.sends, longest, is_first=is_first)
+            if step.source >= 0:
+                planned.source = self._ranks[step.source]
+                is_first = planned.source not in met[1]
+                mine = _messages(blocks, step.takes, longest, is_first=is_first)
+                if not step.reduces:
+                    planned.takes = [_Part(each, each, [bytes_of(one) for one in each]) for each in mine]
+                else:
+                    assert reduction is not None
+                    results = _messages(reduced, step.takes, longest, is_first=is_first)
+                    for each, result in zip(mine, results, strict=True):
+                        part = _Part(each, result, None)
+                        if not planned.changes_what_it_sends and _can_merge(each):
+                            part.into = [bytes_of(result[0])]
+                            part.merge = _merging(each[0], result[0], reduction)
+                        planned.takes.append(part)
+                    for number in step.takes:
+                        blocks[number] = reduced[number]
+            plan.append(planned)
+        return plan
+
+    def _send(self, operation: _Operation, rank: int, messages: Iterable[Sequence[torch.Tensor]]) -> None:
+        for message in messages:
+            operation.send(rank, [bytes_of(each) for each in message])
+
+    def _take(self, operation: _Operation, step: _Planned, part: _Part, reduction: Reduction | None) -> None:
+        found = operation.receive(step.source)
+        if part.into is None:
             assert reduction is not None
-            if step.to >= 0 and step.sends == step.takes:
-                operation.finish()  # it is about to change
-            for mine, other, result in zip(targets, _as_tensors(found, targets), results, strict=True):
+            if step.changes_what_it_sends:
+                operation.finish()
+            for mine, other, result in zip(
+                part.mine, _as_tensors(found, part.mine), part.results, strict=True
+            ):
                 reduction.merge(mine, other, result)
 
     # ---- operations
@@ -397,7 +541,7 @@ class NetworkCollectives:
         root: int,
         count: int,
     ) -> None:
-        """At other ranks than ``root`` ``tensor`` becomes what has been reduced so far."""
+        """Reduce to ``root``. At other ranks ``tensor`` becomes what has been reduced so far."""
         place = self._ranks.index(root)
         self._run(
             signature, deadline, schedules.reduce(self._me, self._size, place), [tensor.view(-1)], reduction
@@ -412,7 +556,7 @@ class NetworkCollectives:
             signature,
             deadline,
             steps,
-            of_even_size(tensor, schedules.count_blocks(self._size, tensor.nbytes)),
+            of_even_size(tensor, schedules.count_broadcast_blocks(self._size, tensor.nbytes)),
         )
 
     def all_gather(

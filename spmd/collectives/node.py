@@ -1,4 +1,6 @@
-"""The agent under process groups: that of ``init_rpc`` if all ranks have one, else one for them alone."""
+"""The agent under process groups: that of ``init_rpc`` if all ranks have one, otherwise one that is started
+for them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ _RECORDER: Final = "spmd.collectives"
 
 
 class WatchesWorkers(Protocol):
-    """What is told when a worker is gone, and observed."""
+    """Notified when a worker is gone, and observed."""
 
     def observed(self) -> dict[str, Any]: ...
 
@@ -50,20 +52,20 @@ class WatchesWorkers(Protocol):
 
 
 class Node:
-    """What an agent does for process groups, and which worker has which rank of the world.
+    """What an agent does for process groups, and the worker of each rank of the world.
 
     Args:
-        lifecycle: of an agent that has joined its group.
-        extensions: of the agent; observers find the node there.
+        lifecycle: lifecycle of an agent that has joined its group.
+        extensions: extensions of the agent; observers find the node there.
         bulk: its bulk messages.
-        run_soon: has tasks run on its executor threads.
+        run_soon: runs tasks on its executor threads.
         shares_memory: whether it uses shared memory.
-        peers: by rank.
-        key: of this world, the same for all its ranks, and no other's.
-        owned: it was started for process groups, and ends with the last of them.
+        peers: the workers, by rank.
+        key: key of this world, the same on all its ranks, and different from that of any other.
+        owned: whether the agent was started for process groups, and ends with the last of them.
 
     Attributes:
-        recorder: of all its groups' operations.
+        recorder: flight recorder of all its groups' operations.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Node:
 
     @classmethod
     def of(cls, agent: Agent, peers: Sequence[Peer], key: str, *, owned: bool) -> Self:
-        """The node of an agent; arguments as for ``Node``."""
+        """Return the node of an agent; arguments as for ``Node``."""
         return cls(
             agent.lifecycle,
             agent.extensions,
@@ -117,11 +119,11 @@ class Node:
         )
 
     def observed(self) -> list[dict[str, Any]]:
-        """What observers are to know: of each group the last collective that this rank has begun."""
+        """State for observers: for each group the last collective that this rank has begun."""
         return [group.observed() for group in list(self._groups)]
 
     def add(self, group: WatchesWorkers) -> None:
-        """Tell ``group`` from now on when workers are gone, also of those that are already."""
+        """Notify ``group`` from now on when workers are gone, also of those that already are."""
         with self._lock:
             self._groups.add(group)
         for peer in self.peers:
@@ -129,13 +131,13 @@ class Node:
                 group.worker_gone(peer, peer.lost)
 
     def remove(self, group: WatchesWorkers) -> None:
-        """``group`` has ended; with the last one ends an agent that was started for groups."""
+        """Remove a group that has ended; an agent that was started for groups ends with the last one."""
         with self._lock:
             self._groups.discard(group)
         self.close_if_unused()
 
     def close_if_unused(self) -> None:
-        """If there are no groups, watch the workers no more, and end an agent that was started for groups."""
+        """If there are no groups, stop watching the workers, and end an agent that was started for groups."""
         with self._lock:
             is_used = bool(self._groups)
         if is_used:
@@ -161,13 +163,13 @@ class Node:
             group.agent_closes()
 
     def close(self) -> None:
-        """End an agent of its own, in the process that has started it."""
+        """End an agent that was started here, in the process that has started it."""
         if os.getpid() == self._process and not self._lifecycle.closed:
             atexit.unregister(self.close)
             self._lifecycle.close("it has left the process group")
 
     def abandon_after_fork(self) -> bool:
-        """In a forked child: let go of the parent's agent; false if it has ended there."""
+        """Abandon the parent's agent, in a forked child; false if it has ended there."""
         if self._lifecycle.closed:
             return False
         self._lifecycle.abandon_after_fork()
@@ -175,7 +177,7 @@ class Node:
 
 
 _owned: weakref.WeakSet[Node] = weakref.WeakSet()
-"""Whose agents ``rpc`` does not know of when this process is forked."""
+"""Nodes whose agents ``rpc`` does not know when this process is forked."""
 
 
 def _forked() -> None:
@@ -184,7 +186,7 @@ def _forked() -> None:
 
 
 _inherited: list[Node] = []
-"""Agents of the parent: destroying their loops here would touch what it still uses."""
+"""Agents of the parent: destroying their loops here would affect what it still uses."""
 
 
 @functools.cache
@@ -193,16 +195,16 @@ def _notice_forks() -> None:
 
 
 def find_node(store: Store, rank: int, size: int, timeout: float, options: AgentOptions | None) -> Node:
-    """The node of a new world of ranks.
+    """Return the node of a new world of ranks.
 
     Args:
-        store: under a prefix of this group; all ranks call this at the same time.
-        rank, size: in the group.
-        timeout: seconds to wait for all.
-        options: of an agent that is started; if given, one is.
+        store: store under a prefix of this group; all ranks call this at the same time.
+        rank, size: rank of this process in the group, and number of ranks.
+        timeout: maximum time in seconds to wait for all.
+        options: options of an agent; if given, one is started.
 
     Raises:
-        RendezvousTimeoutError: not all have come; names who is missing.
+        RendezvousTimeoutError: not all ranks have come; names the missing ones.
         GroupMismatchError: a rank has another token.
     """
     turn = run_with_deadline(lambda _: store.add(f"turn/{rank}", 1), timeout, "the process group's store")
@@ -235,7 +237,7 @@ def _identity(agent: Agent) -> str:
 
 
 def _peers_of(agent: Agent, said: Sequence[str]) -> list[Peer] | None:
-    """The workers that all ranks have named; None if not all are workers of this agent's group."""
+    """Return the workers that all ranks have named; None if not all are workers of this agent's group."""
     peers = []
     for each in said:
         if each == _NONE:
@@ -253,7 +255,7 @@ def _peers_of(agent: Agent, said: Sequence[str]) -> list[Peer] | None:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """What all ranks say to each other through the store, sealed with their token."""
+    """Messages of all ranks to each other through the store, sealed with their token."""
 
     store: Store
     seal: Seal
@@ -262,7 +264,7 @@ class _Exchange:
     timeout: float
 
     def tell(self, what: str, mine: str) -> list[str]:
-        """Say something, once; returns what all ranks say, by rank."""
+        """Publish a message, once; returns the messages of all ranks, by rank."""
         waiting_for = f"the process group's store (the {what} of all ranks)"
 
         def ask(_: object) -> list[str]:
@@ -281,7 +283,7 @@ class _Exchange:
         except RuntimeError as error:
             patience: timedelta = self.store.timeout  # type: ignore[attr-defined]
             if monotonic() - began < min(self.timeout, patience.total_seconds()):
-                raise  # it is no timeout: the store says what it is
+                raise  # it is not a timeout: the store gives the reason
             missing = run_with_deadline(look, _LOOK_SECONDS, waiting_for)
             if not missing:
                 raise
@@ -301,7 +303,7 @@ class _Exchange:
 
 
 def _master_of(store: Store) -> str | None:
-    """The host that serves a store; None if it is none that has one."""
+    """Return the host that serves a store; None if the store has no such host."""
     for each in _layers(store):
         if isinstance(each, TCPStore):
             return str(each.host)

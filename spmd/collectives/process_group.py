@@ -1,8 +1,8 @@
-"""The face towards PyTorch: a c10d ``ProcessGroup`` whose operations are a ``Group``'s.
+"""The interface towards PyTorch: a c10d ``ProcessGroup`` whose operations are those of a ``Group``.
 
-c10d passes nested lists of tensors and option objects, calls some operations by several names, and lets
-tensors be of any layout. Here all that becomes flat lists of contiguous tensors and a signature. Tensors on
-an accelerator are staged through the host (``staged``).
+c10d passes nested lists of tensors and option objects, calls some operations by several names, and allows
+tensors of any layout. Here all that becomes flat lists of contiguous tensors and a signature. Tensors on an
+accelerator are staged through the host (``staged``).
 """
 
 # mypy: disable-error-code="override"
@@ -41,8 +41,8 @@ class FarcallProcessGroup(BackendFace):
     """The process group of backend ``farcall``.
 
     Args:
-        group: formed.
-        store: of its ranks.
+        group: the group, formed.
+        store: store of its ranks.
     """
 
     def __init__(self, group: Group, store: Store | None = None) -> None:
@@ -81,7 +81,7 @@ class FarcallProcessGroup(BackendFace):
         self.group.close()
 
     def abort(self) -> None:
-        """End what is under way on all ranks, and the group with it."""
+        """End everything in progress on all ranks, and the group with it."""
         self.group.abort("abort was called")
 
     # ---- operations: each rank's tensor
@@ -109,7 +109,7 @@ class FarcallProcessGroup(BackendFace):
             )
         field = signature("all_reduce of sparse tensors", tensor.dtype, tensor.shape, reduction.name)
 
-        @torch.inference_mode(False)  # the tensor gets new parts, which are to be as any other's
+        @torch.inference_mode(False)  # the tensor gets new parts, which must be like those of any other
         @torch.no_grad()
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             mine = tensor.coalesce().cpu()
@@ -179,16 +179,17 @@ class FarcallProcessGroup(BackendFace):
         )
 
     def monitored_barrier(self, timeout: timedelta = _UNSET, wait_all_ranks: bool = False) -> None:
-        """A barrier that names who is missing. ``torch.distributed.monitored_barrier`` refuses all backends
-        but gloo, so call this one, on the group.
+        """Wait for all ranks, and name the missing ones if they do not come.
+        ``torch.distributed.monitored_barrier`` refuses all backends except gloo, so call this method of the
+        group.
 
         Args:
-            timeout: how long to wait; default as long as the group's operations may take.
-            wait_all_ranks: name all missing ranks, and not only the first.
+            timeout: maximum time to wait; default: the timeout of the group's operations.
+            wait_all_ranks: whether to name all missing ranks, and not only the first.
 
         Raises:
-            CollectiveTimeoutError: not all have come.
-            TypeError, ValueError: ``timeout`` is no ``timedelta``, or less than 0.
+            CollectiveTimeoutError: not all ranks have come.
+            TypeError, ValueError: ``timeout`` is not a ``timedelta``, or negative.
         """
         given = self._limit(timeout, "monitored_barrier")
         seconds = self.group.timeout if given is None else max(given, 0.001)
@@ -434,7 +435,7 @@ class FarcallProcessGroup(BackendFace):
         )
 
     def _limit(self, timeout: timedelta, what: str | bytes) -> float | None:
-        """Seconds; None if it is c10d's sign that none was given."""
+        """Return a timeout in seconds; None for c10d's value for no timeout."""
         if timeout == _UNSET:
             return None
         return seconds_of(
@@ -460,12 +461,12 @@ def _on_streams(staged: Staged, perform: Callable[..., object]) -> Callable[...,
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor whose memory has these elements: itself, if it is one."""
+    """Return a contiguous tensor whose memory has these elements: the tensor itself, if it is one."""
     return (tensor.resolve_conj().resolve_neg() if _is_lazy(tensor) else tensor).contiguous()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """As ``_dense``, in memory of the host."""
+    """Like ``_dense``, in memory of the host."""
     if tensor.is_cpu:
         return _dense(tensor)
     from rpc.devices.staging import host_copy
@@ -474,7 +475,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _room(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor to receive into, in memory of the host: itself, if it is one."""
+    """Return a contiguous tensor to receive into, in memory of the host: the tensor itself, if it is one."""
     if not tensor.is_cpu:
         from rpc.devices.staging import host_memory
 
@@ -490,7 +491,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def _settle(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Bring what is in ``flat`` into ``tensor``, unless it is the same."""
+    """Copy what is in ``flat`` to ``tensor``, unless it is the same."""
     if flat is not tensor and (not tensor.is_cpu or flat.data_ptr() != tensor.data_ptr()):
-        with torch.inference_mode():  # it may be a leaf that requires gradients, or of that mode
+        with torch.inference_mode():  # it may be a leaf that requires gradients, or an inference tensor
             tensor.copy_(flat, non_blocking=not tensor.is_cpu)

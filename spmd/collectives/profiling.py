@@ -1,4 +1,4 @@
-"""What a group does, as PyTorch's profiler shows it: one event for each operation, ``farcall:all_reduce``."""
+"""Operations of groups in PyTorch's profiler: one event for each, such as ``farcall:all_reduce``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PREFIX = "farcall:"
 
 
 def begin(operation: str, tensors: Sequence[torch.Tensor]) -> Callable[[], object] | None:
-    """Begin an event, if a profiler records. Returns what ends it, on any thread.
+    """Begin an event, if a profiler records. Returns a function that ends it, on any thread.
 
     Args:
-        operation: its name, with its arguments or without.
-        tensors: their shapes are shown.
+        operation: its name, with or without its arguments.
+        tensors: tensors whose shapes are shown.
     """
     if not is_profiled():
         return None
@@ -29,7 +29,8 @@ def begin(operation: str, tensors: Sequence[torch.Tensor]) -> Callable[[], objec
 
 
 def _end(event: object) -> None:
-    # Events that begin and end on one thread are taken to lie within each other; those of operations overlap.
+    # The profiler takes events that begin and end on one thread to be nested, but those of operations
+    # overlap.
     thread = threading.Thread(target=end_event, args=(event,))
     thread.start()
     thread.join()

@@ -28,10 +28,10 @@ _NARROW: Final = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How several tensors become one.
+    """A reduction of several tensors to one.
 
     Attributes:
-        name: of the reduction, with its factor if it has one.
+        name: name of the reduction, with its factor if it has one.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Reduction:
     _factor: Any = None
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise ``TypeError`` if tensors of this dtype cannot be reduced so."""
+        """Raise ``TypeError`` if tensors of this dtype cannot be reduced by it."""
         if not (_performs(self, dtype) if self._factor is None else _performs.__wrapped__(self, dtype)):
             raise TypeError(f"tensors of {dtype} cannot be reduced by {self.name}")
 
     def reduce(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """``out`` becomes the reduction of ``tensors``, taken in their order; it is none of them.
+        """Replace ``out`` by the reduction of ``tensors``, in their order; it must not be one of them.
 
         More than two tensors of 16-bit floating point are reduced in 32 bits and rounded once.
         """
@@ -63,20 +63,20 @@ class Reduction:
             out.copy_(first)
 
     def merge(self, mine: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-        """``out``, which may be ``mine``, becomes the reduction of two tensors that are ``prepare``d."""
+        """Replace ``out``, which may be ``mine``, by the reduction of two tensors that are ``prepare``d."""
         self._kernel(mine, other, out=out)
 
     def prepare(self, tensor: torch.Tensor) -> None:
-        """To be done to each tensor before partial results are merged."""
+        """Prepare a tensor for merging partial results, in place."""
         if self._factor is not None:
             tensor.mul_(self._factor)
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As ``prepare``, but the tensor stays as it is: the result is another one, if it differs."""
+        """Like ``prepare``, without changing the tensor: the result is another one, if it differs."""
         return tensor if self._factor is None else tensor.clone().mul_(self._factor)
 
     def finish(self, tensor: torch.Tensor, count: int) -> None:
-        """To be done to the reduction of ``count`` tensors at the end, once."""
+        """Finish the reduction of ``count`` tensors, once, at the end."""
         if self._averages:
             if tensor.is_floating_point() or tensor.is_complex():
                 tensor.div_(count)
@@ -88,8 +88,8 @@ class Reduction:
 def _performs(reduction: Reduction, dtype: torch.dtype) -> bool:
     """Whether PyTorch has the kernels that a reduction of this dtype needs, found by reducing one element.
 
-    Kernels differ between dtypes, operations and versions of PyTorch. One that is missing must be noticed on
-    the calling rank: once ranks exchange data, an error is final for the group.
+    Kernels differ between dtypes, operations and versions of PyTorch. A missing kernel must be noticed on the
+    calling rank: once ranks exchange data, an error is final for the group.
     """
     if dtype.is_floating_point and dtype.itemsize == 1:
         return False  # the product exists, rounded at each step
@@ -108,7 +108,7 @@ def _performs(reduction: Reduction, dtype: torch.dtype) -> bool:
 
 
 def reduction_of(operation: Any) -> Reduction:
-    """The reduction that a ``torch.distributed.ReduceOp`` names.
+    """Return the reduction that a ``torch.distributed.ReduceOp`` names.
 
     Raises:
         ValueError: there is no such reduction.

@@ -1,10 +1,10 @@
-"""The order of a group's collectives, and on which thread they run.
+"""The order of a group's collectives, and the threads that they run on.
 
-All ranks must run a group's collectives in the same order, so each group has a queue. Whoever has the *turn*
-runs what is first in it: a thread that waits for an operation, if nobody else has the turn, so that a
-blocking collective needs no other thread; else a thread of the group's own, which is started when it is
-first needed. Callbacks of an operation run without the turn, and may make and await further collectives;
-while the group's thread is at them, another takes its place.
+All ranks must run a group's collectives in the same order, so each group has a queue. One thread at a time
+has the *turn*, and runs the first operation of the queue. A thread that waits for an operation takes the turn
+if it is free, so that a blocking collective needs no other thread; otherwise a thread of the group's own has
+it, which is started when it is first needed. Callbacks of an operation run without the turn, and may make and
+await further collectives; while the group's thread runs them, another takes its place.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from rpc.runtime.interrupts import protected
 __all__ = ["Operation", "Sequencer"]
 
 _IDLE_SECONDS: Final = 5.0
-"""After so long without work the thread ends; the next operation starts another."""
+"""Time in seconds without work after which the thread ends; the next operation starts another."""
 
 
 class Operation(Protocol):
-    """What a sequencer runs."""
+    """An operation that a sequencer runs."""
 
     @property
     def done(self) -> bool:
         """Whether it has run."""
 
     def run(self) -> None:
-        """Do it. Raises nothing but ``KeyboardInterrupt`` and the like, and is done all the same."""
+        """Run it. Raises only ``KeyboardInterrupt`` and the like, and is done in that case, too."""
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether it is done, and ``call_back`` is to be called."""
+        """Whether it is done, and ``call_back`` must be called."""
 
     def call_back(self) -> None:
         """Run its callbacks: code of the user's, which may block."""
@@ -43,7 +43,7 @@ class Sequencer:
     """Runs a group's operations, one after the other. From any thread.
 
     Args:
-        name: of its thread.
+        name: name of its thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,13 +55,13 @@ class Sequencer:
         self._idle = 0
 
     def submit(self, operation: Operation) -> None:
-        """Have an operation run after all before it, soon, on another thread if no one helps."""
+        """Run an operation after all earlier ones, soon, on another thread if no waiting thread helps."""
         self._queue.append(operation)
         if not self._turn.locked():
             self._want_thread()
 
     def run(self, operation: Operation) -> None:
-        """Have an operation run after all before it: on this thread, unless another has the turn."""
+        """Run an operation after all earlier ones, on this thread, unless another has the turn."""
         self._queue.append(operation)
         self.help(operation)
 
@@ -70,7 +70,8 @@ class Sequencer:
         """Run what is queued, up to an operation or to the end. Returns early if another thread has the turn:
         that one, or the group's own, will run the rest.
         """
-        # Who fails to get the turn has queued its operation before; who lets go looks at the queue after.
+        # A thread that does not get the turn has queued its operation before; one that gives it up checks the
+        # queue after.
         try:
             while self._queue and not (operation is not None and operation.done):
                 if not self._turn.acquire(blocking=False):
@@ -96,7 +97,7 @@ class Sequencer:
     def _want_thread(self) -> None:
         with self._wanted:
             if self._is_wanted:
-                return  # one is on its way
+                return  # one is about to start
             self._is_wanted = True
             if self._idle:
                 self._wanted.notify()

@@ -1,7 +1,7 @@
-"""What a rank says that it calls, in words: compared byte by byte, and shown in errors as it is.
+"""Signatures of calls, as text: they are compared byte by byte, and shown in errors.
 
 A *signature* is a line such as ``all_reduce(sum, float32[4, 3])`` in a field of fixed size. Ranks that are
-about to exchange data exchange signatures first; where two differ, all end in one error that shows both.
+about to exchange data exchange signatures first; if two differ, all ranks end with one error that shows both.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def signature(
     root: int = -1,
     detail: str = "",
 ) -> bytes:
-    """The field for a call.
+    """Return the field for a call.
 
     Args:
-        operation: its name.
-        dtype: of its tensors; None where there are none.
-        shape: which all ranks' tensors must have; None where they may differ.
-        reduction, root, detail: what else must be the same everywhere, if there is such a thing.
+        operation: name of the operation.
+        dtype: dtype of its tensors; None if there are none.
+        shape: shape that the tensors of all ranks must have; None if they may differ.
+        reduction, root, detail: other properties that must be the same everywhere, if there are any.
 
     Example::
 
@@ -57,16 +57,16 @@ def signature(
 
 
 def text_of(field: bytes | memoryview) -> str:
-    """The line in a field."""
+    """Return the line in a field."""
     return bytes(field).rstrip(b"\0").decode(errors="replace")
 
 
 def what_differs(fields: Mapping[int, bytes | memoryview]) -> str | None:
-    """Says which two ranks have called what, if not all have called the same; None if they have.
+    """Describe which two ranks have called what, if not all have called the same; None if they have.
 
     Args:
-        fields: by rank. The first rank and the first that differs from it are named, so that all who see
-            the same fields say the same.
+        fields: fields by rank. The first rank and the first that differs from it are named, so the text is
+            the same on all ranks that see the same fields.
     """
     ranks = sorted(fields)
     first = ranks[0]

@@ -11,7 +11,7 @@ from rpc.errors import GroupMismatchError
 from rpc.runtime.current import current_agent
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.store import WorkerStore, fail_if_lost, forget_keys
-from spmd.collectives.vendors import vendors
+from spmd.collectives.vendors import Vendors, agreed, vendors
 
 __all__ = ["dump_flight_recorder", "init_process_group"]
 
@@ -21,19 +21,20 @@ _EXTENSION: Final = "spmd.stores"
 def init_process_group(timeout: timedelta | None = None, *, staged: bool = False) -> None:
     """Make the workers of the RPC group PyTorch's default process group: worker i is rank i.
 
-    All workers must call it. It needs no address: workers meet over RPC. Tensors on an accelerator go to the
-    backend that PyTorch has for it, as ``cuda:nccl``; if there is none, they are staged through the host.
+    All workers must call it. It needs no address, since workers meet over RPC. Tensors on an accelerator go
+    to the backend that PyTorch has for it, such as ``cuda:nccl``; if one of the workers has none, they are
+    staged through the host.
 
     Args:
-        timeout: how long forming the group, and each collective, may take; default c10d's, 30 minutes.
-        staged: stage tensors on an accelerator in any case, as where several ranks share one GPU, which NCCL
-            refuses.
+        timeout: timeout of forming the group, and of each collective; default: c10d's, 30 minutes.
+        staged: whether to stage tensors on an accelerator in any case, for example where several ranks share
+            one GPU, which NCCL refuses.
 
     Raises:
         NotInitializedError: ``rpc.init_rpc`` has not been called.
-        GroupMismatchError: the group is dynamic, so nobody knows who its ranks are.
+        GroupMismatchError: the group is dynamic, so its ranks are not known.
         ValueError: there is a default process group.
-        TypeError: ``timeout`` is no ``timedelta``.
+        TypeError: ``timeout`` is not a ``timedelta``.
         DistError: a worker is lost before the group is formed.
 
     Example::
@@ -59,25 +60,25 @@ def init_process_group(timeout: timedelta | None = None, *, staged: bool = False
     number = agent.extensions.get(_EXTENSION, (0, None))[0]
     store = WorkerStore(workers[0].name, f"{number}/")
     agent.extensions[_EXTENSION] = number + 1, store  # C++ does not keep it
-    forget_keys(agent, f"{number - 2}/")  # all have left that world, since all have joined the one after it
+    forget_keys(agent, f"{number - 2}/")  # all have left that world, since all have joined the next one
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    found = vendors()
     backend = "farcall"
-    if found.backends and not staged:
-        backend = found.config
-        options["pg_options"] = found
     with fail_if_lost(store, [worker.name for worker in workers]):
+        found = agreed(Vendors({}) if staged else vendors(), store, len(workers))
+        if found.backends:
+            backend = found.config
+            options["pg_options"] = found
         dist.init_process_group(backend, store=store, rank=me.id, world_size=len(workers), **options)
 
 
 def dump_flight_recorder(prefix: str) -> str:
     """Write this process's last collectives, sends and receives to a file, for PyTorch's ``torchfrtrace``.
 
-    Each rank writes its own; the tool reads all files of a folder. If the environment variable
-    ``TORCH_FR_DUMP_TEMP_FILE`` gives the prefix, a group that fails has them written by itself.
+    Each rank writes its own file; the tool reads all files of a folder. If the environment variable
+    ``TORCH_FR_DUMP_TEMP_FILE`` gives the prefix, the files are also written when a group fails.
 
     Args:
-        prefix: of the file's name; the rank is appended.
+        prefix: beginning of the file's name; the rank is appended.
 
     Returns:
         The file's name.

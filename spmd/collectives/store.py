@@ -1,4 +1,4 @@
-"""A c10d store that a worker of the RPC group serves: what PyTorch needs to form process groups."""
+"""A c10d store that a worker of the RPC group serves, for forming process groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPERATIONS: Final = frozenset({"put", "get", "add", "compare_set", "delete", "h
 
 
 class _Keys:
-    """What the serving worker keeps. From any thread."""
+    """The keys at the serving worker. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +46,9 @@ class _Keys:
         return ready
 
     def _split(self, key: str) -> tuple[list[tuple[set[str], Future[str | None]]], list[Future[str | None]]]:
-        """Who still waits now that ``key`` is there, and who does not."""
+        """Divide waiting requests into those that still wait now that ``key`` is set, and those that
+        do not.
+        """
         for missing, _ in self._waiting:
             missing.discard(key)
         return [each for each in self._waiting if each[0]], [each[1] for each in self._waiting if not each[0]]
@@ -91,7 +93,9 @@ class _Keys:
             return len(self._values)
 
     def wait(self, keys: Sequence[str]) -> Future[str | None]:
-        """A future that is done when all keys are there; its value is why, if they will never be."""
+        """Return a future that is done when all keys are set; its value is the reason if they never
+        will be.
+        """
         future: Future[str | None] = Future()
         with self._lock:
             missing = {key for key in keys if key not in self._values}
@@ -116,19 +120,19 @@ def _begin(keys: set[str], prefix: str) -> bool:
 
 
 def install(agent: Agent) -> None:
-    """Have an agent serve a store: an extension of the agent."""
+    """Make an agent serve a store, as an extension of the agent."""
     agent.extensions[_EXTENSION] = _Keys()
     agent.serializer.allow_function(_ask)
     agent.serializer.allow_function(_wait)
 
 
 def forget_keys(agent: Agent, prefix: str) -> None:
-    """Have the store that an agent serves forget all keys with a prefix."""
+    """Delete all keys with a prefix from the store that an agent serves."""
     agent.extensions[_EXTENSION].forget(prefix)
 
 
 def _ask(operation: str, arguments: tuple[Any, ...]) -> Any:
-    """At the serving worker: anything but waiting."""
+    """Handle a request other than waiting, at the serving worker."""
     if operation not in _OPERATIONS:
         raise ValueError(f"a store does not {operation!r}")
     return getattr(extension(_EXTENSION), operation)(*arguments)
@@ -136,7 +140,7 @@ def _ask(operation: str, arguments: tuple[Any, ...]) -> Any:
 
 @async_execution
 def _wait(keys: Sequence[str]) -> Any:
-    """At the serving worker."""
+    """Handle a wait, at the serving worker."""
     return extension(_EXTENSION).wait(keys)
 
 
@@ -146,8 +150,8 @@ class WorkerStore(Store):
     Keep it for as long as c10d has it: C++ calls its methods, and does not keep the object.
 
     Args:
-        worker: the name of the worker that serves it.
-        prefix: of all keys.
+        worker: name of the worker that serves it.
+        prefix: prefix of all keys.
     """
 
     def __init__(self, worker: str, prefix: str = "") -> None:
@@ -167,8 +171,8 @@ class WorkerStore(Store):
         return current_agent().call_async(self._worker, function, arguments, {}, limit).wait()
 
     def give_up(self, reason: str) -> None:
-        """Have all fail that wait for keys of this prefix which are not there, now and later. If the serving
-        worker is lost, they have failed.
+        """Make all waits for keys of this prefix that are not set fail, now and later. If the serving worker
+        is lost, they have failed.
         """
         with suppress(RpcError):
             self._call("give_up", "", reason)
@@ -213,11 +217,11 @@ class WorkerStore(Store):
 
 @contextmanager
 def fail_if_lost(store: WorkerStore, workers: Sequence[str]) -> Iterator[None]:
-    """While workers form a group over a store, have all of them fail as soon as one of them is lost.
+    """While workers form a group over a store, make all of them fail as soon as one of them is lost.
 
     Args:
-        store: with a prefix that only this group uses.
-        workers: the names of those that form it, and of any other that it depends on.
+        store: store with a prefix that only this group uses.
+        workers: names of the workers that form it, and of any other that it depends on.
     """
     agent: Any = current_agent()
 

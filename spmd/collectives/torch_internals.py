@@ -1,12 +1,13 @@
 """The private names of PyTorch that collectives need: their gate, as ``rpc/runtime/internals.py`` describes.
 
-``prepare``, which the first process group calls, logs which ones the installed version does not have.
+``prepare``, which the first process group calls, logs the ones that the installed version does not have.
 
-*The flight recorder.* From 2.15 on, c10d attaches a hook to each new group, unless the group's backend is
-listed as one that records by itself. The hook cannot be attached to a group that is written in Python: it
+*The flight recorder.* From 2.15 on, c10d attaches a hook to each new group, unless all of its backends are
+listed as ones that record by themselves. The hook cannot be attached to a group that is written in Python: it
 asks for the group's default backend, which is an object of C++. It would also see nothing, since it is called
-by the dispatcher, which operations of such a group do not pass through. So the backend is listed, and
-``flight_recorder.py`` records.
+by the dispatcher, which operations of such a group do not pass through. So the function that attaches it is
+replaced by one that leaves our groups out, and ``flight_recorder.py`` records. Listing the backend would not
+suffice if another one, a vendor's, serves a group's devices.
 
 *The timeout of a group.* Up to 2.13, ``_set_pg_timeout`` knows gloo and NCCL only. It is replaced by a
 function that calls ``set_timeout`` of our groups and leaves all others to the original.
@@ -37,8 +38,8 @@ _BACKEND: Final = "farcall"
 _UNPROFILED: Final = "PyTorch's profiler does not show collectives"
 _GATHERED: Final = "DTensor gathers a tensor whenever it moves its shards to another dimension"
 
-_self_recording: Final[set[str] | None] = _find(
-    "torch.distributed.distributed_c10d:_FR_SELF_RECORDING_BACKENDS",
+_attach_recorder: Final[Callable[..., None] | None] = _find(
+    "torch.distributed.distributed_c10d:_maybe_attach_flight_recorder",
     "process groups can be formed only if TORCH_FR_BUFFER_SIZE=0 is in the environment",
     instead=None,
     since=(2, 15),
@@ -65,7 +66,7 @@ begin_event: Final[Callable[..., object]] = _find(
 end_event: Final[Callable[[object], None]] = _find(
     "torch._C:_autograd._record_function_with_args_exit", _UNPROFILED, instead=None
 )
-"""End it, on the thread that this is called on."""
+"""End an event, on the calling thread."""
 
 
 def _is_never_profiled() -> bool:
@@ -78,27 +79,42 @@ is_profiled: Final = is_profiler_enabled if None not in (begin_event, end_event)
 
 @functools.cache
 def prepare() -> None:
-    """Look for all names and put the replacements in place. Called before the first group is formed."""
+    """Look up all names and install the replacements. Called before the first group is formed."""
     reshard, exchange = _reshard(), _exchange()  # which imports DTensor
     INTERNALS.check()
-    if _self_recording is not None:
-        _self_recording.add(_BACKEND)
+    if _attach_recorder is not None:
+        _replace_attach_recorder(_attach_recorder)
     if _set_timeout is not None:
         _replace_set_timeout(_set_timeout)
     if reshard is not None and exchange is not None:
         _replace_resharding(reshard, exchange)
 
 
+def _replace_attach_recorder(original: Callable[..., None]) -> None:
+    @functools.wraps(original)
+    def maybe_attach_flight_recorder(pg: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
+        if not _is_ours(pg):
+            original(pg, *args, **kwargs)
+
+    module: Any = distributed_c10d
+    module._maybe_attach_flight_recorder = maybe_attach_flight_recorder
+
+
 def _replace_set_timeout(original: Callable[..., object]) -> None:
     @functools.wraps(original)
     def set_pg_timeout(timeout: Any, group: Any = None) -> None:
         which: Any = dist.group.WORLD if group is None else group
-        if isinstance(which, dist.ProcessGroup) and which.name() == _BACKEND:
+        if isinstance(which, dist.ProcessGroup) and _is_ours(which):
             which.set_timeout(timeout)
         else:
             original(timeout, group)
 
     distributed_c10d._set_pg_timeout = set_pg_timeout
+
+
+def _is_ours(group: dist.ProcessGroup) -> bool:
+    # A group of C++ has a name only once it has a backend; ours are of a class of their own.
+    return type(group) is not dist.ProcessGroup and group.name() == _BACKEND
 
 
 def _replace_resharding(original: Callable[..., torch.Tensor], exchange: Callable[..., torch.Tensor]) -> None:

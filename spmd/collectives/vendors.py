@@ -1,9 +1,9 @@
 """Process groups whose tensors on an accelerator go to the vendor's own backend, such as NCCL.
 
 c10d replaces its group, which could hold several backends, by one that is written in Python. So a group of
-``farcall`` holds a second one, of the vendor's backend, and hands it the operations whose tensors are on its
-devices. That group has the same ranks and the same store, and is formed by the first such operation. When
-one of the ranks is gone, the other group is aborted as well.
+``farcall`` holds a second one, of the vendor's backend, and passes it the operations whose tensors are on its
+devices. That group has the same ranks and the same store, and is formed by the first such operation. When a
+rank is gone, the other group is aborted as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmd.collectives.arguments import accelerator
 from spmd.collectives.group import Group
 from spmd.collectives.process_group import FarcallProcessGroup
 
-__all__ = ["VendorProcessGroup", "Vendors", "vendors"]
+__all__ = ["VendorProcessGroup", "Vendors", "agreed", "vendors"]
 
 _OPERATIONS: Final = (
     "allreduce",
@@ -47,7 +47,7 @@ _OPERATIONS: Final = (
 """Operations that have tensors."""
 
 _OTHERS: Final = ("farcall", "gloo", "mpi", "undefined")
-"""Backends that are no vendor's: tensors on an accelerator are staged by farcall instead."""
+"""Backends that are not a vendor's: tensors on an accelerator are staged by farcall instead."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class Vendors:
     """Backends of vendors.
 
     Attributes:
-        backends: by type of device, as ``{"cuda": "nccl"}``.
+        backends: backends by type of device, as ``{"cuda": "nccl"}``.
     """
 
     backends: dict[str, str]
 
     @property
     def config(self) -> str:
-        """With ours, as c10d writes them: ``cpu:farcall,cuda:nccl``."""
+        """With ours, in c10d's notation: ``cpu:farcall,cuda:nccl``."""
         return ",".join(f"{kind}:{name}" for kind, name in {"cpu": "farcall", **self.backends}.items())
 
 
 def vendors() -> Vendors:
-    """The backend that PyTorch has for the accelerator of this process; none if it has none."""
+    """Return the backend that PyTorch has for the accelerator of this process, if any."""
     mine = accelerator()
     name = None if mine is None else Backend.default_device_backend_map.get(mine.type)
     if mine is None or name is None or name in _OTHERS or not dist.is_backend_available(name):
@@ -75,19 +75,42 @@ def vendors() -> Vendors:
     return Vendors({mine.type: name})
 
 
-class VendorProcessGroup(FarcallProcessGroup):
-    """See the module.
+def agreed(mine: Vendors, store: Store, size: int, place: str | None = None) -> Vendors:
+    """Decide for all ranks alike: their backends, if each rank has the same ones; none otherwise.
+
+    A rank that stages a tensor while another one hands it to a vendor's backend would wait for ever.
 
     Args:
-        group: formed.
-        store: of its ranks.
+        mine: the backends that this rank has.
+        store: of the ranks, with keys that only this decision uses.
+        size: number of ranks; all call this.
+        place: name of this rank's device among all hosts, if no two ranks may have the same one.
+
+    Raises:
+        StoreGivenUpError: forming the group was given up.
+    """
+    shared = place is not None and store.add(f"place/{place}", 1) > 1
+    config = "" if shared else mine.config
+    same = store.add(f"backends/{config}", 1)
+    if store.add("asked", 1) == size:  # the last one decides: all others have been counted
+        store.set("decided", "agreed" if config and same == size else "staged")
+    return mine if store.get("decided") == b"agreed" else Vendors({})
+
+
+class VendorProcessGroup(FarcallProcessGroup):
+    """A process group with a second one for the tensors on the vendor's devices.
+
+    Args:
+        group: the group, formed.
+        store: store of its ranks.
         vendors: the backends.
     """
 
     def __init__(self, group: Group, store: Store | None, vendors: Vendors) -> None:
         super().__init__(group, store)
         self.vendors = vendors
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._forming = False
         self._formed: dict[str, Any] = {}
         group.members.watch(self._abort_others)
 
@@ -95,21 +118,29 @@ class VendorProcessGroup(FarcallProcessGroup):
         return type(self)(group, store, self.vendors)
 
     def of_device(self, kind: str) -> Any:
-        """The group for a type of device: of the vendor's backend, or this one. All ranks ask for it."""
+        """Return the group for a type of device: the one of the vendor's backend, or this one. All ranks ask
+        for it.
+        """
         name = self.vendors.backends.get(kind)
         if name is None:
             return self
         with self._lock:
             formed = self._formed.get(kind)
             if formed is None:
+                if self._forming:  # c10d asks for a group to split, where a device is bound to this one
+                    return self
                 self.group.members.check()
                 seconds = self.group.timeout
-                formed = self._formed[kind] = dist.new_group(
-                    list(self.group.ranks),
-                    timeout=timedelta(seconds=seconds) if seconds else None,
-                    backend=f"{kind}:{name}",
-                    use_local_synchronization=True,
-                )
+                self._forming = True
+                try:
+                    formed = self._formed[kind] = dist.new_group(
+                        list(self.group.ranks),
+                        timeout=timedelta(seconds=seconds) if seconds else None,
+                        backend=f"{kind}:{name}",
+                        use_local_synchronization=True,
+                    )
+                finally:
+                    self._forming = False
         return formed
 
     def get_backend(self, device: torch.device) -> Any:
@@ -124,7 +155,7 @@ class VendorProcessGroup(FarcallProcessGroup):
         with self._lock:
             formed, self._formed = self._formed, {}
         for each in formed.values():
-            if each in dist.distributed_c10d._world.pg_map:  # else all groups are being shut down
+            if each in dist.distributed_c10d._world.pg_map:  # otherwise all groups are being shut down
                 dist.destroy_process_group(each)
 
     def _abort_others(self) -> None:

@@ -1,4 +1,4 @@
-"""What an operation returns: c10d's ``Work``, waited for by user code, autograd's threads and C++."""
+"""The result of an operation: c10d's ``Work``, which user code, autograd's threads and C++ wait for."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class GroupWork(Work):
     """One operation of a group.
 
     Args:
-        what: names it in errors.
-        outputs: what ``result`` returns.
-        perform: does it, for a sequencer; None if it is ended by ``finish``.
-        sequencer: runs it; a thread that waits helps.
+        what: its name in errors.
+        outputs: result of ``result``.
+        perform: performs it, for a sequencer; None if it is ended by ``finish``.
+        sequencer: runs it; a waiting thread helps.
 
     Attributes:
-        done: whether it has ended, well or not.
-        error: why it failed.
-        record: what the flight recorder keeps of it, if there is one.
+        done: whether it has ended, successfully or not.
+        error: the error that it failed with, or None.
+        record: its entry in the flight recorder, or None.
     """
 
     def __init__(
@@ -70,20 +70,22 @@ class GroupWork(Work):
     # ---- whoever does it
 
     def show(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Have PyTorch's profiler see the work, from now to its end."""
+        """Show the work in PyTorch's profiler, from now to its end."""
         self._end_event = profiling.begin(operation, tensors)
 
     def stage(self, staged: Staged, outputs: Sequence[torch.Tensor]) -> None:
-        """Have waiting threads' streams wait for the results, which are on an accelerator."""
+        """Make the streams of waiting threads wait for the results, which are on an accelerator."""
         self._staged, self._outputs = staged, outputs
 
     def expires(self, limit: float, expired: Callable[[], object]) -> None:
-        """Have who waits give up after ``limit`` seconds; ``expired`` is called then, and the work fails."""
+        """Make waiting threads give up after ``limit`` seconds; ``expired`` is called then, and the work
+        fails.
+        """
         self._limit, self._expired = limit, expired
 
     @protected
     def run(self) -> None:
-        """Do it; for a ``Sequencer``."""
+        """Perform it; for a ``Sequencer``."""
         assert self._perform is not None
         if self.record is not None:
             self.record.start()
@@ -102,7 +104,7 @@ class GroupWork(Work):
         perform()
 
     def then(self, settle: Callable[[], object]) -> None:
-        """Have ``settle`` called before the work is done, if it succeeds."""
+        """Call ``settle`` before the work is done, if it succeeds."""
         with self._lock:
             if not self.done:
                 self._settle = settle
@@ -112,7 +114,7 @@ class GroupWork(Work):
 
     @protected
     def finish(self, error: BaseException | None = None) -> None:
-        """It has ended. The first call counts. From any thread."""
+        """End it. Only the first call counts. From any thread."""
         with self._lock:
             if self.done:
                 return
@@ -136,12 +138,12 @@ class GroupWork(Work):
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether somebody has asked for a future, which is still to be completed."""
+        """Whether a future was requested that is still to be completed."""
         return self._future is not None
 
     @interruptible
     def call_back(self) -> None:
-        """Complete the future that somebody has asked for. Its callbacks are the user's, and may block."""
+        """Complete the future that was requested. Its callbacks are the user's, and may block."""
         with self._lock:
             future, self._future = self._future, None
         if future is not None:
@@ -153,12 +155,12 @@ class GroupWork(Work):
         """Wait for the end. Streams that are current here wait for results on an accelerator.
 
         Args:
-            timeout: how long; 0 for as long as the operation's own timeout allows.
+            timeout: maximum time to wait; 0 for the operation's own timeout.
 
         Raises:
-            CollectiveTimeoutError: it has not ended so soon; it goes on.
+            CollectiveTimeoutError: it has not ended in time; it continues.
             CollectiveError: it failed.
-            TypeError, ValueError: ``timeout`` is no ``timedelta``, or less than 0.
+            TypeError, ValueError: ``timeout`` is not a ``timedelta``, or negative.
         """
         seconds = 0.0 if timeout is _UNSET else seconds_of(timeout, self.what)
         if not self.done:
@@ -205,14 +207,14 @@ class GroupWork(Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """For ``recv`` from any rank: who sent."""
+        """Return the sender, for a ``recv`` from any rank."""
         return self.sender
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the outputs. It fails through ``then``: in the backward of ``DistributedDataParallel``
-        one that is failed by ``set_exception`` ends the process.
+        """Return a future of the outputs. It fails through ``then``: in the backward of
+        ``DistributedDataParallel`` a future that fails by ``set_exception`` ends the process.
         """
         devices: list[Any] = [] if self._staged is None else list(self._staged.devices)
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rpc.runtime.current import current_agent
 from spmd.collectives.errors import StoreGivenUpError
 from spmd.collectives.store import WorkerStore, fail_if_lost
-from spmd.collectives.vendors import Vendors
+from spmd.collectives.vendors import Vendors, agreed
 
 __all__ = ["Forming"]
 
@@ -36,6 +36,7 @@ class Forming:
         driver: str | None = None,
         timeout: timedelta | None = None,
         vendors: Vendors | None = None,
+        place: str | None = None,
     ) -> None:
         """Form it, together with the others.
 
@@ -43,7 +44,9 @@ class Forming:
             rank: this worker's.
             driver: the name of a worker that is not in the group, and on which it depends.
             timeout: for forming it, and for each collective.
-            vendors: backends for tensors on accelerators; None: those are staged through the host.
+            vendors: the backends that this worker has for tensors on accelerators, which are used if all
+                have the same ones; None: such tensors are staged through the host. All give it, or none.
+            place: see ``agreed``.
 
         Raises:
             StoreGivenUpError: a worker is lost, or forming it was given up, here or on another worker.
@@ -53,6 +56,8 @@ class Forming:
         needed = self._workers if driver is None else (driver, *self._workers)
         with fail_if_lost(self._store, needed):
             try:
+                if vendors is not None:
+                    vendors = agreed(vendors, self._store, len(self._workers), place)
                 dist.init_process_group(
                     "farcall" if vendors is None or not vendors.backends else vendors.config,
                     store=self._store,

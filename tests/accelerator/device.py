@@ -21,7 +21,17 @@ from torch.utils.backend_registration import (
 from rpc.devices import ipc
 from tests.accelerator.build import library
 
-__all__ = ["export", "ipc_record", "ipc_wait", "open_exported", "schedule", "sleep", "waited"]
+__all__ = [
+    "export",
+    "exported_blocks",
+    "ipc_record",
+    "ipc_wait",
+    "open_exported",
+    "pinned_bytes",
+    "schedule",
+    "sleep",
+    "waited",
+]
 
 Mode = Literal["eager", "random", "lazy"]
 
@@ -55,6 +65,8 @@ def schedule(
 
 sleep = _c.sleep
 waited = _c.waited
+pinned_bytes = _c.pinned_bytes
+exported_blocks = _c.exported_blocks
 
 
 def export(tensor: torch.Tensor) -> tuple[Any, ...]:

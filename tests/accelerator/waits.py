@@ -22,6 +22,24 @@ WAITS: Final = (
         "rpc/devices/staging.py",
         "stream.wait_event(_current_stream(device).record_event())",
     ),
+    Deletion(
+        "a small tensor is taken before later work on the caller's stream",
+        "rpc/devices/staging.py",
+        "elements = elements.clone()",
+        tests="test_what_was_sent",
+    ),
+    Deletion(
+        "memory that is taken on the caller's stream is recorded",
+        "rpc/devices/staging.py",
+        "use_on_current_stream(elements)",
+        tests="test_memory_is_kept",
+    ),
+    Deletion(
+        "the receiver waits until it has read the sender's memory",
+        "rpc/devices/ipc.py",
+        "torch.accelerator.current_stream(target.device).synchronize()",
+        tests="test_what_was_sent",
+    ),
     Deletion("the message waits for its copies", "rpc/devices/staging.py", "event.synchronize()"),
     Deletion(
         "a consumer's stream waits for a future's or a reference's tensors",

@@ -1,6 +1,8 @@
 """Installs the engines by name and runs their tests: ``make test-engines``. Needs root and Debian's packages.
 
-Python packages go into an environment of their own, ``.venv-engines``, over the one of the project.
+Python packages go into an environment of their own, ``.venv-engines``, over the one of the project. Each file
+of tests has network namespaces and clusters of its own, so two files run at a time. The output of a file is
+printed when it has ended.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -29,6 +34,9 @@ COMMANDS = {
 """Commands, and the packages of Debian that have them."""
 
 PACKAGES = ("ray==2.60.0", "torchx==0.7.0", "kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0")
+
+FILES = ("ray_cluster", "slurm", "kubernetes", "mpi", "others")
+"""Files of tests, the slowest first."""
 
 
 def main() -> int:
@@ -59,11 +67,39 @@ def main() -> int:
     farcall = scripts / "farcall"
     farcall.write_text(f"#!{python}\nimport sys\nfrom farcall.cli import main\nsys.exit(main())\n")
     farcall.chmod(0o755)
-    tests = [f"tests/engines/{name}.py" for name in ("slurm", "mpi", "kubernetes", "others", "ray_cluster")]
-    given = sys.argv[1:] or tests
-    return subprocess.run(
-        [python, "-m", "pytest", "-rs", "--durations=0", *given], cwd=ROOT, check=False
-    ).returncode
+    if sys.argv[1:]:
+        return subprocess.run(_pytest(python, sys.argv[1:]), cwd=ROOT, check=False).returncode
+    return _run_files(python)
+
+
+def _pytest(python: Path, arguments: Sequence[str]) -> list[str]:
+    options = ["-rs", "--durations=0", "-o", "faulthandler_timeout=0"]  # tests have limits of their own
+    return [str(python), "-m", "pytest", *options, *arguments]
+
+
+def _run_files(python: Path) -> int:
+    """Run all files of tests, two at a time; returns the first exit status that is not 0."""
+    began = time.monotonic()
+    statuses = []
+    with ThreadPoolExecutor(2) as pool:
+        running = [
+            pool.submit(
+                subprocess.run,
+                _pytest(python, [f"tests/engines/{name}.py"]),
+                cwd=ROOT,
+                check=False,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for name in FILES
+        ]
+        for each in as_completed(running):
+            ended = each.result()
+            sys.stdout.buffer.write(ended.stdout)
+            sys.stdout.flush()
+            statuses.append(ended.returncode)
+    print(f"{len(FILES)} files of tests in {time.monotonic() - began:.0f} s")
+    return next(filter(None, statuses), 0)
 
 
 if __name__ == "__main__":

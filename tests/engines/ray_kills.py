@@ -11,6 +11,7 @@ import argparse
 import os
 import random
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,11 @@ def main() -> None:
     ]
     actors: list[Any] = [kind.remote() for kind in kinds]
     outcomes: Counter[str] = Counter()
+    began = time.monotonic()
     every = max(1, given.transfers // max(1, given.kills))
     for number in range(given.transfers):
+        if number and number % 100 == 0:
+            print(f"{number} transfers after {time.monotonic() - began:.0f} s: {dict(outcomes)}", flush=True)
         maker, taker = chance.choice(actors[:2]), chance.choice(actors[2:])
         struck = number % every == every - 1
         pid = ray.get(chance.choice([maker, taker]).pid.remote()) if struck else 0

@@ -121,7 +121,7 @@ def _anybody(here: Worker, chance: Random) -> str:
 
 
 def _some(truth: Truth, here: Worker, chance: Random, count: int) -> list[tuple[int, RRef[Any]]]:
-    """So many references of a program, or fewer, which it may pass on: none, once it has given all back."""
+    """Return at most ``count`` references that a program may pass on; none once it has given all back."""
     if here.agent.extensions["rref"].released:
         return []
     usable = [(tag, ref) for tag, ref in truth.held[here] if is_usable(ref)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from rpc.agent.agent import Agent
-from rpc.agent.ground import Ground
+from rpc.agent.platform import Platform
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
 from rpc.runtime.executor import Executor
@@ -18,7 +18,7 @@ from rref.installation import install
 from tests.simulation.clock import Handle, WorkerLoop
 from tests.simulation.network import SimulatedNetwork
 
-__all__ = ["Worker", "ground"]
+__all__ = ["Worker", "platform"]
 
 T = TypeVar("T")
 
@@ -120,9 +120,9 @@ class _Process(ProcessTuning):
         pass
 
 
-def ground(network: SimulatedNetwork, loop: WorkerLoop) -> Ground:
+def platform(network: SimulatedNetwork, loop: WorkerLoop) -> Platform:
     """The simulated platform of an agent."""
-    return Ground(
+    return Platform(
         _Thread(loop),
         _Executor(loop),
         {MemoryTransport.scheme: MemoryTransport(network, loop.place)},
@@ -148,7 +148,9 @@ class Worker:
         place = f"{name}-{incarnation}"
         self.loop = WorkerLoop(network.clock, place)  # type: ignore[abstract]  # as much as is needed
         network.loops[place] = self.loop
-        self.agent = agent = Agent(options, place, ground=ground(network, self.loop), incarnation=incarnation)
+        self.agent = agent = Agent(
+            options, place, platform=platform(network, self.loop), incarnation=incarnation
+        )
         install(agent)
         self.member = Member(
             WorkerInfo(name, worker_id),

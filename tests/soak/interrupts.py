@@ -76,7 +76,7 @@ class Storm:
 
 
 def storms(count: int, seed: int) -> list[Storm]:
-    """So many, of each kind and gap in turn."""
+    """Return ``count`` storms, of each kind and gap in turn."""
     kinds = ("calls", "doubles", "finalizers")
     return [
         Storm(

@@ -7,9 +7,11 @@ on a stream, and what the current stream sees of a tensor without any further wa
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import time
 from collections.abc import Callable
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import pytest
 import torch
@@ -131,3 +133,35 @@ def used_bytes(device: str = FIRST) -> int:
     """Device memory that is in use, in bytes."""
     torch.accelerator.synchronize(torch.device(device).index)
     return int(torch.accelerator.memory_allocated(torch.device(device).index))
+
+
+class Used(NamedTuple):
+    """What tensors of messages may leave behind in a worker."""
+
+    device_bytes: int
+    pinned_bytes: int
+    """Pinned memory of the host."""
+    exported_blocks: int
+    """Blocks of device memory that other workers have, or may still open."""
+
+
+def used(device: str = FIRST) -> Used:
+    """What is in use; of the simulated accelerator alone, pinned memory and exported blocks are known."""
+    of_device = used_bytes(device)
+    if KIND != "sim":
+        return Used(of_device, 0, 0)
+    from tests.accelerator import device as simulated
+
+    index = torch.device(device).index
+    return Used(of_device, simulated.pinned_bytes(), simulated.exported_blocks(index))
+
+
+def left(before: Used, seconds: float = 20.0) -> Used:
+    """What is in use beyond what was before, once it has had time to come back."""
+    end = time.monotonic() + seconds
+    while True:
+        gc.collect()
+        now = Used(*(max(0, mine - theirs) for mine, theirs in zip(used(), before, strict=True)))
+        if not any(now) or time.monotonic() > end:
+            return now
+        time.sleep(0.02)

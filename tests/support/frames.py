@@ -10,7 +10,8 @@ import msgpack
 from hypothesis import strategies as st
 
 from rpc.wire import frames
-from rpc.wire.frames import Decoder, Frame, Kind, encode
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import Frame, Kind, encode
 
 LIMIT = 8 << 20
 BUFFER = len(Decoder(LIMIT).scratch)

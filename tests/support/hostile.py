@@ -12,7 +12,8 @@ from typing import Any, Self
 from rpc.group.handshake import Authenticator, Handshake, HandshakeMessage, Hello, Role
 from rpc.group.workers import Member, WorkerInfo
 from rpc.runtime.current import current_agent
-from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
 
 _PATIENCE = 20.0
 """Seconds for what must come; well below a run's time limit."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from rpc.group.handshake import Hello
 from rpc.group.workers import Member
-from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
 from tests.support.members import member
 from tests.support.nodes import GROUP, Node
 from tests.support.streams import SOON

@@ -15,7 +15,8 @@ from rpc.runtime.loop import LoopThread
 from rpc.transport.base import Connection, SilentOwner, TransportContext
 from rpc.transport.byte_stream import SocketStream
 from rpc.transport.stream import StreamConnection
-from rpc.wire.frames import PREAMBLE, Decoder, Frame, encode
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import PREAMBLE, Frame, encode
 
 TINY_BUFFER = 4608
 """The smallest send buffer that a socket can be given, in bytes."""

@@ -1,7 +1,7 @@
-"""Shared memory between this worker and all others: what is said about it on their connections.
+"""Shared memory between this worker and all others: the messages about it on their connections.
 
-``negotiation.py`` has the states that two workers go through. Whatever goes wrong on the way, large messages
-take the socket, and the log says so once.
+``negotiation.py`` has the states that two workers go through. If any step fails, large messages go through
+the socket, and the log has one line about it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from rpc.group.peer import Peer
 from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
 from rpc.transport.base import SMALL_BYTES
-from rpc.wire.frames import MAX_BUFFERS, Frame, Kind, encode_small
+from rpc.wire.frames import Frame, Kind, encode_small
+from rpc.wire.reassembly import MAX_BUFFERS
 
 __all__ = ["SharedMemory"]
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_BYTES: Final = 64 << 10
-"""Below, a socket is as fast."""
+"""Minimum size in bytes of a message that goes through shared memory; below, a socket is as fast."""
 
 IDLE_SECONDS: Final = 20.0
-"""How long a segment rests before its memory is given back."""
+"""Time in seconds for which a segment is unused before its memory is returned to the system."""
 
 _MAX_COUNT: Final = 64
 
 
 class _Link:
-    """What is shared with one peer, either way, and where that has got to."""
+    """The memory shared with one peer, in both directions, and the state of the negotiations."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -57,13 +58,13 @@ class _Link:
         self.incoming: IncomingSegments | None = None
 
     def disconnect(self) -> None:
-        """Forget what was to become shared memory to send through."""
+        """Forget the memory that was being set up for sending."""
         connected, self.connected = self.connected, None
         if connected is not None:
             connected[0].close()
 
     def close(self) -> None:
-        """The peer is gone, or this worker leaves."""
+        """Release everything: the peer is lost, or this worker leaves."""
         self.sending.on(Event.GONE)
         self.receiving.on(Event.GONE)
         self.disconnect()
@@ -74,7 +75,7 @@ class _Link:
                 end.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the descriptors, which the parent goes on using."""
+        """Close the descriptors in a forked child; the parent continues to use its own."""
         if self.connected is not None:
             os.close(self.connected[0].detach())
         for each in (self.outgoing, self.listener, self.incoming):
@@ -83,12 +84,14 @@ class _Link:
 
 
 class SharedMemory:
-    """All shared memory of one agent. ``send`` and ``unwrap`` from any thread, everything else on the loop's.
+    """All shared memory of one agent. ``send`` and ``unwrap`` from any thread, all other methods on the
+    loop's thread.
 
     Args:
-        bound: bytes of all segments that it sends through, and of those that it takes from any one peer;
-            0: it uses none and takes none.
-        takes: whether it takes any. (Who checks what it receives must not: its sender could change it after.)
+        bound: maximum size in bytes of all segments that it sends through, and of those that it accepts from
+            any one peer; 0: it neither uses nor accepts any.
+        takes: whether it accepts any. (A worker that checks what it receives must not, since the sender could
+            change it after the check.)
     """
 
     def __init__(
@@ -119,8 +122,8 @@ class SharedMemory:
 
     @protected
     def send(self, peer: Peer, kind: int, call_id: int, payload: Payload, wait: float) -> bool:
-        """Send a message through a segment, if it is large enough and there is one for it; returns whether it
-        was sent. If not, it is to go through the socket.
+        """Send a message through a segment, if it is large enough and a segment is available; returns whether
+        it was sent. If not, it must go through the socket.
         """
         header, buffers = payload.header, payload.buffers
         size = sum(map(len, buffers)) - len(buffers[0])
@@ -153,8 +156,8 @@ class SharedMemory:
         return True
 
     def unwrap(self, peer: Peer, frame: Frame) -> Frame:
-        """The message that a frame stands for; ``ProtocolError`` if for none. Its buffers are the receiver's
-        from now on.
+        """Return the message that a frame refers to. Raises ``ProtocolError`` if there is none. The buffers
+        belong to the receiver from now on.
         """
         link = self._links.get(peer.incarnation)
         incoming = None if link is None else link.incoming
@@ -171,7 +174,7 @@ class SharedMemory:
     # ---- negotiation
 
     def received(self, peer: Peer, frame: Frame) -> None:
-        """A peer says something about shared memory."""
+        """Handle a peer's message about shared memory."""
         link = self._link(peer)
         for said, value in frame.header.items():
             match said, value:
@@ -209,7 +212,7 @@ class SharedMemory:
         logger.log(level, "large tensors for worker '%s' go %s: %s", peer.name, how, reason)
 
     def _begin(self, peer: Peer) -> None:
-        """Ask a peer if it was not asked before; those that cannot share memory are not asked at all."""
+        """Ask a peer if it was not asked before; peers that cannot share memory are not asked."""
         if peer.lost is not None:
             return
         link = self._link(peer)
@@ -288,7 +291,7 @@ class SharedMemory:
     # ---- the end of segments
 
     def _discard(self, segments: Sequence[Segment]) -> None:
-        """Unmap segments that left the pool, and have their peers do so. From any thread."""
+        """Unmap segments that left the pool, and make their peers unmap them. From any thread."""
         numbers: dict[int, list[int]] = {}
         for segment in segments:
             link = self._links.get(segment.peer)
@@ -303,8 +306,10 @@ class SharedMemory:
             self._trimming = self._loop.call_later(IDLE_SECONDS / 2, self._trim)
 
     def _trim(self) -> None:
-        """Give back the memory of segments that have rested long enough; look again while there are any."""
-        self._trimming = None  # before the look: what is made after it finds no timer and sets one
+        """Return the memory of segments that have been unused for long enough to the system; check again
+        while there are segments.
+        """
+        self._trimming = None  # before the check: a segment that is made after it finds no timer and sets one
         self._note_returns()
         with self._lock:
             dropped = self._pool.trim(monotonic(), IDLE_SECONDS)
@@ -320,19 +325,23 @@ class SharedMemory:
                 link.outgoing.note_returns(now)
 
     def usage(self) -> tuple[int, int]:
-        """Bytes of all segments that it sends through, and of those that are lent. From any thread."""
+        """Total size in bytes of the segments that it sends through, and of those that are lent. From any
+        thread.
+        """
         self._note_returns()
         with self._lock:
             return self._pool.size, sum(each.size for each in self._pool.all_segments() if each.lent)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
-        """A worker is gone: its segments are not used again; what was received through them stays."""
+        """Handle that a worker is lost: its segments are not used again; received tensors in them remain
+        valid.
+        """
         link = self._links.pop(peer.incarnation, None)
         if link is not None:
             link.close()
 
     def close(self) -> None:
-        """This worker leaves."""
+        """Release everything: this worker leaves."""
         self._closed = True
         if self._trimming is not None:
             self._trimming.cancel()
@@ -340,13 +349,15 @@ class SharedMemory:
             link.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of what the parent goes on using, without taking a lock."""
+        """Release everything in a forked child, without taking a lock; the parent continues to use its
+        own.
+        """
         for link in self._links.values():
             link.abandon()
 
 
 def _connect(name: str, token: bytes) -> tuple[socket.socket, Ledger]:
-    """Connect to where a peer listens, and send it a new ledger."""
+    """Connect to the channel of a peer, and send it a new ledger."""
     descriptor = memory.create(LEDGER_BYTES)
     try:
         ledger = Ledger(Mapping(descriptor, LEDGER_BYTES))

@@ -1,9 +1,9 @@
-"""A socket beside the connection of two workers, on which descriptors of segments travel.
+"""A socket beside the connection of two workers, on which descriptors of segments are sent.
 
-Descriptors belong to the first byte of the ``sendmsg`` that brings them, and only ``recvmsg`` keeps them: on
-the connection itself, where writes may be cut short and many ways lead to a plain ``recv``, some would be
-lost. Here every message is a *record* of its own (``SOCK_SEQPACKET``), sent whole or not at all: a few bytes
-and one descriptor.
+A descriptor belongs to the first byte of the ``sendmsg`` that sends it, and only ``recvmsg`` keeps it. On the
+connection itself, where writes may be partial and many reads are plain ``recv``, some would be lost. Here
+every message is a *record* of its own (``SOCK_SEQPACKET``), sent whole or not at all: a few bytes and one
+descriptor.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def listen() -> tuple[socket.socket, str]:
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """The next who has connected, or None if it was a process of another user; ``OSError`` if there is none,
-    or it cannot be accepted.
+    """Accept the next connection; None if it is of a process of another user. Raises ``OSError`` if there is
+    none, or it cannot be accepted.
     """
     sock, _ = listener.accept()
     sock.setblocking(False)
@@ -56,8 +56,8 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 def connect(name: str) -> socket.socket:
-    """Connect to who listens under a name. ``OSError`` if nobody does, too many wait there, or it is a
-    process of another user.
+    """Connect to a listener by its name. Raises ``OSError`` if there is none, its backlog is full, or it
+    belongs to another user.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -72,18 +72,19 @@ def connect(name: str) -> socket.socket:
 
 
 def send(sock: socket.socket, record: bytes, descriptor: int) -> None:
-    """Send a record and a descriptor, which stays open here. ``OSError`` if it was not sent;
-    ``ETOOMANYREFS``: this user has too many descriptors under way.
+    """Send a record and a descriptor, which stays open here. Raises ``OSError`` if it was not sent; with
+    ``ETOOMANYREFS``, this user has too many descriptors in flight.
     """
     rights = array.array("i", [descriptor]).tobytes()
     sock.sendmsg([record], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
 
 
 def receive(sock: socket.socket) -> tuple[bytes, int | None]:
-    """The next record, empty at the end, and its descriptor: None if it brought none or cannot have it here.
+    """Receive the next record, empty at the end of the stream, and its descriptor: None if it has none, or
+    this process cannot have more.
 
-    All other descriptors that it brings are closed. ``BlockingIOError`` if there is none, ``OSError`` if the
-    socket is broken.
+    All other descriptors in the record are closed. Raises ``BlockingIOError`` if there is no record,
+    ``OSError`` if the socket is broken.
     """
     room = socket.CMSG_SPACE(_INT)
     record, ancillary, flags, _ = sock.recvmsg(_MAX_RECORD_BYTES, room, socket.MSG_CMSG_CLOEXEC)
@@ -106,11 +107,11 @@ def _is_own_users(sock: socket.socket) -> bool:
 
 
 class FdListener:
-    """Listens under ``name`` until the peer connects that shows the token. On the loop's thread.
+    """Listens under ``name`` until the peer connects that has the token. On the loop's thread.
 
-    Whoever shows another, or none in time, is turned away, and descriptors that they bring are closed.
-    ``entered`` is called once, with the socket and the descriptor that came with the token. ``OSError`` if
-    this process cannot listen.
+    Processes that have another token, or send none in time, are disconnected, and descriptors that they send
+    are closed. ``entered`` is called once, with the socket and the descriptor that came with the token. The
+    constructor raises ``OSError`` if this process cannot listen.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class FdListener:
             sock = accept(self._listener)
         except BlockingIOError:
             return
-        except OSError:  # no descriptors, most likely: the peer goes on without
+        except OSError:  # most likely no descriptors are left: the peer continues without shared memory
             self.close()
             return
         if sock is None:
@@ -157,7 +158,7 @@ class FdListener:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more connections."""
         self._timer.cancel()
         for sock in (self._listener, *self._waiting):
             if sock.fileno() >= 0:
@@ -166,7 +167,7 @@ class FdListener:
         self._waiting.clear()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the descriptors, which the parent goes on using."""
+        """Close the descriptors in a forked child; the parent continues to use its own."""
         for sock in (self._listener, *self._waiting):
             descriptor = sock.detach()
             if descriptor >= 0:

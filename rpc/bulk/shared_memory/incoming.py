@@ -1,11 +1,13 @@
 """The receiving end: segments of one peer, mapped here, and the memory of received tensors in them.
 
-What is received *is* the segment's memory, and the receiver's own: writable, and nobody changes it, until the
-last tensor, view or array over it is gone. Then the finalizer of that memory notes its use as returned.
+A received tensor *is* the segment's memory, and belongs to the receiver: it is writable, and nothing else
+changes it, until the last tensor, view or array over it is gone. Then the finalizer of that memory notes that
+its use is over.
 
 **Forks.** A forked child shares what its parent has mapped: it would see what the parent and later messages
-write there. So right before a fork all these mappings are exchanged for private ones, in place, and retired:
-they are never returned, and what is written after the fork is the writer's own, as with any other memory.
+write there. So right before a fork, all these mappings are replaced by private ones, in place, and the
+segments are retired: they are never returned, and what is written after the fork is visible to its writer
+only, as with any other memory.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ _SMALL_SHARE: Final = 16
 
 
 class _Segment:
-    """One segment of a peer, as its receiver sees it: something refers to its memory (``in_use``), or it is
-    kept for good, since this process was forked (``retired``).
+    """One segment of a peer, as its receiver sees it. It may be referenced (``in_use``), or kept forever,
+    since this process was forked (``retired``).
     """
 
     def __init__(self, mapping: Mapping, slot: int, ledger: Ledger) -> None:
@@ -52,20 +54,20 @@ class _Segment:
         self.retired = False
 
     def returned(self, use: int) -> None:
-        """Nobody refers to the memory any more. From any thread, in the middle of anything."""
+        """Note that nothing refers to the memory any more. From any thread, in the middle of any code."""
         self.in_use = False
         if self.retired:
-            return  # the slot may be another's by now
+            return  # another segment may have the slot by now
         self.ledger.words[self.slot] = use
         if self._was_retired():
             self.ledger.words[self.slot] = RETIRED
 
     def _was_retired(self) -> bool:
-        """Whether this process was forked since ``retired`` was looked at."""
+        """Whether this process was forked since ``retired`` was read."""
         return self.retired
 
     def retire(self) -> None:
-        """Before a fork: keep what there is, for this process and apart from its children."""
+        """Before a fork: keep the content, for this process and separate from its children."""
         self.retired = True
         self.ledger.words[self.slot] = RETIRED
         self.mapping.make_private()
@@ -98,7 +100,9 @@ _mapped: Final = functools.cache(_Mapped)
 
 
 class _Memory:
-    """The memory of one message, as numpy takes it: when the last array over it is gone, it is returned."""
+    """The memory of one message, in the interface that numpy takes. When the last array over it is gone, it
+    is returned.
+    """
 
     __slots__ = ("__array_interface__", "_segment", "_use")
 
@@ -117,8 +121,8 @@ class _Memory:
 class IncomingSegments:
     """The segments that one peer sends through, ``size`` bytes in all. On the loop's thread, except ``open``.
 
-    It introduces them on the channel ``sock``; returns are noted in the ledger. ``bound`` and ``count`` say
-    how many bytes and how many segments there are at most.
+    The peer introduces them on the channel ``sock``; returns are noted in the ledger. ``bound`` is the
+    maximum total size in bytes, and ``count`` the maximum number of segments.
     """
 
     def __init__(
@@ -141,8 +145,8 @@ class IncomingSegments:
         self._told = False
 
     def receive(self) -> None:
-        """Take the next segment that the peer introduces on the channel, if there is one. ``ProtocolError``
-        if what came is no introduction.
+        """Accept the next segment that the peer introduces on the channel, if there is one. Raises
+        ``ProtocolError`` if the record is not an introduction.
         """
         try:
             record, descriptor = fd_channel.receive(self._socket)
@@ -162,7 +166,7 @@ class IncomingSegments:
                 os.close(descriptor)
 
     def _introduce(self, record: bytes, descriptor: int | None) -> bool:
-        """Take a segment, which has the descriptor then, or refuse it; its slot of the ledger says which.
+        """Accept a segment, which owns the descriptor then, or refuse it; its slot of the ledger says which.
 
         The descriptor is None if it did not arrive.
         """
@@ -212,9 +216,9 @@ class IncomingSegments:
         return segment
 
     def open(self, number: int, use: int, lengths: Sequence[int], limit: int) -> list[memoryview]:
-        """The memory that a message names: buffers of these lengths that are the receiver's own. From any
-        thread. ``ProtocolError`` if there is no such memory, it is still in use, or it is more than ``limit``
-        bytes.
+        """Return the memory that a message refers to: buffers of these lengths, which belong to the receiver.
+        From any thread. Raises ``ProtocolError`` if there is no such memory, it is still in use, or it
+        exceeds ``limit`` bytes.
         """
         segment = self._segments.get(number)
         if segment is None:
@@ -228,7 +232,9 @@ class IncomingSegments:
         return [_piece(whole, offset, length) for offset, length in zip(offsets, lengths, strict=True)]
 
     def drop(self, numbers: object) -> None:
-        """The peer will not use these segments again. ``ProtocolError`` if that is no list of numbers."""
+        """Unmap segments that the peer will not use again. Raises ``ProtocolError`` if the message is not a
+        list of numbers.
+        """
         if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
             raise ProtocolError("a malformed list of segments")
         for number in numbers:
@@ -237,7 +243,9 @@ class IncomingSegments:
                 self.size -= segment.mapping.size
 
     def close(self) -> None:
-        """The peer is gone. What was received stays as it is; everything else is unmapped."""
+        """Handle that the peer is lost. Memory of received tensors stays as it is; everything else is
+        unmapped.
+        """
         self._segments.clear()
         self.size = 0
         if self._socket.fileno() >= 0:
@@ -245,13 +253,13 @@ class IncomingSegments:
             self._socket.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of what the parent goes on using."""
+        """Release everything in a forked child; the parent continues to use its own."""
         self._segments.clear()
         os.close(self._socket.detach())
 
 
 def _piece(whole: Any, offset: int, length: int) -> memoryview:
-    """One buffer. A view of ``whole`` is taken for a small part of something large, and will be copied."""
+    """Return one buffer. It is copied later if it is a view of a small part of a large ``whole``."""
     end = offset + length
     if length < _LARGE_BYTES and length * _SMALL_SHARE < len(whole):
         return memoryview(whole)[offset:end]

@@ -1,17 +1,17 @@
-"""Memory that processes share: making it, checking what another process has made, mapping it.
+"""Memory that processes share: creating it, checking what another process has created, mapping it.
 
-A segment is a *memfd*: memory without a name, which is gone when nobody maps it or has its descriptor any
-more, however its holders end. It is *sealed*: nobody can change its size, so no access to a mapping can fail
-(with ``SIGBUS``). Its pages are allocated before it is first used, so that a lack of memory is an error then,
-and no signal later. ``mmap`` is called directly, because Python's own mappings cannot be exchanged in place
-(see ``Mapping.make_private``).
+A segment is a *memfd*: memory without a name, which is freed when no process maps it or has its descriptor
+any more, however these processes end. It is *sealed*: its size cannot be changed, so no access to a mapping
+can fail (with ``SIGBUS``). Its pages are allocated before it is first used, so that a lack of memory is an
+error then, and not a signal later. ``mmap`` is called directly, because Python's own mappings cannot be
+replaced in place (see ``Mapping.make_private``).
 
 The *ledger* is a page that two workers share beside their segments. It holds a nonce, which proves that they
 do, and one word for each segment, which only the receiver writes: the number of the use that is over. So
-giving a segment back is a store into memory; it may be done in a finalizer, on any thread, and costs no
-message. The sender looks when it needs a segment. A word is eight bytes and aligned, so it is never seen half
-written; and whoever drops the last reference to a tensor has finished with its memory before, in the order
-that all processors keep for reference counts.
+returning a segment is a store into memory. A finalizer may do it, on any thread, and it needs no message. The
+sender reads the ledger when it needs a segment. A word is eight bytes and aligned, so it is never read half
+written. The thread that drops the last reference to a tensor has finished with its memory before, since all
+processors keep this order for reference counts.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ _NONCE_BYTES: Final = 32
 _WORDS_AT: Final = 64
 
 SLOTS: Final = (LEDGER_BYTES - _WORDS_AT) // 8
-"""How many segments a ledger has words for."""
+"""Number of segments that a ledger has words for."""
 
 RETIRED: Final = (1 << 64) - 1
-"""Instead of the number of a use: the receiver keeps this segment for good; it must not be written again."""
+"""Value in place of the number of a use: the receiver keeps this segment forever; it must not be written
+again.
+"""
 
 REFUSED: Final = (1 << 64) - 2
-"""Instead of the number of a use: the receiver could not map this segment."""
+"""Value in place of the number of a use: the receiver could not map this segment."""
 
 _NAME: Final = "farcall"
 _MAP_FIXED: Final = 0x10
@@ -72,12 +74,12 @@ if _libc is not None:
 
 
 class SegmentRefused(RpcError):
-    """A descriptor is not that of a segment as it should be."""
+    """A descriptor is not that of a valid segment."""
 
 
 def create(size: int) -> int:
-    """Make a sealed segment of ``size`` bytes, all zero, which takes no memory yet; returns its descriptor.
-    ``OSError`` if there is none, or no such thing on this system.
+    """Create a sealed segment of ``size`` bytes, all zero, which takes no memory yet; returns its descriptor.
+    Raises ``OSError`` if no descriptor is left, or the system does not support it.
     """
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -105,9 +107,9 @@ def check(descriptor: int, size: int) -> None:
 class Mapping:
     """A segment mapped into this process, for reading and writing, until the object is gone.
 
-    With ``keep`` it owns the descriptor and keeps it open, for ``allocate`` or ``make_private``; else, and
-    after an ``OSError``, that stays the caller's. The memory begins at ``address``; ``memory`` must not be
-    used longer than the object lives.
+    With ``keep`` it owns the descriptor and keeps it open, for ``allocate`` or ``make_private``. Otherwise,
+    and after an ``OSError``, the descriptor stays the caller's. The memory begins at ``address``; ``memory``
+    must not be used longer than the object lives.
     """
 
     def __init__(self, descriptor: int, size: int, *, keep: bool = False) -> None:
@@ -120,16 +122,16 @@ class Mapping:
             self._descriptor = descriptor
 
     def allocate(self) -> None:
-        """Have all of the memory, unless this was called before; ``OSError`` if there is not so much."""
+        """Allocate all pages, unless that is done. Raises ``OSError`` if there is not enough memory."""
         if self._descriptor >= 0:
             os.posix_fallocate(self._descriptor, 0, self.size)
             self._close()
 
     def make_private(self) -> None:
-        """From now on, what this process or its forked children write is theirs alone.
+        """Make what this process or its forked children write from now on visible to the writer only.
 
-        The memory stays where it is and as it is; what others have written is still seen, as long as this
-        process has not written there. Raises ``OSError`` if that cannot be done.
+        The memory stays where it is and keeps its content. What other processes have written is visible until
+        this process writes there. Raises ``OSError`` if that is impossible.
         """
         if self._descriptor >= 0:
             _map(self.address, self.size, mmap.MAP_PRIVATE | _MAP_FIXED, self._descriptor)
@@ -141,7 +143,7 @@ class Mapping:
             close(descriptor)
 
     def __del__(self, unmap: Any = _libc and _libc.munmap) -> None:
-        # What it needs are defaults, since globals may be gone when the interpreter ends.
+        # The function's needs are defaults, since globals may be gone when the interpreter ends.
         if self.address:
             unmap(self.address, self.size)
             self.address = 0
@@ -167,7 +169,7 @@ class Ledger:
         self.words = (ctypes.c_uint64 * SLOTS).from_address(mapping.address + _WORDS_AT)
 
     def write_nonce(self) -> None:
-        """Put in a new nonce, which nobody can know who does not share this memory."""
+        """Write a new nonce, which only processes that share this memory can know."""
         ctypes.memmove(self._mapping.address, secrets.token_bytes(_NONCE_BYTES), _NONCE_BYTES)
 
     def nonce(self) -> bytes:

@@ -1,19 +1,20 @@
-"""How two workers come to share memory, one way: the states of either end as tables. Pure.
+"""The negotiation of shared memory between two workers, in one direction: the states of either end as tables.
+Pure.
 
-The *sender* is who has something large for a worker on the same host. It asks once, and sends through the
+The *sender* is the worker that has a large message for a worker on the same host. It asks once, and uses the
 socket meanwhile::
 
     sender                                                        receiver
     NEW --need--> ASKED          ask: True                  --->  NEW --ask--> LISTENING
                                  come: [name, token, limits] <---
-    ASKED --come--> CONNECTED    connects, shows the token  --->
+    ASKED --come--> CONNECTED    connects, sends the token  --->
                                  sends a ledger with a nonce
                                  proof: nonce               <---  LISTENING --entered--> SHARED
     CONNECTED --proof--> SHARED  drop: [segments]           --->  SHARED --drop--> SHARED
 
-The proof shows that both have mapped the same ledger, and that the descriptor channel is the peer's. Whoever
-cannot go on says ``refuse`` with the reason, or falls back by itself; then all goes through the socket.
-Anything said in a state whose table does not have it is a ``ProtocolError``.
+The proof shows that both have mapped the same ledger, and that the descriptor channel is the peer's. A side
+that cannot continue sends ``refuse`` with the reason, or stops by itself; then everything goes through the
+socket. A message in a state whose table does not have it is a ``ProtocolError``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["RECEIVER", "SENDER", "Event", "Negotiation", "OfferState"]
 
 
 class OfferState(Enum):
-    """Where one end is."""
+    """The state of one end."""
 
     NEW = "nothing was said"
     ASKED = "it has asked"
@@ -39,7 +40,7 @@ class OfferState(Enum):
 
 
 class Event(Enum):
-    """What happens: what a peer says, by the name it has there, or what is found out here."""
+    """An event: a message of the peer, by its name, or a local one."""
 
     ASK = "ask"
     COME = "come"
@@ -75,14 +76,14 @@ RECEIVER: Final[Table] = {
 
 
 class Negotiation:
-    """One end."""
+    """One end of a negotiation."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
         self.state = OfferState.NEW
 
     def on(self, event: Event) -> None:
-        """Something happens. Raises ``ProtocolError`` if it cannot in this state."""
+        """Handle an event. Raises ``ProtocolError`` if it is impossible in this state."""
         following = self._table[self.state].get(event)
         if following is None:
             raise ProtocolError(f"'{event.value}' about shared memory, where {self.state.value}")

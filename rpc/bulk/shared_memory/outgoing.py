@@ -24,7 +24,9 @@ _PAUSE_SECONDS: Final = 10.0
 
 
 class Loan(NamedTuple):
-    """Buffers that lie in a segment now: where, the number of this use, and their lengths."""
+    """Buffers that are in a segment now: the segment, the number of this use, and the lengths of the
+    buffers.
+    """
 
     segment: Segment
     use: int
@@ -32,10 +34,11 @@ class Loan(NamedTuple):
 
 
 class OutgoingSegments:
-    """The segments that one peer is sent messages through. From any thread. ``lock`` guards the agent's pool.
+    """The segments through which messages are sent to one peer. From any thread. ``lock`` guards the agent's
+    pool.
 
-    ``discard`` is called with segments that are not in the pool any more, ``say`` with why large messages do
-    not go through segments.
+    ``discard`` is called with segments that are not in the pool any more, ``say`` with the reason why large
+    messages do not go through segments.
     """
 
     def __init__(
@@ -57,14 +60,16 @@ class OutgoingSegments:
         self._say = say
         self._mappings: dict[int, Mapping] = {}
         self._unsent: set[int] = set()
-        """Uses whose messages are not out yet: no word that their segments are dropped may overtake those."""
+        """Uses whose messages are not sent yet: the message that their segments are dropped must not overtake
+        these.
+        """
         self._paused_until = 0.0
         self._closed = False
 
     def lend(self, buffers: Sequence[memoryview]) -> Loan | None:
-        """Copy the buffers of a message into a segment, if there is one for them.
+        """Copy the buffers of a message into a segment, if a suitable one is free.
 
-        If there is none, one is made for the next message of that size, where the bounds permit.
+        If there is none, one is made for the next message of that size, within the limits.
         """
         lengths = list(map(len, buffers))
         offsets, size = places(lengths)
@@ -92,13 +97,15 @@ class OutgoingSegments:
         return loan
 
     def note_returns(self, now: float) -> None:
-        """See what has been returned, or will never be."""
+        """Read the ledger: what has been returned, or never will be."""
         with self._lock:
             useless = self._note_returns(now)
         self._give_up(useless, now)
 
     def _note_returns(self, now: float) -> list[tuple[Segment, int]]:
-        """With the lock: note what has been returned; what will never be, drop and return with its word."""
+        """Note what has been returned; drop what never will be, and return it with its word. With the
+        lock.
+        """
         words = self._ledger.words
         useless: list[tuple[Segment, int]] = []
         for segment in self._pool.segments(self._peer.incarnation):
@@ -112,18 +119,18 @@ class OutgoingSegments:
         return useless
 
     def _give_up(self, useless: Sequence[tuple[Segment, int]], now: float) -> None:
-        """Without the lock, since it tells the peer and the user: segments have left the pool."""
+        """Notify the peer and the user that segments have left the pool; without the lock for that reason."""
         if useless:
             self._discard([segment for segment, _ in useless])
             if any(word == REFUSED for _, word in useless):
                 self._pause(now, f"worker '{self._peer.name}' cannot take it; its log says why")
 
     def sent(self, loan: Loan) -> None:
-        """The message that names these buffers is out."""
+        """Record that the message that refers to these buffers is sent."""
         self._unsent.discard(loan.use)
 
     def withdraw(self, loan: Loan) -> None:
-        """The message that names these buffers was not sent, most likely: never use their segment again."""
+        """Never use the segment of these buffers again, since the message was most likely not sent."""
         with self._lock:
             self._unsent.discard(loan.use)
             self._pool.drop(loan.segment, keep_slot=True)
@@ -134,11 +141,13 @@ class OutgoingSegments:
         return self._mappings.pop(segment.number, None) is not None
 
     def _add(self, size: int, now: float) -> None:
-        """Make one more segment and introduce it to the peer; the ledger says when it has mapped it."""
+        """Make one more segment and introduce it to the peer; the ledger shows when the peer has mapped
+        it.
+        """
         with self._lock:
             segment, dropped = self._pool.add(self._peer.incarnation, size, now)
             if segment is not None:
-                self._ledger.words[segment.slot] = 0  # it may say what became of the slot's last segment
+                self._ledger.words[segment.slot] = 0  # it may have the state of the slot's last segment
         if dropped:
             self._discard(dropped)
         if segment is None:
@@ -169,7 +178,7 @@ class OutgoingSegments:
         self._say(reason)
 
     def close(self) -> None:
-        """The peer is gone: nothing is used again."""
+        """Use nothing again: the peer is lost."""
         with self._lock:
             self._closed = True
             self._pool.close(self._peer.incarnation)
@@ -177,7 +186,9 @@ class OutgoingSegments:
             self._socket.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of what the parent goes on using, without taking a lock."""
+        """Release everything in a forked child, without taking a lock; the parent continues to use its
+        own.
+        """
         self._closed = True
         self._mappings.clear()
         os.close(self._socket.detach())

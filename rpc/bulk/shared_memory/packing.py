@@ -1,7 +1,7 @@
-"""A message in a segment: how its buffers lie there, and the frame that says so.
+"""Messages in a segment: the layout of their buffers, and the frame that refers to them.
 
-Buffers lie one after the other, each aligned for any instruction. The frame has no header and one buffer, as
-the most frequent frames do, so that it goes the same short ways. All integers are little-endian::
+The buffers follow each other, each aligned for any instruction. The frame has no header and one buffer, like
+the most frequent frames, so that it is handled as fast as those. All integers are little-endian::
 
     kind u8, 1 if there is a header u8, 2 x 0, number of buffers u32, number of the segment u64, use u64
     length u64 of every buffer
@@ -18,7 +18,9 @@ from struct import pack as pack_struct
 from typing import Any, Final, NamedTuple
 
 from rpc.errors import ProtocolError
-from rpc.wire.frames import MAX_BUFFERS, new_tuple, pack_header, unpack_header
+from rpc.wire.frames import new_tuple
+from rpc.wire.headers import pack_header, unpack_header
+from rpc.wire.reassembly import MAX_BUFFERS
 
 __all__ = ["ALIGNMENT", "Message", "pack", "places", "unpack"]
 
@@ -29,8 +31,8 @@ _HEADER_LENGTH: Final = Struct("<I")
 
 
 class Message(NamedTuple):
-    """What such a frame says: the kind, header and pickle of the message, as if its buffers had come with it,
-    the number of the segment and of its use, and the lengths of the buffers.
+    """The content of such a frame: kind, header and pickle of the message, as if its buffers had been sent
+    with it, the numbers of the segment and of its use, and the lengths of the buffers.
     """
 
     kind: int
@@ -42,7 +44,7 @@ class Message(NamedTuple):
 
 
 def pack(message: Message) -> bytes:
-    """The one buffer of the frame for a message."""
+    """Return the one buffer of the frame for a message."""
     kind, header, number, use, lengths, pickle = message
     count = len(lengths)
     begin = pack_struct(f"<BB2xIQQ{count}Q", kind, bool(header), count, number, use, *lengths)
@@ -53,7 +55,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(buffer: Any) -> Message:
-    """The reverse. Raises ``ProtocolError`` if that is no such frame."""
+    """Parse the buffer of such a frame. Raises ``ProtocolError`` if it is malformed."""
     view = memoryview(buffer)
     try:
         kind, has_header, count, number, use = _PREFIX.unpack_from(view)
@@ -75,7 +77,7 @@ def unpack(buffer: Any) -> Message:
 
 
 def places(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Where buffers of these lengths begin, and how many bytes they take together."""
+    """Return the offsets of buffers of these lengths, and their total size in bytes."""
     offsets: list[int] = []
     end = 0
     for length in lengths:

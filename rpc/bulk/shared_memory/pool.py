@@ -1,14 +1,14 @@
-"""Which segment is free, which is lent, and how much memory they take together. Pure: no memory, no clock.
+"""Which segments are free or lent, and how much memory they take together. Pure: no memory, no clock.
 
-Every segment is made for one peer and never serves another: that one goes on seeing its memory. A segment is
-*lent* under a number that grows with each use, and is free again when exactly that use has been returned.
-What cannot be returned for certain (the peer is gone, the message was perhaps not sent) is dropped and never
-lent again. A slot that becomes free serves next after all others: until the peer knows that the segment was
-dropped, it may still note there that it has forked.
+Every segment is made for one peer and never used for another, since the peer can still read its memory. A
+segment is *lent* under a number that grows with each use, and is free again when exactly that use has been
+returned. A segment that may never be returned (the peer is lost, the message was perhaps not sent) is dropped
+and never lent again. A slot that becomes free is used again after all others: until the peer knows that the
+segment was dropped, it may still note there that it has forked.
 
-The pool is bounded in bytes, over all peers, and each peer besides in bytes and in segments. Beyond that,
-free segments that have rested for a moment give way; when none has, there is simply no segment. So two sizes
-that do not fit in together do not have segments made and unmade with each message.
+The pool is bounded in bytes, over all peers, and for each peer in bytes and in segments. Beyond these limits,
+free segments that have been unused for a moment are dropped; if there is none, no segment is made. So two
+sizes that do not fit together do not cause segments to be made and dropped with each message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ __all__ = ["Limits", "Pool", "Segment"]
 
 _GRAIN: Final = 64 << 10
 _STEPS: Final = 16
-"""Sizes between a power of two and the next: a segment is at most one sixteenth larger than asked for."""
+"""Number of sizes between a power of two and the next: a segment is at most one sixteenth larger than
+required.
+"""
 
 _ROOMY: Final = 4
 _SMALL_BYTES: Final = 1 << 20
@@ -32,18 +34,20 @@ _REST_SECONDS: Final = 1.0
 class Segment:
     """One segment, as its sender keeps account of it."""
 
-    number: int  # names it between two peers; never used twice
-    peer: int  # the incarnation of the worker that it was made for
-    slot: int  # which word of the ledger its returns are noted in
-    size: int  # bytes
-    use: int  # the number of the current use, or of the last one
-    lent: bool  # that use has not been returned yet
-    since: float  # when it was last lent or returned, in seconds
+    number: int  # identifies it between two peers; never used twice
+    peer: int  # incarnation of the worker that it was made for
+    slot: int  # word of the ledger in which its returns are noted
+    size: int  # in bytes
+    use: int  # number of the current use, or of the last one
+    lent: bool  # whether that use has not been returned yet
+    since: float  # time when it was last lent or returned, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one peer takes at most: bytes of all its segments, how many, and words in the ledger."""
+    """Limits of one peer: total bytes of its segments, their number, and the number of words in the
+    ledger.
+    """
 
     size: int
     count: int
@@ -63,10 +67,10 @@ class Pool:
     """All segments that one agent sends through. For one thread at a time.
 
     Args:
-        bound: bytes of all segments together.
+        bound: maximum size of all segments together, in bytes.
 
     Attributes:
-        size: bytes of all segments, free or lent.
+        size: size of all segments, free or lent, in bytes.
     """
 
     def __init__(self, bound: int) -> None:
@@ -76,22 +80,22 @@ class Pool:
         self._accounts: dict[int, _Account] = {}
 
     def open(self, peer: int, limits: Limits) -> None:
-        """From now on segments can be made for a peer."""
+        """Allow segments to be made for a peer from now on."""
         self._accounts[peer] = _Account(limits, slots=deque(range(limits.slots)))
 
     def segments(self, peer: int) -> list[Segment]:
-        """A peer's segments."""
+        """Return a peer's segments."""
         account = self._accounts.get(peer)
         return list(account.segments) if account else []
 
     def all_segments(self) -> list[Segment]:
-        """Everybody's segments."""
+        """Return the segments of all peers."""
         return [segment for account in self._accounts.values() for segment in account.segments]
 
     def lend(self, peer: int, size: int, now: float) -> Segment | None:
-        """The best free segment for so many bytes, lent from now on; None if there is none.
+        """Lend the best free segment for ``size`` bytes; None if there is none.
 
-        One that is far too large is none: what is received would hold all of it.
+        One that is far too large does not count: the received tensor would hold all of it.
         """
         account = self._accounts.get(peer)
         if account is None:
@@ -110,10 +114,10 @@ class Pool:
         return best
 
     def add(self, peer: int, size: int, now: float) -> tuple[Segment | None, list[Segment]]:
-        """A new segment for so many bytes, if there is room for one, and free ones that were dropped to make
-        room.
+        """Add a segment for ``size`` bytes, if there is room; returns it, and free ones that were dropped to
+        make room.
 
-        It begins as lent: its first use is that the peer gets to know it.
+        It begins as lent: its first use is its introduction to the peer.
         """
         account = self._accounts.get(peer)
         if account is None:
@@ -131,13 +135,13 @@ class Pool:
         return segment, dropped
 
     def returned(self, segment: Segment, now: float) -> None:
-        """The current use is over."""
+        """Record that the current use is over."""
         segment.lent = False
         segment.since = now
 
     def drop(self, segment: Segment, *, keep_slot: bool = False) -> None:
         """Forget a segment: it will not be lent again. With ``keep_slot``, the peer may still note the return
-        of its last use, so its word must serve no other.
+        of its last use, so its word must not be used for another.
         """
         account = self._accounts.get(segment.peer)
         if account is None or segment not in account.segments:
@@ -149,7 +153,7 @@ class Pool:
             account.slots.append(segment.slot)
 
     def close(self, peer: int) -> list[Segment]:
-        """A peer is gone: all its segments are dropped."""
+        """Drop all segments of a peer that is lost."""
         account = self._accounts.pop(peer, None)
         if account is None:
             return []
@@ -164,8 +168,8 @@ class Pool:
         return dropped
 
     def _make_room(self, account: _Account, size: int, now: float) -> list[Segment] | None:
-        """Drop rested segments until there is room, those that have rested longest first; None if there is
-        no way, and then nothing is dropped.
+        """Drop unused segments until there is room, those first that have been unused for longest. None if
+        that is impossible, in which case nothing is dropped.
         """
         limits = account.limits
         rested = [each for each in self.all_segments() if not each.lent and now - each.since >= _REST_SECONDS]
@@ -194,6 +198,6 @@ def _bytes(segments: list[Segment]) -> int:
 
 
 def _rounded(size: int) -> int:
-    """A size that also serves somewhat larger messages."""
+    """Round a size up, so that the segment also fits somewhat larger messages."""
     step = max(_GRAIN, (1 << max(0, size - 1).bit_length()) // 2 // _STEPS)
     return -(-max(1, size) // step) * step

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import rpc
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
+from rpc.lifecycle.logs import show_log
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
 from rpc.runtime.notices import Notices, tell_of_start
@@ -204,6 +205,7 @@ def _on_this_machine(workers: int | Sequence[str] | None, programs: int, device:
             f"expected the number of workers, 1 or more, got {workers!r}. Names are those of workers of an "
             "RPC group: call rpc.init_rpc first"
         )
+    show_log(_DRIVER)
     folder = Path(tempfile.mkdtemp(prefix="farcall-spmd-"))
     init_method = f"file://{folder / 'rendezvous'}"
     names = [f"spmd{rank}" for rank in range(workers)]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rpc.functions import async_execution
+from rpc.runtime.current import current_agent
 from rref import RRef
 from spmd.collectives.vendors import vendors
 from spmd.engine.errors import SpmdError
@@ -67,9 +68,10 @@ class ServedWorker:
     def _group(self, generation: int) -> None:
         """Make the workers the default process group."""
         self._forming = Forming(self._workers, f"{self._name}/{generation}")
-        # Backends of vendors want a device for each rank.
-        alone = self._device is not None and len(self._workers) <= torch.accelerator.device_count()
-        self._forming.form(self._rank, self._driver, vendors=vendors() if alone else None)
+        found = place = None
+        if self._device is not None:  # backends of vendors want a device for each rank
+            found, place = vendors(), f"{current_agent().group.peers.view.me.host} {self._device}"
+        self._forming.form(self._rank, self._driver, vendors=found, place=place)
         self._forming = None
 
     def _mesh(self, key: MeshKey) -> _Mesh:

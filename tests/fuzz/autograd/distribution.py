@@ -1,6 +1,6 @@
 """A program run over the workers of a group: what each of them does for it.
 
-All functions here are called remotely, but for ``run_over_workers`` and ``leftovers``, which the worker
+All functions here are called remotely, except ``run_over_workers`` and ``leftovers``, which the worker
 that leads the test calls.
 """
 
@@ -148,7 +148,9 @@ def drive(seed: int) -> list[Observed]:
         start.wait()
         with dist_autograd.context() as context_id:
             roots = run_forward_and_backward(seed, index, context_id)
-            return _observed(program, index, context_id, roots)
+            observed = _observed(program, index, context_id, roots)
+            synchronize()  # this thread's streams are not those that the answer is sent on
+            return observed
 
     with ThreadPoolExecutor(program.runs) as threads:
         return list(threads.map(run_in_own_context, range(program.runs)))

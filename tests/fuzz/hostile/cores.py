@@ -31,8 +31,10 @@ from rpc.serialization.safe import AllowList
 from rpc.serialization.serializer import Serializer
 from rpc.serialization.settings import Settings
 from rpc.transport.session import Session
-from rpc.wire import chunking, frames
-from rpc.wire.frames import PREAMBLE, Decoder, Kind, chunk_prefix, chunked, encode, pack_header, unpack_header
+from rpc.wire import reassembly
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import PREAMBLE, Kind, chunk_prefix, chunked, encode
+from rpc.wire.headers import pack_header, unpack_header
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Fence, Free, Peer, Send, State
 from tests.fuzz.hostile.mutation import packed, unpacked
@@ -71,14 +73,14 @@ class Target:
 
 def run_frames(data: bytes) -> None:
     """A stream of frames, in chunks of sizes that depend on the stream."""
-    with mock.patch.object(frames, "allocate", _allocate_within_limit):
+    with mock.patch("rpc.wire.decoder.allocate", _allocate_within_limit):
         _feed(Decoder(LIMIT), data)
 
 
 def _allocate_within_limit(length: int) -> memoryview:
     if length > LIMIT:
         raise Broken(f"{length} bytes are allocated, where no frame may have more than {LIMIT}")
-    return chunking.allocate(length)
+    return reassembly.allocate(length)
 
 
 def _feed(decoder: Decoder, data: bytes) -> None:
@@ -253,9 +255,9 @@ _PROVEN: Final = "prove"
 
 
 def run_handshake(data: bytes) -> None:
-    """Who says first whether he has the token, and which side he talks to, and then messages.
+    """A handshake: the first message says whether the sender has the token, and which side it talks to.
 
-    ``[kind, "prove"]`` is a proof, right if he has the token.
+    ``[kind, "prove"]`` is a proof, valid if the sender has the token.
     """
     match unpacked(data):
         case [[bool(has_token), bool(dialled), bool(static)], *said]:

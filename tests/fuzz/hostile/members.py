@@ -346,7 +346,7 @@ class Attack:
         self._names = 0
 
     def send_new(self, count: int) -> None:
-        """So many connections, with mutated inputs."""
+        """Make ``count`` connections, with mutated inputs."""
         chance = self.mutator.chance
         for _ in range(count):
             data = self.mutator.of_values(chance.choice(self.pool), self.pool)

@@ -18,6 +18,7 @@ from spmd.collectives.group import Group
 from spmd.collectives.process_group import FarcallProcessGroup
 from tests.support.devices import (
     COUNT,
+    FIRST,
     KIND,
     SIZE,
     device_kind,
@@ -296,6 +297,7 @@ def _of_a_vendor() -> list[str]:
             return reduce(tensors, opts)
 
         group.allreduce = allreduce
+        group.eager_connect_single_device = lambda _: None  # as of a backend of C++
         return group
 
     dist.Backend.register_backend("vendor", make, extended_api=True, devices=[KIND])
@@ -329,6 +331,46 @@ def test_the_vendors_backend_gets_the_tensors_of_its_devices(
     once, twice = ["allreduce"], ["allreduce"] * 2
     expected = ["cpu:farcall,sim:vendor", True, once, True, twice]
     assert run_workers(use_a_vendor, 2, args=("lazy",), time_limit=60) == [expected] * 2
+
+
+@on_devices
+def bind_a_device(worker: Worker) -> list[Any]:
+    done = _of_a_vendor()
+    with worker.group():
+        spmd.init_process_group()
+        world: Any = dist.group.WORLD
+        world.bound_device_id = torch.device(FIRST)  # as of init_process_group(device_id=)
+        tensor = late(worker.rank + 1.0)
+        dist.all_reduce(tensor)
+        found = [is_all(tensor, 3.0), list(done)]
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_group_with_a_bound_device_forms_the_vendors(run_workers: RunWorkers, device_kind: str) -> None:
+    if KIND != "sim":
+        pytest.skip("a GPU has a vendor's backend already")
+    assert run_workers(bind_a_device, 2, args=("lazy",), time_limit=60) == [[True, ["allreduce"]]] * 2
+
+
+@on_devices
+def have_a_vendor_at_one_rank(worker: Worker) -> list[Any]:
+    done = _of_a_vendor() if worker.rank == 0 else []
+    with worker.group():
+        spmd.init_process_group()
+        tensor = late(worker.rank + 1.0)
+        dist.all_reduce(tensor)
+        found = [dist.get_backend_config(), is_all(tensor, 3.0), list(done)]
+        dist.destroy_process_group()
+    return found
+
+
+def test_ranks_with_different_backends_stage_tensors(run_workers: RunWorkers, device_kind: str) -> None:
+    if KIND != "sim":
+        pytest.skip("a GPU has a vendor's backend already")
+    found = run_workers(have_a_vendor_at_one_rank, 2, args=("lazy",), time_limit=60)
+    assert found[0] == found[1]
+    assert found[0][1:] == [True, []]
 
 
 @on_devices

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from farcall import rpc
+from rpc.devices.ipc import SMALLEST_BYTES
 from tests.support.device_groups import one_to_one
 from tests.support.devices import FIRST, SIZE, device_kind, is_all, late, mode, on_devices, sleep, used_bytes
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
+
+
+def occupy_streams() -> None:
+    """Have all streams of PyTorch's pool do nothing for a while, also that on which a message is copied."""
+    for _ in range(32):
+        with torch.Stream(device=FIRST):
+            sleep(FIRST)
 
 
 class Counter:
@@ -65,6 +73,85 @@ def test_requests_on_one_object_follow_each_other(run_workers: RunWorkers, mode:
     assert run_workers(count_on_one_object, 2, args=(mode,), time_limit=60)[0] == [True] * 5
 
 
+LARGE = (
+    SMALLEST_BYTES // 4
+)  # elements of four bytes: of a tensor that is read in place, once the workers have agreed
+
+
+class Keeper:
+    """Keeps a tensor, and gives out the tensor itself."""
+
+    def __init__(self, value: float, size: int) -> None:
+        self.tensor = torch.full((size,), value, device=FIRST)
+        self.received = self.tensor
+
+    def get(self) -> Tensor:
+        return self.tensor
+
+    def change(self) -> None:
+        self.tensor.fill_(9.0)
+
+    def keep(self, tensor: Tensor) -> None:
+        self.received = tensor
+
+    def kept(self) -> Tensor:
+        return self.received * 1
+
+    def send_and_change(self, name: str) -> rpc.RRef[Tensor]:
+        occupy_streams()
+        reference = rpc.remote(name, double, args=(self.tensor,))
+        self.tensor.fill_(9.0)
+        return reference
+
+
+def double(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
+@on_devices
+def change_what_was_sent(worker: Worker) -> dict[str, bool]:
+    with worker.group(**one_to_one(worker)):
+        found: dict[str, bool] = {}
+        if worker.rank:
+            return found
+        for name in ("worker0", "worker1"):
+            sent = torch.full((SIZE,), 2.0, device=FIRST)
+            torch.accelerator.synchronize(0)
+            occupy_streams()
+            future = rpc.rpc_async(name, double, args=(sent,))
+            reference = rpc.remote(name, double, args=(sent.view(10, -1).T,))
+            sent.fill_(9.0)
+            torch.accelerator.current_stream().synchronize()
+            found[f"rpc_async to {name}"] = is_all(future.wait(), 4.0)
+            found[f"remote on {name}"] = is_all(reference.to_here(), 4.0)
+        keeper = rpc.remote("worker1", Keeper, args=(2.0, SIZE))
+        found["in a request"] = is_all(keeper.rpc_sync().send_and_change("worker0").to_here(), 4.0)
+        for size in (SIZE, LARGE):
+            for _ in range(3):  # large ones are read in place as soon as the workers have agreed
+                keeper = rpc.remote("worker1", Keeper, args=(2.0, size))
+                sent = late(3.0, size=size)
+                keeper.rpc_sync().keep(sent)
+                sent.fill_(9.0)
+                torch.accelerator.current_stream().synchronize()
+                found[f"after a call, {size}"] = is_all(keeper.rpc_sync().kept(), 3.0)
+                seen = keeper.rpc_sync().get()
+                keeper.rpc_sync().change()
+                found[f"by a later request, {size}"] = is_all(seen, 2.0)
+                future = keeper.rpc_async().get()
+                with torch.Stream(device=FIRST):
+                    seen = future.wait()
+                    keeper.rpc_sync().keep(seen)
+                    keeper.rpc_sync().change()
+                    found[f"by a request after a future, {size}"] = is_all(seen, 9.0)
+        return found
+
+
+def test_what_was_sent_may_be_changed(run_workers: RunWorkers, mode: str) -> None:
+    found = run_workers(change_what_was_sent, 2, args=(mode,), time_limit=60)[0]
+    assert [what for what, right in found.items() if not right] == []
+    assert len(found) == 11
+
+
 def _sum(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
@@ -107,20 +194,29 @@ def free_before_the_copy(worker: Worker) -> list[bool]:
         for _ in range(3):
             sent = torch.full((SIZE,), 2.0, device=FIRST)
             torch.accelerator.synchronize(0)
-            for _ in range(32):  # all streams of PyTorch's pool: also that on which the copy is made
-                with torch.Stream(device=FIRST):
-                    sleep(FIRST)
+            occupy_streams()
             future = rpc.rpc_async("worker1", _sum, args=([sent, sent],))
             del sent
             again = [torch.full((SIZE,), 9.0, device=FIRST) for _ in range(4)]
             torch.accelerator.current_stream().synchronize()
             found.append(is_all(future.wait(), 4.0))
             del again
+        sent = torch.full((SIZE,), 2.0, device=FIRST)
+        torch.accelerator.synchronize(0)
+        with torch.Stream(device=FIRST):  # not the one that the memory returns to
+            for _ in range(10):
+                sleep(FIRST)
+            future = rpc.rpc_async("worker1", _sum, args=([sent, sent],))
+        del sent
+        again = [torch.full((SIZE,), 9.0, device=FIRST) for _ in range(4)]
+        torch.accelerator.current_stream().synchronize()
+        found.append(is_all(future.wait(), 4.0))
+        del again
         return found
 
 
 def test_memory_is_kept_until_it_is_copied(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(free_before_the_copy, 2, args=(mode,), time_limit=60)[0] == [True] * 3
+    assert run_workers(free_before_the_copy, 2, args=(mode,), time_limit=60)[0] == [True] * 4
 
 
 @on_devices

@@ -23,14 +23,22 @@ QUIET = {"FARCALL_LOG": "error", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    ["interleaved", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("gpipe", "1f1b"))],
+    ("schedule", "steps"),
+    [
+        ("interleaved", 4),
+        *(
+            pytest.param(schedule, steps, marks=pytest.mark.nightly)
+            for schedule, steps in (("gpipe", 4), ("1f1b", 4), ("interleaved", 100))
+        ),
+    ],
 )
-def test_a_pipeline_by_a_schedule_learns_the_same(run_workers: RunWorkers, schedule: str) -> None:
-    arguments = ["--steps", "4", "--schedule", schedule]
+def test_a_pipeline_by_a_schedule_learns_the_same(run_workers: RunWorkers, schedule: str, steps: int) -> None:
+    arguments = ["--steps", str(steps), "--schedule", schedule]
     (status, said), (last_status, shown) = run_workers(take_part, 2, args=("pipeline_schedules", arguments))
     assert (status, said, last_status) == (None, "", None)
-    assert re.search(r"^largest difference +\d\.\de[-+]\d\d of the loss, over 4 steps", shown, re.MULTILINE)
+    assert re.search(
+        rf"^largest difference +\d\.\de[-+]\d\d of the loss, over {steps} steps", shown, re.MULTILINE
+    )
 
 
 def killed(launcher: Launcher, name: str, starts: int) -> None:

@@ -77,3 +77,25 @@ def test_a_network_that_cannot_be_reached_is_waited_for_and_no_taken_port(
     assert launcher.end() == 1
     assert f"the rendezvous at {place} has not been reachable for 5 s" in launcher.lines[-1]
     assert "is taken by" not in launcher.said
+
+
+def test_a_name_that_means_loopback_on_one_host_is_named_there(
+    hosts: Hosts, launchers: Launchers, tmp_path: Path
+) -> None:
+    def within(host: int, address: str) -> list[str]:
+        names = tmp_path / f"hosts{host}"
+        names.write_text(f"127.0.0.1 localhost\n{address} head.train\n")
+        enter = ["nsenter", f"--net=/run/netns/{hosts.names[host]}", "unshare", "--mount"]
+        return [*enter, "sh", "-c", f'mount --bind {names} /etc/hosts; exec "$@"', "sh"]
+
+    options = "-n 1 --nnodes 2 --rdzv head.train:29500 --timeout 5 --node-rank"
+    first, second = (
+        launchers(
+            SCRIPT, f"{options} {rank}", within=within(rank, address), FARCALL_TOKEN="a token of the test's"
+        )
+        for rank, address in enumerate((hosts.addresses[0], "127.0.1.1"))
+    )
+    assert [first.end(), second.end()] == [1, 1]
+    assert "not all 2 launchers have come to head.train:29500 within 5 s" in first.lines[-1]
+    assert "the rendezvous at head.train:29500 has not been reachable for 5 s" in second.lines[-1]
+    assert "Here head.train means 127.0.1.1" in second.lines[-1]

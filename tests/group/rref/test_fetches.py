@@ -13,6 +13,7 @@ import rpc
 from rpc.errors import RpcTimeoutError, SerializationError
 from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
+from rpc.testing.faults import Faults
 from rref.delayed_answers import DelayedAnswers
 from tests.support.serving import first_of, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
@@ -154,3 +155,20 @@ def test_a_creator_is_heard_while_the_answer_to_another_waits_for_room() -> None
     called = rpc.rpc_sync("worker1", int, args=(4,), timeout=10)
     rpc.rpc_sync("worker1", open_gate, args=("room",))
     assert (called, fetched.wait()) == (4, 3)
+
+
+def make_late(owner: str) -> rpc.RRef[torch.Tensor]:
+    """Return a reference that overtakes the message that creates its object, as it overtakes a large one."""
+    with Faults() as faults:
+        faults.delay("create", seconds=0.3)
+        return rpc.remote(owner, torch.ones, args=(2,))
+
+
+@in_worker0()
+def test_a_reference_of_the_owner_waits_for_a_creation_that_is_late() -> None:
+    assert torch.equal(rpc.rpc_sync("worker1", make_late, args=("worker0",)).to_here(), torch.ones(2))
+    late = rpc.rpc_sync("worker1", make_late, args=("worker0",))
+    with pytest.raises(RpcTimeoutError, match=r"the message that creates the object of .* has not arrived"):
+        late.to_here(timeout=0.01)
+    assert torch.equal(late.local_value(), torch.ones(2))
+    assert rpc.rpc_sync("worker1", make_late, args=("worker0",)).rpc_sync().sum() == 2

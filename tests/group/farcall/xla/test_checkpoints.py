@@ -1,4 +1,4 @@
-"""Checkpoints under XLA's names; what they hold is in ``spmd/test_sharded_checkpoints.py``."""
+"""Checkpoints under XLA's names; what they hold is in ``spmd/checkpoint``."""
 
 from __future__ import annotations
 

@@ -118,6 +118,24 @@ class Posted:
         return bool((self.into == -1).all())
 
 
+class Merged(Posted):
+    """A message that is merged into a buffer while it arrives."""
+
+    def __init__(self) -> None:
+        self.into = torch.ones(COUNT)
+        memory = self.into.view(torch.uint8).numpy().data
+        self.transfer = agent().messages.bulk.post(peer("worker1"), TAG, memory, merge=self.add)
+        rpc.rpc_sync("worker1", send_to_post)
+
+    def add(self, begin: int, data: memoryview) -> None:
+        part = torch.frombuffer(data, dtype=torch.float32)
+        self.into[begin // 4 : begin // 4 + len(part)] += part
+
+    def outcome(self) -> bool:
+        self.transfer.wait(SOON)
+        return torch.equal(self.into, answer() + 1)
+
+
 def begin(kind: Callable[[], Any]) -> None:
     awaited.append(kind())
 
@@ -144,7 +162,9 @@ def nothing_is_open(name: str) -> bool:
 
 Message = type[Argument] | type[Posted]
 in_each_kind = pytest.mark.parametrize(
-    "kind", [Argument, Answer, Posted], ids=["an argument", "an answer", "a posted message"]
+    "kind",
+    [Argument, Answer, Posted, Merged],
+    ids=["an argument", "an answer", "a posted message", "a merged message"],
 )
 
 
@@ -197,14 +217,14 @@ def test_a_connection_that_is_cut_loses_the_message_or_nothing(
 ) -> None:
     workers = in_the_middle(run_workers, kind)
     ask(workers[cutter], cut, f"worker{1 - cutter}")
-    assert ask(workers[0], outcome) is (True if kind is Posted else MessageLostError)
+    assert ask(workers[0], outcome) is (True if issubclass(kind, Posted) else MessageLostError)
     goes_on(workers, kind)
 
 
 @in_each_kind
 def test_what_is_cancelled_in_the_middle_leaves_nothing(run_workers: RunWorkers, kind: Message) -> None:
     workers: list[WorkerProcess] = in_the_middle(run_workers, kind)
-    if kind is Posted:
-        ask(workers[1], send_to_post)  # it goes to the next post
+    if issubclass(kind, Posted):
+        ask(workers[1], send_to_post)  # for the next post, or the one after it
     assert ask(workers[0], cancel)
     goes_on(workers, kind)

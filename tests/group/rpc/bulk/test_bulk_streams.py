@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ import torch
 
 import rpc
 from benchmarks.striping import limit_connections
+from rpc.bulk import stream_ends
 from rpc.errors import MessageLostError
+from rpc.runtime.current import current_agent
 from tests.support import backend
 from tests.support.orders import ask, dismiss, follow_orders, start_followers
 from tests.support.serving import first_of, in_group, report
@@ -130,6 +133,34 @@ def test_two_workers_may_want_different_numbers(run_workers: RunWorkers, mine: i
 
 
 # ---- the end
+
+
+def threads() -> int:
+    return int(current_agent().messages.bulk_streams.threads)
+
+
+def test_threads_of_streams_are_bounded_and_end_when_nothing_is_sent(run_workers: RunWorkers) -> None:
+    def task(_: Worker) -> int:
+        stream_ends.IDLE_SECONDS = 0.1  # in this process only
+        open_streams()
+        stop, counts = threading.Event(), [0]
+
+        def watch() -> None:
+            while not stop.wait(0.001):
+                counts.append(threads())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for seed in range(3):
+            assert exchange(seed=seed)
+        stop.set()
+        watcher.join()
+        until(lambda: not threads())
+        assert exchange()  # others are started
+        until(lambda: not threads())
+        return max(counts)
+
+    assert 0 < first_of(run_workers, task, **STREAMED) <= 2 * STREAMED["tcp_stripes"]
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["the sender", "the receiver"])

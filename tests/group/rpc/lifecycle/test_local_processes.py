@@ -60,6 +60,8 @@ if __name__ == "__main__":
         print(rpc.spawn(main, sys.argv[1], workers=2))
 """
 
+IMPATIENT = "import rpc.runtime.notices\nrpc.runtime.notices.FIRST_SECONDS = 0.01\nfrom farcall import rpc\n"
+
 
 def run(folder: Path, what: str, starts: str = STARTS) -> subprocess.CompletedProcess[str]:
     return run_program(folder, SCRIPT + starts, "program.py", what)
@@ -77,12 +79,18 @@ def test_local_group_serves_this_process(tmp_path: Path) -> None:
 
 
 def test_a_start_that_takes_long_says_for_whom_it_waits(tmp_path: Path) -> None:
-    impatient = (
-        "import rpc.runtime.notices\nrpc.runtime.notices.FIRST_SECONDS = 0.01\nfrom farcall import rpc\n"
-    )
-    done = run(tmp_path, "count", impatient + STARTS)
+    done = run(tmp_path, "count", IMPATIENT + STARTS)
     assert done.returncode == 0
     assert "s so far to start worker0, worker1\n" in done.stderr
+
+
+@pytest.mark.nightly
+def test_the_log_level_holds_for_the_start_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FARCALL_LOG", "error")
+    done = run(tmp_path, "count", IMPATIENT + STARTS)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_worker_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:

@@ -107,18 +107,20 @@ def test_ranks_that_name_another_root_all_learn_of_it_with_the_next_collective(
         assert kind is CollectiveMismatchError
 
 
-def gather_other_sizes(worker: Worker) -> None:
-    outputs = [torch.empty(4) for _ in range(worker.world_size)]
-    dist.all_gather(outputs, torch.ones(5 if worker.rank == 1 else 4))
+def gather_other_sizes(worker: Worker, count: int) -> None:
+    outputs = [torch.empty(count) for _ in range(worker.world_size)]
+    dist.all_gather(outputs, torch.ones(count + (worker.rank == 1)))
 
 
 @PATHS
+@pytest.mark.parametrize("count", [4, 3_000_000], ids=["short", "long"])
 def test_a_rank_that_gives_more_than_others_expect_ends_the_gathering_everywhere(
-    run_workers: RunWorkers, apart: bool
+    run_workers: RunWorkers, apart: bool, count: int
 ) -> None:
-    for kind, text in all_in_world(run_workers, gather_other_sizes, apart):
+    for kind, text in all_in_world(run_workers, partial(gather_other_sizes, count=count), apart):
         assert kind is CollectiveError
-        assert "bytes" in text
+        assert f"{4 * count + 4} bytes" in text
+        assert str(4 * count) in text
 
 
 # ---- ranks that leave, or do not come

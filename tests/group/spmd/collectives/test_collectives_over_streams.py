@@ -160,7 +160,19 @@ def begin_and_report(worker: Worker, operation: Operation, seconds: float) -> st
     return ended
 
 
-@pytest.mark.parametrize("operation", [all_reduce, broadcast])
+def in_each_operation(*by_default: Operation) -> pytest.MarkDecorator:
+    """All operations; those that are not named are nightly."""
+    return pytest.mark.parametrize(
+        "operation",
+        [
+            each if each in by_default else pytest.param(each, marks=pytest.mark.nightly)
+            for each in OPERATIONS
+        ],
+        ids=lambda operation: operation.__name__,
+    )
+
+
+@in_each_operation(all_reduce, broadcast)
 def test_a_rank_that_is_killed_in_the_middle_is_named(run_workers: RunWorkers, operation: Operation) -> None:
     workers = run_workers.start(begin_and_report, 2, args=(operation, 60.0))
     workers[0].wait_for("in the middle")
@@ -170,8 +182,11 @@ def test_a_rank_that_is_killed_in_the_middle_is_named(run_workers: RunWorkers, o
     assert workers[0].result() == RankLostError.__name__
 
 
-def test_a_rank_that_is_stopped_for_a_moment_in_the_middle_changes_nothing(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(begin_and_report, 2, args=(all_reduce, 60.0))
+@in_each_operation(all_reduce)
+def test_a_rank_that_is_stopped_for_a_moment_in_the_middle_changes_nothing(
+    run_workers: RunWorkers, operation: Operation
+) -> None:
+    workers = run_workers.start(begin_and_report, 2, args=(operation, 60.0))
     workers[0].wait_for("in the middle")
     workers[1].stop()
     workers[1].resume()
@@ -180,7 +195,7 @@ def test_a_rank_that_is_stopped_for_a_moment_in_the_middle_changes_nothing(run_w
     assert workers[0].result() == ""
 
 
-@pytest.mark.parametrize("operation", [broadcast, all_gather])
+@in_each_operation(all_reduce, all_gather)
 def test_a_tensor_is_the_caller_s_again_when_its_collective_is_out_of_time(
     run_workers: RunWorkers, operation: Operation
 ) -> None:

@@ -1,4 +1,4 @@
-"""Which of several failures is told of as the first, and how."""
+"""Which of several failures is reported as the first, and how."""
 
 from __future__ import annotations
 

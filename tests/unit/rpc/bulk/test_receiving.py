@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from rpc.bulk.matching import WINDOW
 from rpc.bulk.point_to_point import RESERVED_TAGS
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
-from rpc.wire import chunking
-from rpc.wire.chunking import CHUNK_BYTES, Room, Target
+from rpc.wire import reassembly
+from rpc.wire.chunking import CHUNK_BYTES
 from rpc.wire.frames import Kind, chunk_prefix, encode
+from rpc.wire.reassembly import Room
+from rpc.wire.targets import Target
 from tests.support.effort import EFFORT, PROFILE
 from tests.unit.rpc.bulk.wired import End, Pair, message
 
@@ -179,7 +181,7 @@ def test_a_post_that_cannot_be_cancelled_for_want_of_memory_can_be_later(
 def test_how_many_buffers_are_open_is_known_however_messages_are_divided(
     sent: int, posted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunking, "MAX_BUFFERS", 1500)
+    monkeypatch.setattr(reassembly, "MAX_BUFFERS", 1500)
     end = End("peer", 1)
     whole = np.zeros(SIZE, np.uint8)
     end.bulk.post(end.peer, TAG, np.array_split(whole, posted))

@@ -17,8 +17,9 @@ import pytest
 from rpc.bulk import stream_ends
 from rpc.bulk.stream_ends import LEAVING, BulkQueue, StreamReader
 from rpc.transport.bulk_socket import BulkSocket, bulk_socket
-from rpc.wire.chunking import MAX_OPEN, Reassembly, Target, allocate
 from rpc.wire.frames import PREFIX_BYTES, Frame, Kind, LargeFrame, chunk_prefix, chunked, encode, open_message
+from rpc.wire.reassembly import MAX_OPEN, Reassembly, allocate
+from rpc.wire.targets import Merger, MergingTarget, Target
 from tests.support.frames import prefix
 from tests.support.streams import until
 
@@ -81,7 +82,9 @@ class Receiver:
                 loop or Loop(),
                 bulk_socket(sock),
                 self.arriving,
-                opened=lambda number, opening: open_message(self.arriving, number, opening, limit),
+                opened=lambda number, opening: open_message(
+                    self.arriving, number, opening, limit, on_stream=True
+                ),
                 received=self._received,
                 left=self.left.release,
                 failed=self._failed,
@@ -203,6 +206,52 @@ def test_what_is_posted_is_received_in_place() -> None:
         sender.add(message(1, numbers(5 * MIB)))
         receiver.wait_for(1)
         assert (memory == numbers(5 * MIB)).all()
+
+
+def merger_of(memory: np.ndarray) -> Merger:
+    def add(begin: int, data: memoryview) -> None:
+        memory[begin : begin + len(data)] += np.frombuffer(data, np.uint8)
+
+    return Merger(add)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_merged_is_merged_while_it_arrives(count: int) -> None:
+    size = 17 * MIB + 1000
+    memory = np.full(size, 3, np.uint8)
+    with streams(count) as (socks, receiver), queue(socks) as sender:
+        target = MergingTarget([memory.data], merger_of(memory))
+        receiver.arriving.find_target = lambda kind, call_id, sizes: target
+        sender.add(message(1, numbers(size)))
+        (frame,) = receiver.wait_for(1)
+        assert (memory == numbers(size) + 3).all()
+        assert target.is_of(frame.buffers)
+
+
+@pytest.mark.parametrize("place", [1, MIB + 5, 3 * MIB])
+def test_a_message_that_is_merged_and_sent_again_counts_once(place: int) -> None:
+    size = 3 * MIB + 500
+    memory = np.full(size, 3, np.uint8)
+    merger = merger_of(memory)
+    whole = message(1, numbers(size))
+    body = b"".join(bytes(piece) for piece in whole.take(whole.size))
+    with streams() as (socks, receiver):
+        first = MergingTarget([memory.data], merger)
+        receiver.arriving.find_target = lambda kind, call_id, sizes: first
+        socks[0].sendall(begun(1, numbers(size), len(body)) + body[:place])
+        if place > MIB:
+            until(lambda: memory[MIB // 2 - 100] != 3)
+        receiver.arriving.clear()
+        first.take_back()
+        before = memory.copy()
+        with contextlib.suppress(OSError):
+            socks[0].sendall(body[place:])
+        assert (memory == before).all()
+    with streams() as (socks, receiver), queue(socks) as sender:
+        receiver.arriving.find_target = lambda kind, call_id, sizes: MergingTarget([memory.data], merger)
+        sender.add(message(1, numbers(size)))
+        receiver.wait_for(1)
+    assert (memory == numbers(size) + 3).all()
 
 
 # ---- memory that is taken back in the middle
@@ -327,7 +376,7 @@ def test_what_no_stream_may_bring_is_a_breach_of_the_protocol(said: bytes, compl
 
 
 def test_a_chunk_of_a_message_that_is_never_opened_is_a_breach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpc.wire.chunking._OPENING_SECONDS", 0.01)
+    monkeypatch.setattr("rpc.wire.reassembly._OPENING_SECONDS", 0.01)
     with streams() as (socks, receiver):
         socks[0].sendall(chunk_prefix(9, 0, 100))
         assert receiver.failed.wait(SOON)

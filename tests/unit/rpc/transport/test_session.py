@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rpc.errors import ProtocolError
-from rpc.transport.session import LIGHT_BYTES, MAX_UNACKNOWLEDGED, Session
+from rpc.transport.session import MAX_UNACKNOWLEDGED, SHORT_BYTES, Session
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -96,7 +96,7 @@ def test_what_is_kept_is_bounded_and_an_acknowledgement_makes_room(size: int) ->
     while not session.is_full():
         assert told == []
         session.note(message)
-    assert session.kept - MAX_UNACKNOWLEDGED <= max(size, LIGHT_BYTES)
+    assert session.kept - MAX_UNACKNOWLEDGED <= max(size, SHORT_BYTES)
     session.note(message)
     session.acknowledged(len(session.sent) // 2)
     session.note(message)

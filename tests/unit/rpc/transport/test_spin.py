@@ -34,38 +34,38 @@ def spun(
 def test_a_thread_looks_until_it_sees_something(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(sees_at=50)
     seen, backoff = spun(clock, 1.0, monkeypatch)
-    assert (seen, clock.looks, backoff.rests) == ([1], 50, 0)
+    assert (seen, clock.looks, backoff.to_skip) == ([1], 50, 0)
 
 
 def test_a_spin_in_vain_ends_in_time_and_has_not_paid(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     seen, backoff = spun(clock, 100.5e-6, monkeypatch)
     assert (seen, clock.looks) == ([], 101)
-    assert backoff.rests > 0
+    assert backoff.to_skip > 0
 
 
 def test_a_thread_whose_core_others_need_looks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(seconds=0.001)
     seen, backoff = spun(clock, 1.0, monkeypatch)
     assert (seen, clock.looks) == ([], 2)
-    assert backoff.rests > 0
+    assert backoff.to_skip > 0
 
 
-def rests_of(backoff: Backoff) -> int:
-    rests = 0
+def skipped_by(backoff: Backoff) -> int:
+    skipped = 0
     while not backoff.may_try():
-        rests += 1
-    return rests
+        skipped += 1
+    return skipped
 
 
 def test_what_does_not_pay_is_left_alone_for_longer_each_time_but_not_for_ever() -> None:
     backoff = Backoff()
     assert backoff.may_try()
-    rests = []
+    skipped = []
     for _ in range(9):
         backoff.failed()
-        rests.append(rests_of(backoff))
-    assert rests == [4, 8, 16, 32, 64, 128, 256, 256, 256]
+        skipped.append(skipped_by(backoff))
+    assert skipped == [4, 8, 16, 32, 64, 128, 256, 256, 256]
 
 
 def test_what_pays_again_is_tried_sooner() -> None:
@@ -73,11 +73,11 @@ def test_what_pays_again_is_tried_sooner() -> None:
     for _ in range(4):
         backoff.failed()
     backoff.paid()
-    assert rests_of(backoff) == 16
+    assert skipped_by(backoff) == 16
     for _ in range(5):
         backoff.paid()
     backoff.failed()
-    assert rests_of(backoff) == 4
+    assert skipped_by(backoff) == 4
 
 
 def test_where_enough_threads_spin_a_thread_looks_once_and_that_is_no_failure(
@@ -93,5 +93,5 @@ def test_where_enough_threads_spin_a_thread_looks_once_and_that_is_no_failure(
             return super().poll(milliseconds)
 
     seen, backoff = spun(Outer(sees_at=3), 1.0, monkeypatch, spinners)
-    assert (seen, nested.looks, backoff.rests) == ([1], 1, 0)
+    assert (seen, nested.looks, backoff.to_skip) == ([1], 1, 0)
     assert spun(Clock(sees_at=2), 1.0, monkeypatch, spinners)[0] == [1]  # since it has ended

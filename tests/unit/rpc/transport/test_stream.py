@@ -13,8 +13,9 @@ from rpc.runtime.loop import LoopThread
 from rpc.transport import byte_stream
 from rpc.transport.base import ConnectionClosed
 from rpc.transport.stream import StreamConnection
-from rpc.wire.chunking import ArrivingMessage, Target
 from rpc.wire.frames import PREAMBLE, Kind, encode
+from rpc.wire.reassembly import ArrivingMessage
+from rpc.wire.targets import Target
 from tests.support.streams import (
     SOON,
     TINY_BUFFER,

@@ -17,7 +17,8 @@ from rpc.transport.base import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.session import Session
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import CHUNK_BYTES, WHOLE_BYTES
-from rpc.wire.frames import PREAMBLE, Decoder, Frame, Kind, encode, encode_small
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import PREAMBLE, Frame, Kind, encode, encode_small
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.streams import SOON, until
 
@@ -520,9 +521,9 @@ def test_signs_for_who_does_not_read_take_the_place_of_each_other() -> None:
     here = Queue(room=0)
     here.send(1)
     for count in range(1000):
-        here.queue.send_sign(alive(count), newest=True)
+        here.queue.send_unnumbered(alive(count), newest=True)
     here.send(2)
-    assert len(here.queue._queue) + len(here.queue._newest_sign) == 3
+    assert len(here.queue._queue) + len(here.queue._acknowledgement) == 3
     here.give_room()
     assert [frame.call_id for frame in here.arrived() if frame.kind == Kind.ALIVE] == [999]
 
@@ -532,7 +533,7 @@ def test_an_acknowledgement_goes_out_before_all_frames_but_the_one_in_progress(b
     here = Queue(room=begun)
     for number in (1, 2, 3):
         here.send(number)
-    here.queue.send_sign(alive(9), newest=True)
+    here.queue.send_unnumbered(alive(9), newest=True)
     here.give_room()
     assert here.numbers() == ([1, 9, 2, 3] if begun else [9, 1, 2, 3])
 
@@ -541,7 +542,7 @@ def test_an_acknowledgement_waits_for_no_more_of_a_large_message_than_a_chunk() 
     here = Queue(room=1000)
     here.send(1, 8 * CHUNK_BYTES)
     here.send(2)
-    here.queue.send_sign(alive(9), newest=True)
+    here.queue.send_unnumbered(alive(9), newest=True)
     here.give_room(CHUNK_BYTES + 1000)
     assert here.numbers() == [9, 2]
     here.give_room()
@@ -550,7 +551,7 @@ def test_an_acknowledgement_waits_for_no_more_of_a_large_message_than_a_chunk() 
 
 def test_an_acknowledgement_that_comes_while_a_frame_is_written_is_left_to_its_writer() -> None:
     here = Queue()
-    here.stream.within = lambda: here.queue.send_sign(alive(9), newest=True)
+    here.stream.within = lambda: here.queue.send_unnumbered(alive(9), newest=True)
     here.queue.send_small(b"".join(encode(Kind.CALL, 1, {}, [b"x"])[0]), SOON)
     assert here.numbers() == [1, 9]
 
@@ -559,9 +560,9 @@ def test_an_acknowledgement_that_comes_while_a_frame_is_written_is_left_to_its_w
 def test_a_sign_that_was_begun_to_be_written_is_not_changed(room: int) -> None:
     here = Queue(room=0)
     here.send(1)
-    here.queue.send_sign(alive(1), newest=True)
+    here.queue.send_unnumbered(alive(1), newest=True)
     here.give_room(room)
-    here.queue.send_sign(alive(2), newest=True)
+    here.queue.send_unnumbered(alive(2), newest=True)
     here.give_room()
     said = [frame.call_id for frame in here.arrived() if frame.kind == Kind.ALIVE]
     assert said in ([1, 2], [2])

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.wire import chunking, frames
-from rpc.wire.chunking import CHUNK_BYTES, MAX_OPEN, SHORT_CHUNK_BYTES, Incomplete, Outgoing, Reassembly, Room
+from rpc.wire import frames, reassembly
+from rpc.wire.chunking import CHUNK_BYTES, SHORT_CHUNK_BYTES, Outgoing
 from rpc.wire.frames import Kind, chunk_prefix, chunked, encode
+from rpc.wire.reassembly import MAX_OPEN, Incomplete, Reassembly, Room
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.frames import (
     LIMIT,
@@ -298,7 +299,7 @@ def test_no_stream_shows_memory_that_nobody_has_cleared(
         return memoryview(bytearray([UNCLEARED]) * length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rpc.wire.frames.allocate", allocate)
+        patch.setattr("rpc.wire.decoder.allocate", allocate)
         for data in (stream, stream[:keep]):
             with contextlib.suppress(ProtocolError):
                 for frame in feed(greeted(), data, endless(sizes)):
@@ -308,14 +309,14 @@ def test_no_stream_shows_memory_that_nobody_has_cleared(
 
 def test_memory_for_what_arrives_is_writable_and_aligned_for_every_type() -> None:
     for length in (0, 1, 5000, SHORT_CHUNK_BYTES, (4 << 20) - 1, 4 << 20, (4 << 20) + 1):
-        memory = chunking.allocate(length)
+        memory = reassembly.allocate(length)
         assert not memory.readonly
         assert len(memory) == length
         assert np.frombuffer(memory, np.uint8).__array_interface__["data"][0] % frames.ALIGNMENT == 0
 
 
 def test_segments_of_all_open_messages_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunking, "MAX_BUFFERS", 1001)
+    monkeypatch.setattr(reassembly, "MAX_BUFFERS", 1001)
     arriving = Reassembly(lambda length: memoryview(bytearray(length)))
     arriving.open(1, None, [Room(1, 1)] + [Room(0, 0)] * 999)
     with pytest.raises(ProtocolError, match="buffers"):

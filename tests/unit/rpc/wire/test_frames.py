@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
 from rpc.wire import frames
-from rpc.wire.frames import Decoder, decode_one, encode, encode_small
+from rpc.wire.decoder import Decoder
+from rpc.wire.frames import decode_one, encode, encode_small
+from rpc.wire.reassembly import MAX_BUFFERS
 from tests.support.effort import EFFORT, PROFILE
 from tests.support.frames import (
     BUFFER,
@@ -172,7 +174,7 @@ MALFORMED = {
         r"a header of \d+ bytes is over the limits",
     ),
     "header longer than the body": (prefix(10, header=11), "cannot hold 0 buffers and a header of 11 bytes"),
-    "too many segments": (prefix(LIMIT, segments=frames.MAX_BUFFERS + 1), r"of 1048577 buffers .* is over"),
+    "too many segments": (prefix(LIMIT, segments=MAX_BUFFERS + 1), r"of 1048577 buffers .* is over"),
     "table longer than the body": (prefix(15, segments=3), "cannot hold 3 buffers"),
     "table and header longer than the body": (prefix(16, segments=2, header=9), "cannot hold 2 buffers"),
     "bytes of no segment": (prefix(4) + b"left", "4 bytes of a frame belong to no buffer"),

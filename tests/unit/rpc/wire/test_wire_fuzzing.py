@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.wire import chunking, frames
-from rpc.wire.frames import Decoder
+from rpc.wire import frames, reassembly
+from rpc.wire.decoder import Decoder
 from tests.support.effort import PROFILE
 from tests.support.frames import (
     Message,
@@ -32,14 +32,14 @@ FUZZ_LIMIT = 300_000
 def allocations() -> Iterator[list[int]]:
     """The sizes of what the decoder allocates for bodies that don't fit its buffer."""
     sizes: list[int] = []
-    allocate = chunking.allocate
+    allocate = reassembly.allocate
 
     def noting(length: int) -> memoryview:
         sizes.append(length)
         return allocate(length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frames, "allocate", noting)
+        patch.setattr("rpc.wire.decoder.allocate", noting)
         yield sizes
 
 

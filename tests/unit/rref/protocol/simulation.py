@@ -81,7 +81,7 @@ class Simulation:
 
     @property
     def living(self) -> list[Peer]:
-        """Who lives, whatever others think."""
+        """The workers that live, whatever the others know."""
         return [peer for peer, worker in self.workers.items() if worker.alive]
 
     def join(self) -> Peer:

@@ -12,6 +12,7 @@ from rpc.bulk.copying import scatter
 T = TypeVar("T")
 
 _PATIENCE = 20.0
+_PART_BYTES = 24_000
 
 
 def in_threads(size: int, body: Callable[[int], T]) -> list[T]:
@@ -64,15 +65,21 @@ class _Sent:
 
 
 class _Posted:
-    def __init__(self, queue: SimpleQueue[_Sent], into: Sequence[memoryview] | None) -> None:
-        self._queue, self._into = queue, into
+    def __init__(
+        self, queue: SimpleQueue[_Sent], into: Sequence[memoryview] | None, merge: Any = None
+    ) -> None:
+        self._queue, self._into, self._merge = queue, into, merge
 
     def wait(self, timeout: float | None = None) -> list[memoryview]:
         data = memoryview(bytearray(self._queue.get(timeout=_PATIENCE).read()))
         if self._into is None:
             return [data]
         assert sum(map(len, self._into)) == len(data)
-        scatter([data], self._into)
+        if self._merge is None:
+            scatter([data], self._into)
+        else:  # in parts, as they arrive on several streams
+            for begin in reversed(range(0, len(data), _PART_BYTES)):
+                self._merge(begin, data[begin : begin + _PART_BYTES])
         return list(self._into)
 
     def cancel(self, reason: str = "") -> bool:
@@ -109,8 +116,8 @@ class Network:
         self._queues[source, to].put(message)
         return message
 
-    def post(self, source: int, to: int, into: Sequence[memoryview] | None) -> _Posted:
-        return _Posted(self._queues[source, to], into)
+    def post(self, source: int, to: int, into: Sequence[memoryview] | None, merge: Any) -> _Posted:
+        return _Posted(self._queues[source, to], into, merge)
 
 
 class _Channel:
@@ -120,5 +127,5 @@ class _Channel:
     def send(self, rank: int, buffers: list[Any]) -> _Sent:
         return self._network.send(self._rank, rank, buffers)
 
-    def post(self, rank: int, into: Any, size: int) -> _Posted:
-        return self._network.post(rank, self._rank, into)
+    def post(self, rank: int, into: Any, size: int, merge: Any) -> _Posted:
+        return self._network.post(rank, self._rank, into, merge)

@@ -13,9 +13,9 @@ from torch.distributed import ReduceOp, _make_nccl_premul_sum  # type: ignore[at
 
 from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.runtime.blocking import INFINITE
-from spmd.collectives import network
+from spmd.collectives import network, schedules
 from spmd.collectives.board import Board, board_bytes
-from spmd.collectives.errors import CollectiveMismatchError
+from spmd.collectives.errors import CollectiveError, CollectiveMismatchError
 from spmd.collectives.hierarchy import HierarchicalCollectives
 from spmd.collectives.local import LocalCollectives, header_bytes
 from spmd.collectives.network import NetworkCollectives
@@ -60,7 +60,7 @@ def test_rank_that_is_alone_has_its_own_parts() -> None:
     assert torch.equal(exchanged, given)
 
 
-@pytest.mark.parametrize("count", [1, 2, 100, 3000])
+@pytest.mark.parametrize("count", [1, 2, 100, 3000, 400_000])
 def test_complex_numbers_of_16_bytes_are_reduced(count: int) -> None:
     network = Network(2)
 
@@ -87,6 +87,29 @@ def test_ranks_that_call_different_things_all_find_out() -> None:
 
     # each has received the other's before it waits for its own to arrive
     assert in_threads(2, body) == ["rank 0 called call0(), but rank 1 call1()"] * 2
+
+
+@pytest.mark.parametrize("late", [100, 5000], ids=["in the first piece", "behind it"])
+def test_sizes_that_differ_are_an_error_before_any_tensor_is_touched(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WHOLE", 4000), ("FIRST", 2000), ("REDUCED", 4000), ("UNCHANGED", 9000)):
+        monkeypatch.setattr(network, f"_{name}_BYTES", value)
+    network_of_ranks = Network(2)
+
+    def body(rank: int) -> str:
+        mine = NetworkCollectives(network_of_ranks.channel(rank), [0, 1], rank, no_check)
+        outputs = [torch.full((late,), -1) for _ in range(2)]
+        outputs[rank] = numbers(rank, late + 1 + rank)  # more than the other one expects
+        with pytest.raises(CollectiveError) as caught:
+            mine.all_gather(CALL, INFINITE, outputs, outputs[rank])
+        assert (outputs[1 - rank] == -1).all()
+        return str(caught.value)
+
+    assert in_threads(2, body) == [
+        f"rank 1 has {8 * late + 16} bytes for rank 0, which expects {8 * late}",
+        f"rank 0 has {8 * late + 8} bytes for rank 1, which expects {8 * late}",
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -265,7 +288,11 @@ def test_reduce_to_each_root(domains: list[list[int]], operation: Any) -> None:
 
 
 @DOMAINS
-def test_broadcast_from_each_root(domains: list[list[int]]) -> None:
+@pytest.mark.parametrize("chained_bytes", [schedules.CHAINED_BYTES, 20_000], ids=["", "chain"])
+def test_broadcast_from_each_root(
+    domains: list[list[int]], chained_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "CHAINED_BYTES", chained_bytes)
     for count in COUNTS:
         for root in range(sum(map(len, domains))):
             hosts = Hosts(domains)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from spmd.collectives import schedules
-from spmd.collectives.schedules import SMALL_BYTES, Step
+from spmd.collectives.schedules import CHAINED_BYTES, SMALL_BYTES, Step
 
 Block = Any
 """A number with a digit for each rank: how often its block was reduced into this one. Or whose it is."""
 
 SIZES = range(1, 18)
-TOTALS = (8, SMALL_BYTES, SMALL_BYTES + 1, SMALL_BYTES * 18)
+TOTALS = (8, SMALL_BYTES, SMALL_BYTES + 1, SMALL_BYTES * 18, CHAINED_BYTES * 9 + 1, CHAINED_BYTES * 18)
 
 
 class Run:
@@ -145,14 +145,19 @@ def test_all_gather_brings_every_block_everywhere(size: int, total: int) -> None
 @every_size
 def test_broadcast_brings_the_roots_blocks_everywhere(size: int, total: int) -> None:
     for root in range(size):
-        count = schedules.count_blocks(size, total)
+        count = schedules.count_broadcast_blocks(size, total)
 
         def start(rank: int, root: int = root, count: int = count) -> list[Block]:
             return [only(each) if rank == root else None for each in range(count)]
 
         done = run(size, lambda rank, root=root: schedules.broadcast(rank, size, total, root), start)  # type: ignore[misc]
         assert done.blocks == [[only(each) for each in range(count)]] * size
-        assert max(done.sent) <= (rounds(size) * count if size <= 2 or count == 1 else 2 * (size - 1))
+        if size > 2 and total >= size * CHAINED_BYTES:  # each rank sends all bytes once, block after block
+            assert max(done.sent) == count
+            assert done.messages == size - 1
+            assert count * CHAINED_BYTES < total + CHAINED_BYTES
+        else:
+            assert max(done.sent) <= (rounds(size) * count if size <= 2 or count == 1 else 2 * (size - 1))
         assert count > 1 or done.messages <= rounds(size)
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rpc.bulk.shared_memory.packing import ALIGNMENT, Message, pack, places, unpack
 from rpc.errors import ProtocolError
-from rpc.wire.frames import MAX_BUFFERS, Kind
+from rpc.wire.frames import Kind
+from rpc.wire.reassembly import MAX_BUFFERS
 
 WORDS = st.integers(0, (1 << 64) - 1)
 HEADERS = st.dictionaries(st.text(max_size=5), st.integers(-5, 5) | st.binary(max_size=5), max_size=3)

@@ -15,11 +15,11 @@ from rpc.transport.base import Transport, TransportContext
 from rpc.transport.registry import transports as make_transports
 from rpc.transport.tls import TlsContexts
 
-__all__ = ["Ground"]
+__all__ = ["Platform"]
 
 
 @dataclass(frozen=True)
-class Ground:
+class Platform:
     """The threads, sockets and clock that an agent runs on. A simulation replaces them."""
 
     loop_thread: LoopThread
