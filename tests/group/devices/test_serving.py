@@ -43,7 +43,8 @@ def serve_modules(worker: Worker) -> dict[str, list[float]]:
         def through_both(rows: Tensor) -> Tensor:
             here: Tensor = LateScale(2.0)(rows)
             there: Tensor = remote.forward(here)
-            return there + here
+            total: Tensor = there + here
+            return total
 
         def one_by_one(rows: Tensor) -> Any:
             for row in rows:
