@@ -59,7 +59,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
 
 
 class _Future:
-    """The value of a call under way."""
+    """The value of a call in flight."""
 
     def __init__(self, future: Any) -> None:
         self._future = future

@@ -35,7 +35,7 @@ class _Worker:
 
 
 class _Future:
-    """The value of a call under way."""
+    """The value of a call in flight."""
 
     def __init__(self, reference: Any) -> None:
         self._reference = reference

@@ -21,6 +21,6 @@ def finish() -> None:
 
 
 def serve() -> None:
-    """On the main thread: run what is given."""
+    """Run functions on the main thread."""
     while (task := _tasks.get()) is not None:
         task()

@@ -161,7 +161,7 @@ CASES: Final = (
 
 
 Step = Callable[[], Tensor]
-"""Does one training step and gives the loss, a tensor that nobody has waited for yet."""
+"""Does one training step and returns the loss, a tensor that is not awaited yet."""
 
 
 def _model(name: str, sizes: Sizes) -> nn.Module:

@@ -344,7 +344,7 @@ def train(model: str, layout: str, optimizer: str, steps: int = 10) -> Outcome:
 
 
 def _laid_out(kind: Model, module: nn.Module, layout: str) -> tuple[nn.Module, spmd.Mesh, str | None]:
-    """A model on the device, and over which axis of which mesh its batches are to be cut."""
+    """Return a model on the device, and the mesh and axis over which its batches are sharded."""
     n = spmd.global_device_count()
     if layout == "fsdp":
         mesh = spmd.Mesh(range(n), (n,), ("fsdp",))

@@ -27,7 +27,7 @@ _SO_MAX_PACING_RATE: Final = 47  # Linux's; Python has no name for it
 
 
 def limit_connections(bytes_per_second: int) -> int:
-    """Have the kernel limit the rate of each TCP connection of this process, even to itself.
+    """Make the kernel limit the rate of each TCP connection of this process, even to itself.
 
     Returns:
         How many there are.

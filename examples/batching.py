@@ -77,7 +77,7 @@ class Classifier:
 
     @rpc.functions.async_execution
     def classify_in_batch(self, image: Tensor) -> torch.futures.Future[int]:
-        """The digit on one image, together with whatever else waits.
+        """Return the digit on one image, computed together with all other waiting images.
 
         (1) A function that answers later. What it returns is a future; the caller gets its reply once
         somebody, here the thread below, gives the future a result.
@@ -189,7 +189,7 @@ NAMES = ("server", "caller0", "caller1")
 
 
 def main() -> None:
-    """Runs one worker if told which, else all of them."""
+    """Run one worker if its name is given, otherwise all of them."""
     parser = example_parser(__doc__)
     parser.add_argument("--requests", type=positive, default=6000, help="each way (%(default)s)")
     parser.add_argument("--rounds", type=positive, default=10, help="in which they are sent (%(default)s)")

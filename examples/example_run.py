@@ -41,7 +41,7 @@ Work = Callable[[argparse.Namespace], None]
 
 
 class Miss(Exception):
-    """The example did not reach what it is to show; says what is missing."""
+    """The example did not reach its goal; the text says what is missing."""
 
 
 class Preempted(Exception):
@@ -58,7 +58,7 @@ def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def preempted(options: argparse.Namespace) -> bool:
-    """Whether the state is to be saved now: the job is preempted, and there is a file for it."""
+    """Whether to save the state now: the job is preempted, and there is a file for it."""
     return getattr(options, "checkpoint", None) is not None and farcall.preempted()
 
 

@@ -168,7 +168,7 @@ NAMES = ("server", "trainer0", "trainer1")
 
 
 def main() -> None:
-    """Runs one worker if told which, else all of them."""
+    """Run one worker if its name is given, otherwise all of them."""
     parser = example_parser(__doc__)
     parser.add_argument("--passes", type=positive, default=8, help="over the images (%(default)s)")
     parser.add_argument("--batch", type=positive, default=32, help="images per step (%(default)s)")

@@ -283,7 +283,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Runs one worker if told which, else all of them."""
+    """Run one worker if its name is given, otherwise all of them."""
     options = parse_arguments(make_parser())
     size = options.world_size or options.trainers + 1
     run_workers(run_worker, options, [worker_name(rank) for rank in range(size)])

@@ -40,7 +40,7 @@ from example_run import Miss, add_checkpoint_argument, preempted, restored, run_
 from live_progress import live_progress, print_figures, print_line
 
 ACCURACY = 0.93
-"""The share of held-out images whose digit is to be named."""
+"""Required share of held-out images whose digit is recognized."""
 SAME_LOSS = 0.01
 """How far apart, in proportion, the losses of the two ways may be after the first pass."""
 
@@ -200,7 +200,7 @@ NAMES = ("trainer", "stage0", "stage1")
 
 
 def main() -> None:
-    """Runs one worker if told which, else all of them."""
+    """Run one worker if its name is given, otherwise all of them."""
     parser = example_parser(__doc__)
     parser.add_argument("--passes", type=positive, default=20, help="over the images (%(default)s)")
     parser.add_argument("--batch", type=positive, default=640, help="images per step (%(default)s)")

@@ -160,7 +160,7 @@ def run_worker(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs one worker if told which, else all of them."""
+    """Run one worker if its name is given, otherwise all of them."""
     parser = example_parser(__doc__)
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="which (%(default)s)")
     parser.add_argument("--workers", type=positive, default=2, help="how many (%(default)s)")

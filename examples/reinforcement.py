@@ -202,7 +202,7 @@ NAMES = ("agent", "observer0", "observer1")
 
 
 def main() -> None:
-    """Runs one worker if told which, else all of them."""
+    """Run one worker if its name is given, otherwise all of them."""
     parser = example_parser(__doc__)
     parser.add_argument("--rounds", type=positive, default=150, help="at most (%(default)s)")
     parser.add_argument("--carts", type=positive, default=16, help="of each observer (%(default)s)")

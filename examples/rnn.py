@@ -170,7 +170,7 @@ NAMES = ("trainer", "server")
 
 
 def main() -> None:
-    """Runs one worker if told which, else all of them."""
+    """Run one worker if its name is given, otherwise all of them."""
     parser = example_parser(__doc__)
     parser.add_argument("--steps", type=positive, default=300, help="of training (%(default)s)")
     parser.add_argument("--batch", type=positive, default=16, help="texts side by side (%(default)s)")

@@ -93,7 +93,7 @@ class Versions(nn.Module):
         return scores
 
     def replace(self, model: nn.Module) -> None:
-        """Have calls that begin from now on answered by another model; those under way go on with theirs."""
+        """Answer calls that begin from now on by another model; those in progress continue with theirs."""
         with self._changed:
             self.model = model
             self.answered.append(0)

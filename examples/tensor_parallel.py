@@ -286,7 +286,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Runs one worker if told which, else all of them."""
+    """Run one worker if its name is given, otherwise all of them."""
     parser = make_parser()
     options = parse_arguments(parser)
     options.dp = options.dp or (1 if options.served else 2)

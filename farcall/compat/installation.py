@@ -82,8 +82,8 @@ def install(xla: bool = False) -> None:
     """Make ``torch.distributed.rpc`` and its kin mean farcall, until :func:`uninstall`; and ``torch_xla``
     as well, where it is not installed, for a program that asks for it.
 
-    Call it before the program imports them; a module that did already keeps what it has, and a warning
-    names it. Doing it twice is doing it once.
+    Call it before the program imports them; a module that has imported them keeps the old ones, and a
+    warning names it. Idempotent.
 
     Args:
         xla: libraries find ``torch_xla`` at once, and take the program for one for a TPU, as accelerate and
@@ -186,7 +186,7 @@ _finder = _Finder()
 
 
 def _show() -> None:
-    """Where packages that stay offer what is replaced."""
+    """Replace names in packages of PyTorch that are not replaced themselves."""
     for package, (attribute, facade) in _SHOWN_BY.items():
         if package in sys.modules:
             _set(sys.modules[package], attribute, getattr(sys.modules[facade], attribute))
@@ -195,7 +195,7 @@ def _show() -> None:
 
 
 def _forget_importers() -> None:
-    """Packages that were imported meanwhile have our names: they are to be imported anew."""
+    """Forget packages that were imported meanwhile and have our names, so that they are imported again."""
     while _not_imported:
         package = _not_imported.pop()
         if sys.modules.get(package) is None:

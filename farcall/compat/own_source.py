@@ -20,7 +20,7 @@ _IMPORT_SYSTEM: Final = "importlib"
 
 
 def is_imported_by_the_program() -> bool:
-    """Whether the import that is under way, which has asked a finder of ours, is in the program's own source.
+    """Whether the import in progress, which has asked a finder of ours, is in the program's own source.
 
     That is source which is not installed, or belongs to the package that is run. ``importlib.util.find_spec``
     is no import.

@@ -69,7 +69,7 @@ class DistAutogradContext:
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
-    """As ``dist_autograd.backward``; in a profile it has PyTorch's name."""
+    """Like ``dist_autograd.backward``, with PyTorch's name in a profile."""
     if is_profiler_enabled():
         with record_function("torch::distributed::autograd::backward"):
             dist_autograd.backward(context_id, roots, retain_graph)
@@ -78,12 +78,12 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
 
 
 def _current_context() -> DistAutogradContext:
-    """The context of this thread."""
+    """Return the context of this thread."""
     return DistAutogradContext(dist_autograd.current_context())
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """The context of an id."""
+    """Return the context with an id."""
     return DistAutogradContext(autograd().contexts.get(context_id))
 
 
@@ -99,7 +99,7 @@ def _new_context() -> DistAutogradContext:
 
 
 def _release_context(context_id: int) -> None:
-    """A context is over."""
+    """End a context."""
     contexts = autograd().contexts
     found = contexts.get(context_id)
     if current.get() is found:
@@ -114,7 +114,7 @@ def _is_valid_context(context_id: int) -> None:
 
 
 def _init(worker_id: int) -> None:
-    """``init_rpc`` does it: nothing is left to do."""
+    """Do nothing, since ``init_rpc`` does it."""
     del worker_id
 
 
@@ -124,7 +124,7 @@ def _get_max_id() -> int:
 
 
 def _get_debug_info() -> dict[str, int]:
-    """How many contexts there are here, and how many backwards are under way."""
+    """Return the numbers of contexts on this worker and of backwards in progress."""
     return dist_autograd.debug_info()
 
 

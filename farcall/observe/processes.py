@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Signs", "ask_for_stacks", "signs_of", "start_of"]
+__all__ = ["Signs", "ask_for_stacks", "core_waits", "signs_of", "start_of"]
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -72,6 +72,18 @@ def start_of(process: int) -> int:
     """Return when a process began, as in ``Signs``; 0 if it does not exist."""
     signs = signs_of(process)
     return 0 if signs is None else signs.start
+
+
+def core_waits(process: int) -> dict[str, float]:
+    """Seconds for which each thread of a process has waited for a core so far; empty if that is unknown."""
+    found: dict[str, float] = {}
+    try:
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/schedstat", encoding="ascii") as file:
+                found[thread] = int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return {}
+    return found
 
 
 def ask_for_stacks(process: int, thread: int, signs: Signs, number: int) -> bool:

@@ -35,7 +35,7 @@ from farcall.observe.layout import (
     unpack_snapshot,
 )
 from farcall.observe.native_stacks import NativeStacksError, native_stacks, spy_program
-from farcall.observe.processes import Signs, ask_for_stacks, signs_of
+from farcall.observe.processes import Signs, ask_for_stacks, core_waits, signs_of
 from farcall.observe.state import JobState, Process, WorkerState
 
 __all__ = ["read_job", "read_worker", "settled"]
@@ -47,6 +47,9 @@ _MAX_DEPTH: Final = 12
 
 _SAMPLE_SECONDS: Final = 0.15
 """Time in seconds over which processes are watched to see whether they compute."""
+
+_MAX_CORE_WAIT: Final = 0.5
+"""Maximum share of that time for which threads of a process that is asked for its stacks waited for cores."""
 
 _MAX_SPIED: Final = 2
 """Maximum number of processes that ``py-spy`` reads at one time."""
@@ -223,9 +226,10 @@ def settled(workers: Sequence[WorkerState], *, native: bool = False) -> list[Wor
     """Add what the kernel reports of the workers' processes, and the stacks of those that are frozen."""
     here = socket.gethostname()
     before = [_signs(each, here) for each in workers]
-    asked = {n for n, each in enumerate(workers) if _ask(each, before[n])}
+    silent = {n: core_waits(each.pid) for n, each in enumerate(workers) if _is_silent(each, before[n])}
     if any(before):
         time.sleep(_SAMPLE_SECONDS)
+    asked = {n for n, waits in silent.items() if _ask(workers[n], before[n], waits)}
     until = time.monotonic() + _DUMP_SECONDS
     found = []
     spied = 0
@@ -259,13 +263,34 @@ def _signs(worker: WorkerState, here: str) -> Signs | None:
     return signs if signs is not None and signs.start == worker.fact("start", 0) else None
 
 
-def _ask(worker: WorkerState, signs: Signs | None) -> bool:
-    """Ask a process that has not looked for a while for its stacks; returns whether it was asked."""
+def _is_silent(worker: WorkerState, signs: Signs | None) -> bool:
+    """Whether a process has not looked for a while, and has left no stacks since."""
     silent = 0.0 if worker.beat is None else time.monotonic() - worker.beat.monotonic
+    is_still = signs is None or signs.is_stopped or worker.frozen or worker.has_left
+    return silent >= FROZEN_SECONDS and not is_still
+
+
+def _ask(worker: WorkerState, signs: Signs | None, waits: Mapping[str, float]) -> bool:
+    """Ask a silent process for its stacks; returns whether it was asked.
+
+    Nothing is sent to a process that may only wait for a core: its interpreter could run while the stacks are
+    written, which can crash it. A thread that runs Python code lets the observing thread look within
+    milliseconds; so if all threads had cores enough, and there was no look, the interpreter does not run.
+
+    Args:
+        waits: for how long each thread had waited for a core before the last ``_SAMPLE_SECONDS``.
+    """
     number, thread = worker.fact("signal", 0), worker.fact("observer", 0)
-    if signs is None or signs.is_stopped or silent < FROZEN_SECONDS or worker.frozen or worker.has_left:
+    if signs is None or not isinstance(number, int) or not isinstance(thread, int) or not waits:
         return False
-    if not isinstance(number, int) or not isinstance(thread, int):
+    now = core_waits(worker.pid)
+    longest = max((seconds - waits.get(each, 0.0) for each, seconds in now.items()), default=math.inf)
+    if longest > _MAX_CORE_WAIT * _SAMPLE_SECONDS:
+        return False
+    try:
+        if read_worker(Path(worker.file)).beat != worker.beat:
+            return False
+    except (LayoutError, OSError):
         return False
     return ask_for_stacks(worker.pid, thread, signs, number)
 

@@ -136,7 +136,8 @@ class Transfer(Awaited):
             return False
         self._delivered.append(message)
         self.outcome = True
-        if sum(map(len, message)) <= _SHORT_BYTES or self.buffers is None:
+        longest = _SHORT_BYTES if self.merger is None else STREAMED_BYTES  # merging releases the interpreter
+        if sum(map(len, message)) <= longest or self.buffers is None:
             self.fill()
         elif not self._waiters:
             return True

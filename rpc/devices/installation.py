@@ -112,9 +112,10 @@ class Devices:
             Placed(name, answers, for_answers, self._staging, reads),
             self.streams,
         )
-        peer.devices = between
-        if peer.codec.id == PICKLE and (between.calls.takes_cpu or between.answers.takes_cpu):
-            peer.codec = self._serializer.pickles_as(DevicePickleCodec)
+        codec = peer.codec
+        if codec.id == PICKLE and (between.calls.takes_cpu or between.answers.takes_cpu):
+            codec = self._serializer.pickles_as(DevicePickleCodec)
+        peer.agree_on_devices(between, codec)
 
     def _staging(self, *, alone: bool = False) -> HostStaging:
         return HostStaging(self._executor, alone=alone)

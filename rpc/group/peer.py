@@ -107,6 +107,13 @@ class Peer:
         """Whether all data of the last connection, which broke, has been processed."""
         return self._last_connection is None or self._last_connection.is_quiet
 
+    def agree_on_devices(self, devices: PeerDevices, codec: OwnCodec) -> None:
+        """Record the agreement with the worker about devices, and the codec that serializes for it from
+        now on.
+        """
+        self.devices = devices
+        self.codec = codec
+
     def acknowledge(self) -> None:
         """Acknowledge the number of received messages to the worker. From any thread."""
         self._send_heartbeat(self.session.acknowledging(), 0)

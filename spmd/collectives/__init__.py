@@ -7,7 +7,9 @@ From the top:
 - ``group`` composes: ``membership``, the ranks that are present, and whether the group has failed;
   ``sequencer`` and ``work``: order, threads, waiting; ``node``: the agent; ``formation``: how ranks find each
   other, and the memory that they share.
-- ``local``, over a ``board`` in shared memory (``futex``), within a host; ``network`` and its ``schedules``
-  between hosts; ``hierarchy``: both; ``reductions``; ``messages``: sends and receives.
+- ``messages``: sends and receives, and the ranks' messages about each other.
+- Rooms by where collectives work: ``one_host`` has ``local``, over a ``board`` in shared memory;
+  ``between_hosts`` has ``network`` with its ``schedules``, and ``hierarchy``, which combines both. Each has
+  the interface of ``algorithms``, and uses ``reductions``.
 - ``signature``: how ranks notice that they have called different operations.
 """

@@ -26,10 +26,10 @@ from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.interrupts import interruptible
-from spmd.collectives import futex
-from spmd.collectives.board import board_bytes
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
-from spmd.collectives.local import header_bytes
+from spmd.collectives.one_host import futex
+from spmd.collectives.one_host.board import board_bytes
+from spmd.collectives.one_host.local import header_bytes
 
 __all__ = ["COLLECTIVES", "DATA", "NOTES", "Formation", "close_tags", "form"]
 

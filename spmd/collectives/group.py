@@ -15,16 +15,16 @@ from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE
 from rpc.runtime.torch_internals import InferenceMode
 from spmd.collectives.algorithms import Algorithms
-from spmd.collectives.board import Board
+from spmd.collectives.between_hosts.hierarchy import HierarchicalCollectives
+from spmd.collectives.between_hosts.operation_messages import Merge
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RanksMissingError
 from spmd.collectives.flight_recorder import GroupRecord, Record
 from spmd.collectives.formation import COLLECTIVES, close_tags, form
-from spmd.collectives.hierarchy import HierarchicalCollectives
-from spmd.collectives.local import LocalCollectives, header_bytes
 from spmd.collectives.membership import Membership
 from spmd.collectives.messages import Messages
-from spmd.collectives.network import Merge
 from spmd.collectives.node import Node
+from spmd.collectives.one_host.board import Board
+from spmd.collectives.one_host.local import LocalCollectives, header_bytes
 from spmd.collectives.sequencer import Sequencer
 from spmd.collectives.signature import text_of
 from spmd.collectives.work import GroupWork

@@ -58,6 +58,10 @@ _exchange: Final = INTERNALS.later("torch:ops._dtensor.shard_dim_alltoall", _GAT
 INTERNALS.expect(
     "torch.distributed:ProcessGroup._set_group_desc", without="process groups have no descriptions"
 )
+INTERNALS.expect(
+    "torch.distributed:ProcessGroup._get_backend",
+    without="the backend of a group of a vendor's cannot be returned to callers that ask for it",
+)
 
 begin_event: Final[Callable[..., object]] = _find(
     "torch._C:_autograd._record_function_with_args_enter", _UNPROFILED, instead=None

@@ -155,7 +155,7 @@ class VendorProcessGroup(FarcallProcessGroup):
         with self._lock:
             formed, self._formed = self._formed, {}
         for each in formed.values():
-            if each in dist.distributed_c10d._world.pg_map:  # otherwise all groups are being shut down
+            if _is_registered(each):  # otherwise all groups are being destroyed
                 dist.destroy_process_group(each)
 
     def _abort_others(self) -> None:
@@ -167,6 +167,15 @@ class VendorProcessGroup(FarcallProcessGroup):
     def _abort(self, _: None) -> None:
         for each in list(self._formed.values()):
             each.abort()
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether c10d has the group; it has none any more once all groups are destroyed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True
 
 
 def _first_tensor(arguments: Any) -> torch.Tensor | None:

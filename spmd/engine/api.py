@@ -90,13 +90,13 @@ def redistributed(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def local_parts(tensor: Tensor, workers: Sequence[int] | None = None) -> list[Tensor]:
-    """Each worker's local tensor, or those of some workers, in their order; waits for them.
+    """Return each worker's local tensor, or those of some workers, in their order; waits for them.
 
-    Uneven shards have the lengths that workers have: nothing is padded. Of a ``Partial`` tensor these are the
-    addends.
+    Uneven shards have the lengths that they have on the workers: nothing is padded. The local tensors of a
+    ``Partial`` tensor are the terms of the sum.
 
     Raises:
-        OperationError: something recorded before has failed.
+        OperationError: an operation recorded earlier has failed.
         WorkerLostError: a worker is gone.
     """
     current = engine()
@@ -108,14 +108,14 @@ def local_parts(tensor: Tensor, workers: Sequence[int] | None = None) -> list[Te
 
 
 def load_local_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
-    """Replace a tensor's content, part by part; it is never whole anywhere.
+    """Replace a tensor's content, shard by shard; the whole tensor exists nowhere.
 
     Args:
-        tensor: laid out in blocks (``Shard`` and ``Replicate``), not partial.
-        parts: CPU tensors by worker, of the shapes that ``local_parts`` gives. They are taken over.
+        tensor: a tensor with a layout of blocks (``Shard`` and ``Replicate``), not partial.
+        parts: CPU tensors by worker, of the shapes that ``local_parts`` returns. They are taken over.
 
     Raises:
-        ValueError: their number or shapes are others.
+        ValueError: their number or shapes differ.
     """
     current = engine()
     alias = alias_of(tensor)
@@ -135,10 +135,10 @@ def load_local_parts(tensor: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def uploaded_with(data: Tensor, layout: Layout) -> Tensor:
-    """A tensor with this content, laid out so from the beginning.
+    """Return a tensor with this content, which has this layout from the beginning.
 
     Args:
-        data: on the CPU; copied.
+        data: tensor on the CPU; copied.
     """
     data = data.detach().clone(memory_format=torch.preserve_format)
     spec = spec_of(data, layout)
@@ -146,19 +146,21 @@ def uploaded_with(data: Tensor, layout: Layout) -> Tensor:
 
 
 def flush() -> None:
-    """Have workers start with what is recorded, without waiting for them."""
+    """Make workers start with what is recorded, without waiting for them."""
     engine().recorder.flush()
 
 
 def upload(tensor: Tensor) -> None:
-    """Send a tensor's content to the workers now, if it is still here, instead of on its first use."""
+    """Send a tensor's content to the workers now, if it is still on the driver, instead of on its
+    first use.
+    """
     recorder = engine().recorder
     with recorder.lock:
         recorder.send(read(recorder, alias_of(tensor)))
 
 
 def upload_data(tensor: Tensor) -> None:
-    """Like ``upload``, but does nothing for computed tensors, and those that are with the workers."""
+    """Like ``upload``, but does nothing for computed tensors, and for those that are on the workers."""
     value = alias_of(tensor).value
     if value is not None and value.data is not None:
         upload(tensor)

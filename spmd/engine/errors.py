@@ -20,14 +20,14 @@ class AlreadyInSpmdModeError(SpmdError):
 
 
 class ReshardingError(SpmdError):
-    """Inside ``spmd.strict()`` an operation needed a tensor elsewhere than where it was."""
+    """An operation inside ``spmd.strict()`` needed another layout of a tensor."""
 
 
 class OperationError(SpmdError):
     """An operation has failed on the workers. Its cause is the error raised there.
 
     Attributes:
-        where: the line of the program that asked for it.
+        where: line of the program that has called it.
         operator: its name.
     """
 

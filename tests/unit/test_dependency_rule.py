@@ -61,6 +61,32 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"sharding"},
         {"fsdp", "checkpoint"},
     ),
+    "spmd/collectives": (
+        {"errors", "memory", "reductions", "signature", "algorithms"},
+        {"one_host"},
+        {"between_hosts"},
+        {
+            "arguments",
+            "backend_face",
+            "creation",
+            "flight_recorder",
+            "formation",
+            "group",
+            "membership",
+            "messages",
+            "monitored",
+            "node",
+            "process_group",
+            "profiling",
+            "sequencer",
+            "staged",
+            "start",
+            "store",
+            "torch_internals",
+            "vendors",
+            "work",
+        },
+    ),
     "spmd/engine": (
         {"errors", "program"},
         {"rules"},
@@ -82,7 +108,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"__main__"},
     ),
 }
-"""The rooms of other packages, and of one room, from the lowest; those in one set may use each other. Faces
+"""The rooms of other packages, and of some rooms, from the lowest; those in one set may use each other. Faces
 are above them. What a worker of SPMD mode runs imports nothing of the driver, which is another process.
 """
 

@@ -1,6 +1,7 @@
 """Stands in for ``torch.distributed.rpc``: PyTorch's names, public and private, for what farcall does.
 
-Nothing is done here: see ``rpc`` and ``rref``. What has no counterpart is absent, and asking for it says so.
+Nothing is done here: see ``rpc`` and ``rref``. Names without a counterpart are absent, and an access to one
+is an error that says so.
 """
 
 from __future__ import annotations

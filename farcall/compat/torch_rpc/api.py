@@ -150,7 +150,7 @@ _delete_ours = _delete_all_user_and_unforked_owner_rrefs
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """How many references this process owns and holds, and how many are under way."""
+    """Return the numbers of references that this process owns and holds, and of those in transit."""
     return {key: str(value) for key, value in rref.debug_info().items()}
 
 

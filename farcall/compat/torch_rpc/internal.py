@@ -50,7 +50,7 @@ class _InternalRPCPickler(PortablePickler):
         self.reducers = self._class_reducer_dict = dict[type, Callable[[Any], Any]]()
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
-        """Have objects of exactly this class reduced by ``reducer``; the first one registered stays."""
+        """Reduce objects of exactly this class by ``reducer``; only the first registration counts."""
         self._class_reducer_dict.setdefault(obj_class, reducer)
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:

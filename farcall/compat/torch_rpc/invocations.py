@@ -49,7 +49,7 @@ def invoke_rpc_builtin(to: To, operator: str, timeout: float, *args: Any, **kwar
 
 
 def invoke_remote_builtin(to: To, operator: str, timeout: float, *args: Any, **kwargs: Any) -> rpc.RRef[Any]:
-    """As ``invoke_rpc_builtin``, with the value left there."""
+    """Like ``invoke_rpc_builtin``, with a reference to the value as the result."""
     return rpc.remote(to, _operator(operator), args, kwargs, timeout)
 
 
@@ -65,7 +65,7 @@ def invoke_rpc_python_udf(
 def invoke_remote_python_udf(
     to: To, pickled: bytes, tensors: Sequence[Tensor], timeout: float, is_async_execution: bool
 ) -> rpc.RRef[Any]:
-    """As ``invoke_rpc_python_udf``, with the value left there."""
+    """Like ``invoke_rpc_python_udf``, with a reference to the value as the result."""
     del is_async_execution
     call = _internal_rpc_pickler.deserialize(pickled, tensors)
     return rpc.remote(to, call.func, call.args, call.kwargs, timeout)
@@ -87,7 +87,7 @@ def invoke_rpc_torchscript(
 def invoke_remote_torchscript(
     to: str, name: str, timeout: float, is_async_execution: bool, *args: Any, **kwargs: Any
 ) -> rpc.RRef[Any]:
-    """As ``invoke_rpc_torchscript``, with the value left there."""
+    """Like ``invoke_rpc_torchscript``, with a reference to the value as the result."""
     del is_async_execution
     return rpc.remote(to, _script(name), args, kwargs, timeout)
 

@@ -31,7 +31,7 @@ FaultyTensorPipeAgent = Agent
 
 
 def _is_operator(asked: str) -> bool:
-    """Whether what is called is an operator of PyTorch's, or a script."""
+    """Whether the called function is an operator of PyTorch's, or a script."""
     return asked.startswith(("torch.", "_VariableFunctions")) or asked == "ScriptFunction"
 
 

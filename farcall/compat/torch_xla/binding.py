@@ -127,7 +127,9 @@ def _get_xla_tensor_debug_info(t: Tensor) -> str:
 
 
 def _get_graph_hash(tensors: Sequence[Tensor]) -> str:
-    """Tells programs that workers would be sent apart, by what is recorded and by auto-sharding."""
+    """Return a value that distinguishes programs for the workers, by their instructions and by
+    auto-sharding.
+    """
     recording = session().recorder.recording
     parts: list[object] = [_xla_get_auto_sharding(), os.environ.get("XLA_AUTO_SPMD_MESH", "")]
     parts += [(entry.operator, repr(entry.args)) for entry, _ in recording.operations]

@@ -1,4 +1,4 @@
-"""``torch.compile(backend="openxla")``, which gives back what it is given.
+"""``torch.compile(backend="openxla")``, which returns its argument.
 
 Their backend makes one compiled program of what their device records operation by operation. Here what is
 recorded is a program that workers are sent once, so there is nothing left to do.
@@ -19,7 +19,7 @@ _undo: Final[list[Callable[[], object]]] = []
 
 
 def lend() -> None:
-    """Have ``torch.compile`` know their backends, until :func:`give_back`. Twice is once."""
+    """Register their backends of ``torch.compile``, until :func:`give_back`. Idempotent."""
     if _undo:
         return
     before: Any = torch.compile

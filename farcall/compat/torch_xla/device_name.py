@@ -1,4 +1,4 @@
-"""``"xla"`` as the name of the logical device: what is made there, or moved there, is on ``spmd:0``.
+"""``"xla"`` as a name of the logical device: tensors that are made or moved there are on ``spmd:0``.
 
 PyTorch knows the word, and has no kernels behind it without ``torch_xla``. Operators that make tensors from
 nothing get ours. ``Tensor.to`` and ``torch.tensor`` ask for the current device of a kind before they come to
@@ -28,7 +28,7 @@ _undo: Final[list[Callable[[], object]]] = []
 
 
 def lend(begin: Callable[[], object]) -> None:
-    """Have ``"xla"`` mean the logical device, until :func:`give_back`. Twice is once.
+    """Make ``"xla"`` mean the logical device, until :func:`give_back`. Idempotent.
 
     Args:
         begin: called before a tensor is made there.

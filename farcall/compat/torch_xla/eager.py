@@ -11,7 +11,7 @@ _is_eager = False
 
 
 def eager_mode(enable: bool) -> None:
-    """Note what is asked for. Values are the same, and workers begin when the program needs one."""
+    """Record the setting. Values are the same, and workers begin when the program needs one."""
     global _is_eager
     _is_eager = enable
 

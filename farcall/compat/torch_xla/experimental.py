@@ -1,4 +1,4 @@
-"""``torch_xla.experimental``: what it offers at the top."""
+"""``torch_xla.experimental``: the names of the package itself."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def begin_spmd() -> None:
 
 
 def begin_alone() -> None:
-    """Have a device: that of SPMD mode, or one of one worker."""
+    """Make sure that there is a device: that of SPMD mode, or one of one worker."""
     global _is_alone
     if not start.is_spmd():
         use_spmd(1)
@@ -58,7 +58,7 @@ def _said_workers() -> int | None:
 
 
 def lend_names() -> None:
-    """Have PyTorch know ``"xla"``, XLA's operators and its backends of ``torch.compile``. Twice is once."""
+    """Register ``"xla"``, XLA's operators and its backends of ``torch.compile`` with PyTorch. Idempotent."""
     device_name.lend(begin_alone)
     operators.define()
     compiling.lend()

@@ -119,7 +119,7 @@ def xla_real_devices(devices: Sequence[object] | None = None) -> list[str]:
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """Run what is recorded, and then what :func:`add_step_closure` was given."""
+    """Run what is recorded, and then the closures that :func:`add_step_closure` has registered."""
     if start.is_spmd():
         start.sync()
     due, _closures[:] = list(_closures), []
@@ -152,12 +152,12 @@ def send_cpu_data_to_device(
 
 
 def unlazy(tensors: Sequence[torch.Tensor]) -> None:
-    """Have tensors computed."""
+    """Compute tensors."""
     mark_step()
 
 
 def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
-    """Nothing: what is recorded is not moved."""
+    """Do nothing, since recorded operations are not reordered."""
 
 
 def get_memory_info(device: object = None) -> dict[str, int]:
@@ -168,7 +168,7 @@ def get_memory_info(device: object = None) -> dict[str, int]:
 
 @contextlib.contextmanager
 def fork_rng(device: object = None, enabled: bool = True) -> Iterator[None]:
-    """Have generators be as before at the end."""
+    """Restore the states of generators at the end of the block."""
     with torch.random.fork_rng([0], enabled=enabled, device_type="spmd"):
         yield
 

@@ -18,7 +18,7 @@ _libraries: Final[list[Any]] = []
 
 
 def define() -> None:
-    """Have PyTorch know them, until :func:`take_away`. Twice is once."""
+    """Register them with PyTorch, until :func:`take_away`. Idempotent."""
     if _libraries:
         return
     library: Any = torch.library.Library("xla", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""``torch_xla``: what it offers at the top."""
+"""``torch_xla``: the names of the package itself."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def device_type() -> str:
 
 
 def set_device_type(pjrt_device: str) -> None:
-    """Say of what kind the device is to be.
+    """Set the type of the device.
 
     Raises:
         ValueError: it is another kind than ``"CPU"``.

@@ -44,7 +44,7 @@ def check_env_flag(name: str, default: str = "") -> bool:
 
 
 def as_list(t: Any) -> Any:
-    """A tuple or list as it is, and anything else in a list."""
+    """Return a tuple or list unchanged, and anything else in a list."""
     return t if isinstance(t, (tuple, list)) else [t]
 
 

@@ -75,7 +75,9 @@ __all__ = [
 
 
 def mark_sharding(t: Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> Tensor:
-    """``spmd.mark_sharding``; what is still in this process goes to the workers at once, as theirs does."""
+    """Like ``spmd.mark_sharding``; data that is still in this process is sent to the workers at once, as
+    in PyTorch/XLA.
+    """
     marked = _mark_sharding(t, mesh, partition_spec)
     _engine.upload_data(marked)
     return marked
@@ -118,7 +120,8 @@ def apply_backward_optimization_barrier(m: nn.Module) -> None:
 
 
 def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
-    """Lay tensors out alike, in place: each of ``b`` as that of ``a`` if this is cut, else the reverse.
+    """Give pairs of tensors the same layout, in place: that of the tensor in ``a`` if it is sharded,
+    otherwise that of its counterpart in ``b``.
 
     Args:
         a, b: tensors on the device, or trees of them with the same structure and shapes.
@@ -150,7 +153,7 @@ def _cut(t: Tensor) -> Layout | None:
 
 
 class XLAShardedTensor(ShardedTensor):
-    """Ours, which can be called as theirs is: with a tensor, and how it is to be cut."""
+    """A sharded tensor, with the constructor of PyTorch/XLA's: a tensor, and its sharding."""
 
     def __new__(  # type: ignore[misc]
         cls, elem: Tensor, mesh_shape: Any = None, partition_spec: Any = None, *, requires_grad: bool = False

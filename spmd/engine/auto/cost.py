@@ -35,12 +35,12 @@ _WIRE: Final = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes, for the worker that has most of them.
+    """Costs in bytes, for the worker that has the highest.
 
     Attributes:
-        wire: sent.
-        touched: read and written by operations.
-        held: of the program's inputs.
+        wire: bytes sent.
+        touched: bytes read and written by operations.
+        held: bytes of the program's inputs.
     """
 
     wire: float
@@ -54,14 +54,14 @@ class Cost:
 
 
 def cost_of(program: Program, inputs: Sequence[Layout], updates: Mapping[int, int] | None = None) -> Cost:
-    """The cost of a run.
+    """Return the cost of a run.
 
     Args:
         program: its own layouts do not count, except for redistributions that shard: these are the user's
-        marks.
+            marks.
         inputs: a layout for each input.
-        updates: inputs, by number, that the next run finds as this output (a value's number) leaves them:
-            parameters. It comes back to where the input was.
+        updates: inputs, by number, that the next run takes from this output (a value's number): parameters.
+            Returning it to the layout of the input is part of the cost.
 
     Example::
 
@@ -74,7 +74,7 @@ def cost_of(program: Program, inputs: Sequence[Layout], updates: Mapping[int, in
 class Costs:
     """The costs of a program, for one choice of layouts after another.
 
-    Layouts have numbers here, and what an instruction needs and gives is looked up once it is known.
+    Layouts are numbered here, and what an instruction needs and returns is looked up once.
 
     Args:
         program, updates: see :func:`cost_of`.
@@ -211,7 +211,9 @@ def _refs(tree: Any) -> Iterator[int]:
 
 
 def _filled(tree: Any, metas: Iterator[Meta]) -> Any:
-    """Arguments with metas for tensors, and some number for each that changes from run to run."""
+    """Return arguments with metas for tensors, and an arbitrary number for each that changes from run
+    to run.
+    """
     if isinstance(tree, Ref):
         return next(metas)
     if isinstance(tree, Scalar):

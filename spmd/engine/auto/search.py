@@ -91,15 +91,15 @@ def choose_layouts(
     starts: Sequence[Sequence[Layout]] = (),
     limit: int | None = None,
 ) -> Chosen:
-    """The cheapest layouts that are found for a program's inputs.
+    """Return the cheapest layouts that are found for a program's inputs.
 
     Args:
         program: as recorded, on whole inputs.
-        mesh: of all workers.
+        mesh: mesh of all workers.
         fixed: inputs, by number, whose layouts the user has specified.
         updates: see :func:`spmd.engine.auto.cost.cost_of`.
-        starts: plans to begin with, besides those above. None of them is cheaper than what is found.
-        limit: evaluations, at most. Default: as many as a few seconds have.
+        starts: plans to begin with, besides those above. None of them is cheaper than the result.
+        limit: maximum number of evaluations; default: as many as take a few seconds.
 
     Example::
 
@@ -173,7 +173,9 @@ class _Search:
         )
 
     def _cut(self, place: int, dim: int) -> int:
-        """The one of an input's layouts that cuts this dimension along most axes; else whole."""
+        """Return the layout of an input that shards this dimension along most axes; otherwise the replicated
+        one.
+        """
 
         def cuts(number: int) -> int:
             placements = self._costs.layout(number).placements

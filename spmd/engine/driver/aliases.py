@@ -153,7 +153,7 @@ def write(recorder: Records, alias: Alias, new: Value) -> None:
 
 
 def _steps_from(parent: Alias, alias: Alias) -> list[Step]:
-    """The views between an alias and the nearest of what it is a view of where an element has one place."""
+    """Return the views between an alias and the nearest parent in which each element has one position."""
     assert alias.step is not None
     steps = [alias.step]
     while parent.parent is not None and _may_overlap(parent.spec):
@@ -178,7 +178,9 @@ def refuse_repeated(alias: Alias) -> None:
 
 
 def _may_overlap(spec: Spec) -> bool:
-    """Whether two of a tensor's elements may be one in memory. It may say so where they are not."""
+    """Whether two of a tensor's elements may have the same memory. May be true for tensors where they
+    do not.
+    """
     reach = 0
     for step, size in sorted(zip(spec.stride, spec.shape, strict=True)):
         if size > 1:
@@ -208,10 +210,11 @@ def _with_written(
 
 
 def _scattered_by_index(recorder: Records, source: Alias, steps: Sequence[Step], new: Value) -> Value:
-    """For views of any kind: the same views of the elements' numbers say which are to be replaced.
+    """Replace elements, for views of any kind: the same views of the elements' indices show which are
+    replaced.
 
     Raises:
-        NotImplementedError: the views make other elements of these.
+        NotImplementedError: the views compute other elements from these.
     """
     shape = list(source.spec.shape)
     read(recorder, source)
@@ -289,14 +292,14 @@ _BY_ELEMENT: Final = {conj_physical, aten.neg.default}
 _RETYPED: Final = {aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default}
 
 _AS: Final = {conj: conj_physical, neg_view_operator: aten.neg.default}
-"""Views that are bits of a tensor on one device, and operations here."""
+"""Views that reinterpret the bits of a tensor on one device, and the operations for them here."""
 
 
 def steps_of_view(operator: Any, parent: Alias, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The views that an operation makes, one step for each result.
+    """Return the views that an operation makes, one step for each result.
 
     Args:
-        args: after the first, without those that the user left out; tuples for lists.
+        args: arguments after the first, without trailing ones that the user left out; tuples for lists.
     """
     shape = parent.spec.shape
     if operator is aten.split.Tensor:
@@ -320,7 +323,9 @@ def steps_of_view(operator: Any, parent: Alias, args: tuple[Any, ...]) -> list[t
 def as_strided_steps(
     base: Spec, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> list[tuple[Any, tuple[Any, ...]]] | None:
-    """Slices and permutations of a base that are an ``as_strided`` of its memory; None: there are none."""
+    """Return slices and permutations of a base that are equal to an ``as_strided`` of its memory; None if
+    there are none.
+    """
     steps: list[tuple[Any, tuple[Any, ...]]] = []
     offset -= base.offset
     if offset < 0 or 0 in base.shape or 0 in size:

@@ -1,4 +1,6 @@
-"""``torch.autocast("spmd", dtype=torch.bfloat16)``: what PyTorch's autocast does on devices of its own."""
+"""``torch.autocast("spmd", dtype=torch.bfloat16)``, with the rules of PyTorch's autocast for other
+devices.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,10 @@ _FLOAT32: Final = (
 
 
 def install(library: Any) -> None:
-    """Register it for the device.
+    """Register autocast for the device.
 
     Args:
-        library: of ``aten``; it holds what is registered.
+        library: library of ``aten``, which holds the registrations.
     """
     every: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     every.fallback(torch.library.fallthrough_kernel, _AUTOCAST)

@@ -1,8 +1,8 @@
 """Errors while gradients are computed: of operations that cannot be recorded, and of users' hooks.
 
-Such an error is still Python's pending one when PyTorch's engine frees what a node of the graph has used. It
-asks for the device's type then, in Python; and were the answer an error, it would end the process. So the
-error is taken away there, and ``backward()`` raises it.
+Such an error is still Python's pending one when PyTorch's engine frees what a node of the graph has used. The
+engine then asks for the device's type, in Python; if that raised an error, the process would end. So the
+pending error is removed there, and ``backward()`` raises it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class DeviceGuard(BaseDeviceGuard):  # type: ignore[misc]  # written in C++
 
     @staticmethod
     def type_() -> Any:
-        """Its type. The call of what is written in C fails if an error is pending, with that as its cause."""
+        """Return the type of the device. A call of C code fails if an error is pending, with that as its
+        cause.
+        """
         try:
             return _first(_TYPES)
         except SystemError as error:
@@ -39,7 +41,7 @@ class _Engine(type(backward_engine)):  # type: ignore[misc]
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().run_backward(*args, **kwargs)
-        except SystemError:  # it has failed, and finds no error
+        except SystemError:  # it has failed, because an error is pending
             if not _taken:
                 raise
             error = _taken.popleft()
@@ -47,8 +49,8 @@ class _Engine(type(backward_engine)):  # type: ignore[misc]
 
 
 def raise_what_was_taken() -> None:
-    """Have ``backward()`` and ``autograd.grad()`` raise what was taken away.
+    """Make ``backward()`` and ``autograd.grad()`` raise the errors that were removed.
 
-    Of two of them that fail at once, on two threads, each may raise the other's error.
+    If two of them fail at once, on two threads, each may raise the other's error.
     """
     Variable._execution_engine = _Engine()

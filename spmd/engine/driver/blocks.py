@@ -1,4 +1,4 @@
-"""Which part of a tensor is on which worker, for layouts that cut it into blocks."""
+"""The shards that workers have, for layouts that cut a tensor into blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def extents(shape: Sequence[int], layout: Layout, worker: int) -> list[tuple[int
 
 
 def cut(whole: Tensor, layout: Layout, workers: int) -> list[Tensor]:
-    """Each worker's part, for a layout that has blocks. The whole is not copied where all of it is wanted."""
+    """Return each worker's shard, for a layout of blocks. The tensor is not copied if all of it is
+    requested.
+    """
     assert has_blocks(layout), layout
     if layout.mesh is None:
         return [whole] * workers
@@ -60,7 +62,7 @@ def holders(layout: Layout, workers: int) -> list[int]:
 def put_together(
     shape: Sequence[int], dtype: torch.dtype, layout: Layout, parts: dict[int, Tensor]
 ) -> Tensor:
-    """Return the whole tensor, given its parts by worker."""
+    """Return the whole tensor, from its shards by worker."""
     if layout.mesh is None:
         return next(iter(parts.values()))
     whole = torch.empty(tuple(shape), dtype=dtype, device="cpu")

@@ -1,6 +1,6 @@
 """The engine behind the device ``spmd:0``: at most one for the whole process.
 
-Backward runs on threads of PyTorch's, so that nothing here is local to threads.
+Backward runs on PyTorch's threads, so nothing here is thread-local.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Engine(Protocol):
         ...
 
     def fetch_parts(self, value: Value, workers: Sequence[int]) -> dict[int, Tensor]:
-        """Return these workers' parts of a value, by worker."""
+        """Return the shards of a value on these workers, by worker."""
         ...
 
 
@@ -64,7 +64,7 @@ def engine() -> Engine:
     """Return the engine of the device.
 
     Raises:
-        NotInSpmdModeError: nothing.
+        NotInSpmdModeError: SPMD mode is off.
     """
     if _engine is None:
         raise NotInSpmdModeError(

@@ -1,7 +1,7 @@
-"""Sets the device ``spmd:0`` up.
+"""The setup of the device ``spmd:0``.
 
-PyTorch's one slot for a device of others (``PrivateUse1``) is set up from Python. Operators that make tensors
-from nothing are registered for the device; others come through their tensors (``dispatch.py``).
+PyTorch's one slot for third-party devices (``PrivateUse1``) is set up from Python. Operators that create
+tensors are registered for the device; all others are dispatched through their tensors (``dispatch.py``).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = ["operators_that_make_from_nothing", "set_up"]
 aten: Final = torch.ops.aten
 _library: Any = None
 _BEFORE_OTHERS: Final = 5
-"""Priority with which ``torch.load`` asks us for storages: the CPU's is 10."""
+"""Priority with which ``torch.load`` asks this device for storages: the CPU's is 10."""
 
 
 def set_up() -> torch.device:
-    """Give PyTorch the device; once in a process, for good.
+    """Register the device with PyTorch; once in a process, permanently.
 
     Raises:
         RuntimeError: the process has another device in this slot.
@@ -64,7 +64,7 @@ def set_up() -> torch.device:
         _library.impl(name, _kernel(operator), "PrivateUse1")
     for name, operator in operators_composed_into_out():
         _library.impl(name, _kernel_of_out(operator), "AutogradPrivateUse1")
-    _library.impl("_pin_memory", lambda tensor, device=None: tensor, "CPU")  # workers take from any memory
+    _library.impl("_pin_memory", lambda tensor, device=None: tensor, "CPU")  # workers accept any memory
     _library.impl("_copy_from", HANDLERS[copy_from], "PrivateUse1")
     # what they are composed of is chosen above autograd, and for devices of others always the same
     composed = (aten.scaled_dot_product_attention.default, aten.ctc_loss.Tensor)
@@ -81,7 +81,7 @@ def set_up() -> torch.device:
 
 
 def operators_that_make_from_nothing() -> Iterator[tuple[str, Any]]:
-    """Those of ``aten`` that are given a device and no tensor, with the names that libraries know them by."""
+    """Return the operators of ``aten`` that take a device and no tensor, with their names in libraries."""
     for name in names_of_operators():
         if name.startswith("aten::") and not is_composite(name):
             operator = _overload(name)
@@ -90,9 +90,10 @@ def operators_that_make_from_nothing() -> Iterator[tuple[str, Any]]:
 
 
 def operators_composed_into_out() -> Iterator[tuple[str, Any]]:
-    """Those of ``aten`` that have ``out=`` and that PyTorch composes of others, with the same names.
+    """Return the operators of ``aten`` that have ``out=`` and that PyTorch composes of others, with their
+    names in libraries.
 
-    It composes them above autograd, where nothing of ours is asked unless it is registered.
+    PyTorch composes them above autograd, where this device is not asked unless they are registered.
     """
     for name in names_of_operators():
         if name.startswith("aten::") and "out" in name.partition(".")[2] and is_composite(name):
@@ -121,7 +122,9 @@ def _kernel(operator: Any) -> Callable[..., Any]:
 
 
 def _kernel_of_out(operator: Any) -> Callable[..., Any]:
-    """As PyTorch's autograd treats operators with ``out=`` that are not composed."""
+    """Return the kernel of an operator with ``out=``, with the behaviour of PyTorch's autograd for operators
+    that are not composed.
+    """
     names = [each.name for each in operator._schema.arguments if each.is_out]
 
     def write(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +149,7 @@ def _let_optimizers_take_lists() -> None:
 
 
 def _keep_compilers_out(kernels: Iterable[Any]) -> None:
-    """Have ``torch.compile`` leave what is done to our tensors alone: it is recorded, as without it."""
+    """Make ``torch.compile`` skip operations on this device's tensors: they are recorded, as without it."""
     if None in (FrameAction, FrameExecStrategy, set_code_exec_strategy):
         return
     never = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)

@@ -15,7 +15,7 @@ __all__ = ["DeviceModule"]
 
 
 class _Stream:
-    """The device's one stream: everything is in order, and nobody has to wait for it."""
+    """The device's one stream: everything is in order, and no wait is needed."""
 
     def synchronize(self) -> None:
         pass
@@ -25,11 +25,11 @@ class _Stream:
 
 
 class DeviceModule:
-    """The functions of a device's module, as of ``torch.cuda``."""
+    """The functions of a device's module, like those of ``torch.cuda``."""
 
     _stream = _Stream()
 
-    _initialized = True  # activation checkpointing looks at it
+    _initialized = True  # activation checkpointing reads it
 
     def is_initialized(self) -> bool:
         return True

@@ -73,17 +73,17 @@ def _first_seen(operator: Any) -> Operation:
         operation.handler = collective(operator)
     if operation.handler is None and is_composite(operation.name):
         operation.handler = _composed_out(operation) if operation.is_out else operator.decompose
-    _ROUTES[id(operator)] = operation  # which PyTorch keeps for good
+    _ROUTES[id(operator)] = operation  # which PyTorch keeps forever
     return operation
 
 
 def is_composite(name: str) -> bool:
-    """Whether PyTorch composes an operator of others, whatever its tensors are."""
+    """Whether PyTorch composes an operator of others, for tensors of any device."""
     return has_kernel(name, "CompositeImplicitAutograd")
 
 
 def _with_indices_here(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Indices may be on the CPU, as for other devices."""
+    """Move indices that are on the CPU to the device, as other devices do."""
     first, indices, *others = args
     return first, [uploaded(each.detach().clone()) if _is_of_cpu(each) else each for each in indices], *others
 
@@ -127,7 +127,7 @@ def _view(
 
 
 def _reshape(tensor: LogicalTensor, view: LogicalTensor) -> Tensor:
-    """Turn a tensor into a view of its previous value, as for ``transpose_``."""
+    """Turn a tensor into a view of its previous value, as ``transpose_`` does."""
     show_instead(tensor, view)
     return tensor
 
@@ -176,11 +176,11 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
 
 
 def _composed_out(operation: Operation) -> Callable[..., Any]:
-    """For an operator with ``out=`` that PyTorch composes of others: write there what its pure form returns.
+    """Write the result of the functional form of an operator with ``out=`` that PyTorch composes of others.
 
-    Its composition for ``out=`` may write through ``_unsafe_view``, which gives a value of its own here, or
-    leave ``out`` as it was where a tensor is of a subclass. It does for factories, which have no pure form
-    with the same arguments.
+    Its composition for ``out=`` may write through ``_unsafe_view``, which returns a separate value here, or
+    leave ``out`` unchanged if a tensor is of a subclass. Factories, which have no functional form with the
+    same arguments, use the composition.
     """
     try:
         pure = operation.pure.overload
@@ -202,7 +202,9 @@ def _composed_out(operation: Operation) -> Callable[..., Any]:
 
 
 def _write_out(recorder: Recorder, operation: Operation, target: LogicalTensor, result: Alias) -> None:
-    """A tensor given as ``out=`` gets the result's shape, and becomes the result in its own dtype."""
+    """Resize a tensor given as ``out=`` to the result's shape, and write the result to it in its own
+    dtype.
+    """
     alias = alias_of(target)
     read(recorder, result)
     if not (operation.is_random or torch.can_cast(result.spec.dtype, alias.spec.dtype)):
@@ -233,11 +235,11 @@ def _assign(recorder: Recorder, operation: Operation, alias: Alias, result: Alia
 
 
 _FILLS: Final = ("aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_")
-"""They change also what ``expand`` has made."""
+"""Operators that also write to elements that ``expand`` has repeated."""
 
 
 def _on_driver(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Execute an operation here, because the shape of its result is not known in advance."""
+    """Execute an operation on the driver, because the shape of its result depends on values."""
 
     def here(tree: Any) -> Any:
         if isinstance(tree, LogicalTensor):

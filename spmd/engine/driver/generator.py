@@ -1,7 +1,7 @@
-"""``torch.Generator(device="spmd")``: a source of random numbers of its own on the device.
+"""``torch.Generator(device="spmd")``: a separate source of random numbers on the device.
 
-Workers draw from a generator that all have in common. For a draw from another one, the common one is put into
-that one's state, and back; both states are values of the program.
+Workers draw from a generator that is the same on all. To draw from another one, the common one is put into
+that one's state, and restored afterwards; both states are values of the program.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ __all__ = ["DeviceGenerator", "draw", "install", "of_device"]
 
 _Meta: Any = type(BaseGenerator)
 _known: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
-"""The device's generators that there are, by the address of what C++ has of each."""
+"""The device's existing generators, by the address of their C++ object."""
 
 
 class DeviceGenerator(BaseGenerator):  # type: ignore[misc]
-    """As ``torch.Generator``, for ``generator=`` of what is made or filled on the device."""
+    """Like ``torch.Generator``, for the argument ``generator=`` of operations on the device."""
 
     _state: Alias | None = None
-    """The state, once something was drawn; until then it is that of the CPU's generator that this is, too."""
+    """The state, once it has been used; until then the state is that of the CPU generator that this object
+    is, too.
+    """
 
     def __new__(cls) -> Self:
         made: Self = super().__new__(cls, "cpu")
@@ -43,7 +45,7 @@ class DeviceGenerator(BaseGenerator):  # type: ignore[misc]
         return DEVICE
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
-        """Seed it; the numbers are those of a CPU's generator with this seed."""
+        """Seed it; the numbers are those of a CPU generator with this seed."""
         super().manual_seed(seed)
         self._state = None
         return self
@@ -55,28 +57,28 @@ class DeviceGenerator(BaseGenerator):  # type: ignore[misc]
         return seed
 
     def get_state(self) -> Tensor:
-        """The state, on the CPU; waits for the workers."""
+        """Return the state, on the CPU; waits for the workers."""
         state: Tensor = super().get_state() if self._state is None else fetched(self._state)
         return state
 
     def set_state(self, state: Tensor) -> DeviceGenerator:
-        """Put it into a state."""
+        """Set the state."""
         super().set_state(state.cpu())
         self._state = None
         return self
 
     def clone_state(self) -> DeviceGenerator:
-        """Another one in the same state."""
+        """Return another one in the same state."""
         return DeviceGenerator().set_state(self.get_state())
 
 
 def of_device(generator: Any) -> DeviceGenerator | None:
-    """The device's generator that this is: on its way through C++ it may have got another Python object."""
+    """Return the device's generator that this is: in C++ it may have got another Python object."""
     return None if generator is None else _known.get(generator._cdata)
 
 
 def draw(generator: DeviceGenerator, operation: Callable[[], Any]) -> Any:
-    """Record an operation that draws from a generator in place of the common one."""
+    """Record an operation that draws from a generator instead of the common one."""
     recorder = engine().recorder
     with recorder.lock:
         common = recorder.random_state()
@@ -96,7 +98,7 @@ class _AnyGenerator(_Meta):  # type: ignore[misc]
 
 
 class Generator(BaseGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
-    """``torch.Generator``, which knows the logical device."""
+    """``torch.Generator``, extended to the logical device."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         kind = device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
@@ -104,5 +106,5 @@ class Generator(BaseGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Have ``torch.Generator`` know the logical device."""
+    """Extend ``torch.Generator`` to the logical device."""
     torch.Generator = Generator  # type: ignore[misc]

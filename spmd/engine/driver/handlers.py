@@ -1,4 +1,6 @@
-"""Operators that are not recorded as they are: copies between devices, and what has its own meaning here."""
+"""Operators that are not recorded as they are: copies between devices, and operators with a meaning of their
+own here.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,9 @@ def _set(target: LogicalTensor, source: LogicalTensor) -> Tensor:
 
 @_handles(aten.resize_.default)
 def resize(target: LogicalTensor, size: Sequence[int], *, memory_format: Any = None) -> Tensor:
-    """What the tensor's memory begins with, in another shape; other tensors that show it stay as they are."""
+    """Return the beginning of the tensor's memory in another shape; other tensors that show the memory do not
+    change.
+    """
     alias = target._alias
     shape, before = tuple(size), alias.spec.shape
     if shape == before:
@@ -246,7 +250,7 @@ def _batch_norm(
 
 
 def _with_classes(op: Any, place: int) -> None:
-    """Have a loss take classes of any dtype, as XLA's device does; the CPU's operators take only two."""
+    """Make a loss accept classes of any dtype, as XLA's device does; the CPU's operators accept only two."""
 
     def lose(*args: Any) -> Any:
         recorder = engine().recorder
@@ -288,7 +292,9 @@ def _norm(tensor: LogicalTensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _sum_as_its_parameter_lies(recorder: Recorder, gradient: Tensor) -> None:
-    """A gradient that workers hold in parts is summed as its parameter is cut, and not whole everywhere."""
+    """Sum a gradient that is partial on the workers into the layout of its parameter, and not whole
+    everywhere.
+    """
     parameter = parameter_of(gradient)
     if parameter is None or not isinstance(gradient, LogicalTensor):
         return
@@ -306,14 +312,14 @@ def _is_same_size(tensor: Tensor, other: Tensor) -> bool:
 
 @_handles(pack_padded_sequence)
 def _pack(padded: LogicalTensor, lengths: Tensor, batch_first: bool) -> Any:
-    """As PyTorch composes it of others: lengths are on the CPU, whatever device sequences are on."""
+    """Compose the operator like PyTorch: lengths are on the CPU, whatever device sequences are on."""
     composed: Any = pack_padded_sequence._op_dk
     return composed(DispatchKey.CompositeExplicitAutograd, padded, lengths, batch_first)
 
 
 @_handles(aten.ctc_loss.Tensor)
 def _ctc(scores: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """As PyTorch composes it of others; targets and lengths may be on the CPU, as for other devices."""
+    """Compose the operator like PyTorch; targets and lengths may be on the CPU, as for other devices."""
     there = [each.to(scores.device) for each in args[:3]]
     return aten.ctc_loss.Tensor.decompose(scores, *there, *args[3:], **kwargs)
 
@@ -331,9 +337,9 @@ def _pin(tensor: Tensor, device: Any = None) -> Tensor:
 
 
 _TAKES_ONE_SAMPLE: Final = torch.__version__ >= "2.14"
-"""Whether the CPU's fused operator is chosen for ``(heads, length, width)`` as well."""
+"""Whether the CPU's fused operator is also chosen for ``(heads, length, width)``."""
 _TAKES_ONE_MASK: Final = torch.__version__ >= "2.14"
-"""Whether an explicit mask with ``is_causal`` is an error also where the fused operator is chosen."""
+"""Whether an explicit mask with ``is_causal`` is also an error if the fused operator is chosen."""
 
 
 @_handles(aten.scaled_dot_product_attention.default)
@@ -348,7 +354,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The CPU's fused operator where CPUs compute and would choose it; else products and softmax."""
+    """Attention: the CPU's fused operator if CPUs compute and would choose it; otherwise products and
+    softmax.
+    """
     if _TAKES_ONE_SAMPLE and query.dim() == key.dim() == value.dim() == 3:
         q, k, v = (each.unsqueeze(0) for each in (query, key, value))
         while attn_mask is not None and attn_mask.dim() < 4:
@@ -376,11 +384,11 @@ def _attention(
 
 
 def _attends(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
-    """Whether the fused operator takes these: ``(batch, heads, length, width)``, of one width and dtype."""
+    """Whether the fused operator accepts these: ``(batch, heads, length, width)``, of one width and dtype."""
     every = (query, key, value)
     if any(each.dim() != 4 or each.dtype != query.dtype or each.stride(-1) != 1 for each in every):
         return False
-    flash_enabled: Any = torch.backends.cuda.flash_sdp_enabled  # which is of the CPU's operator, too
+    flash_enabled: Any = torch.backends.cuda.flash_sdp_enabled  # which the CPU's operator requires, too
     heads = key.shape[1]
     return (
         flash_enabled()
@@ -393,7 +401,7 @@ def _attends(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> 
 
 
 def _masks(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether the fused operator takes this mask: ``(length, length)`` or with batch and heads, or ones."""
+    """Whether the fused operator accepts this mask: ``(length, length)`` or with batch and heads, or ones."""
     wanted = (*query.shape[:-1], key.shape[-2])[-mask.dim() :]
     return (
         mask.dim() in (2, 4)

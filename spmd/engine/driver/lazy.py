@@ -17,12 +17,12 @@ __all__ = ["leave_uninitialized", "let_lazy_modules_be_made_there"]
 
 
 def leave_uninitialized(target: LogicalTensor, source: Tensor) -> None:
-    """Have a new tensor, to which an uninitialized one is copied, wait for its shape as well."""
+    """Make a new tensor, to which an uninitialized one is copied, uninitialized as well."""
     target.__class__ = _Parameter if isinstance(source, UninitializedParameter) else _Buffer
 
 
 def let_lazy_modules_be_made_there() -> None:
-    """Have ``device=`` of a lazy module, and ``with device:`` around it, mean the logical device, too."""
+    """Extend ``device=`` of a lazy module, and ``with device:`` around it, to the logical device."""
     for kind in (UninitializedParameter, UninitializedBuffer):
         kind.__new__ = staticmethod(_maker(kind))  # type: ignore[method-assign]
 
@@ -53,7 +53,7 @@ _PYTORCHS: Final[Any] = UninitializedParameter
 
 
 class _Uninitialized:
-    """What comes before PyTorch's own class, of which the tensor is one as well."""
+    """Base before PyTorch's own class of uninitialized tensors."""
 
     kind: Any
     cls_to_become = LogicalTensor

@@ -1,7 +1,8 @@
 """Tensors on the device ``spmd:0``, without data.
 
-They are of a wrapper subclass, so that what C++ copies of them (views, gradients, saved tensors) stays ours.
-Autograd works as on any device; below it, each operation goes to what ``dispatch_with`` has named.
+They are of a wrapper subclass, so that copies that C++ makes of them (views, gradients, saved tensors) are of
+this class, too. Autograd works as on any device; below it, each operation is passed to the function set by
+``dispatch_with``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class LogicalTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As of any tensor; assigning it makes this tensor show the other one's memory."""
+        """As for any tensor; assigning it makes this tensor show the other one's memory."""
         return self.detach()
 
     @data.setter
@@ -107,11 +108,11 @@ class LogicalTensor(torch.Tensor):
         return format(self.item() if self.dim() == 0 else repr(self), spec)
 
     def tolist(self) -> Any:
-        """As of any tensor; waits for the workers."""
+        """As for any tensor; waits for the workers."""
         return self.detach().cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raises, as for any tensor that is not on the CPU, unless ``force``."""
+        """Raise an error, as for any tensor that is not on the CPU, unless ``force``."""
         if not force:
             raise TypeError(
                 "can't convert spmd:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
@@ -141,7 +142,7 @@ def in_message(tensor: LogicalTensor) -> tuple[Any, ...]:
 
 
 def _received(data: Tensor, requires_grad: bool) -> Tensor:
-    """A tensor on the device, where there is one; else on the CPU."""
+    """Return a tensor on the device, if there is one; otherwise on the CPU."""
     return (data.to(DEVICE) if is_running() else data).requires_grad_(requires_grad)
 
 
@@ -168,7 +169,7 @@ def alias_of(tensor: Tensor) -> Alias:
 
 
 def know_gradient(parameter: Tensor) -> None:
-    """Have the gradients of a parameter know whose they are. Once is enough."""
+    """Make the gradients of a parameter refer to it. Once is enough."""
     if isinstance(parameter, LogicalTensor) and not hasattr(parameter, _KNOWN):
         register: Any = parameter.register_post_accumulate_grad_hook
         register(_tell_gradient)
@@ -190,10 +191,10 @@ def _tell_gradient(parameter: Tensor) -> None:
 
 
 def uploaded(data: Tensor) -> LogicalTensor:
-    """A tensor with this content, which goes to the workers when it is first used there.
+    """Return a tensor with this content, which is sent to the workers when it is first used there.
 
     Args:
-        data: on the CPU; taken over.
+        data: tensor on the CPU; taken over.
     """
     spec = spec_of(data)
     return wrap(Alias(Value(spec, data=data), spec))
@@ -214,7 +215,7 @@ def fetched(alias: Alias) -> Tensor:
 
 
 def show_instead(tensor: LogicalTensor, other: LogicalTensor) -> None:
-    """Have a tensor show what another one does, as assigning its ``data`` does."""
+    """Make a tensor show what another one does, as assigning its ``data`` does."""
     _TENSOR_DATA.__set__(tensor, other)
     tensor._alias = other._alias
 
@@ -227,6 +228,8 @@ _dispatch: Dispatch = _nothing
 
 
 def dispatch_with(dispatch: Dispatch) -> None:
-    """Say what operations on these tensors go to: the operator, its arguments, and those by keyword."""
+    """Set the function that operations on these tensors are passed to: it takes the operator, its arguments,
+    and its keyword arguments.
+    """
     global _dispatch
     _dispatch = dispatch

@@ -1,4 +1,4 @@
-"""Values that represent each worker's part: the same memory, described in another way."""
+"""Values that represent each worker's shard: the same memory, described in another way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["from_local", "to_local"]
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """A tensor of the shape of the largest part, which each worker takes for its own; zeros are padding."""
+    """Return a tensor of the shape of the largest shard, which each worker takes for its own; zeros are
+    padding.
+    """
     current = engine()
     with current.recorder.lock:
         value = read(current.recorder, alias_of(tensor))
@@ -28,7 +30,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def from_local(tensor: Tensor, shape: Sequence[int], layout: Layout) -> Tensor:
-    """Return the tensor of this shape and layout whose parts ``tensor`` represents."""
+    """Return the tensor of this shape and layout whose shards ``tensor`` represents."""
     with engine().recorder.lock:
         return _derived(tensor, FROM_LOCAL, (), tuple(shape), layout)
 

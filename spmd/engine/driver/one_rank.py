@@ -1,8 +1,8 @@
 """Collectives of ``torch.distributed`` on tensors on the device, in a group of one rank.
 
 The driver is one process, so a group that takes its tensors has one rank: each collective leaves every tensor
-as it is, or copies its input to its output. Programs written for several processes run so with one, for
-example under DistributedDataParallel.
+unchanged, or copies its input to its output. Programs written for several processes run this way with one,
+for example under DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TO_OTHERS: Final = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 
 
 def collective(operator: Any) -> Callable[..., Any]:
-    """The function that does an operator of the namespace ``c10d``.
+    """Return the function for an operator of the namespace ``c10d``.
 
     It raises :class:`SpmdError` for a group of several ranks.
     """

@@ -28,21 +28,21 @@ class Operation:
     """One operator overload.
 
     Attributes:
-        overload: PyTorch's.
-        name: ``aten::add.Tensor``.
+        overload: PyTorch's overload.
+        name: its name, such as ``aten::add.Tensor``.
         numbers: positions and names of the arguments whose numbers may change from run to run.
-        is_view: what it returns shares memory with its first argument.
+        is_view: whether its result shares memory with its first argument.
         mutated: positions, or names, of the arguments that it changes.
         returned: those of them that it returns.
-        mutates_first: it changes its first argument, a tensor, and nothing else.
-        pure: for one that changes arguments, the operation that returns what they become.
-        rules_of: the overload whose sharding rules hold, where that is another one.
-        is_reshaping: it makes its first argument a view of what that was.
-        is_indexing: its second argument is a list of indices.
-        is_of_lists: it is one operation for each index of its lists.
-        is_random: it draws random numbers.
-        is_uninitialized: what it returns has no content.
-        handler: does all of it, for one that is not simply recorded.
+        mutates_first: whether it changes its first argument, a tensor, and nothing else.
+        pure: for one that changes arguments, the operation that returns their new values.
+        rules_of: the overload whose sharding rules apply, if that is another one.
+        is_reshaping: whether it makes its first argument a view of its previous value.
+        is_indexing: whether its second argument is a list of indices.
+        is_of_lists: whether it is one operation for each index of its lists.
+        is_random: whether it draws random numbers.
+        is_uninitialized: whether its result has undefined content.
+        handler: the whole implementation, for one that is not simply recorded.
     """
 
     _known: ClassVar[dict[OpOverload, Operation]] = {}
@@ -101,7 +101,7 @@ class Operation:
 
     @classmethod
     def of(cls, overload: OpOverload) -> Operation:
-        """The one of an overload."""
+        """Return the operation of an overload."""
         found = cls._known.get(overload)
         if found is None:
             found = cls._known[overload] = cls(overload)
@@ -109,7 +109,7 @@ class Operation:
 
     @property
     def pure(self) -> Operation:
-        """The operation that returns what this one's arguments become.
+        """The operation that returns the new values of this one's arguments.
 
         Raises:
             NotImplementedError: there is none.
@@ -126,9 +126,11 @@ class Operation:
     def layouts_in_place(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], propagated: Any
     ) -> Sequence[Layout]:
-        """Where the results of the pure form lie, when the rules of the form in place were asked.
+        """Return the layouts of the results of the functional form, if the rules were asked about the
+        in-place form.
 
-        What replaces an argument lies where that one does; but a sum may be replaced by something whole.
+        The replacement of an argument has that argument's layout; but a partial sum may be replaced by a
+        replicated tensor.
         """
         assert self.in_place is not None
         if self.in_place.mutates_first and propagated.inputs[0].is_partial():

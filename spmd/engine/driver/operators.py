@@ -1,7 +1,8 @@
 """The layouts that an operation's tensors need, and those of its results.
 
-Rules of our own (``spmd.engine.rules``) come first, then DTensor's, which are asked for specs alone, on
-meshes without process groups. What neither knows is done with whole tensors on every worker, and says so.
+The rules of this package (``spmd.engine.rules``) come first, then DTensor's, which are asked for specs only,
+on meshes without process groups. Operators that neither knows run with whole tensors on every worker, and are
+reported.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Propagated:
     """The layouts that an operation needs, and those of its results.
 
     Attributes:
-        inputs: where each tensor among the arguments must lie, in flattened order.
-        results: where each result then lies, in flattened order; also of those that are None.
-        note: what was replicated or laid out otherwise, and why; None if nothing was.
+        inputs: required layout of each tensor among the arguments, in flattened order.
+        results: layout of each result, in flattened order; also of those that are None.
+        note: what was replicated or redistributed, and why; None if nothing was.
     """
 
     inputs: tuple[Layout, ...]
@@ -61,7 +62,7 @@ class _NoRuleError(Exception):
 
 
 def decompose(op: Any) -> Callable[..., Any] | None:
-    """The same in other operators, for one that is better recorded as these.
+    """Return a composition of other operators, for an operator that is better recorded so.
 
     Args:
         op: an ``OpOverload``.
@@ -70,12 +71,12 @@ def decompose(op: Any) -> Callable[..., Any] | None:
 
 
 def propagate(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Propagated:
-    """Determines the layouts that an operation's tensors need, and those of its results. Pure.
+    """Determine the layouts that an operation's tensors need, and those of its results. Pure.
 
     Args:
-        op: an ``OpOverload``. One in place is asked for so that the result lies where its target does; what
-            is told is true of the functional overload on the same arguments.
-        args, kwargs: the operation's, with a ``Meta`` for each tensor.
+        op: an ``OpOverload``. For an in-place one, the result has the layout of its target; the answer is
+            valid for the functional overload on the same arguments.
+        args, kwargs: arguments of the operation, with a ``Meta`` for each tensor.
 
     Example::
 
@@ -115,7 +116,9 @@ def _text(layout: Layout) -> str:
 
 
 def _on_one_mesh(call: OperatorCall) -> tuple[tuple[Layout, ...], tuple[Layout, ...], str | None]:
-    """Of several meshes, the one with the most bytes is kept; what lies on others becomes whole."""
+    """Return layouts on one mesh: of several meshes, the one with the most bytes is kept; tensors on others
+    are replicated.
+    """
     weights: dict[MeshKey, int] = {}
     for meta in call.tensors:
         if meta.layout.mesh is not None:
@@ -148,7 +151,7 @@ def _bytes(meta: Meta) -> int:
 
 
 def functional_name(op: Any) -> str:
-    """Of an overload in place, the name of the functional one; else its own."""
+    """Return the name of the functional overload of an in-place one; otherwise its own."""
     name, _, overload = op.name().partition(".")
     if op._schema.is_mutable and name.endswith("_"):
         name = "aten::normal_functional" if name == "aten::normal_" else name[:-1]
@@ -181,7 +184,7 @@ def _by_rows(
 
 @functools.lru_cache(maxsize=256)
 def _mesh(key: MeshKey) -> DeviceMesh:
-    """A mesh that knows its shape, and no process groups."""
+    """Return a mesh that knows its shape, and no process groups."""
     devices = torch.tensor(key.devices).view(key.shape)
     return DeviceMesh("cpu", devices, _init_backend=False, _rank=key.devices[0])
 
@@ -202,7 +205,7 @@ _ALL_IF_EMPTY: Final = (
     "aten::std.correction",
     "aten::var_mean.correction",
 )
-"""Reductions over all dimensions if none is named, which DTensor's rules take for over none."""
+"""Reductions over all dimensions if none is given, which DTensor's rules take for a reduction over none."""
 
 
 def _ask_dtensor(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
@@ -237,9 +240,9 @@ def _ask_dtensor(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...], 
     info = propagator.op_to_schema_info.get(call.op)
     if info is None:
         info = propagator.op_to_schema_info_for_single_dim_strategy.get(call.op)
-    try:  # its cache has no limit, and what it says is remembered by our callers
+    try:  # its cache has no limit, and callers remember its answers
         sharding = propagator.propagate_op_sharding_non_cached(OpSchema(call.op, args, kwargs, info))
-    except Exception as error:  # whatever its rules raise for what they do not cover
+    except Exception as error:  # whatever its rules raise for cases that they do not cover
         raise _NoRuleError(str(error).partition("\n")[0]) from error
     wanted: Any = args
     if sharding.needs_redistribute and sharding.redistribute_schema is not None:
@@ -268,7 +271,9 @@ def _ask_dtensor(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...], 
 
 
 def _ask_of_others(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """``cat`` takes tensors of shape ``[0]`` beside those of other dimensions, and gives nothing of them."""
+    """Ask about all tensors but the empty ones of ``cat``, which takes tensors of shape ``[0]`` beside those
+    of other dimensions.
+    """
     kept = [each for each in call.tensors if each.shape != _NOTHING]
     needed, placed = _ask_dtensor(
         OperatorCall(call.op, (kept, *call.args[1:]), call.kwargs, tuple(kept)), key
@@ -282,7 +287,7 @@ _ADD_ONE: Final = ("aten::unsqueeze", "aten::stack", "aten::diag_embed")
 
 
 def _from_the_first(call: OperatorCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Its arguments, with dimensions counted from the first: many of DTensor's rules take others for none."""
+    """Return the arguments with dimensions counted from the first: many of DTensor's rules misread others."""
     rank = max(len(meta.shape) for meta in call.tensors) + (call.op._schema.name in _ADD_ONE)
     arguments = call.op._schema.arguments
     for sizes in {"input_sizes", "sizes"}.intersection(each.name for each in arguments):
@@ -302,10 +307,10 @@ def _from_the_first(call: OperatorCall) -> tuple[tuple[Any, ...], dict[str, Any]
 def _with_whole_sums(
     call: OperatorCall, key: MeshKey, inputs: tuple[Layout, ...], results: tuple[Layout, ...]
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """DTensor's answer, but with sums made whole that it would make in pieces, if nothing else is moved then.
+    """Return DTensor's answer, but with whole sums in place of sharded ones, if nothing else is moved then.
 
-    Pieces are half as dear at first. But a batch that is cut over the axis on which a model is cut as well
-    has all the layers behind gather their weights.
+    Sharded sums cost half as much at first. But if a batch is sharded over the axis on which the model is
+    sharded as well, all following layers would gather their weights.
     """
 
     def whole(meta: Meta, wanted: Layout) -> Meta:
@@ -329,7 +334,7 @@ def _with_whole_sums(
 def _ask_for_less(
     call: OperatorCall, key: MeshKey, error: _NoRuleError
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """As ``_ask_dtensor``, with tensors that are whole along one dimension of the mesh."""
+    """Ask like ``_ask_dtensor``, with tensors that are replicated along one dimension of the mesh."""
     for axis in reversed(range(len(key.shape) if len(key.shape) > 1 else 0)):
 
         def unshard(meta: Meta, axis: int = axis) -> Meta:
@@ -347,7 +352,7 @@ def _ask_for_less(
 
 
 def _refuse_empty_parts(specs: Sequence[DTensorSpec], key: MeshKey) -> None:
-    """What has no elements has no largest."""
+    """Refuse shards without elements, for operators that need the largest element."""
     for spec in specs:
         for each, size in zip(spec.placements, key.shape, strict=True):
             if is_shard(each) and 0 in chunks(spec.shape[each.dim], math.prod(key.shape)):
@@ -357,7 +362,9 @@ def _refuse_empty_parts(specs: Sequence[DTensorSpec], key: MeshKey) -> None:
 def _refuse_other_shapes(
     call: OperatorCall, needed: Sequence[Layout], placed: Sequence[Layout], key: MeshKey
 ) -> None:
-    """Of parts, the operator must make parts: some rules are not for all shapes that their operator takes."""
+    """Refuse shards whose results are not shards: some rules do not hold for all shapes that their operator
+    accepts.
+    """
     if call.op.name() in LOCAL_RULES or not placed:
         return
     rank = key.devices[0]  # whose parts are the largest

@@ -1,8 +1,8 @@
 """Marks the values that depend on a failed instruction, and no others.
 
-A worker puts zeros in place of what an instruction would have given, and goes on, so that all workers still
-meet in every collective, also if the instruction has failed on one of them only. The driver knows from the
-program which values mean nothing then.
+A worker replaces the results of a failed instruction by zeros, and continues, so that all workers still take
+part in every collective, also if the instruction has failed on one of them only. The driver determines from
+the program which values are invalid then.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ R = TypeVar("R")
 def poisoned(
     program: Program, lost: Mapping[int, R], failed: Mapping[int, R]
 ) -> tuple[dict[int, R], dict[int, R]]:
-    """Which values of a program are lost, and which of its failures are news.
+    """Return which values of a program are lost, and which of its failures are new.
 
     Args:
-        program: that was run.
+        program: the program that was run.
         lost: inputs that were lost before, by number, each with the reason.
         failed: instructions that have failed, by number, each with the reason.
 
     Returns:
-        All values that are lost, and those failures that do not come from something lost; each with the
-        reason for it.
+        All values that are lost, and the failures that do not result from something lost; each with the
+        reason.
     """
     values = dict(lost)
     news: dict[int, R] = {}

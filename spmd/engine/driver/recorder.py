@@ -1,8 +1,8 @@
 """Records what the user's program does on the logical device, without doing it.
 
-An operation is looked up by what is known of it beforehand: its arguments' specs, and those constants that
-decide what comes out. Numbers that may change from step to step are no part of that. What has been looked up
-once costs some microseconds; the first time, PyTorch's fake tensors and the sharding rules are asked.
+An operation is looked up by what is known of it beforehand: its arguments' specs, and the constants on which
+the metadata of the result depends. Numbers that may change from step to step are not part of that. A known
+operation costs some microseconds; for a new one, PyTorch's fake tensors and the sharding rules are asked.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ KnownView = tuple[bool, list[tuple[Spec, Step]]]
 
 
 class Entry:
-    """All that is known of an operation on such arguments.
+    """All that is known of an operation on arguments with certain specs.
 
     Attributes:
         operator: as in an instruction.
         args, kwargs: as in an instruction, with the numbers of its own tensors and scalars.
-        specs: of its results, flattened; None for what is no tensor.
-        structure: what it returns, with the number of a result in place of each tensor.
-        is_flat: that is one tensor, or a sequence of tensors.
-        moves: which of its tensors must first be laid out otherwise, and how.
-        note: for the report.
+        specs: specs of its results, flattened; None for results that are not tensors.
+        structure: its return value, with the number of a result in place of each tensor.
+        is_flat: whether that is one tensor, or a sequence of tensors.
+        moves: its tensors that must be redistributed first, and how.
+        note: entry of the report, or None.
         moved_bytes: bytes of the tensors that are redistributed, except for pending reductions.
         effect: whether it must be executed even if its results are not used.
     """
@@ -134,17 +134,17 @@ class Recorder:
     """The program so far. Any thread may record; recordings are serialized by a lock.
 
     Attributes:
-        strict: what would be noted for the report is an error.
-        notes: by operator, note and place, how often something was laid out otherwise, and its bytes.
+        strict: whether an entry of the report is an error.
+        notes: number of redistributions and their bytes, by operator, note and place.
         views: what is known of views, by operation, parent and arguments.
         limit: number of instructions after which workers begin, even if no value was requested.
         changes: None, or for values of the recording that writes replaced, the new ones.
-        cuts: where data from the CPU goes, by shape and dtype, if that is not every worker.
+        cuts: layouts for data from the CPU, by shape and dtype, if it is not replicated.
 
     Args:
         run: takes a recording over, when it is long enough or ``flush`` is called.
-        tensor_type: of the tensors that users have, which show what ``_alias`` says.
-        entries: Maximum number of entries, and of views, that are remembered.
+        tensor_type: type of the users' tensors, which show what ``_alias`` refers to.
+        entries: maximum number of entries, and of views, that are remembered.
     """
 
     def __init__(self, run: Callable[[Recording], None], tensor_type: Any, entries: int = 1 << 15) -> None:
@@ -174,7 +174,7 @@ class Recorder:
                 self._run(recording)
 
     def send(self, value: Value) -> None:
-        """Hand over what is recorded, and a value that is still here."""
+        """Hand over the recording, and a value that is still on the driver."""
         with self.lock:
             if value.data is not None:
                 self._enter_value(value)
@@ -185,7 +185,9 @@ class Recorder:
     def record(
         self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Sequence[Any]:
-        """Record an operation without aliases; its results, flattened: an ``Alias`` for each tensor."""
+        """Record an operation without aliases; returns its results, flattened: an ``Alias`` for each
+        tensor.
+        """
         return self.enter(Operation.of(operator), args, kwargs)[1]
 
     def enter(
@@ -194,10 +196,10 @@ class Recorder:
         """Record an operation.
 
         Args:
-            args, kwargs: with ``Alias`` or logical tensors for tensors.
+            args, kwargs: arguments, with ``Alias`` or logical tensors for tensors.
 
         Returns:
-            What is known of it, and its results, flattened: an ``Alias`` for each tensor, else None.
+            What is known of it, and its results, flattened: an ``Alias`` for each tensor, otherwise None.
         """
         if torch.get_default_dtype() is not self._default_dtype:
             self._take_default_dtype()
@@ -238,7 +240,7 @@ class Recorder:
         return entry, self._emit(entry, tensors, scalars)
 
     def _take_default_dtype(self) -> None:
-        """PyTorch's has changed, and with it what operations give."""
+        """Handle that PyTorch's default dtype has changed, and with it the results of operations."""
         self.flush()
         self._default_dtype = self.recording.default_dtype = torch.get_default_dtype()
         self._entries = self._entries_of.setdefault(self._default_dtype, BoundedCache(self._limit_of_entries))
@@ -247,8 +249,8 @@ class Recorder:
         """Record a view, as a value of its own.
 
         Args:
-            parent: has been read.
-            args: the others; tuples for lists.
+            parent: the parent, whose value has been read.
+            args: the other arguments; tuples for lists.
         """
         known = (operation, parent.spec, args)
         entry = self._entries[known]
@@ -372,7 +374,7 @@ class Recorder:
         found = self._moved.get((value, layout))
         if found is None:
             is_here = value.recording is not self.recording and isinstance(value.data, Tensor)
-            if is_here and has_blocks(layout):  # it goes there at once
+            if is_here and has_blocks(layout):  # it is sent there at once
                 found = Value(value.spec.laid_out(layout), data=value.data)
             else:
                 found = self.redistributed(value, layout)
@@ -380,7 +382,7 @@ class Recorder:
         return found
 
     def redistributed(self, value: Value, layout: Layout) -> Value:
-        """As ``moved``, but moved now, even if it has been before."""
+        """Like ``moved``, but moved now, even if it was moved before."""
         key = (REDISTRIBUTE, value.spec, layout)
         entry = self._entries[key]
         if entry is None:
@@ -392,12 +394,14 @@ class Recorder:
         return made
 
     def changed(self, old: Value, new: Value) -> None:
-        """A write has put a value in the place of another."""
+        """Record that a write has replaced a value by another."""
         if self.changes is not None and old.recording is new.recording is self.recording:
             self.changes[old.index] = new.index
 
     def derived(self, name: str, value: Value, args: tuple[Any, ...], spec: Spec) -> Value:
-        """Return the result of one of our own instructions on a value: ``args`` are its other arguments."""
+        """Return the result of one of this package's instructions on a value: ``args`` are its other
+        arguments.
+        """
         key = (name, value.spec, args, spec)
         entry = self._entries[key]
         if entry is None:
@@ -449,7 +453,7 @@ class Recorder:
         specs = iter([alias.spec for alias in tensors])
         real_args = tuple(_with_specs(arg, specs) for arg in args)
         real_kwargs = {name: _with_specs(arg, specs) for name, arg in kwargs.items()}
-        if operation.in_place is not None:  # it may refuse what its pure form takes
+        if operation.in_place is not None:  # it may refuse what its functional form accepts
             infer(operation.in_place.overload, real_args, real_kwargs)
         returned = infer(operation.overload, real_args, real_kwargs)
 
@@ -490,14 +494,15 @@ class Recorder:
             for slot, wanted in entry.moves
             if not (metas[slot].layout.is_partial() or is_local(metas[slot].layout, wanted))
         )
-        # What gives nothing is done for what it raises, such as the check of a factorization.
+        # An operation without results is done for the errors that it raises, such as the check of a
+        # factorization.
         entry.effect = operation.is_random or not operation.overload._schema.returns
         entry.uninitialized = operation.is_uninitialized
         return entry
 
 
 def nowhere() -> NotInSpmdModeError:
-    """For a tensor that no worker of this session has, or will have."""
+    """Return the error for a tensor that no worker of this session has, or will have."""
     return NotInSpmdModeError(
         "this tensor is lost: it was made before spmd.shutdown(), or when a worker was lost already. Make it "
         "anew; what is to outlive the mode is fetched with .cpu()"
@@ -505,7 +510,7 @@ def nowhere() -> NotInSpmdModeError:
 
 
 def lost(error: SpmdError) -> SpmdError:
-    """For a tensor that was not computed, since an operation failed when it would have been."""
+    """Return the error for a tensor that was not computed, since an earlier operation failed."""
     if not isinstance(error, OperationError):
         return nowhere()
     again = OperationError(f"this tensor was never computed: {error}", error.where, error.operator)
@@ -514,7 +519,7 @@ def lost(error: SpmdError) -> SpmdError:
 
 
 def given(tensor: Tensor) -> Alias:
-    """A tensor on the CPU, among the arguments of an operation on the device.
+    """Return a tensor on the CPU as an argument of an operation on the device.
 
     Raises:
         RuntimeError: it has dimensions.
@@ -530,7 +535,7 @@ def given(tensor: Tensor) -> Alias:
 
 
 def _with_specs(arg: Any, specs: Any) -> Any:
-    """An argument with the next ones of these in place of tensors."""
+    """Return an argument with the next ones of these in place of tensors."""
     if isinstance(arg, (Alias, Tensor)):
         return next(specs)
     if isinstance(arg, (list, tuple)):

@@ -15,11 +15,11 @@ class ReportLine:
     """One operation at one line of the program.
 
     Attributes:
-        operator: its name, as ``aten::cat``.
+        operator: its name, such as ``aten::cat``.
         where: ``path:line in function``; for a gradient the line that called ``backward``.
-        note: what was laid out otherwise, and why.
-        count: how often.
-        bytes: of the tensors that were laid out otherwise, as wholes, in all of these times.
+        note: what was redistributed, and why.
+        count: number of times.
+        bytes: total size of the redistributed tensors, each counted as a whole, in all of these times.
     """
 
     operator: str
@@ -45,14 +45,14 @@ class LayoutReport:
 
 
 def report_of(recorder: Recorder) -> LayoutReport:
-    """The report of what has been recorded so far."""
+    """Return the report of what has been recorded so far."""
     with recorder.lock:
         lines = costliest(recorder, None)
     return LayoutReport(tuple(sorted(lines, key=lambda line: (-line.bytes, line.where))))
 
 
 def costliest(recorder: Recorder, limit: int | None) -> list[ReportLine]:
-    """The lines with the most bytes, at most ``limit`` of them. Waits for no lock."""
+    """Return the lines with the most bytes, at most ``limit``. Does not wait for a lock."""
     counted = sorted(recorder.notes.contents().items(), key=lambda item: -item[1][1])
     return [
         ReportLine(operator, described((code, offset)), note, count, moved)

@@ -1,8 +1,8 @@
-"""Tensors in files of ``torch.load`` that are to be restored on the device.
+"""Tensors in files of ``torch.load`` that are restored on the device.
 
 PyTorch restores a storage where the file, or ``map_location``, says, and makes tensors of it. The device has
-no storages: there it gets one on the CPU that says it is on the device, so that tensors are made there, of
-its content.
+no storages: it gets one on the CPU that claims to be on the device, so that tensors are made there, with its
+content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES: Final = {NAME}
 
 
 class _StorageOnDevice(torch.UntypedStorage):
-    """The content of a storage that is to be on the device."""
+    """The content of a storage that must be on the device."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -33,11 +33,11 @@ class _StorageOnDevice(torch.UntypedStorage):
 
 
 def restored(storage: Any, location: str) -> Any:
-    """What ``torch.load`` makes tensors of.
+    """Return the storage that ``torch.load`` makes tensors of.
 
     Args:
-        storage: on the CPU.
-        location: where it is to be.
+        storage: storage on the CPU.
+        location: its device in the file, or of ``map_location``.
 
     Returns:
         None if the location is another device.
@@ -55,7 +55,7 @@ def _set_storage(
     size: Sequence[int] = (),
     stride: Sequence[int] = (),
 ) -> Tensor:
-    """Have a tensor show a storage's content, as ``torch.load`` does with an empty one."""
+    """Make a tensor show a storage's content, as ``torch.load`` does with an empty one."""
     content = torch.empty(0, dtype=target.dtype).set_(storage, offset, size, stride)
     show_instead(target, uploaded(content.clone()))
     return target

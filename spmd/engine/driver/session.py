@@ -1,7 +1,7 @@
-"""Between the recorder and the workers: programs by number, ids of values, and what has gone wrong.
+"""The driver's session with the workers: programs by number, ids of values, and failures.
 
-Everything goes out as steps, one for each flush and worker, in one order. Workers compute while the user's
-program goes on; what failed there is raised when the program waits for them.
+Everything is sent as steps, one for each flush and worker, in one order. Workers compute while the user's
+program goes on; their failures are raised when the program waits for them.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ PROGRAMS: Final = 256
 """Maximum number of programs that the driver and each worker keep, by default."""
 
 _MAX_OBSERVED: Final = 5000
-"""Maximum number of values whose layouts observers are told; the newest."""
+"""Maximum number of values whose layouts are in the observed state, the newest."""
 
 _MAX_LISTED: Final = 50
-"""Maximum number of layouts, and of lines of the report, that observers are told; the largest."""
+"""Maximum number of layouts, and of lines of the report, in the observed state, the largest."""
 
 _AHEAD: Final = 16
 """Maximum number of steps that workers may be behind the driver."""
 
 _GRACE: Final = 2.0
-"""Seconds in which the others end a step, once one worker has failed in it."""
+"""Time in seconds for the others to end a step, once one worker has failed in it."""
 
 
 class EnginePort(Port, Protocol):
-    """A worker of SPMD mode, from the driver's side."""
+    """A worker of SPMD mode, seen from the driver."""
 
     def regroup(self, generation: int) -> Any:
-        """Have it make its process groups anew, together with the others; a future."""
+        """Make it form its process groups again, together with the others; returns a future."""
         ...
 
 
@@ -80,8 +80,8 @@ class _Known:
     """A program that the workers have.
 
     Attributes:
-        number: its; no other program of the session has it, or had it.
-        kept: for each of its instructions, which of the recorded operations it is.
+        number: its number; no other program of the session has it, or had it.
+        kept: index of the recorded operation of each of its instructions.
     """
 
     number: int
@@ -92,13 +92,13 @@ class _Known:
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A step that the workers have not answered yet, and what is to be said if it fails.
+    """A step that the workers have not answered yet, and the data for its errors.
 
     Attributes:
         answers: futures, by worker.
-        inputs: ids.
-        made: ids of what it makes.
-        number: of the step, from 0.
+        inputs: ids of the inputs.
+        made: ids of the values that it makes.
+        number: number of the step, from 0.
     """
 
     answers: list[Any]
@@ -119,7 +119,7 @@ class _UnderWay:
 
 
 def _described(spec: Spec, count: int) -> dict[str, Any]:
-    """Values of one spec, for observers."""
+    """Describe values of one spec, for observers."""
     mesh = spec.layout.mesh
     return {
         "dtype": str(spec.dtype).removeprefix("torch."),
@@ -135,14 +135,14 @@ class Session:
     """A recorder and the workers behind it.
 
     Attributes:
-        counts: of what workers were sent and asked for: ``programs``, those of them that were ``new``, and
-            of those ``new_auto`` with a planner; ``uploads`` and their ``uploaded_bytes``, ``fetches``.
-        planner: is shown each recording before it goes; what it gives is done once it has gone.
+        counts: numbers of requests to the workers: ``programs``, those of them that were ``new``, and of
+            those ``new_auto`` with a planner; ``uploads`` and their ``uploaded_bytes``, ``fetches``.
+        planner: called with each recording before it is sent; what it returns is called afterwards.
         on_accelerators: whether workers compute on accelerators.
 
     Args:
         ports: the workers.
-        programs: Maximum number of programs that are kept, here and on each worker.
+        programs: maximum number of programs that are kept, here and on each worker.
     """
 
     def __init__(self, ports: Sequence[EnginePort], programs: int = PROGRAMS) -> None:
@@ -171,8 +171,8 @@ class Session:
         return len(self._ports)
 
     def observed(self) -> dict[str, Any]:
-        """What observers are to know: counts, the layouts of values on the workers, and what was laid out
-        otherwise. It waits for no lock.
+        """State for observers: counts, the layouts of values on the workers, and the report. Does not wait
+        for a lock.
         """
         remotes = [each() for each in list(self._remotes.values())[-_MAX_OBSERVED:]]
         layouts = Counter(each.spec for each in remotes if each is not None)
@@ -238,14 +238,14 @@ class Session:
             then()
 
     def _drop(self, known: _Known) -> None:
-        """A program was not used for long: the next step has the workers forget it.
+        """Make the workers forget a program that was not used for long, in the next step.
 
-        Steps under way that run it come before that step, and none after it does.
+        Steps in progress that run it come before that step, and none after it does.
         """
         self._dropped.append(known.number)
 
     def _has_gone(self, value: Value, number: int) -> None:
-        """A value is, or will be, with the workers under this id."""
+        """Whether a value is, or will be, on the workers under this id."""
         value.data = None
         value.remote = _Remote(number, self._freed, value.spec)
         self._remotes[number] = weakref.ref(value.remote)
@@ -261,11 +261,11 @@ class Session:
         workers: Sequence[int] = (),
         gone: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Have all workers do a step.
+        """Make all workers do a step.
 
         Args:
             gone: ids that the program uses up.
-            workers: those of which something is wanted.
+            workers: workers whose values are requested.
         """
         freed, used = [], set(under_way.inputs)
         for _ in range(len(self._freed)):
@@ -328,7 +328,7 @@ class Session:
             raise error
 
     def _settle(self, step: _UnderWay) -> list[Answer]:
-        """Wait for a step, and note what has failed."""
+        """Wait for a step, and record what has failed."""
         details = {"lines": step.described()} if spans.is_listened_to() else {}
         answers, failed = self._set.wait(step.answers, **details)
         for worker, error in failed.items():
@@ -340,10 +340,10 @@ class Session:
         return answers
 
     def _lose(self, step: _UnderWay, lost: dict[int, OperationError], answers: Sequence[Answer]) -> None:
-        """Something has failed in a step, or what it takes is lost: note what it has not made.
+        """Record what a step has not made, since something has failed in it, or one of its inputs is lost.
 
         Args:
-            lost: which of its inputs, and why.
+            lost: the lost inputs, and the reasons.
         """
         ends = [each for answer in answers for each in answer.failures if each.ends]
         reasons: list[OperationError | None]
@@ -374,7 +374,7 @@ class Session:
                     remote.error = reason
 
     def _regroup(self) -> None:
-        """A program has ended early on some worker, and with it the collectives of all: make new groups."""
+        """Form new groups: a program has ended early on some worker, and with it the collectives of all."""
         self._generation += 1
         try:
             wait_futures([port.regroup(self._generation) for port in self._ports])
@@ -386,20 +386,20 @@ class Session:
             raise self._broken from None
 
     def drain(self) -> None:
-        """Wait until the workers have done what they were sent, however it ends."""
+        """Wait until the workers have done everything that they were sent, successfully or not."""
         with self.recorder.lock:
             while self._under_way:
                 self._settle(self._under_way.popleft())
 
     def end(self) -> None:
-        """End the workers, and delete their data: it must not be mistaken for later data."""
+        """End the workers, and delete their data, which must not be mistaken for later data."""
         self.drain()
         for reference in list(self._remotes.values()):
             if (remote := reference()) is not None:
                 remote.error = nowhere()
 
     def _parts(self, value: Value) -> list[Tensor]:
-        """Return each worker's part of a value that is still here."""
+        """Return each worker's shard of a value that is still on the driver."""
         assert value.data is not None, "a value that nobody has"
         if isinstance(value.data, list):
             return value.data
@@ -417,7 +417,7 @@ class Session:
         return put_together(value.spec.shape, value.spec.dtype, layout, parts)
 
     def fetch_parts(self, value: Value, workers: Sequence[int]) -> dict[int, Tensor]:
-        """Return these workers' parts of a value, by worker."""
+        """Return the shards of a value on these workers, by worker."""
         with self.recorder.lock:
             if value.data is not None:
                 parts = self._parts(value)
@@ -445,7 +445,7 @@ def _has_ended(answer: Answer) -> bool:
 
 
 def _unanswered(asked: str, error: Exception) -> Exception:
-    """If a worker is gone, an error that says what it did not answer; any other error as it is."""
+    """Return an error that says what a lost worker did not answer; any other error as it is."""
     if not isinstance(error, WorkerLostError):
         return error
     return WorkerLostError(
@@ -457,7 +457,7 @@ def _unanswered(asked: str, error: Exception) -> Exception:
 
 
 def _explained(step: _UnderWay, index: int, cause: Exception) -> OperationError:
-    """An error with the user's line."""
+    """Return an error with the user's line."""
     if step.known is None or index < 0:
         error = OperationError(
             f"workers could not run a program: {type(cause).__name__}: {_first_line(cause)}"
@@ -515,10 +515,10 @@ def build(
 
     Args:
         kept_inputs: inputs that are needed afterwards: they are the program's first outputs.
-        outputs: numbers of results that are.
+        outputs: numbers of the results that are outputs.
 
     Returns:
-        The program, and for each of its instructions, which operation it is.
+        The program, and for each of its instructions, the index of its operation.
     """
     starts: list[int] = []
     count = 0
@@ -558,7 +558,7 @@ def build(
 
 
 def _filled(tree: Any, values: tuple[int, ...], first_scalar: int) -> Any:
-    """An operation's arguments, with numbers of the program for its own."""
+    """Return an operation's arguments, with numbers of the program in place of its own."""
     if isinstance(tree, Ref):
         return Ref(values[tree.index])
     if isinstance(tree, Scalar):

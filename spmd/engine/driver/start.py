@@ -1,4 +1,4 @@
-"""``spmd.use_spmd`` and the end of it: where workers come from, and where they go."""
+"""``spmd.use_spmd`` and the end of SPMD mode: starting and ending the workers."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ _DRIVER: Final = "driver"
 _WORKER: Final = (
     "import farcall_guard; farcall_guard.prefer(); from spmd.engine.worker.worker_process import main; main()"
 )
-"""Program of a worker process. It finds farcall's packages wherever the driver's ``sys.path`` leads."""
+"""Program of a worker process. It finds farcall's packages through the driver's ``sys.path``."""
 
 _EXTENSION: Final = "spmd.session"
-"""Under which observers find the session among the agent's extensions."""
+"""Name among the agent's extensions under which observers find the session."""
 
 _PATIENCE: Final = 10.0
 """Timeout in seconds for a worker to end."""
 
 
 class _Port(RemotePort):
-    """A worker behind calls."""
+    """A worker, called remotely."""
 
     def regroup(self, generation: int) -> Any:
         return self.worker.rpc_async(timeout=0).regroup(generation)
@@ -82,9 +82,9 @@ class _Mode:
     """SPMD mode, from ``use_spmd`` to ``shutdown``.
 
     Attributes:
-        session: with its workers.
-        processes: that were started for it.
-        owns_agent: the agent was started for it.
+        session: the session with its workers.
+        processes: processes that were started for it.
+        owns_agent: whether the agent was started for it.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _Mode:
 
 
 def _give_up(worker: str, name: str, reason: str) -> None:
-    """Have workers end that wait for others to begin."""
+    """End the workers that wait for others to begin."""
     store = WorkerStore(worker, f"{name}/")
     store.set_timeout(timedelta(seconds=_PATIENCE))
     store.give_up(f"SPMD mode could not begin: {reason}")
@@ -155,7 +155,7 @@ def use_spmd(
     programs: int = PROGRAMS,
     device: str | torch.device | None = None,
 ) -> Session:
-    """Begin SPMD mode: see :func:`spmd.sharding.mode.use_spmd`. The session that it has."""
+    """Begin SPMD mode: see :func:`spmd.sharding.mode.use_spmd`. Returns its session."""
     global _mode
     if _mode is not None:
         raise AlreadyInSpmdModeError(
@@ -234,7 +234,9 @@ def _on_this_machine(workers: int | Sequence[str] | None, programs: int, device:
 
 
 def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-    """Start one; a pipe from which a byte comes when it is about to join, and nothing if it has ended."""
+    """Start a worker; returns a pipe that delivers a byte when the worker is about to join, and ends if it
+    has ended.
+    """
     ours, theirs = os.pipe()
     sign = open(ours, "rb")  # noqa: SIM115
     try:
@@ -249,7 +251,7 @@ def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subproc
 
 
 def _await_start(workers: dict[str, tuple[subprocess.Popen[bytes], BinaryIO]]) -> None:
-    """Wait until all are about to join; the log says for whom, if it takes long."""
+    """Wait until all are about to join; the log names the missing ones, if it takes long."""
     with ExitStack() as until_end:
         signs: dict[Any, str] = {until_end.enter_context(sign): name for name, (_, sign) in workers.items()}
         notices = Notices()
@@ -282,9 +284,9 @@ def _under_torchrun(workers: int | Sequence[str] | None, programs: int, device: 
 
 
 def shutdown() -> None:
-    """End SPMD mode: workers free what they hold, and those that were started for it end. Idempotent.
+    """End SPMD mode: workers free their values, and those that were started for it end. Idempotent.
 
-    Tensors on the device are lost; fetch with ``.cpu()`` before what is to be kept.
+    Tensors on the device are lost; call ``.cpu()`` before on those that must be kept.
     """
     global _mode
     mode, _mode = _mode, None
@@ -356,7 +358,7 @@ def strict() -> Iterator[None]:
 
     Raises:
         NotInSpmdModeError: SPMD mode is off.
-        ReshardingError: by an operation inside that needs a tensor elsewhere than where it is.
+        ReshardingError: raised by an operation inside that needs another layout of a tensor.
 
     Example::
 

@@ -1,8 +1,9 @@
 """Layouts of tensors, and the moves that change them.
 
-All of it is pure: from shapes, layouts and a worker's number follows what that worker does. Shards are
-DTensor's: along one dimension of a mesh, parts of ``ceil(length / size)``, of which the last may be shorter,
-or empty. Placements apply from the first dimension of the mesh to the last, each to what is left by then.
+All of it is pure: what a worker does follows from shapes, layouts and the worker's number. Shards are
+DTensor's: along one dimension of a mesh, ``ceil(length / size)`` elements, of which the last shards may be
+shorter, or empty. Placements apply from the first dimension of the mesh to the last, each to the result of
+the previous ones.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def is_shard(placement: Placement) -> TypeGuard[Shard | StridedShard]:
 
 
 def is_local(source: Layout, target: Layout) -> bool:
-    """Whether workers lay a tensor out otherwise without sending anything: from what all have."""
+    """Whether workers can change the layout without sending anything, from what all of them have."""
     if source.mesh is None or source == target:
         return True
     if source.mesh != target.mesh:
@@ -64,7 +65,7 @@ def local_shape(meta: Meta, rank: int) -> tuple[int, ...]:
 
 
 def _shape_after(shape: Sequence[int], layout: Layout, rank: int, count: int) -> tuple[int, ...]:
-    """Return the part of a shape that the first ``count`` placements leave."""
+    """Return the shard's shape after the first ``count`` placements."""
     left = list(shape)
     if layout.mesh is not None:
         at = coordinates(layout.mesh, rank)
@@ -82,21 +83,21 @@ def _shape_after(shape: Sequence[int], layout: Layout, rank: int, count: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One step, along one dimension of a mesh.
+    """One step of a redistribution, along one dimension of a mesh.
 
     Attributes:
         kind: ``reduce``, ``reduce_scatter``, ``gather``, ``exchange`` (from shards of ``source`` to shards of
             ``dim``), ``slice``, or ``part`` (a replicated value becomes one term of a sum).
-        mesh, axis: where.
-        dim: of the tensor.
-        lengths: of the shards along it, by place.
-        place: this worker's.
+        mesh, axis: the mesh, and its dimension.
+        dim: dimension of the tensor.
+        lengths: lengths of the shards along it, by position.
+        place: position of this worker.
         operation: the reduction: ``sum``, ``avg``, ``max``, ``min`` or ``product``.
-        strided: in how many pieces the dimension is, each of which is sharded; 1 for all but DTensor's
-            ``StridedShard``.
-        source, source_lengths: what an exchange gathers.
-        turned: shards are sent as rows, whatever ``dim`` is, so that a transposed weight is not copied; the
-            same for all workers, whatever strides their parts have.
+        strided: number of pieces that the dimension consists of, each of which is sharded; 1 for all but
+            DTensor's ``StridedShard``.
+        source, source_lengths: dimension and lengths of the shards that an exchange gathers.
+        turned: whether shards are sent as rows, whatever ``dim`` is, so that a transposed weight is not
+            copied; the same for all workers, whatever strides their shards have.
     """
 
     kind: str
@@ -113,12 +114,12 @@ class Move:
 
 
 def plan(shape: Sequence[int], source: Layout, target: Layout, rank: int) -> list[Move]:
-    """Return the moves that a worker applies to its part of a tensor, in order.
+    """Return the moves that a worker applies to its shard of a tensor, in order.
 
     Args:
-        shape: of the whole.
-        source, target: if they are on two meshes, the tensor becomes whole in between.
-        rank: the worker's number.
+        shape: shape of the whole tensor.
+        source, target: layouts; if they are on two meshes, the tensor is replicated in between.
+        rank: number of the worker.
     """
     if source == target:
         return []
@@ -162,7 +163,7 @@ class _Plan:
                 self._reduce(each)
 
     def _length(self, axis: int, dim: int) -> int:
-        """Of a dimension of the tensor, before the placement at ``axis`` applies."""
+        """Return the length of a dimension of the tensor, before the placement at ``axis`` applies."""
         return _shape_after(self._shape, Layout(self._key, tuple(self._now)), self._rank, axis)[dim]
 
     def _add(self, kind: str, axis: int, **given: Any) -> None:
@@ -173,7 +174,7 @@ class _Plan:
         return any(is_shard(each) and each.dim == dim for each in self._now[axis + 1 :])
 
     def _undone(self, changed: set[int]) -> set[int]:
-        """Those that change, and those that shard further what changes."""
+        """Return the placements that change, and those that shard further what changes."""
         undone = set(changed)
         for axis in range(len(self._now)):
             if axis in undone:

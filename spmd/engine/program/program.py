@@ -1,9 +1,9 @@
 """Programs recorded on the driver and run by workers: operations on whole tensors, without aliases.
 
 A *program* is in single-assignment form: each instruction makes new values from earlier ones, and changes
-none. In-place operations and writes through views have become that while they were recorded. Where a value
-lies is part of the program: the driver decides it, and says each move from one layout to another as an
-instruction of its own, ``spmd::redistribute``. So what a worker does follows from the program and its rank.
+none. In-place operations and writes through views were converted while they were recorded. The layout of a
+value is part of the program: the driver decides it, and each redistribution is an instruction of its own,
+``spmd::redistribute``. So what a worker does follows from the program and its rank.
 
 Numbers that change from run to run (a learning rate, Adam's bias corrections) are arguments of the program:
 two steps of a training loop are one program, which is sent once.
@@ -38,7 +38,7 @@ REDISTRIBUTE: Final = "spmd::redistribute"
 """``(value, layout)``: the same tensor, redistributed."""
 
 SEED: Final = "spmd::manual_seed"
-"""``(seed,)``: seeds the generator that all workers have in common. Makes no value."""
+"""``(seed,)``: seeds the generator that is the same on all workers. Makes no value."""
 
 GET_RNG_STATE: Final = "spmd::get_rng_state"
 """``()``: the state of that generator, as ``torch.get_rng_state`` gives it, a replicated tensor."""
@@ -47,19 +47,19 @@ SET_RNG_STATE: Final = "spmd::set_rng_state"
 """``(state,)``: puts that generator into a state. Makes no value."""
 
 TO_LOCAL: Final = "spmd::to_local"
-"""``(value, shape)``: each worker's part, with zeros up to this shape, called a replicated value."""
+"""``(value, shape)``: each worker's shard, padded with zeros to this shape, as a replicated value."""
 
 FROM_LOCAL: Final = "spmd::from_local"
-"""``(value,)``: the reverse: the value of which workers have these parts."""
+"""``(value,)``: the reverse: the value whose shards these are."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshKey:
-    """All workers, arranged.
+    """All workers, arranged as a mesh.
 
     Attributes:
-        devices: the workers' numbers, row by row; each of them once.
-        shape: of the arrangement.
+        devices: numbers of the workers, row by row; each of them once.
+        shape: shape of the mesh.
     """
 
     devices: tuple[int, ...]
@@ -70,11 +70,11 @@ class MeshKey:
 class Layout:
     """The layout of a tensor.
 
-    They are compared for each operation, so that this must not take longer the more workers there are.
+    Layouts are compared for each operation, so the time of that must not depend on the number of workers.
 
     Attributes:
-        mesh: None for what is whole on every worker, which is so on any mesh.
-        placements: DTensor's, one for each dimension of the mesh.
+        mesh: the mesh; None for a tensor that is replicated on every worker, which holds for any mesh.
+        placements: DTensor's placements, one for each dimension of the mesh.
     """
 
     mesh: MeshKey | None = None
@@ -99,13 +99,13 @@ class Layout:
 
     @classmethod
     def of(cls, mesh: MeshKey, placements: tuple[Placement, ...]) -> Layout:
-        """The layout with these placements; ``REPLICATED`` if all say so."""
+        """Return the layout with these placements; ``REPLICATED`` if all of them are ``Replicate``."""
         if all(type(each) is Replicate for each in placements):
             return REPLICATED
         return cls(mesh, placements)
 
     def is_partial(self) -> bool:
-        """Whether the tensor is a reduction of what workers hold, which is still to be done."""
+        """Whether the tensor is a reduction of the workers' terms that is still to be done."""
         return any(each.is_partial() for each in self.placements)
 
 
@@ -141,8 +141,9 @@ class Instruction:
     """One operation.
 
     Attributes:
-        operator: ``aten::add.Tensor``; the functional overload; or one of this module's.
-        args, kwargs: with ``Ref`` and ``Scalar``, also inside of lists and tuples. Devices are left out.
+        operator: name such as ``aten::add.Tensor``, of the functional overload; or one of this module's.
+        args, kwargs: arguments with ``Ref`` and ``Scalar``, also inside lists and tuples. Devices are left
+            out.
         results: the values that it makes, in the order of the operator's (flattened) results. None if the
             operator returns None, or for an unused tensor.
     """
@@ -155,13 +156,14 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The operations recorded between two cuts.
+    """The operations recorded between two flushes.
 
     Attributes:
-        inputs: values that earlier programs made, or that come with the run.
-        instructions: in order. Values are numbered by it: inputs, then every entry of ``results`` of each.
+        inputs: values that earlier programs made, or that are sent with the run.
+        instructions: instructions in order. Values are numbered in this order: inputs, then every entry of
+            ``results`` of each instruction.
         outputs: numbers of the values that later programs may use; the others are freed.
-        default_dtype: PyTorch's while it runs.
+        default_dtype: PyTorch's default dtype while it runs.
     """
 
     inputs: tuple[Meta, ...]

@@ -1,6 +1,7 @@
-"""The moves of ``spmd.engine.program.layouts`` on a worker's part of a tensor, over process groups.
+"""The moves of ``spmd.engine.program.layouts`` on a worker's shard of a tensor, over process groups.
 
-Reductions and gathers of several tensors may be done together, and reductions may run while others compute.
+Reductions and gathers of several tensors may be done together, and reductions may run during other
+computations.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ _REDUCTIONS: Final[dict[str, Any]] = {
 
 
 class Groups(Protocol):
-    """A mesh as its workers have it: ``DeviceMesh`` is one."""
+    """A mesh with process groups; ``DeviceMesh`` is one."""
 
     def get_group(self, mesh_dim: int) -> Any:
         """The process group of this worker along a dimension of the mesh."""
 
 
 def move(local: Tensor, step: Move, group: Any) -> Tensor:
-    """Do one move. The tensor given stays as it is; the result may be a view of it, or itself.
+    """Do one move. The given tensor does not change; the result may be a view of it, or the tensor itself.
 
     Args:
-        local: this worker's part.
-        step: the step, the same on all workers of the group except for their positions.
-        group: along the axis.
+        local: shard of this worker.
+        step: the move, the same on all workers of the group except for their positions.
+        group: process group along the axis.
     """
     result: Tensor = _MOVES[step.kind](local, step, group)
     return result
@@ -70,11 +71,11 @@ def all_reduce(local: Tensor, operation: str, group: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A collective that runs.
+    """A collective in progress.
 
     Attributes:
-        work: c10d's.
-        results: what it gives, once it is done.
+        work: c10d's work.
+        results: returns its results, once it is done.
     """
 
     work: Any
@@ -89,14 +90,14 @@ class Begun:
 def begin_reducing(
     tensors: Sequence[Tensor], *, moves: Sequence[Move], group: Any, owned: Sequence[bool], blocks: bool
 ) -> Begun:
-    """Start reducing tensors of one dtype together. They are not changed, except for owned ones.
+    """Begin to reduce tensors of one dtype together. They are not changed, except for owned ones.
 
     Args:
-        tensors: of one dtype.
-        moves: of each; all are of one kind, ``reduce`` or ``reduce_scatter``, and of one operation.
-        group: for all of them.
+        tensors: tensors of one dtype.
+        moves: a move for each; all are of one kind, ``reduce`` or ``reduce_scatter``, and of one operation.
+        group: process group for all of them.
         owned: whether the memory of each may be used for the result.
-        blocks: it is waited for at once.
+        blocks: whether the caller waits at once.
     """
     operation = moves[0].operation
     divisor = group.size() if operation == "avg" else 1
@@ -170,8 +171,8 @@ def begin_gathering(
     """Begin to gather tensors of one dtype together; each move is a ``gather`` of that group.
 
     Args:
-        which: of these are the results, so that what is wanted twice comes once.
-        blocks: it is waited for at once.
+        which: indices of the results, so that a tensor that is needed twice is gathered once.
+        blocks: whether the caller waits at once.
     """
     dims = [0 if step.turned else step.dim for step in moves]
     rows = [_turned(each, step) for each, step in zip(tensors, moves, strict=True)]
@@ -276,7 +277,7 @@ _MOVES: Final[dict[str, Any]] = {
 
 
 def take_shard(whole: Tensor, layout: Layout, rank: int) -> Tensor:
-    """This worker's part of a tensor that every worker has."""
+    """Return this worker's shard of a replicated tensor."""
     for step in plan(whole.shape, Layout(), layout, rank):
         whole = move(whole, step, None)
     return whole

@@ -1,8 +1,9 @@
 """Avoids sending what repeats from run to run of a program.
 
-Both ends keep one of these for each program and tell it every run, so that they guess alike. In a training
-loop an input's id is the same as last time (a mask), or as far below the run's first id as last time (what
-the last step made); and numbers come in groups that are equal (one learning rate for all parameters).
+Both ends keep one of these for each program and pass it every run, so that their predictions are equal. In a
+training loop an input's id is the same as in the last run (a mask), or at the same distance from the run's
+first id (a result of the last step); and numbers come in groups that are equal (one learning rate for all
+parameters).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Repetition:
         return packed_ids, packed
 
     def unpack(self, base: int, packed: Packed) -> tuple[tuple[int, ...], list[Any]]:
-        """The inputs and numbers, at the other end."""
+        """Return the inputs and numbers, at the other end."""
         packed_ids, packed_numbers = packed
         ids = self._guessed(base) if packed_ids is None else packed_ids
         self._learn_ids(base, ids)
@@ -68,11 +69,11 @@ class Repetition:
 
 
 def _key(number: Any) -> Any:
-    """Alike only for numbers that are the same in every bit."""
+    """Return a key that is equal only for numbers that are the same in every bit."""
     return struct.pack("d", number) if type(number) is float else (type(number), number)
 
 
 def _groups(numbers: Sequence[Any]) -> list[int]:
-    """For each number the place of the first one that is the same."""
+    """Return for each number the index of the first one that is equal."""
     first: dict[Any, int] = {}
     return [first.setdefault(_key(number), place) for place, number in enumerate(numbers)]

@@ -14,15 +14,15 @@ __all__ = ["Answer", "EngineStep", "Failure"]
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """A step for a worker. Values have ids: from ``base`` first uploads, then the values that the program
-    makes.
+    """A step for a worker. Values have ids: from ``base`` on first those of uploads, then of the values that
+    the program makes.
 
     Attributes:
-        sequence: from 0; steps are done in this order.
-        base: see above.
-        uploads: this worker's parts of new tensors.
-        program: a number; None: nothing is run.
-        definition: of a program that comes for the first time.
+        sequence: number of the step, from 0; steps are done in this order.
+        base: the first id.
+        uploads: this worker's shards of new tensors.
+        program: number of the program; None: nothing is run.
+        definition: the program, if it is sent for the first time.
         run: the ids of its inputs, and its scalars, as ``Repetition`` packs them.
         freed: ids of values that are no longer needed, not even by this step; inputs that the program uses up
             are not listed.
@@ -72,7 +72,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A worker's answer when a step is done: local tensors that were wanted, or errors."""
+    """A worker's answer when a step is done: local tensors that were requested, or errors."""
 
     values: tuple[Tensor, ...] = ()
     failures: tuple[Failure, ...] = ()

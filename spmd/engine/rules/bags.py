@@ -1,8 +1,8 @@
 """Bags of embeddings: sums and means of rows of a table.
 
-Bags may be sharded, with their indices, and a table by its columns, or by its rows: then each worker sums
-those that it has. Indices are small, so all workers have all of them. Bags that take the largest, or weigh
-their rows, are made whole.
+Bags may be sharded, with their indices; and a table by its columns, or by its rows: then each worker sums the
+rows that it has. Indices are small, so they are replicated. Bags that take the maximum, or weigh their rows,
+are computed whole.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def _backward_rows(call: OperatorCall) -> list[Row]:
 
 
 class _Bags:
-    """Which indices are in which of the bags that a worker has.
+    """The indices in the bags that a worker has.
 
     Args:
-        site: for where indices are, and bags.
-        count: how many bags there are.
-        is_cut: the bags are sharded as the indices are.
+        site: the instruction on this worker.
+        count: number of bags.
+        is_cut: whether the bags are sharded as the indices are.
     """
 
     def __init__(self, site: Site, count: int, is_cut: bool) -> None:
@@ -98,14 +98,14 @@ class _Bags:
         return indices
 
     def lengths(self, offsets: Tensor) -> Tensor:
-        """How many indices are in each bag."""
+        """The number of indices in each bag."""
         ends = offsets[1 : self._count + 1]
         if len(offsets) <= self._count:
             ends = torch.cat((ends, ends.new_full((1,), self._length))) if self._count else ends
         return ends - offsets[: self._count]
 
     def own(self, lengths: Tensor) -> slice:
-        """Where the indices of this worker's bags are."""
+        """The positions of the indices of this worker's bags."""
         ends = lengths.cumsum(0).tolist()
         return slice(*(ends[each - 1] if each else 0 for each in (self.begin, self.end)))
 

@@ -1,4 +1,4 @@
-"""Element for element: copies, fills, and losses of pairs of elements."""
+"""Elementwise operators: copies, fills, and losses of pairs of elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten: Any = torch.ops.aten
 
 
 def broadcast(shape: tuple[int, ...], into: tuple[int, ...], dim: int) -> Placement:
-    """How a tensor that is broadcast must lie where the other is sharded along ``dim``."""
+    """Return the placement of a tensor that is broadcast, if the other is sharded along ``dim``."""
     own = dim - len(into) + len(shape)
     return Shard(own) if own >= 0 and shape[own] == into[dim] and shape[own] > 1 else Replicate()
 
@@ -35,14 +35,16 @@ def _copy_rows(call: OperatorCall) -> list[Row]:
 
 @placement_rule("fill.Scalar", "empty_like")
 def _fill_rows(call: OperatorCall) -> list[Row]:
-    """A pending sum is complete afterwards: each worker has the number itself, and not an addend."""
+    """Rows of fills. A pending sum is complete afterwards: each worker has the number itself, and not
+    a term.
+    """
     rows = [Row((Shard(dim),), (Shard(dim),)) for dim in range(len(call.tensors[0].shape))]
     return [*rows, Row((Partial(),), (Replicate(),))]
 
 
 @local_rule("copy")
 def _copy(site: Site) -> Local:
-    """Without a look at what is overwritten."""
+    """Copy without reading what is overwritten."""
 
     def copy(target: Tensor, source: Tensor, *_: Any) -> Tensor:
         return torch.empty_like(target).copy_(source)
@@ -62,7 +64,7 @@ def _unfold_rows(call: OperatorCall) -> list[Row]:
 
 @placement_rule("constant_pad_nd")
 def _pad_rows(call: OperatorCall) -> list[Row]:
-    """Along dimensions that keep their length. A sum is done first: each addend would be padded."""
+    """Rows along dimensions that keep their length. A sum is done first, since each term would be padded."""
     rank, pad = len(call.tensors[0].shape), call["pad"]
     padded = {rank - 1 - place // 2 for place, count in enumerate(pad) if count}
     return [Row((Shard(dim),), (Shard(dim),)) for dim in range(rank) if dim not in padded]
@@ -84,7 +86,7 @@ def _gather_rows(call: OperatorCall) -> list[Row]:
 
 @placement_rule("index_put")
 def _index_put_rows(call: OperatorCall) -> list[Row]:
-    """Along dimensions that are not indexed; along all for a mask and a single number."""
+    """Rows along dimensions that are not indexed; along all for a mask and a single number."""
     target, indices, values = call["self"], call["indices"], call["values"]
     given = [each for each in indices if each is not None]
     rank = len(target.shape)
@@ -135,7 +137,7 @@ def _loss_rows(call: OperatorCall) -> list[Row]:
     backward = call.op.name() in {f"aten::{name}" for name in _LOSSES_BACKWARD}
     rows = []
     for dim in range(len(shape)):
-        if shape[dim] == 1:  # each worker would have all of it, and add that
+        if shape[dim] == 1:  # each worker would have all of it, and add it
             continue
         inputs = tuple(broadcast(meta.shape, shape, dim) for meta in call.tensors)
         if backward and call["reduction"] != _NONE:
@@ -147,7 +149,7 @@ def _loss_rows(call: OperatorCall) -> list[Row]:
 
 @local_rule(*_LOSSES)
 def _loss(site: Site) -> Local | None:
-    """A mean is a sum, divided by how many there are in the whole."""
+    """A loss. A mean is a sum, divided by the number of elements of the whole."""
     meta: Meta = site.call["self"]
     (result,) = site.results
     if site.call["reduction"] != _MEAN or not site.groups(meta.layout) or result is None:

@@ -1,7 +1,7 @@
-"""Workers with an empty part, where there are fewer rows, or channels, than workers.
+"""Workers with an empty shard, if there are fewer rows, or channels, than workers.
 
 PyTorch's kernels are seldom run on nothing: some refuse it, and some divide by its size, which ends the
-process. So where a worker is to compute nothing, no kernel runs.
+process. So no kernel runs on a worker that has nothing to compute.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from spmd.engine.rules.local_rules import Local, Site, local_rule
 __all__ = ["zeros_instead"]
 
 _SUMS: Final = ("aten::convolution", "aten::convolution_backward", "aten::native_batch_norm_backward")
-"""Their results are sums over the first tensor, and so zeros where there is none of it."""
+"""Operators whose results are sums over the first tensor, and so zeros if its shard is empty."""
 
 
 def zeros_instead(site: Site, single: bool) -> Callable[..., Any] | None:
-    """Return the replacement of a kernel: None unless all its results are empty, or sums over nothing.
+    """Return a replacement for a kernel; None unless all its results are empty, or sums over nothing.
 
     Args:
-        single: it gives a tensor, and not a sequence.
+        single: whether it returns a tensor, and not a sequence.
     """
     made = [None if meta is None else (site.local_shape(meta), meta.dtype) for meta in site.results]
     is_empty = bool(made) and all(each is None or 0 in each[0] for each in made)
@@ -40,7 +40,7 @@ def zeros_instead(site: Site, single: bool) -> Callable[..., Any] | None:
 
 
 def _is_left_out(site: Site, meta: Meta) -> bool:
-    """Whether a tensor has elements, and none of them is here."""
+    """Whether a tensor has elements, and none of them is on this worker."""
     return 0 not in meta.shape and 0 in site.local_shape(meta)
 
 

@@ -1,4 +1,4 @@
-"""Operators on lists of tensors, of which each index is for itself: foreach and fused optimizers."""
+"""Operators on lists of tensors, in which each index is independent: foreach and fused optimizers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def is_list_operator(op: Any) -> bool:
 def place_lists(call: OperatorCall) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """Return the layouts that the tensors need, and those of the results.
 
-    All tensors of an index lie where the first list's does, whole where that is a sum; single tensors and
-    counts of steps are whole.
+    All tensors of an index have the layout of the first list's, or are replicated if that is a sum; single
+    tensors and counts of steps are replicated.
     """
     first = next(
         arg for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, (list, tuple)) and _is_list(arg)
@@ -88,7 +88,7 @@ def _named(call: OperatorCall) -> list[tuple[Any, Any]]:
 
 
 def _result_names(op: Any) -> list[str]:
-    """Of the functional overload, also for the one in place."""
+    """Return the names of the results of the functional overload, also for the in-place one."""
     name = op._schema.name.removeprefix("aten::").rstrip("_")
     functional = getattr(getattr(aten, name), op._overloadname)
     return [each.name for each in functional._schema.returns]
@@ -128,7 +128,7 @@ def _foreach_norm(site: Site) -> Local | None:
 
 @local_rule("_amp_foreach_non_finite_check_and_unscale")
 def _unscale(site: Site) -> Local | None:
-    """What is infinite on one worker is so for all: their scale stays one."""
+    """Unscale gradients. If one is infinite on one worker, it is so for all: their scale stays the same."""
     along = {
         (meta.layout.mesh, axis): None
         for meta in site.call.args[0]
@@ -151,9 +151,9 @@ def _unscale(site: Site) -> Local | None:
 
 @local_rule(*_FUSED, *(f"{name}.tensor_lr" for name in _FUSED))
 def _fused_optimizer(site: Site) -> Local:
-    """The operator in place, on copies or on the arguments: the functional one only wraps it.
+    """Run the operator in place, on copies or on the arguments, since the functional one only wraps it.
 
-    Gradients are written only if they are to be unscaled.
+    Gradients are written only if they are unscaled.
     """
     functional = site.call.op
     name, overload = functional._schema.name.removeprefix("aten::"), functional._overloadname

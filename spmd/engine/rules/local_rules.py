@@ -1,4 +1,4 @@
-"""Local rules: what a worker runs on its parts, where that is not the operator on the same arguments."""
+"""Local rules: what a worker runs on its shards, if that is not the operator on the same arguments."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """An instruction as one worker links it.
+    """An instruction, as one worker links it.
 
     Attributes:
         call: the operator, with a ``Meta`` for each tensor.
         args, kwargs: the same, with ``Ref`` s.
-        results: metas of the results, None where there is none.
-        rank: this worker.
+        results: metas of the results; None for results that are not tensors.
+        rank: rank of this worker.
         meshes: process groups, by mesh and dimension.
-        generator: the one that all workers have in common.
+        generator: the generator that is the same on all workers.
     """
 
     call: OperatorCall
@@ -58,7 +58,7 @@ class Site:
     generator: torch.Generator
 
     def runs(self, function: Callable[..., Any], **changed: Any) -> Local:
-        """The arguments of the instruction, some changed by name, given to a function."""
+        """Return a call of a function with the arguments of the instruction, some changed by name."""
         args, kwargs = list(self.args), dict(self.kwargs)
         places = {argument.name: place for place, argument in enumerate(self.call.op._schema.arguments)}
         for name, value in changed.items():
@@ -69,11 +69,13 @@ class Site:
         return Local(function, tuple(args), kwargs)
 
     def local_shape(self, meta: Meta) -> tuple[int, ...]:
-        """The shape of this worker's part."""
+        """Return the shape of this worker's shard."""
         return local_shape(meta, self.rank)
 
     def groups(self, layout: Layout, *dims: int) -> list[Any]:
-        """The process groups over which one of these dimensions of a tensor is sharded; of any, if none."""
+        """Return the process groups over which one of these dimensions of a tensor is sharded; over any, if
+        none is given.
+        """
         if layout.mesh is None:
             return []
         mesh = self.meshes(layout.mesh)
@@ -84,7 +86,7 @@ class Site:
         ]
 
     def offset(self, meta: Meta, dim: int) -> int:
-        """The offset of this worker's part in a dimension."""
+        """Return the offset of this worker's shard in a dimension."""
         layout, length, begin = meta.layout, meta.shape[dim], 0
         if layout.mesh is not None:
             at = coordinates(layout.mesh, self.rank)
@@ -98,11 +100,11 @@ class Site:
 
 LocalRule = Callable[[Site], "Local | None"]
 LOCAL_RULES: Final[dict[str, LocalRule]] = {}
-"""By the operator's name. A rule gives None where the operator does as it is."""
+"""The local rules by the operator's name. A rule returns None if the operator itself is to be run."""
 
 
 def local_rule(*names: str) -> Callable[[LocalRule], LocalRule]:
-    """The decorated function is the rule of these operators of ``aten``."""
+    """Register the decorated function as the rule of these operators of ``aten``."""
 
     def register(rule: LocalRule) -> LocalRule:
         for name in names:

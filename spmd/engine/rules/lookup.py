@@ -28,7 +28,7 @@ def _embedding_rows(call: OperatorCall) -> list[Row]:
 
 @local_rule("embedding")
 def _embedding(site: Site) -> Local | None:
-    """Of a vocabulary that is sharded: zeros for what others have."""
+    """An embedding with a sharded vocabulary: zeros for the rows of other workers."""
     weight: Meta = site.call["weight"]
     if not site.groups(weight.layout, 0):
         return None
@@ -48,7 +48,9 @@ def _embedding(site: Site) -> Local | None:
 
 
 def check_rows(indices: Tensor, count: int) -> None:
-    """Raise what a kernel with all rows raises: among parts, an index in none looks like one of others."""
+    """Raise the error of a kernel with all rows: with shards, an index of no row looks like one of another
+    worker.
+    """
     if ((indices < 0) | (indices >= count)).any():
         raise IndexError("index out of range in self")
 
@@ -70,7 +72,7 @@ _NONE, _MEAN, _SUM = range(3)
 
 
 def _likelihood_rows(call: OperatorCall) -> list[tuple[Placement, Placement, tuple[Placement, ...], bool]]:
-    """Where scores, targets and class weights may lie, and whether it is the samples that are sharded."""
+    """Return the placements of scores, targets and class weights, and whether the samples are sharded."""
     shape = call["self"].shape
     if len(shape) == 1:
         return []
@@ -102,7 +104,7 @@ def _nll_backward_rows(call: OperatorCall) -> list[Row]:
 
 
 def _own_classes(site: Site) -> Callable[[Tensor, int], Tensor]:
-    """Targets as they are counted among a worker's own classes; those of others are ignored."""
+    """Return targets as indices into a worker's own classes; those of other workers are ignored."""
     meta: Meta = site.call["self"]
     begin, count, classes = site.offset(meta, 1), site.local_shape(meta)[1], meta.shape[1]
 
@@ -118,7 +120,7 @@ def _own_classes(site: Site) -> Callable[[Tensor, int], Tensor]:
 
 @local_rule("nll_loss_forward", "nll_loss2d_forward")
 def _nll(site: Site) -> Local | None:
-    """The total and what it is divided by, summed over all workers at once."""
+    """The total and its divisor, summed over all workers at once."""
     reduction, layout = site.call["reduction"], site.call["self"].layout
     of_classes = site.groups(layout, 1)
     groups = of_classes if reduction == _NONE else site.groups(layout)

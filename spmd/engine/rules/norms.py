@@ -1,7 +1,7 @@
-"""Batch norm of a batch that is sharded: each worker counts its part, and statistics are combined.
+"""Batch norm of a sharded batch: each worker computes the statistics of its shard, and they are combined.
 
-The statistics are those of the whole batch, as on one device: means and sums of squares of the parts are
-gathered and combined by Chan's formula, so no worker sees another's rows.
+The statistics are those of the whole batch, as on one device: means and sums of squares of the shards are
+gathered and combined by Chan's formula, so no worker gets the rows of another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _trains(call: OperatorCall) -> bool:
 
 
 def _statistics(local: Tensor, dtype: torch.dtype, groups: list[Any]) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel over all workers' parts, combined in 32 bits at least."""
+    """Return mean and biased variance of each channel over all workers' shards, combined in at least
+    32 bits.
+    """
     channels, wide = local.shape[1], accumulated_in(local.dtype)
     mean, variance = (local.new_zeros(channels, dtype=wide) for _ in range(2))
     if local.numel():

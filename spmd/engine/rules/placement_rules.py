@@ -22,7 +22,7 @@ class OperatorCall:
     """An operator and its arguments, with a ``Meta`` for each tensor.
 
     Attributes:
-        op: the overload; of in-place operations, too.
+        op: the overload; also of in-place operations.
         tensors: all metas, in flattened order.
     """
 
@@ -32,7 +32,7 @@ class OperatorCall:
     tensors: tuple[Meta, ...]
 
     def __getitem__(self, name: str) -> Any:
-        """An argument by its name in the schema; its default if it is not given."""
+        """Return an argument by its name in the schema; its default if it is not given."""
         for place, argument in enumerate(self.op._schema.arguments):
             if argument.name == name:
                 if place < len(self.args):
@@ -43,11 +43,11 @@ class OperatorCall:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Placements along one dimension of a mesh that go together.
+    """Placements along one dimension of a mesh that are valid together.
 
     Attributes:
-        inputs: of each tensor, in flattened order.
-        results: of each result, in flattened order.
+        inputs: placement of each tensor, in flattened order.
+        results: placement of each result, in flattened order.
     """
 
     inputs: tuple[Placement, ...]
@@ -56,12 +56,13 @@ class Row:
 
 PlacementRule = Callable[[OperatorCall], "list[Row] | None"]
 PLACEMENT_RULES: Final[dict[str, PlacementRule]] = {}
-"""By the name of the functional operator. A rule gives rows, without that of whole tensors; or None where
-DTensor is to be asked."""
+"""The placement rules by the name of the functional operator. A rule returns rows, without that of replicated
+tensors; or None, in which case DTensor is asked.
+"""
 
 
 def placement_rule(*names: str) -> Callable[[PlacementRule], PlacementRule]:
-    """The decorated function is the rule of these operators of ``aten``."""
+    """Register the decorated function as the rule of these operators of ``aten``."""
 
     def register(rule: PlacementRule) -> PlacementRule:
         for name in names:
@@ -78,7 +79,7 @@ def tensors_of(args: Any, kwargs: Any) -> tuple[Meta, ...]:
 
 
 def pattern(call: OperatorCall, text: str) -> list[Row]:
-    """Rows in short, such as ``0rr->0|r00->1``: a letter for each tensor of the schema, in order.
+    """Parse rows in short form, such as ``0rr->0|r00->1``: a letter for each tensor of the schema, in order.
 
     A digit is a sharded dimension, ``r`` is replicated, ``p`` a sum. Letters of tensors that are not given
     are skipped.
@@ -109,13 +110,13 @@ _BATCH_COMES_SECOND: Final = ("aten::addmm", "aten::baddbmm", "aten::embedding")
 
 
 def choose(call: OperatorCall, rows: Sequence[Row], axis: int, size: int, bytes_of: Sequence[int]) -> Row:
-    """The row that moves the fewest bytes; the first of them, if there are several.
+    """Return the row that moves the fewest bytes; the first of them, if there are several.
 
     Args:
-        rows: to choose from.
-        axis: of the mesh.
-        size: how many workers there are along it.
-        bytes_of: each tensor has.
+        rows: rows to choose from.
+        axis: dimension of the mesh.
+        size: number of workers along it.
+        bytes_of: size of each tensor in bytes.
     """
     batch = 1 if call.op._schema.name in _BATCH_COMES_SECOND else 0
 
@@ -136,14 +137,14 @@ def choose(call: OperatorCall, rows: Sequence[Row], axis: int, size: int, bytes_
         return all(_now(meta, axis).is_partial() or _now(meta, axis) == want for meta, want in pairs)
 
     best = min(rows, key=cost)
-    if is_cut(best):  # half as dear at first; but then all the layers behind it would gather their weights
+    if is_cut(best):  # half as expensive at first; but then all following layers would gather their weights
         whole = [row for row in rows if not is_cut(row) and moves_sums_alone(row)]
         return min(whole, key=cost, default=best)
     return best
 
 
 _IN_ORDER: Final = ("aten::embedding", "aten::nll_loss_forward", "aten::nll_loss_backward")
-"""Rules that need to know which rows a worker has."""
+"""Rules that depend on which rows a worker has."""
 
 
 def strided(call: OperatorCall, rows: Sequence[Row], axis: int) -> list[Row]:
@@ -175,7 +176,7 @@ def _cost(now: Placement, want: Placement, count: int, size: int, is_first: bool
     if type(now) is type(want) and now == want:
         return 0.0
     if now.is_replicate():
-        return 0.01 * count + 1e-6  # only memory is moved, but rather stay than begin to shard
+        return 0.01 * count + 1e-6  # only memory is moved, but keeping a layout is preferred to sharding
     rest = (size - 1) / size
     if is_shard(now):
         moved = count * rest / size if is_shard(want) else count * rest

@@ -1,4 +1,4 @@
-"""Matrix products: a batch that is sharded stays so, and weights come to it."""
+"""Matrix products: a sharded batch stays sharded, and weights are gathered."""
 
 from __future__ import annotations
 

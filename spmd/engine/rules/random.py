@@ -1,6 +1,8 @@
-"""Random numbers: every worker draws the whole from a generator that all have in common, and keeps its part.
+"""Random numbers: every worker draws the whole tensor from a generator that is the same on all, and keeps its
+shard.
 
-So they are those that one process would draw. The price is time and memory for the whole, for a moment.
+So the numbers are those that one process would draw. The price is time and memory for the whole tensor, for a
+moment.
 """
 
 from __future__ import annotations
@@ -57,10 +59,11 @@ def _rows(call: OperatorCall) -> list[Row]:
 
 
 def _whole(site: Site, dtype: torch.dtype | None = None) -> Tensor:
-    """A new tensor, in memory as one process has it: numbers are drawn in the order of memory.
+    """Return a new tensor, with the memory layout that one process would use: numbers are drawn in the order
+    of memory.
 
-    That is what the result's strides say, where it is used: those of an argument are of its value, which may
-    lie otherwise than the tensor that the user sees.
+    That is the layout of the result's strides, where they are used: those of an argument are of its value,
+    whose memory layout may differ from that of the user's tensor.
     """
     meta = site.results[0] or site.call.tensors[0]
     if 0 in meta.stride:
@@ -69,7 +72,7 @@ def _whole(site: Site, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _whole_in_place(site: Site) -> Tensor:
-    """As ``_whole``, for what fills a tensor: a view has the gaps of its base."""
+    """Like ``_whole``, for operators that fill a tensor: a view has the gaps of its base."""
     meta = site.call.tensors[0]
     if 0 in meta.stride:
         return torch.empty(meta.shape, dtype=meta.dtype)
@@ -132,7 +135,7 @@ def _dropout(site: Site) -> Local:
 
 @contextmanager
 def _as_default(generator: torch.Generator) -> Iterator[None]:
-    """Inside, what draws from the default generator of this one's device draws from this one."""
+    """Inside, operations that draw from the default generator of this one's device draw from this one."""
     if generator.device.type == "cpu":
         default: Any = torch
         where: tuple[torch.device, ...] = ()
@@ -148,7 +151,7 @@ def _as_default(generator: torch.Generator) -> Iterator[None]:
 
 
 def with_generator(site: Site) -> Local:
-    """Any other operator that draws, on wholes."""
+    """Run any other operator that draws, on whole tensors."""
     op, generator = site.call.op, site.generator
     if any(argument.name == "generator" for argument in op._schema.arguments):
         return Local(op, site.args, site.kwargs | {"generator": generator})

@@ -54,7 +54,7 @@ def _mean_rows(call: OperatorCall) -> list[Row]:
 
 @local_rule("mean", "mean.dim")
 def _mean(site: Site) -> Local | None:
-    """A sum, divided by how many there are in the whole: parts may differ in size."""
+    """A mean: a sum, divided by the number of elements of the whole, since shards may differ in size."""
     meta = site.call.tensors[0]
     reduced = _reduced(site.call)
     if not site.groups(meta.layout, *reduced) or not reduced:
@@ -69,7 +69,9 @@ def _mean(site: Site) -> Local | None:
 
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums: one of 16 bits overflows where a mean, or a root, of the sum would not."""
+    """Return the dtype for sums: in 16 bits they may overflow where a mean, or a root, of the sum does
+    not.
+    """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -89,14 +91,16 @@ _TRUTHS: Final = ("any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
 
 
 def _reduced_truths(call: OperatorCall) -> list[int]:
-    """As of others; but an empty list names none here."""
+    """Return the reduced dimensions, like other reductions; but an empty list means none here."""
     by_list = call.op._overloadname == "dims" and call["dim"] is not None
     return [] if by_list and not call["dim"] else _reduced(call)
 
 
 @placement_rule(*_TRUTHS)
 def _truth_rows(call: OperatorCall) -> list[Row]:
-    """Whole at once: a sum of truths would be multiplied and counted as one of numbers."""
+    """Rows of ``all`` and ``any``, which are reduced at once: a sum of booleans would be multiplied and
+    counted as one of numbers.
+    """
     reduced, keep = _reduced_truths(call), _keeps(call)
     return [
         Row((Shard(dim),), (Replicate() if dim in reduced else Shard(_after(dim, reduced, keep)),))
@@ -142,7 +146,7 @@ def _norm(site: Site) -> Local | None:
     def norm(*args: Any, **kwargs: Any) -> Tensor:
         return reduce_norms(aten.linalg_vector_norm.default(*args, **kwargs), order, groups)
 
-    # An empty part has no largest element, nor a smallest.
+    # An empty shard has neither a largest nor a smallest element.
     if (order < 0 or order == math.inf) and 0 in site.local_shape(site.call.tensors[0]):
         (result,) = site.results
         assert result is not None
@@ -156,11 +160,11 @@ def _norm(site: Site) -> Local | None:
 
 
 def reduce_norms(norms: Tensor, order: float, groups: Sequence[Any]) -> Tensor:
-    """Norms of wholes, of those of parts, which may be overwritten.
+    """Combine norms of shards, which may be overwritten, to norms of the whole tensors.
 
     Args:
         order: p of the p-norm.
-        groups: over which the parts lie.
+        groups: process groups over which the tensors are sharded.
     """
     if order in (math.inf, -math.inf) or order == 0:
         operation = "sum" if order == 0 else "max" if order > 0 else "min"

@@ -1,4 +1,6 @@
-"""Operators with a shape among their arguments: it is that of the whole, and a worker's is its part's."""
+"""Operators with a shape among their arguments: it is that of the whole tensor, and is replaced by that of a
+worker's shard.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,15 @@ _VIEWS: Final = ("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy
 
 
 def is_view(op: Any) -> bool:
-    """Whether an operator gives the same elements in another shape."""
+    """Whether an operator returns the same elements in another shape."""
     return op._schema.name.removeprefix("aten::") in _VIEWS and op._schema.overload_name != "dtype"
 
 
 @placement_rule("view.dtype")
 def _retyped_rows(call: OperatorCall) -> list[Row]:
-    """Not along a last dimension whose length changes; and bits of addends are not those of a sum."""
+    """Rows, except along a last dimension whose length changes; and the bits of terms are not those of their
+    sum.
+    """
     (meta,) = call.tensors
     rank = len(meta.shape)
     dims = range(rank if meta.dtype.itemsize == call["dtype"].itemsize else rank - 1)
@@ -57,7 +61,7 @@ def _retyped_rows(call: OperatorCall) -> list[Row]:
 
 @placement_rule("slice_backward", "select_backward")
 def _backward_rows(call: OperatorCall) -> list[Row]:
-    """Along all dimensions but the one that was sliced, also where that is counted from the last."""
+    """Rows along all dimensions except the one that was sliced, also if that is counted from the last."""
     rank = len(call["input_sizes"])
     cut = call["dim"] % rank
     is_gone = "select" in call.op.name()
@@ -74,7 +78,7 @@ def _shape_of_part(site: Site) -> Local:
     shape = site.local_shape(result)
     if name in _VIEWS and (moved := rebalanced(site)) is not None:
         return Local(moved, (site.args[0],), {})
-    if name in _VIEWS:  # the strides of a part may not allow a view where those of the whole do
+    if name in _VIEWS:  # the strides of a shard may not allow a view where those of the whole do
         return Local(aten.reshape.default, (site.args[0], shape), {})
     return site.runs(site.call.op, **{_SHAPES[name]: shape})
 
@@ -91,7 +95,7 @@ def _new_empty_strided(site: Site) -> Local:
     *("squeeze", "squeeze.dim", "squeeze.dims"), *("squeeze_copy", "squeeze_copy.dim", "squeeze_copy.dims")
 )
 def _squeeze(site: Site) -> Local:
-    """Only dimensions that are 1 in the whole."""
+    """Remove only dimensions that are 1 in the whole tensor."""
     shape = site.call.tensors[0].shape
     dims = list(range(len(shape)))
     if "dim" in site.call.op._schema.overload_name:
@@ -102,7 +106,7 @@ def _squeeze(site: Site) -> Local:
 
 @local_rule("as_strided")
 def _as_strided(site: Site) -> Local:
-    """Of the memory as it would be on one device."""
+    """``as_strided`` of the memory as it would be on one device."""
     meta = site.call.tensors[0]
 
     def as_strided(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -114,7 +118,7 @@ def _as_strided(site: Site) -> Local:
 
 
 def _is_alone(local: torch.Tensor) -> bool:
-    """Whether the memory is this tensor's, from begin to end."""
+    """Whether the memory is this tensor's only, from beginning to end."""
     return local.untyped_storage().nbytes() == local.nbytes
 
 

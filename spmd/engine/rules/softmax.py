@@ -1,4 +1,4 @@
-"""Softmax along any dimension, sharded or not: maxima and sums are reduced, scores stay where they are."""
+"""Softmax along any dimension, sharded or not: maxima and sums are reduced, scores are not moved."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Views that put dimensions together, or split them, of batches that workers cannot share evenly.
+"""Views that join dimensions, or split them, of batches that workers cannot share evenly.
 
-Of 13 rows of 12, four workers have 4, 4, 4 and 1; of the 156 elements in one dimension they are to have 39
-each. A worker's part is one piece of the dimensions that are put together or split, before and after, so what
-has to move goes to neighbours, and nothing is ever whole.
+Of 13 rows of 12, four workers have 4, 4, 4 and 1; of the 156 elements in one dimension they must have 39
+each. A worker's shard is one piece of the dimensions that are joined or split, before and after, so elements
+move between neighbours only, and no tensor is ever whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Run:
     after: tuple[int, int]
 
     def is_one(self) -> bool:
-        """Whether it is a dimension that stays as it is."""
+        """Whether it is a dimension that does not change."""
         return self.before[1] - self.before[0] == self.after[1] - self.after[0] == 1
 
 
@@ -60,13 +60,13 @@ def _first(shape: Sequence[int], dims: tuple[int, int]) -> int | None:
 
 
 def placed_view(meta: Meta, shape: Sequence[int]) -> tuple[Layout, Layout] | None:
-    """How a tensor must lie, so that each part of it is one piece, and how its view then lies.
+    """Return the layout in which each shard of a tensor is one piece, and that of its view.
 
-    None where that is not to be had.
+    None if that is impossible.
 
     Args:
-        meta: of a tensor that is sharded.
-        shape: of the view; -1 for what is left.
+        meta: meta of a sharded tensor.
+        shape: shape of the view; -1 for the remaining length.
     """
     key = meta.layout.mesh
     if key is None or 0 in meta.shape:
@@ -98,7 +98,9 @@ def placed_view(meta: Meta, shape: Sequence[int]) -> tuple[Layout, Layout] | Non
 
 
 def rebalanced(site: Site) -> Any:
-    """A function of a worker's part, where what it is to have of the view is not what it has; else None."""
+    """Return a function of a worker's shard, if the worker must have other elements of the view than it has;
+    otherwise None.
+    """
     (before,), (after,) = site.call.tensors, site.results
     assert after is not None
     moves = _moves(before, after)
@@ -129,7 +131,7 @@ _Piece = tuple[int, int]
 
 
 def _moves(before: Meta, after: Meta) -> list[tuple[int, _Run, list[_Piece], list[_Piece]]]:
-    """Axes along which workers are to have other elements of a run than they have: each with both."""
+    """Return axes along which workers must have other elements of a run than they have, each with both."""
     key = before.layout.mesh
     if key is None or after.layout.mesh != key or 0 in before.shape:
         return []

@@ -16,12 +16,12 @@ _SEED_BYTES: Final = 8
 
 
 def device_of_worker(asked: str, rank: int, worker: str) -> torch.device:
-    """The device on which a worker computes.
+    """Return the device on which a worker computes.
 
     Args:
-        asked: its name; without an index, workers take the devices of their host in turn, by rank.
-        rank: of the worker.
-        worker: its name, for errors.
+        asked: its name; without an index, workers use the devices of their host in turn, by rank.
+        rank: rank of the worker.
+        worker: name of the worker, for errors.
 
     Raises:
         SpmdError: this process has no such device.
@@ -37,11 +37,11 @@ def device_of_worker(asked: str, rank: int, worker: str) -> torch.device:
 
 
 class CommonGenerator:
-    """The generator that all workers have in common, on an accelerator. Its states have the size of those of
-    the CPU's generator, as programs expect. The state of a CPU's generator stands for its seed.
+    """The generator that is the same on all workers, on an accelerator. Its states have the size of those of
+    the CPU's generator, as programs expect. The state of a CPU generator stands for its seed.
 
     Args:
-        device: of this worker.
+        device: device of this worker.
 
     Attributes:
         source: the generator.
@@ -69,13 +69,13 @@ class CommonGenerator:
         return state.to(self._device)
 
     def set_state(self, state: Tensor) -> None:
-        """Put it into a state, of its own or of a CPU's generator."""
+        """Set its state, to one of its own or of a CPU generator."""
         host = state.cpu()
         content = host.numpy().tobytes()
         begin = _SEED_BYTES + len(_MARK)
         if content[_SEED_BYTES:begin] == _MARK:
             self.source.set_state(host[begin : begin + self._bytes].clone())
-        elif self._bytes == self._all_bytes:  # a CPU's generator in all but its place
+        elif self._bytes == self._all_bytes:  # a CPU generator in all but its device
             self.source.set_state(host)
         else:
             self.source.manual_seed(int.from_bytes(content[:_SEED_BYTES], "little"))

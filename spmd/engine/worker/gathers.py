@@ -1,4 +1,4 @@
-"""Passes over a linked program's steps that gather: fewer, sooner, and while others compute.
+"""Passes over a linked program's steps that gather: fewer, sooner, and during other computations.
 
 Tensors that are gathered soon after one another are gathered together, and each gathering starts when the
 previous one is complete, if its inputs exist by then. So a worker holds at most two that are not used yet. A
@@ -26,10 +26,10 @@ _BYTES: Final = 4 << 20
 def gather_ahead(
     program: Program, steps: Sequence[Step], metas: Sequence[Meta | None], handles: Iterator[int]
 ) -> list[Step]:
-    """Where something is gathered, what is gathered next comes with it, as far as it is there already.
+    """Gather the following tensors together with each one that is gathered, if they exist already.
 
     Args:
-        metas: of all values.
+        metas: metas of all values.
         handles: numbers for new values.
     """
     groups = _groups(program, _views_first(steps, len(program.inputs)), metas)
@@ -52,10 +52,10 @@ class _Group:
     """Steps that are gathered together.
 
     Attributes:
-        place: where the first of them is needed.
-        ready: after this place all that they gather is there.
-        which: for each of them, which of ``sources`` it gathers.
-        handle: of what has begun, if it begins sooner.
+        place: index of the first step that needs one of them.
+        ready: index after which all of their inputs exist.
+        which: for each of them, the index into ``sources`` that it gathers.
+        handle: number of the begun collective, if it begins sooner.
     """
 
     place: int
@@ -66,7 +66,7 @@ class _Group:
     handle: int | None = None
 
     def arrive(self) -> Step:
-        """Have all results."""
+        """Wait for all results."""
         results = tuple(each.results[0] for each in self.steps)
         first = replace(self.steps[0], moves=(), results=results, single=False, shared=self._twice())
         if self.handle is None:
@@ -101,7 +101,7 @@ class _Group:
         )
 
     def _twice(self) -> tuple[tuple[int, int], ...]:
-        """Results that are one tensor."""
+        """Return results that are one tensor."""
         first: dict[int, Any] = {}
         pairs = []
         for step, which in zip(self.steps, self.which, strict=True):
@@ -125,7 +125,7 @@ class _Groups:
 
 
 def _groups(program: Program, steps: Sequence[Step], metas: Sequence[Meta | None]) -> _Groups:
-    """Which steps are gathered together; each group where the first of them was."""
+    """Return which steps are gathered together; each group is at the place of its first step."""
     made = dict.fromkeys(range(len(program.inputs)), -1)
     made |= {value: place for place, step in enumerate(steps) for value in step.results if value is not None}
     gathers = [place for place, step in enumerate(steps) if _is_gather(step)]
@@ -160,7 +160,7 @@ def _groups(program: Program, steps: Sequence[Step], metas: Sequence[Meta | None
 
 
 def _same(group: _Group, step: Step, outputs: frozenset[int]) -> int | None:
-    """Which one of a group gathers the same; outputs have memory of their own."""
+    """Return which one of a group gathers the same; outputs have memory of their own."""
     for which, each in enumerate(group.sources):
         if each.args == step.args and each.moves[0][0] == step.moves[0][0]:
             values = [
@@ -192,7 +192,7 @@ def _is_gather(step: Step) -> bool:
 
 
 def _views_first(steps: Sequence[Step], inputs: int) -> list[Step]:
-    """Views of inputs, which cost nothing, come first, so that what they show may be gathered early."""
+    """Move views of inputs, which cost nothing, to the front, so that they may be gathered early."""
     there = set(range(inputs))
     first: list[Step] = []
     rest: list[Step] = []

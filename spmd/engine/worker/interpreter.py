@@ -1,10 +1,10 @@
-"""A program as one worker runs it: linked once to operators, process groups and shapes, then a flat function.
+"""A program on one worker: linked once to operators, process groups and shapes, then one flat function.
 
 Linking resolves each instruction to a function of local tensors and puts the worker's own shapes into its
-arguments (``spmd.engine.rules``). Passes then rewrite the list of steps. What is left becomes the source of
-one Python function, a line for each step: values are its local variables, dropped after their last use.
+arguments (``spmd.engine.rules``). Passes then rewrite the list of steps. The result becomes the source of one
+Python function, a line for each step: values are its local variables, dropped after their last use.
 
-Values that are inputs and no outputs belong to the run: their memory may be overwritten.
+Values that are inputs and not outputs belong to the run: their memory may be overwritten.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class LinkedProgram:
     """A program, ready to run on one worker. One thread at a time.
 
     Args:
-        program: to run.
-        rank: this worker's number, as in the programs' meshes.
-        meshes: gives the process groups for a mesh. Called while linking, by all workers in the same order.
-        generator: the source of random numbers, which all workers have seeded alike and use for nothing else;
-            default PyTorch's own.
-        device: on which it runs; default the CPU.
-        states: seeds ``generator``, and has its states; default itself.
+        program: the program to run.
+        rank: number of this worker, as in the programs' meshes.
+        meshes: returns the process groups for a mesh. Called while linking, by all workers in the same order.
+        generator: source of random numbers, which all workers have seeded alike and use for nothing else;
+            default: PyTorch's own.
+        device: device on which it runs; default: the CPU.
+        states: seeds ``generator``, and has its states; default: the generator itself.
 
     Example::
 
@@ -100,17 +100,17 @@ class LinkedProgram:
         """Run it once.
 
         Args:
-            inputs: this worker's parts. The list is emptied, so that what it holds can be freed on the way.
-            scalars: the program's numbers.
+            inputs: shards of this worker. The list is emptied, so that they can be freed during the run.
+            scalars: numbers of the program.
             failures: collects errors of instructions that only this worker executes: their results are
                 replaced by zeros, and execution continues. None: they are raised like others.
 
         Returns:
-            This worker's parts of the program's outputs.
+            This worker's shards of the program's outputs.
 
         Raises:
-            InstructionError: an instruction has failed. What it would have given is lost, and so are inputs
-                that are no outputs.
+            InstructionError: an instruction has failed. Its results are lost, and so are inputs that are not
+                outputs.
         """
         assembled = self._assembled
         default_dtype = torch.get_default_dtype()
@@ -143,7 +143,7 @@ class LinkedProgram:
         return nullcontext() if self._device is None else self._device
 
     def _check(self, value: int, local: Tensor) -> None:
-        """In the first run, that each part is what its layout says."""
+        """Check in the first run that each shard has the properties of its layout."""
         meta = self._metas[value]
         assert meta is not None
         if local.is_quantized:
@@ -156,7 +156,7 @@ class LinkedProgram:
             )
 
     def _zeros(self, value: int) -> Tensor:
-        """Return the replacement for this worker's part of a value."""
+        """Return the replacement for this worker's shard of a value."""
         meta = self._metas[value]
         assert meta is not None
         return torch.zeros(local_shape(meta, self._rank), dtype=meta.dtype)
@@ -284,7 +284,7 @@ def _flattened(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
 
 @functools.cache
 def resolve(name: str) -> Any:
-    """The overload of that name, such as ``aten::add.Tensor``.
+    """Return the overload with a name such as ``aten::add.Tensor``.
 
     Raises:
         LookupError: it is not registered in this process.

@@ -1,13 +1,13 @@
 """Passes over the steps of a linked program: the same values, with less communication, memory and waiting.
 
 *Memory.* A step may write its result over an argument if that cannot be observed: the argument and all values
-that may share memory with it are read by no later step and are no outputs, its memory belongs to the run, and
-no element occurs twice in it. Sharing of memory is known from the operators' schemas and from rules.
+that may share memory with it are read by no later step and are not outputs, its memory belongs to the run,
+and no element occurs twice in it. Sharing of memory is known from the operators' schemas and from rules.
 
-*Gathers* have a file of their own (``spmd.engine.worker.gathers``).
+*Gathers* are in a file of their own (``spmd.engine.worker.gathers``).
 
-*Reductions* begin as soon as what they reduce is there, in buckets if it is small, and are waited for where
-their result is first used. All workers come to the same order, since it follows from the whole shapes.
+*Reductions* begin as soon as their inputs exist, in buckets if they are small, and are awaited where their
+result is first used. All workers compute the same order, since it depends on whole shapes only.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _PENDING_BYTES: Final = 32 << 20
 
 
 def optimize(program: Program, steps: Sequence[Step], metas: Sequence[Meta | None]) -> list[Step]:
-    """The steps, rewritten. Values beyond the metas are new ones.
+    """Rewrite the steps. Values beyond the metas are new ones.
 
     Args:
-        steps: as linked.
-        metas: of all values.
+        steps: linked steps.
+        metas: metas of all values.
     """
     handles = itertools.count(len(metas))
     steps = gather_ahead(program, steps, metas, handles)
@@ -78,7 +78,7 @@ class _Memory:
             self._last[root] = max(place, self._last.get(root, -1))
 
     def root(self, value: int) -> int:
-        """The same for all values that may share memory."""
+        """Return a number that is equal for all values that may share memory."""
         while value in self._root:
             value = self._root[value]
         return value
@@ -117,9 +117,10 @@ def overlaps(op: Any) -> bool:
 
 @functools.cache
 def overwriting(op: Any) -> tuple[Callable[..., Any] | None, tuple[int, ...]]:
-    """A function that writes an operator's result over its first argument; none if it has no such form.
+    """Return a function that writes an operator's result over its first argument; None if there is no such
+    form.
 
-    Such operators read their first argument, or list, element for element.
+    Such operators read their first argument, or list, element by element.
     """
     schema = op._schema
     name = schema.name.removeprefix("aten::")
@@ -140,13 +141,13 @@ def overwriting(op: Any) -> tuple[Callable[..., Any] | None, tuple[int, ...]]:
 def _giving_first(
     function: Callable[..., Any], first: list[Tensor], *args: Any, **kwargs: Any
 ) -> list[Tensor]:
-    """For operators in place on lists, which give nothing."""
+    """Adapt an in-place operator on lists, which returns nothing."""
     function(first, *args, **kwargs)
     return first
 
 
 def _overwrite(place: int, step: Step, memory: _Memory, metas: Sequence[Meta | None]) -> Step:
-    """The step, with its results over its arguments if that may be."""
+    """Return the step, with its results over its arguments if that is possible."""
     if step.over is None or any(place >= len(step.args) for place in step.written):
         return step
     arguments = [step.args[each] for each in step.written]
@@ -174,15 +175,15 @@ def _overwrite(place: int, step: Step, memory: _Memory, metas: Sequence[Meta | N
 
 
 def _same_part(before: Meta | None, after: Meta | None) -> bool:
-    """Whether a part of one, with its strides, is what the memory of the other can hold.
+    """Whether a shard, with its strides, fits the memory of another.
 
-    Strides matter to what comes later: some kernels take it for granted that an argument is contiguous.
+    Strides matter to later steps: some kernels assume that an argument is contiguous.
     """
     return before is not None and after in (None, before)
 
 
 def copied_outputs(program: Program, steps: Sequence[Step]) -> list[Step]:
-    """Copies of outputs, so that each has memory of its own when the next program comes."""
+    """Copy outputs that share memory, so that each has memory of its own when the next program runs."""
     memory = _Memory(program, steps)
     taken = {memory.root(value) for value in program.outputs if value in memory.inputs}
     copies: list[Step] = []
@@ -239,7 +240,7 @@ class _Bucket:
         return self._begin(_begin, results=(handle,), single=True, shared=shared)
 
     def wait(self) -> Step:
-        """Wait for what has begun."""
+        """Wait for the collective that was begun."""
         assert self.handle is not None
         arg = Ref(self.handle)
         return replace(
@@ -257,9 +258,9 @@ _begin: Final = functools.partial(begin_reducing, blocks=False)
 def _reduce_early(
     steps: Sequence[Step], memory: _Memory, metas: Sequence[Meta | None], handles: Iterator[int]
 ) -> list[Step]:
-    """Reductions, begun where their argument is made, and waited for where their result is needed.
+    """Begin reductions where their argument is made, and wait for them where their result is needed.
 
-    Where results are smaller than what is reduced, and too much is under way, the oldest is waited for.
+    If results are smaller than what is reduced, and too much is in progress, the oldest is awaited.
     """
     done: list[Step] = []
     filling: dict[Any, _Bucket] = {}

@@ -29,14 +29,14 @@ __all__ = ["ServedWorker", "make"]
 def make(
     driver: str, workers: Sequence[str], rank: int, name: str, device: str | None = None
 ) -> RRef[ServedWorker]:
-    """Begin to be a worker. Called remotely, on all workers at the same time.
+    """Become a worker. Called remotely, on all workers at the same time.
 
     Args:
-        driver: the name of the caller; when that is gone, the work ends.
-        workers: the names of all, by number.
-        rank: this one's number.
-        name: of the session.
-        device: on which to compute; default the CPU.
+        driver: name of the caller; the worker ends when it is lost.
+        workers: names of all workers, by number.
+        rank: number of this worker.
+        name: name of the session.
+        device: device on which to compute; default: the CPU.
     """
     return RRef(ServedWorker(driver, workers, rank, name, device))
 
@@ -81,16 +81,16 @@ class ServedWorker:
         return found
 
     def seed(self, state: torch.Tensor) -> None:
-        """Put the generator that all workers have in common into a state."""
+        """Set the state of the generator that is the same on all workers."""
         self._engine.seed(state)
 
     @async_execution
     def do(self, step: EngineStep) -> Any:
-        """Execute a step when the earlier ones are done."""
+        """Do a step when the earlier ones are done."""
         return self._steps.put(step)
 
     def abort(self, reason: str) -> None:
-        """End the collectives under way, and the forming of a group, here and on the others."""
+        """End the collectives in progress, and the forming of a group, here and on the others."""
         forming = self._forming
         if forming is not None:
             forming.give_up(reason)
@@ -98,14 +98,14 @@ class ServedWorker:
             group.abort()
 
     def regroup(self, generation: int) -> None:
-        """Make all process groups anew, together with the others. No step is under way."""
+        """Form all process groups again, together with the others. No step is in progress."""
         dist.destroy_process_group()
         self._meshes.clear()
         self._engine.relink()
         self._group(generation)
 
     def close(self) -> None:
-        """Leave the mode: values are freed, and the process group ends."""
+        """End: values are freed, and the process group is destroyed."""
         self._steps.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -116,7 +116,7 @@ def _ended() -> SpmdError:
 
 
 class _Mesh:
-    """The process groups of a mesh: a worker's place in a group is that on the axis."""
+    """The process groups of a mesh, in which a worker's rank is its position along the axis."""
 
     def __init__(self, key: MeshKey, rank: int) -> None:
         mesh = DeviceMesh("cpu", torch.tensor(key.devices, device="cpu").reshape(key.shape))

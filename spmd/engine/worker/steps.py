@@ -15,15 +15,15 @@ from spmd.engine.program.program import Program, Ref, Scalar
 __all__ = ["Assembled", "InstructionError", "Step", "last_uses"]
 
 _FILE: Final = os.path.join(os.path.dirname(__file__), "<linked program>")
-"""Name of the file of generated code, in this folder: its frames are known to be this distribution's."""
+"""Name of the file of generated code, in this folder, so that its frames belong to this distribution."""
 
 
 class InstructionError(RuntimeError):
     """An instruction has failed on this worker.
 
     Attributes:
-        index: of the instruction in its program.
-        cause: what it raised.
+        index: index of the instruction in its program.
+        cause: the error that it raised.
     """
 
     def __init__(self, index: int, cause: Exception) -> None:
@@ -39,16 +39,17 @@ class Step:
     """One call of a function on local tensors.
 
     Attributes:
-        index: of the instruction that it comes from.
-        function: gives a tensor, or a flat sequence of tensors and None.
-        args, kwargs: with ``Ref`` and ``Scalar``, also inside of lists and tuples.
+        index: index of its instruction.
+        function: returns a tensor, or a flat sequence of tensors and None.
+        args, kwargs: arguments with ``Ref`` and ``Scalar``, also inside lists and tuples.
         results: numbers of values; None for unused results.
-        single: it gives a tensor, not a sequence.
+        single: whether it returns a tensor, not a sequence.
         shared: pairs of a result and an argument that may share memory.
-        overlaps: results may have elements twice.
-        over: the function that gives its results in the memory of the arguments at ``written``.
-        moves: of a redistribution, with their groups.
-        alone: no other worker takes part, and it draws no random numbers: if it fails, the others go on.
+        overlaps: whether results may have elements twice.
+        over: the function that writes its results to the memory of the arguments at ``written``.
+        moves: moves of a redistribution, with their groups.
+        alone: whether no other worker takes part, and it draws no random numbers: if it fails, the others
+            continue.
     """
 
     index: int
@@ -72,7 +73,7 @@ class Step:
         return self._reads
 
     def variables(self) -> list[Ref]:
-        """Where it takes values, in order."""
+        """The positions from which it takes values, in order."""
         found = _variables((self.args, tuple(self.kwargs.values())))
         return [each for each in found if isinstance(each, Ref)]
 
@@ -84,7 +85,7 @@ class Step:
 
 
 def last_uses(steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, int]:
-    """The place of the last step that takes or makes each value; past the end for outputs."""
+    """Return the index of the last step that takes or makes each value; past the end for outputs."""
     last: dict[int, int] = {}
     for place, step in enumerate(steps):
         for value in itertools.chain(step.reads(), step.results):
@@ -97,13 +98,13 @@ class Assembled:
     """A function made of steps.
 
     Args:
-        program: for its inputs and outputs.
-        steps: in order; together they make all outputs.
-        check: given a value's number and the value, after each step; None for no checks.
+        program: the program, for its inputs and outputs.
+        steps: steps in order; together they make all outputs.
+        check: called with a value's number and the value, after each step; None for no checks.
 
     Attributes:
-        function: takes inputs, a list which it empties, and scalars; gives outputs.
-        source: its source.
+        function: takes inputs, a list which it empties, and scalars; returns outputs.
+        source: source of the function.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Assembled:
         self.function: Callable[[list[Tensor], Sequence[float]], list[Tensor]] = self._names.pop("run")
 
     def stopped_at(self, error: BaseException) -> tuple[int, dict[int, Any]] | None:
-        """In which step an error has come up, and the values that there are; None: in no step."""
+        """Return the step in which an error was raised, and the existing values; None: in no step."""
         trace = error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code is self.function.__code__:
@@ -157,7 +158,7 @@ class Assembled:
         return None
 
     def step_at(self, place: int) -> Step:
-        """The step at a place."""
+        """Return the step at an index."""
         return self._steps[place]
 
     def finish(
@@ -168,13 +169,13 @@ class Assembled:
         instead: Callable[[int], Tensor],
         failures: list[InstructionError],
     ) -> list[Tensor]:
-        """Do what is left, after a step has failed in which no other worker takes part.
+        """Run the remaining steps, after a step has failed in which no other worker takes part.
 
         Args:
-            place: of that step.
-            values: those that there are.
-            instead: makes what stands in for a value that could not be computed, by its number.
-            failures: takes those that follow.
+            place: index of that step.
+            values: the existing values.
+            instead: makes the replacement of a value that could not be computed, by its number.
+            failures: collects the failures that follow.
 
         Returns:
             The outputs.

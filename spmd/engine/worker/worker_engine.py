@@ -20,7 +20,7 @@ from spmd.engine.worker.steps import InstructionError
 __all__ = ["WorkerEngine"]
 
 _LOST: Final[Any] = object()
-"""In place of a value whose program has ended before it was made."""
+"""Placeholder for a value whose program has ended before it was made."""
 
 
 @dataclass(eq=False)
@@ -36,9 +36,9 @@ class WorkerEngine:
     """One worker's values and programs. Called by one thread.
 
     Args:
-        rank: the worker's number.
-        meshes: makes the process groups of a mesh; all workers ask for them in the same order.
-        device: on which it computes; default the CPU.
+        rank: number of the worker.
+        meshes: makes the process groups of a mesh; all workers call it in the same order.
+        device: device on which it computes; default: the CPU.
     """
 
     def __init__(
@@ -53,14 +53,16 @@ class WorkerEngine:
         self._ended: Failure | None = None
 
     def seed(self, state: Tensor) -> None:
-        """Put the generator that all workers have in common into a state of a CPU's generator."""
+        """Set the state of the generator that is the same on all workers, to one of a CPU generator."""
         if self._generator is None:
             torch.set_rng_state(state)
         else:
             self._generator.set_state(state)
 
     def run(self, step: EngineStep) -> Answer:
-        """Do one step. What is no longer needed goes first, so that it does not lie beside what is made."""
+        """Do one step. Values that are no longer needed are freed first, so that their memory can be
+        reused.
+        """
         if self._device is None:
             return self._run(step)
         with torch.accelerator.device_index(self._device.index):
@@ -84,7 +86,7 @@ class WorkerEngine:
         return Answer(values, failures)
 
     def relink(self) -> None:
-        """Process groups are to be made anew: forget what programs have of them, and run programs again."""
+        """Forget the process groups in all programs, since they are formed again, and run programs again."""
         self._ended = None
         for known in self._programs.values():
             known.linked = None
@@ -96,10 +98,10 @@ class WorkerEngine:
         return LinkedProgram(definition, self.rank, self._meshes, source, self._device, self._generator)
 
     def _run_program(self, step: EngineStep, known: _Known) -> tuple[Failure, ...]:
-        """Run a program. Its inputs that are no outputs are gone afterwards, whether it has failed or not.
+        """Run a program. Its inputs that are not outputs are gone afterwards, whether it has failed or not.
 
-        When one has ended early, this worker takes part in nothing until there are new groups: the others may
-        still wait in a collective for it, and would take its next one for that.
+        When a program has ended early, this worker takes part in nothing until there are new groups: the
+        others may still wait in a collective for it, and would take its next one for that.
         """
         ids, scalars = known.repetition.unpack(step.base, step.run)
         definition = known.definition

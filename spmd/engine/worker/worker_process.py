@@ -17,12 +17,12 @@ __all__ = ["main", "serve"]
 
 
 def main() -> None:
-    """Be a worker. Arguments of the process: INIT_METHOD NAME RANK WORLD_SIZE FD.
+    """Run a worker. Arguments of the process: INIT_METHOD NAME RANK WORLD_SIZE FD.
 
     It writes a byte to the file descriptor when it is about to join.
     """
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)  # is the driver's, which may still save, and ends its workers
+        signal.signal(each, signal.SIG_IGN)  # the driver gets it, which may still save, and ends its workers
     init_method, name, rank, world_size, sign = sys.argv[1:]
     try:
         os.write(int(sign), b"1")
@@ -38,7 +38,7 @@ def serve(
     """Serve as a worker until the driver ends the mode, and exit."""
     options = None if init_method is None else AgentOptions(init_method=init_method)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
-    current_agent().lifecycle.departure.expect_long()  # a driver may be idle as long as it likes
+    current_agent().lifecycle.departure.expect_long()  # a driver may be idle for any time
     rpc.shutdown()
     raise SystemExit(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.support.cutting import cutting, until_cut
 from tests.support.device_groups import one_to_one
 from tests.support.devices import (
     FIRST,
+    KIND,
     Used,
     device_kind,
     is_all,
@@ -128,6 +130,59 @@ def test_transfers_to_a_worker_that_is_lost_end_and_memory_comes_back(
     said, behind = workers[0].result()
     assert said == ["WorkerLostError"] * 3
     assert behind == NOTHING
+
+
+_gate = threading.Event()
+_entered = threading.Semaphore(0)
+
+
+def double_later(tensor: torch.Tensor) -> torch.Tensor:
+    torch.accelerator.synchronize()
+    _entered.release()
+    assert _gate.wait(40)
+    return tensor * 2
+
+
+@on_devices
+def answer_the_dying(worker: Worker) -> Used:
+    worker.join(**one_to_one(worker), rpc_timeout=40.0)
+    other = f"worker{1 - worker.rank}"
+    for _ in range(3):  # until the workers have agreed how tensors travel
+        rpc.rpc_sync(other, double, args=(torch.ones(LARGE, device=FIRST),))
+    worker.report("agreed")
+    worker.wait_for("all have agreed")
+    gc.collect()
+    before = used()
+    if worker.rank:
+        futures = [
+            rpc.rpc_async(other, double_later, args=(late(1.0, size=size),)) for size in (SMALL, LARGE, LARGE)
+        ]
+        worker.wait_for("never")
+        del futures
+    for _ in range(3):
+        assert _entered.acquire(timeout=40)
+    worker.report("has been called")
+    worker.wait_for("the caller is stopped")
+    _gate.set()
+    while KIND == "sim" and used().exported_blocks < before.exported_blocks + 2:
+        time.sleep(0.01)
+    worker.report("has answered")
+    behind = left(before)
+    rpc.shutdown(graceful=False)
+    return behind
+
+
+def test_answers_to_a_caller_that_died_are_given_up(run_workers: RunWorkers, device_kind: str) -> None:
+    workers = run_workers.start(answer_the_dying, 2, args=("random",), time_limit=60)
+    workers.wait_for("agreed")
+    for worker in workers:
+        worker.tell("all have agreed")
+    workers[0].wait_for("has been called")
+    workers[1].stop()
+    workers[0].tell("the caller is stopped")
+    workers[0].wait_for("has answered")
+    workers[1].kill()
+    assert workers[0].result() == NOTHING
 
 
 @on_devices

@@ -41,7 +41,7 @@ def serve_modules(worker: Worker) -> dict[str, list[float]]:
         remote: Any = RemoteModule(f"worker1/{FIRST}", LateScale, args=(5.0,))
 
         def through_both(rows: Tensor) -> Tensor:
-            here = LateScale(2.0)(rows)
+            here: Tensor = LateScale(2.0)(rows)
             there: Tensor = remote.forward(here)
             return there + here
 

@@ -120,15 +120,15 @@ OPERATIONS: Final = {**COLLECTIVES, "send and receive": send_and_receive}
 def at_line(
     number: int, files: Sequence[str], function: Callable[[], object], strike: Callable[[], object]
 ) -> int:
-    """Run a function, again if need be, and ``strike`` before its so many-th line of these files, from 1; or
-    when it fails. Returns how many lines there are.
+    """Run a function, again if need be, and ``strike`` before line ``number`` of these files is run, counted
+    from 1; or when it fails. Returns the number of lines.
     """
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal count
         folder, _, file = frame.f_code.co_filename.rpartition("/")
-        if not folder.endswith("spmd/collectives") or file not in files:
+        if "/spmd/collectives" not in folder or file not in files:
             return None
         if event == "line":
             count += 1

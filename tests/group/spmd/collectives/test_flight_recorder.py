@@ -197,3 +197,33 @@ def test_it_can_be_turned_off(run_workers: RunWorkers) -> None:
 def test_without_a_group_of_ours_there_is_nothing_to_write(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="default process group of the backend 'farcall'"):
         spmd.dump_flight_recorder(f"{tmp_path}/{PREFIX}")
+
+
+def do_not_come(worker: Worker) -> None:
+    """Rank 0 waits in a collective until its timeout; rank 1 does not call it."""
+    folder = worker.folder / "traces"
+    folder.mkdir(exist_ok=True)
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/{PREFIX}"
+    os.environ["TORCH_FR_DUMP_ON_TIMEOUT"] = "1"
+    with process_group(worker) as group:
+        dist.all_reduce(torch.ones(4))
+        if worker.rank == 0:
+            group.set_timeout(timedelta(seconds=0.5))
+            with contextlib.suppress(CollectiveError):
+                dist.all_reduce(torch.ones(4))
+        else:
+            with contextlib.suppress(CollectiveError):
+                dist.recv(torch.empty(1), 0)
+    written()
+
+
+@NEEDS_TOOL
+def test_torchfrtrace_names_the_rank_that_has_not_come(
+    run_workers: RunWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_workers(do_not_come, 2)
+    with caplog.at_level("INFO"):
+        analysed(tmp_path / "traces")
+    said = caplog.messages
+    begin = said.index("collective: c10d:all_reduce")
+    assert said[begin + 1 :][:3].count("missing ranks: {1}") == 1

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 import rpc
+from spmd.collectives.between_hosts.hierarchy import HierarchicalCollectives
 from spmd.collectives.errors import RankLostError
-from spmd.collectives.hierarchy import HierarchicalCollectives
 from tests.support.network_namespaces import Hosts, enter, hosts
 from tests.support.process_groups import process_group
 from tests.support.workers import RunWorkers, Worker

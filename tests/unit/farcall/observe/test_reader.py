@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from farcall.observe import reader
 from farcall.observe.jobs import JobFolder, find_job, jobs, make_private, remove_old
 from farcall.observe.layout import FILE_BYTES, Beat
 from farcall.observe.reader import read_job
@@ -109,3 +110,21 @@ def test_folder_of_others_is_refused(tmp_path: Path) -> None:
         make_private(tmp_path / "link")
     make_private(tmp_path / "target")
     assert os.stat(tmp_path / "target").st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("waited", "asked"), [(0.0, 1), (0.14, 0), (None, 0)])
+def test_silent_process_that_may_wait_for_a_core_is_not_asked_for_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waited: float | None, asked: int
+) -> None:
+    """Its interpreter may run while they are written, which can end it by SIGSEGV."""
+    waits: list[dict[str, float]] = [{}, {}] if waited is None else [{"7": 1.0}, {"7": 1.0 + waited}]
+    calls: list[Any] = []
+    monkeypatch.setattr(reader, "core_waits", lambda _: waits.pop(0))
+    monkeypatch.setattr(reader, "ask_for_stacks", lambda *given: calls.append(given))
+    signs = process_signs(os.getpid())
+    assert signs is not None
+    facts: dict[str, Any] = {"pid": os.getpid(), "start": signs.start, "host": socket.gethostname()}
+    write(tmp_path, "j", "a", name="w", rank=0, signal=61, observer=7, **facts)
+    (found,) = read_job(job_at(tmp_path, "j"))
+    assert found.process.alive
+    assert len(calls) == asked

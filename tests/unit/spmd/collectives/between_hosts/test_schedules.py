@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from spmd.collectives import schedules
-from spmd.collectives.schedules import CHAINED_BYTES, SMALL_BYTES, Step
+from spmd.collectives.between_hosts import schedules
+from spmd.collectives.between_hosts.schedules import CHAINED_BYTES, SMALL_BYTES, Step
 
 Block = Any
 """A number with a digit for each rank: how often its block was reduced into this one. Or whose it is."""

@@ -15,11 +15,11 @@ from torch.distributed import ReduceOp
 
 from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.runtime.blocking import INFINITE
-from spmd.collectives import board as board_module
-from spmd.collectives import local as local_module
 from spmd.collectives import memory
-from spmd.collectives.board import SLOTS, Board, board_bytes
-from spmd.collectives.local import LocalCollectives, header_bytes
+from spmd.collectives.one_host import board as board_module
+from spmd.collectives.one_host import local as local_module
+from spmd.collectives.one_host.board import SLOTS, Board, board_bytes
+from spmd.collectives.one_host.local import LocalCollectives, header_bytes
 from spmd.collectives.reductions import reduction_of
 from spmd.collectives.signature import signature
 from tests.support.effort import EFFORT

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spmd.collectives.local import LocalCollectives
-from spmd.collectives.network import Channel, NetworkCollectives
+from spmd.collectives.between_hosts.network import NetworkCollectives
+from spmd.collectives.between_hosts.operation_messages import Channel
+from spmd.collectives.one_host.local import LocalCollectives
 from spmd.collectives.reductions import Reduction
 
 __all__ = ["HierarchicalCollectives"]

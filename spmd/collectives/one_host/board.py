@@ -26,8 +26,8 @@ import torch
 from rpc.bulk.shared_memory.memory import Mapping
 from rpc.runtime.blocking import INFINITE
 from rpc.runtime.interrupts import interruptible
-from spmd.collectives import futex
 from spmd.collectives.errors import RanksMissingError
+from spmd.collectives.one_host import futex
 
 __all__ = ["SLOTS", "SLOT_BYTES", "Board", "board_bytes"]
 

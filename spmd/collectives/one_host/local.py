@@ -25,9 +25,9 @@ from typing import Final
 
 import torch
 
-from spmd.collectives.board import SLOT_BYTES, Board
 from spmd.collectives.errors import CollectiveError, CollectiveMismatchError
 from spmd.collectives.memory import copy_bytes, move, pieces
+from spmd.collectives.one_host.board import SLOT_BYTES, Board
 from spmd.collectives.reductions import Reduction
 from spmd.collectives.signature import FIELD_BYTES, what_differs
 

@@ -1,45 +1,35 @@
-"""Collectives by messages, between ranks that share no memory, by the schedules of ``schedules.py``.
-
-The first message of an operation from one rank to another begins with the signature of the call, so that two
-ranks that have called different operations notice before any tensor is touched.
-"""
+"""Collectives by messages, between ranks that share no memory, by the schedules of ``schedules.py``."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from struct import Struct
-from time import monotonic
-from typing import Any, Final, Protocol
-from zlib import crc32
+from typing import Final
 
 import torch
 
 from rpc.bulk.copying import scatter
 from rpc.bulk.matching import REPORT
-from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.runtime.blocking import INFINITE
 from rpc.runtime.torch_internals import InferenceMode
 from rpc.wire.targets import MERGE_ALIGNMENT
-from spmd.collectives import schedules
-from spmd.collectives.errors import CollectiveError, CollectiveMismatchError, RankLostError, RanksMissingError
+from spmd.collectives.between_hosts import schedules
+from spmd.collectives.between_hosts.operation_messages import (
+    AHEAD,
+    TOGETHER_BYTES,
+    WHOLE_BYTES,
+    Channel,
+    Merge,
+    OperationMessages,
+    pack_sizes,
+)
+from spmd.collectives.between_hosts.schedules import Step
 from spmd.collectives.memory import bytes_of, check_same_size, copy_bytes, of_even_size, overlap, pieces
 from spmd.collectives.reductions import Reduction
-from spmd.collectives.schedules import Step
-from spmd.collectives.signature import FIELD_BYTES, what_differs
 
-__all__ = ["Channel", "Merge", "NetworkCollectives"]
-
-_TOGETHER_BYTES: Final = 32 << 10
-"""Maximum size in bytes of a first message that is sent together with the signature."""
-
-_WHOLE_BYTES: Final = 3 << 20
-"""Maximum size in bytes of a step that is sent in one message. Longer ones are sent in pieces."""
+__all__ = ["NetworkCollectives"]
 
 _FIRST_BYTES: Final = REPORT
 """Size in bytes of the first piece for a rank, which may arrive before it has a place, and is copied then. A
@@ -59,229 +49,6 @@ own.
 _UNCHANGED_BYTES: Final = 64 << 20
 """Size in bytes of a later piece that is not reduced."""
 
-_AHEAD: Final = 8
-"""Number of pieces that are sent before one is received, and have a place before they arrive."""
-
-_SIZES: Final = Struct("<QQI44x")
-"""Fields after the signature: the number of bytes for that rank in the first step and in all, and a checksum
-of the size of each message. Padded, so that the elements of the first message are aligned.
-"""
-
-_SLICE_SECONDS: Final = 0.25
-
-
-Merge = Callable[[int, memoryview], object]
-"""Merges a part of a message, at its offset: see ``Bulk.post``."""
-
-
-class Message(Protocol):
-    """A message in transit: ``rpc.bulk.transfer.Transfer``."""
-
-    def wait(self, timeout: float | None = None) -> list[memoryview]: ...
-
-    def cancel(self, reason: str = ...) -> bool: ...
-
-    def done(self) -> bool: ...
-
-
-class Channel(Protocol):
-    """Sends and receives messages to and from a rank, in order."""
-
-    def send(self, rank: int, buffers: list[Any]) -> Message: ...
-
-    def post(self, rank: int, into: Any, size: int, merge: Merge | None) -> Message: ...
-
-
-class _Expected:
-    """An expected message: its size, and its place; None for memory of its own. If ``merge`` is given, it is
-    merged into the place.
-    """
-
-    def __init__(self, size: int, into: list[memoryview] | None, merge: Merge | None = None) -> None:
-        self.size, self.into, self.merge = size, into, merge
-        self.message: Message | None = None
-        """The message, once it is posted."""
-
-
-class _Operation:
-    """The messages of one operation of one rank.
-
-    Args:
-        sizes_sent, sizes_expected: results of ``_pack_sizes``, by rank.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        me: int,
-        signature: bytes,
-        deadline: float,
-        check: Callable[[int], object],
-        sizes_sent: Mapping[int, bytes],
-        sizes_expected: Mapping[int, bytes],
-    ) -> None:
-        self._channel = channel
-        self._sizes_sent, self._sizes_expected = sizes_sent, sizes_expected
-        self._me = me
-        self._signature = signature
-        self._deadline = deadline
-        self._check = check
-        self._greeted: set[int] = set()
-        self._heard: set[int] = set()
-        self._sent: list[tuple[int, Message]] = []
-        self._expected: dict[int, deque[_Expected]] = {}
-
-    def send(self, rank: int, data: Sequence[memoryview]) -> None:
-        """Send one message; ``data`` must not change until it has arrived."""
-        size = sum(map(len, data))
-        buffers = list(data)
-        if rank not in self._greeted:
-            self._greeted.add(rank)
-            greeting = self._signature + self._sizes_sent[rank]
-            if size <= _TOGETHER_BYTES:
-                buffers, size = [memoryview(greeting), *buffers], size + len(greeting)
-            else:
-                self._hand_over(rank, [greeting])
-        if size:
-            self._hand_over(rank, buffers)
-
-    def _hand_over(self, rank: int, buffers: list[Any]) -> None:
-        try:
-            self._sent.append((rank, self._channel.send(rank, buffers)))
-        except RpcError as error:
-            raise self._failed(rank, error) from error
-
-    def expect(self, rank: int, size: int, into: list[memoryview] | None, merge: Merge | None) -> None:
-        """Expect one more message from a rank. Its place may be written to as soon as the rank's first
-        message has arrived, since a rank does not send before the old content of the place is no longer
-        needed.
-        """
-        self._expected.setdefault(rank, deque()).append(_Expected(size, into, merge))
-
-    def receive(self, rank: int) -> list[memoryview]:
-        """Wait for the next message that is expected from a rank, and return it."""
-        expected = self._expected[rank]
-        if rank not in self._heard:
-            self._heard.add(rank)
-            first = expected[0]
-            together = self._hear(rank)
-            if first.size <= _TOGETHER_BYTES:
-                expected.popleft()
-                if first.into is None:
-                    return [together]
-                scatter([together], first.into)
-                return first.into
-        for following in itertools.islice(expected, _AHEAD):
-            if following.size and following.message is None:
-                if following.into is None and following.size > _WHOLE_BYTES:
-                    # It has a place when it arrives. The allocator keeps this thread's memory for the next
-                    # one.
-                    following.into = [bytes_of(torch.empty(following.size, dtype=torch.uint8))]
-                following.message = self._post(rank, following)
-        first = expected[0]
-        found = [] if first.message is None else self._wait(rank, first.message)
-        expected.popleft()
-        if sum(map(len, found)) != first.size:
-            raise self._misfit(rank, sum(map(len, found)), first.size)
-        return found
-
-    def _hear(self, rank: int) -> memoryview:
-        """Receive the first message of a rank: compare the signatures, and return the rest of it."""
-        greeting = _Expected(0, None)
-        self._expected[rank].appendleft(greeting)
-        greeting.message = self._post(rank, greeting)
-        message = memoryview(bytearray().join(self._wait(rank, greeting.message)))
-        self._expected[rank].popleft()
-        field = message[:FIELD_BYTES]
-        if field != self._signature:
-            fields = {self._me: self._signature, rank: bytes(field)}
-            raise CollectiveMismatchError(what_differs(fields) or "")
-        given = bytes(message[FIELD_BYTES : FIELD_BYTES + _SIZES.size])
-        expected = self._sizes_expected[rank]
-        if given != expected:
-            first, in_all, _ = zip(_SIZES.unpack(given), _SIZES.unpack(expected), strict=True)
-            raise self._misfit(rank, *(first if first[0] != first[1] else in_all))
-        return message[FIELD_BYTES + _SIZES.size :]
-
-    def _misfit(self, rank: int, given: int, size: int) -> CollectiveError:
-        if given == size:
-            return CollectiveError(
-                f"rank {rank} divides {size} bytes for rank {self._me} otherwise than that rank expects: the "
-                "sizes of their tensors differ"
-            )
-        return CollectiveError(f"rank {rank} has {given} bytes for rank {self._me}, which expects {size}")
-
-    def _post(self, rank: int, expected: _Expected) -> Message:
-        try:
-            return self._channel.post(rank, expected.into, expected.size, expected.merge)
-        except RpcError as error:
-            raise self._failed(rank, error) from error
-
-    def _wait(self, rank: int, message: Message) -> list[memoryview]:
-        while True:
-            left = self._deadline - monotonic()
-            try:
-                return message.wait(max(0.0, min(left, _SLICE_SECONDS)))
-            except RpcTimeoutError:
-                try:
-                    self._check(rank)
-                except RpcError:
-                    if message.done():  # it has come, and its sender left, meanwhile
-                        continue
-                    raise
-                if left <= 0:
-                    raise RanksMissingError([rank]) from None
-            except RpcError as error:
-                raise self._failed(rank, error) from error
-
-    def _failed(self, rank: int, error: RpcError) -> CollectiveError:
-        """Return the error of a message to or from a rank."""
-        self._check(rank)
-        if isinstance(error, WorkerLostError):
-            return RankLostError(f"rank {rank} (worker '{error.worker}') is gone: {error.reason}")
-        return CollectiveError(f"rank {rank}: {error}")
-
-    def finish(self) -> None:
-        """Wait until what was sent has arrived or was copied."""
-        for rank, message in self._sent:
-            self._wait(rank, message)
-        self._sent.clear()
-
-    def _posted(self) -> list[tuple[int, Message]]:
-        return [
-            (rank, each.message)
-            for rank, expected in list(self._expected.items())
-            for each in list(expected)
-            if each.message is not None
-        ]
-
-    def wake(self) -> None:
-        """End the waits for messages that will not come. From any thread."""
-        for rank, message in self._posted():
-            try:
-                self._check(rank)
-            except RpcError as error:
-                message.cancel(str(error))
-
-    def cancel(self) -> None:
-        """Receive nothing more; when this returns, nothing is written to the places of messages any more."""
-        for _, message in self._posted():
-            if not message.cancel("the operation has ended"):
-                with contextlib.suppress(RpcError):
-                    message.wait()  # it is here, and only to be copied
-
-
-def _pack_sizes(steps: Iterable[tuple[int, Sequence[int]]]) -> dict[int, bytes]:
-    """Return the ``_SIZES`` of the messages of some steps, for each rank."""
-    of_ranks: dict[int, list[Sequence[int]]] = {}
-    for rank, sizes in steps:
-        of_ranks.setdefault(rank, []).append(sizes)
-    packed = {}
-    for rank, of_steps in of_ranks.items():
-        every = array("Q", itertools.chain.from_iterable(of_steps))
-        packed[rank] = _SIZES.pack(sum(of_steps[0]), sum(every), crc32(every))
-    return packed
-
 
 def _messages(
     blocks: Sequence[torch.Tensor], numbers: Iterable[int], longest: int, *, is_first: bool
@@ -293,7 +60,7 @@ def _messages(
         is_first: whether the receiver may not have called the operation yet when the first of them arrives.
     """
     chosen = [blocks[each] for each in numbers]
-    if sum(block.nbytes for block in chosen) <= _WHOLE_BYTES:
+    if sum(block.nbytes for block in chosen) <= WHOLE_BYTES:
         return [chosen]
     messages: list[Sequence[torch.Tensor]] = []
     for block in chosen:
@@ -369,7 +136,7 @@ def _can_merge(message: Sequence[torch.Tensor]) -> bool:
     """Whether a message can be reduced while it arrives: it has one tensor, no element of which is divided
     between two parts, and comes by itself.
     """
-    return len(message) == 1 and _is_aligned(message[0]) and message[0].nbytes > _TOGETHER_BYTES
+    return len(message) == 1 and _is_aligned(message[0]) and message[0].nbytes > TOGETHER_BYTES
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
@@ -402,7 +169,7 @@ class NetworkCollectives:
         self._rank = rank
         self._me, self._size = self._ranks.index(rank), len(ranks)
         self._check = check
-        self._operation: _Operation | None = None
+        self._operation: OperationMessages | None = None
 
     def wake(self) -> None:
         """Make the waiting thread call ``check``. From any thread."""
@@ -429,14 +196,14 @@ class NetworkCollectives:
             meanwhile: called once, when the first messages are in transit.
         """
         plan = self._plan(steps, list(blocks), reduction, reduced)
-        operation = _Operation(
+        operation = OperationMessages(
             self._channel,
             self._rank,
             signature,
             deadline,
             self._check,
-            _pack_sizes((step.to, [_size(each) for each in step.sends]) for step in plan),
-            _pack_sizes((step.source, [_size(each.mine) for each in step.takes]) for step in plan),
+            pack_sizes((step.to, [_size(each) for each in step.sends]) for step in plan),
+            pack_sizes((step.source, [_size(each.mine) for each in step.takes]) for step in plan),
         )
         self._operation = operation
         try:
@@ -445,7 +212,7 @@ class NetworkCollectives:
                     operation.expect(step.source, _size(part.mine), part.into, part.merge)
             for step in plan:
                 sends = iter(step.sends)
-                self._send(operation, step.to, itertools.islice(sends, _AHEAD))
+                self._send(operation, step.to, itertools.islice(sends, AHEAD))
                 if meanwhile is not None:
                     meanwhile()
                     meanwhile = None
@@ -504,11 +271,15 @@ class NetworkCollectives:
             plan.append(planned)
         return plan
 
-    def _send(self, operation: _Operation, rank: int, messages: Iterable[Sequence[torch.Tensor]]) -> None:
+    def _send(
+        self, operation: OperationMessages, rank: int, messages: Iterable[Sequence[torch.Tensor]]
+    ) -> None:
         for message in messages:
             operation.send(rank, [bytes_of(each) for each in message])
 
-    def _take(self, operation: _Operation, step: _Planned, part: _Part, reduction: Reduction | None) -> None:
+    def _take(
+        self, operation: OperationMessages, step: _Planned, part: _Part, reduction: Reduction | None
+    ) -> None:
         found = operation.receive(step.source)
         if part.into is None:
             assert reduction is not None

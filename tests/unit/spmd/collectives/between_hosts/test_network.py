@@ -13,14 +13,14 @@ from torch.distributed import ReduceOp, _make_nccl_premul_sum  # type: ignore[at
 
 from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.runtime.blocking import INFINITE
-from spmd.collectives import network, schedules
-from spmd.collectives.board import Board, board_bytes
+from spmd.collectives.between_hosts import network, operation_messages, schedules
+from spmd.collectives.between_hosts.hierarchy import HierarchicalCollectives
+from spmd.collectives.between_hosts.network import NetworkCollectives
+from spmd.collectives.between_hosts.schedules import SMALL_BYTES
 from spmd.collectives.errors import CollectiveError, CollectiveMismatchError
-from spmd.collectives.hierarchy import HierarchicalCollectives
-from spmd.collectives.local import LocalCollectives, header_bytes
-from spmd.collectives.network import NetworkCollectives
+from spmd.collectives.one_host.board import Board, board_bytes
+from spmd.collectives.one_host.local import LocalCollectives, header_bytes
 from spmd.collectives.reductions import reduction_of
-from spmd.collectives.schedules import SMALL_BYTES
 from spmd.collectives.signature import signature
 from tests.unit.spmd.collectives.ranks import Network, in_threads
 
@@ -89,12 +89,18 @@ def test_ranks_that_call_different_things_all_find_out() -> None:
     assert in_threads(2, body) == ["rank 0 called call0(), but rank 1 call1()"] * 2
 
 
+def send_in_short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FIRST", 2000), ("REDUCED", 4000), ("UNCHANGED", 9000)):
+        monkeypatch.setattr(network, f"_{name}_BYTES", value)
+    for module in (network, operation_messages):
+        monkeypatch.setattr(module, "WHOLE_BYTES", 4000)
+
+
 @pytest.mark.parametrize("late", [100, 5000], ids=["in the first piece", "behind it"])
 def test_sizes_that_differ_are_an_error_before_any_tensor_is_touched(
     late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("WHOLE", 4000), ("FIRST", 2000), ("REDUCED", 4000), ("UNCHANGED", 9000)):
-        monkeypatch.setattr(network, f"_{name}_BYTES", value)
+    send_in_short_pieces(monkeypatch)
     network_of_ranks = Network(2)
 
     def body(rank: int) -> str:
@@ -114,8 +120,7 @@ def test_sizes_that_differ_are_an_error_before_any_tensor_is_touched(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_goes_in_pieces_arrives_as_a_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("WHOLE", 4000), ("FIRST", 2000), ("REDUCED", 4000), ("UNCHANGED", 9000)):
-        monkeypatch.setattr(network, f"_{name}_BYTES", value)
+    send_in_short_pieces(monkeypatch)
     network_of_ranks, count = Network(size), 40_003
     ranks = range(size)
 

@@ -1,0 +1,1 @@
+"""Collectives of ranks that share memory: ``local``, over a ``board``."""

@@ -1,0 +1,1 @@
+"""Tests of ``spmd.collectives.between_hosts``."""
