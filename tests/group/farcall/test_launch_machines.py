@@ -160,7 +160,8 @@ def test_one_launcher_too_many_is_refused_and_the_job_goes_on(launchers: Launche
     assert third.end() == 1
     assert "the job has its 2 launchers, the launcher on" in third.lines[-1]
     assert "is one too many" in third.lines[-1]
-    assert any("was refused: the job has its 2 launchers" in each.said for each in both)
+    (coordinator,) = (each for each in both if "farcall: rank 0 of 2" in each.said)
+    coordinator.wait_for("was refused: the job has its 2 launchers")
     both[0].send(signal.SIGTERM)
     assert [each.end() for each in both] == [143, 143]
 
