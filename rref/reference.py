@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -162,10 +163,11 @@ class RRef(Generic[T]):
             Exception: the error of the function that was to create the object.
         """
         if self.is_owner():
-            shell = self._references
-            value: T = self._value("to_here", timeout).wait(
-                shell.calls.effective_timeout(timeout), f"{self} is still being made"
-            )
+            seconds = self._references.calls.effective_timeout(timeout)
+            began = time.monotonic()
+            found = self._value("to_here", seconds)
+            left = max(seconds - (time.monotonic() - began), 0.001) if seconds else 0.0
+            value: T = found.wait(left, f"{self} is still being made")
             return value
         shell = self._usable("to_here", timeout)
         payload = fetch(self._rref)

@@ -324,8 +324,10 @@ class References:
         return self._values.setdefault(rref, fresh) if value is LEFT else value
 
     def _arrived(self, rref: RRefId, fork: ForkId, fresh: Value, peer: int) -> Value | None:
+        # It is there before the reference is confirmed: another thread may look for it from then on.
+        value = self._values.setdefault(rref, fresh)
         if self._protocol.arrived(rref, fork, peer):
-            return self._values.setdefault(rref, fresh)
+            return value
         if self._values.get(rref) is fresh:
             del self._values[rref]
         return None

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["refuse", "register"]
-
-_refusal: str | None = None
-
-
-def refuse(reason: str | None) -> None:
-    """Make no process groups in this process from now on, for this reason; None: make them again."""
-    global _refusal
-    _refusal = reason
+__all__ = ["register"]
 
 
 def register() -> None:
@@ -26,9 +18,5 @@ def register() -> None:
 def _create(options: Any, pg_options: Any) -> Any:
     """What c10d calls for each rank of a new group."""
     from spmd.collectives.creation import create
-    from spmd.engine.errors import SpmdError
-
-    if _refusal is not None:
-        raise SpmdError(_refusal)
 
     return create(options, pg_options)

@@ -228,7 +228,8 @@ class _Processes:
 
     def start(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Start all processes, without waiting."""
-        show_log("main process")
+        if not is_initialized():  # or this process has a log already, under its name
+            show_log("main process")
         context = multiprocessing.get_context("spawn")
         work = _pickled((main, args))
         threads = max(1, usable_cores() // self._world_size)

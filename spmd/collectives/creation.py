@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +16,23 @@ from spmd.collectives.node import find_node
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.vendors import VendorProcessGroup, Vendors
 
-__all__ = ["create"]
+__all__ = ["check_not_refused", "create", "refuse"]
+
+_refusal: Callable[[], Exception] | None = None
+
+
+def refuse(error: Callable[[], Exception] | None) -> None:
+    """Form no process groups in this process from now on, and raise this error instead; None: form them
+    again.
+    """
+    global _refusal
+    _refusal = error
+
+
+def check_not_refused() -> None:
+    """Raise the error that was given to ``refuse``, if any."""
+    if _refusal is not None:
+        raise _refusal()
 
 
 def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
@@ -31,6 +48,7 @@ def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
         TypeError, ValueError: the timeout is not a ``timedelta``, or negative.
         CollectiveTimeoutError, RendezvousTimeoutError: a rank has not come in time.
     """
+    check_not_refused()
     vendors: Vendors | None = None
     if isinstance(agent_options, Vendors):
         vendors, agent_options = agent_options, None

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from rpc.errors import GroupMismatchError
 from rpc.runtime.current import current_agent
+from spmd.collectives.creation import check_not_refused
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.store import WorkerStore, fail_if_lost, forget_keys
 from spmd.collectives.vendors import Vendors, agreed, vendors
@@ -35,6 +36,7 @@ def init_process_group(timeout: timedelta | None = None, *, staged: bool = False
         GroupMismatchError: the group is dynamic, so its ranks are not known.
         ValueError: there is a default process group.
         TypeError: ``timeout`` is not a ``timedelta``.
+        RendezvousTimeoutError: not all workers have called it in time; names the missing ones.
         DistError: a worker is lost before the group is formed.
 
     Example::
@@ -56,6 +58,9 @@ def init_process_group(timeout: timedelta | None = None, *, staged: bool = False
             "a process group needs ranks that stay, but workers join and leave this dynamic RPC group: "
             "give init_rpc a world_size"
         )
+    check_not_refused()
+    if dist.is_initialized():
+        raise ValueError(f"rank {agent.get_worker_info().id} has a default process group already")
     me, workers = agent.get_worker_info(), agent.get_worker_infos()
     number = agent.extensions.get(_EXTENSION, (0, None))[0]
     store = WorkerStore(workers[0].name, f"{number}/")
@@ -64,7 +69,7 @@ def init_process_group(timeout: timedelta | None = None, *, staged: bool = False
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     backend = "farcall"
     with fail_if_lost(store, [worker.name for worker in workers]):
-        found = agreed(Vendors({}) if staged else vendors(), store, len(workers))
+        found = agreed(Vendors({}) if staged else vendors(), store, me.id, len(workers), timeout)
         if found.backends:
             backend = found.config
             options["pg_options"] = found

@@ -8,6 +8,7 @@ rank is gone, the other group is aborted as well.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Backend, Store  # type: ignore[attr-defined]
+from torch.distributed import Backend, DistStoreError, Store, default_pg_timeout  # type: ignore[attr-defined]
 
+from rpc.errors import RendezvousTimeoutError
 from spmd.collectives.arguments import accelerator
+from spmd.collectives.errors import StoreGivenUpError
 from spmd.collectives.group import Group
 from spmd.collectives.process_group import FarcallProcessGroup
 
@@ -75,26 +78,54 @@ def vendors() -> Vendors:
     return Vendors({mine.type: name})
 
 
-def agreed(mine: Vendors, store: Store, size: int, place: str | None = None) -> Vendors:
+def agreed(
+    mine: Vendors,
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta | None = None,
+    place: str | None = None,
+) -> Vendors:
     """Decide for all ranks alike: their backends, if each rank has the same ones; none otherwise.
 
-    A rank that stages a tensor while another one hands it to a vendor's backend would wait for ever.
+    A rank that stages a tensor while another one hands it to a vendor's backend would wait for ever. Rank 0
+    decides, once it has the backends of all.
 
     Args:
         mine: the backends that this rank has.
         store: of the ranks, with keys that only this decision uses.
-        size: number of ranks; all call this.
+        rank, size: of this rank, and the number of ranks; all call this.
+        timeout: maximum time to wait for the other ranks; default: c10d's, 30 minutes.
         place: name of this rank's device among all hosts, if no two ranks may have the same one.
 
     Raises:
+        RendezvousTimeoutError: not all ranks have come in time; names the missing ones.
         StoreGivenUpError: forming the group was given up.
     """
-    shared = place is not None and store.add(f"place/{place}", 1) > 1
-    config = "" if shared else mine.config
-    same = store.add(f"backends/{config}", 1)
-    if store.add("asked", 1) == size:  # the last one decides: all others have been counted
-        store.set("decided", "agreed" if config and same == size else "staged")
+    limit = timeout or default_pg_timeout
+    ranks = [f"backends/{each}" for each in range(size)]
+    store.set(ranks[rank], json.dumps([mine.config if mine.backends else "", place]))
+    try:
+        if rank == 0:
+            store.wait(ranks, limit)
+            store.set("decided", _decided([json.loads(store.get(each)) for each in ranks]))
+        store.wait(["decided"], limit)
+    except StoreGivenUpError:
+        raise
+    except DistStoreError as error:
+        missing = [str(each) for each in range(size) if not store.check([ranks[each]])]
+        raise RendezvousTimeoutError(
+            f"rank {rank} has waited {limit.total_seconds():g} s for the other ranks of a process group of "
+            f"{size}; missing: {', '.join(missing) or '0'}. Check that they run, and form the same group."
+        ) from error
     return mine if store.get("decided") == b"agreed" else Vendors({})
+
+
+def _decided(ranks: list[tuple[str, str | None]]) -> str:
+    configs = {config for config, _ in ranks}
+    places = [place for _, place in ranks if place is not None]
+    alike = len(configs) == 1 and "" not in configs and len(set(places)) == len(places)
+    return "agreed" if alike else "staged"
 
 
 class VendorProcessGroup(FarcallProcessGroup):

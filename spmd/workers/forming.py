@@ -57,7 +57,7 @@ class Forming:
         with fail_if_lost(self._store, needed):
             try:
                 if vendors is not None:
-                    vendors = agreed(vendors, self._store, len(self._workers), place)
+                    vendors = agreed(vendors, self._store, rank, len(self._workers), timeout, place)
                 dist.init_process_group(
                     "farcall" if vendors is None or not vendors.backends else vendors.config,
                     store=self._store,

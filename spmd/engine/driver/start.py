@@ -28,7 +28,7 @@ from rpc.lifecycle.logs import show_log
 from rpc.options import AgentOptions
 from rpc.runtime.current import current_agent, is_initialized
 from rpc.runtime.notices import Notices, tell_of_start
-from spmd import backend
+from spmd.collectives.creation import refuse
 from spmd.collectives.store import WorkerStore
 from spmd.engine.driver.current import DEVICE, set_engine
 from spmd.engine.driver.device import set_up
@@ -173,7 +173,7 @@ def use_spmd(
     else:
         _mode = _on_this_machine(workers, programs, of_workers)
     set_engine(_mode.session)
-    backend.refuse(_ALONE)
+    refuse(lambda: SpmdError(_ALONE))
     atexit.register(shutdown)
     return _mode.session
 
@@ -294,7 +294,7 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     set_engine(None)
-    backend.refuse(None)
+    refuse(None)
     mode.end()
 
 

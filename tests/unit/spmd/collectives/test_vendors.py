@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from rpc.errors import RendezvousTimeoutError
 from spmd.collectives.vendors import Vendors, agreed
 
 NCCL = Vendors({"cuda": "nccl"})
@@ -17,7 +19,11 @@ def decide(*ranks: tuple[Vendors, str | None]) -> list[Vendors]:
     """What each rank is told, with the backends and the place that it has."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     with ThreadPoolExecutor(len(ranks)) as threads:
-        return list(threads.map(lambda rank: agreed(rank[0], store, len(ranks), rank[1]), ranks))
+        told = [
+            threads.submit(agreed, backends, store, rank, len(ranks), None, place)
+            for rank, (backends, place) in enumerate(ranks)
+        ]
+        return [each.result() for each in told]
 
 
 @pytest.mark.parametrize("places", [[None] * 3, ["a cuda:0", "a cuda:1", "b cuda:0"]])
@@ -38,3 +44,18 @@ def test_ranks_that_share_a_device_decide_for_all() -> None:
 
 def test_no_rank_has_any() -> None:
     assert decide((NONE, None), (NONE, "a")) == [NONE] * 2
+
+
+def test_ranks_that_come_in_any_order_are_told_the_same() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(3) as threads:
+        told = [threads.submit(agreed, NCCL, store, rank, 3) for rank in (2, 0, 1)]
+        assert [each.result() for each in told] == [NCCL] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_missing_ranks_are_named_after_the_timeout(rank: int) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    missing = {0: "1, 2", 1: "0, 2"}[rank]
+    with pytest.raises(RendezvousTimeoutError, match=f"missing: {missing}"):
+        agreed(NCCL, store, rank, 3, timedelta(milliseconds=10))
