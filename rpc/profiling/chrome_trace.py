@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,6 +13,9 @@ from rpc.profiling.calls import REMOTE, Gathered
 __all__ = ["exporting"]
 
 _CATEGORY: Final = "cpu_op"
+
+_CLOCKS_DIFFER: Final = 1000.0
+"""Maximum difference in microseconds between PyTorch's clock and that of calls, on a busy host."""
 
 
 def exporting(theirs: Callable[..., Any], gathered: Gathered) -> Callable[..., Any]:
@@ -41,6 +45,7 @@ def _add_calls(trace: dict[str, Any], gathered: Gathered) -> None:
             places.setdefault(event["name"], []).append(event)
     for found in places.values():
         found.sort(key=lambda event: float(event["ts"]))
+    starts = _starts_by_thread(events)
     processes: set[str] = set()
     for number, span in enumerate(sorted(gathered.spans, key=lambda span: span.start)):
         marks = places.get(span.key)
@@ -48,8 +53,13 @@ def _add_calls(trace: dict[str, Any], gathered: Gathered) -> None:
         if span.end is None:
             continue
         if mark is not None and span.how == "sync":  # the thread has waited; others went on
-            mark["dur"] = max(mark["dur"], round(span.end - began - mark["ts"], 3))
+            end = _before_next(starts, mark, span.end - began)
+            mark["dur"] = max(mark["dur"], round(end - mark["ts"], 3))
         remote = gathered.remote_events(span, began)
+        if mark is not None and span.how == "sync":
+            for event in remote:
+                for key in ("start", "end"):
+                    event[key] = min(max(event[key], mark["ts"]), mark["ts"] + mark["dur"])
         for event in remote:
             process = f"worker {event['node_id']}, called from here"
             processes.add(process)
@@ -78,3 +88,20 @@ def _add_calls(trace: dict[str, Any], gathered: Gathered) -> None:
     for process in sorted(processes):
         named = {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": process}}
         events.append(named)
+
+
+def _starts_by_thread(events: list[dict[str, Any]]) -> dict[Any, list[float]]:
+    starts: dict[Any, list[float]] = {}
+    for event in events:
+        if event.get("ph") == "X":
+            starts.setdefault((event["pid"], event["tid"]), []).append(float(event["ts"]))
+    for found in starts.values():
+        found.sort()
+    return starts
+
+
+def _before_next(starts: dict[Any, list[float]], mark: dict[str, Any], end: float) -> float:
+    """Return ``end``, or when the thread of a mark begins its next event if that is a moment earlier."""
+    found = starts[mark["pid"], mark["tid"]]
+    position = bisect_left(found, max(float(mark["ts"]) + float(mark["dur"]), end - _CLOCKS_DIFFER))
+    return min(end, found[position]) if position < len(found) else end
