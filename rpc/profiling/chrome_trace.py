@@ -14,6 +14,9 @@ __all__ = ["exporting"]
 
 _CATEGORY: Final = "cpu_op"
 
+_ROUNDING: Final = 0.01
+"""Maximum error in microseconds of a time that is written with three digits, since 1970 or the trace's base."""
+
 _CLOCKS_DIFFER: Final = 1000.0
 """Maximum difference in microseconds between PyTorch's clock and that of calls, on a busy host."""
 
@@ -53,13 +56,14 @@ def _add_calls(trace: dict[str, Any], gathered: Gathered) -> None:
         if span.end is None:
             continue
         if mark is not None and span.how == "sync":  # the thread has waited; others went on
-            end = _before_next(starts, mark, span.end - began)
-            mark["dur"] = max(mark["dur"], round(end - mark["ts"], 3))
+            until = _before_next(starts, mark, span.end - began)
+            mark["dur"] = max(mark["dur"], round(until - mark["ts"], 3))
         remote = gathered.remote_events(span, began)
         if mark is not None and span.how == "sync":
+            latest = max(mark["ts"], mark["ts"] + mark["dur"] - _ROUNDING)
             for event in remote:
                 for key in ("start", "end"):
-                    event[key] = min(max(event[key], mark["ts"]), mark["ts"] + mark["dur"])
+                    event[key] = min(max(event[key], mark["ts"]), latest)
         for event in remote:
             process = f"worker {event['node_id']}, called from here"
             processes.add(process)
