@@ -15,7 +15,7 @@ __all__ = ["exporting"]
 _CATEGORY: Final = "cpu_op"
 
 _ROUNDING: Final = 0.01
-"""Maximum error in microseconds of a time that is written with three digits, since 1970 or the trace's base."""
+"""Maximum error in microseconds of a time that is written with three digits."""
 
 _CLOCKS_DIFFER: Final = 1000.0
 """Maximum difference in microseconds between PyTorch's clock and that of calls, on a busy host."""
