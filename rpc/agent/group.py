@@ -119,6 +119,7 @@ class Reception:
         hooks: Hooks,
         events: Events,
     ) -> None:
+        self.followed = dispatcher.followed
         self.frames_received = dispatcher.frames_received
         self.take_inline = dispatcher.take_inline
         self.find_target = bulk.find_target

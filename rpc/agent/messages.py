@@ -33,7 +33,9 @@ class Messages:
     shared_memory: SharedMemory
     bulk_streams: BulkStreams
 
-    def on(self, kind: int, handler: KindHandler, *, any_thread: bool = False) -> None:
+    def on(
+        self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
+    ) -> None:
         """Register ``handler`` for messages of another kind; see ``Dispatcher.on``.
 
         Raises:
@@ -41,4 +43,4 @@ class Messages:
         """
         if kind < Kind.EXTENSION:
             raise ValueError(f"message kind {kind} is reserved")
-        self.dispatcher.on(kind, handler, any_thread=any_thread)
+        self.dispatcher.on(kind, handler, any_thread=any_thread, followed=followed)

@@ -431,7 +431,6 @@ class Messages:
             return
         self._closed = True
         if self._members.failure is not None:
-            # otherwise ranks that have not been notified would take leaving for the reason
             self.tell_failure(self._members.failure)
         for rank in self._others:
             self._note(rank, _Kind.LEAVE)
