@@ -67,6 +67,9 @@ def huge() -> torch.Tensor:
 
 @in_worker0(**ACROSS)
 def test_a_message_without_memory_fails_its_call_and_the_connection_goes_on() -> None:
+    assert (
+        rpc.rpc_sync("worker1", torch.numel, args=(huge(),)) == _HUGE
+    )  # its threads have their memory before the limit
     rpc.rpc_sync("worker1", has_room_for, args=(_HUGE // 2,))
     for ask_for in (
         lambda tensor: rpc.rpc_sync("worker1", torch.numel, args=(tensor,)),
@@ -84,6 +87,7 @@ def test_a_message_without_memory_fails_its_call_and_the_connection_goes_on() ->
 def test_an_answer_without_memory_fails_its_call_and_the_connection_goes_on() -> None:
     made = rpc.remote("worker1", huge)
     assert made.rpc_sync().numel() == _HUGE
+    assert made.to_here().numel() == _HUGE  # threads have their memory before the limit
     has_room_for(_HUGE // 2)
     asks: list[Callable[[], Any]] = [lambda: rpc.rpc_sync("worker1", huge), made.to_here]
     for ask_for in asks:
