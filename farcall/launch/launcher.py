@@ -88,9 +88,8 @@ def launch(
     status = _sum_up(job, end)
     if end.failure is not None:
         watch.explain(end.failure)
-    if (
-        not group.let_go
-    ):  # a thread waits in C++ for a store that does not answer: Python's shutdown would abort
+    # A thread waits in C++ for a store that does not answer: Python's shutdown would abort.
+    if not group.let_go:
         os._exit(status)
     return status
 

@@ -245,9 +245,8 @@ class Link:
             launchers, refusal = placed(list(came.values()))
             if len(came) >= job.nodes and not refusal:
                 return launchers, ""
-            if (
-                refusal and time.monotonic() - since > SILENT_SECONDS
-            ):  # none of them has left, so all of them take part
+            # None of them has left, so all of them take part.
+            if refusal and time.monotonic() - since > SILENT_SECONDS:
                 return tuple(came.values()), refusal
             there = f"so far there is {', '.join(map(str, came.values()))}"
             doctor = f"farcall doctor --meet {job.rdzv}"

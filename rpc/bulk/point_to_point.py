@@ -288,9 +288,8 @@ class Bulk:
             if stream.inbound.end is not None:
                 raise ProtocolError(f"tag {stream.tag} is closed twice")
             (end,) = _END.unpack(frame.buffers[0])
-            for (
-                sequence
-            ) in stream.targets:  # otherwise they would be written to after their posts have failed
+            # Otherwise they would be written to after their posts have failed.
+            for sequence in stream.targets:
                 if (sequence - end) % SEQUENCES < SEQUENCES // 2:
                     raise ProtocolError(f"message {sequence} of tag {stream.tag} comes after the last one")
             stream.inbound.end = end
@@ -403,9 +402,8 @@ class Bulk:
         """Handle a message that has arrived. May return a task for an executor thread: a long copy."""
         tag, sequence = divmod(frame.call_id, SEQUENCES)
         if isinstance(frame.buffers, Incomplete):
-            self._lose(
-                peer, frame.buffers.reason
-            )  # a thread that waits for this message must not wait longer
+            # A thread that waits for this message must not wait longer.
+            self._lose(peer, frame.buffers.reason)
             return None
         first, *rest = frame.buffers or [None]
         if first is None or frame.header or (rest and len(first) > 1):

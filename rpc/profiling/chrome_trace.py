@@ -55,11 +55,10 @@ def _add_calls(trace: dict[str, Any], gathered: Gathered) -> None:
         mark = marks.pop(0) if marks else None
         if span.end is None:
             continue
+        remote = gathered.remote_events(span, began)
         if mark is not None and span.how == "sync":  # the thread has waited; others went on
             until = _before_next(starts, mark, span.end - began)
             mark["dur"] = max(mark["dur"], round(until - mark["ts"], 3))
-        remote = gathered.remote_events(span, began)
-        if mark is not None and span.how == "sync":
             latest = max(mark["ts"], mark["ts"] + mark["dur"] - _ROUNDING)
             for event in remote:
                 for key in ("start", "end"):

@@ -94,9 +94,8 @@ class BulkSocket:
     def shut_down(self) -> None:
         """Interrupt all uses of the socket by other threads. From any thread."""
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(
-                self._socket, socket.SHUT_RDWR
-            )  # ``shutdown`` of a TLS socket would go on without encryption
+            # ``shutdown`` of a TLS socket would go on without encryption.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket, which no thread may be using."""

@@ -230,9 +230,8 @@ class StreamConnection:
             self.close(self._why_ended(error))
             return 0, 0
         if received == 0:
-            self.close(
-                self._why_ended(self._queue.error)
-            )  # the kernel may have reported the reason to the writing thread
+            # The kernel may have reported the reason to the writing thread.
+            self.close(self._why_ended(self._queue.error))
         return received or 0, capacity
 
     def _why_ended(self, error: OSError | None) -> str:

@@ -180,9 +180,8 @@ class TlsStream(DescriptorStream):
                     except OSError as error:
                         if not filled:
                             raise
-                        self._broken = error.with_traceback(
-                            None
-                        )  # what arrived before it goes to the caller first
+                        # What arrived before it goes to the caller first.
+                        self._broken = error.with_traceback(None)
                         return filled
                     if not count:
                         return filled

@@ -73,9 +73,8 @@ def test_requests_on_one_object_follow_each_other(run_workers: RunWorkers, mode:
     assert run_workers(count_on_one_object, 2, args=(mode,), time_limit=60)[0] == [True] * 5
 
 
-LARGE = (
-    SMALLEST_BYTES // 4
-)  # elements of four bytes: of a tensor that is read in place, once the workers have agreed
+# Elements of four bytes: of a tensor that is read in place, once the workers have agreed.
+LARGE = SMALLEST_BYTES // 4
 
 
 class Keeper:

@@ -67,9 +67,8 @@ def huge() -> torch.Tensor:
 
 @in_worker0(**ACROSS)
 def test_a_message_without_memory_fails_its_call_and_the_connection_goes_on() -> None:
-    assert (
-        rpc.rpc_sync("worker1", torch.numel, args=(huge(),)) == _HUGE
-    )  # its threads have their memory before the limit
+    # Its threads have their memory before the limit.
+    assert rpc.rpc_sync("worker1", torch.numel, args=(huge(),)) == _HUGE
     rpc.rpc_sync("worker1", has_room_for, args=(_HUGE // 2,))
     for ask_for in (
         lambda tensor: rpc.rpc_sync("worker1", torch.numel, args=(tensor,)),
