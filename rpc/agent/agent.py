@@ -200,6 +200,7 @@ class Agent:
             peers, serializer, tracing, events, executor, activity, sender.send, completions.run_soon
         )
         hooks.gone.extend((lambda peer, _: control.forget(peer), lambda peer, _: table.lost(peer)))
+        hooks.gone.append(answers.peer_gone)
         activity.add(table.unanswered, lambda: table.opened)
         activity.add(control.unacknowledged, lambda: control.posted)
         activity.serve(lambda: answers.requests_begun)

@@ -143,6 +143,8 @@ class RequestRunner:
         self._run_soon = run_soon
         self.devices: RequestDevices | None = None
         self._cancellable: dict[tuple[Peer, int], Request] = {}
+        self._awaiting: dict[Request, Task] = {}
+        """Requests that wait for objects beside their buffers, with the tasks that are to run then."""
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
         self._stopped = False
@@ -210,15 +212,32 @@ class RequestRunner:
         if request.arrivals is None:
             return task
         self._activity.postponed.begin()
+        self._awaiting[request] = task
+        if self._serializer.ready(request.arrivals, functools.partial(self._admit, request)):
+            if self._awaiting.pop(request, None) is None:
+                return None
+            self._activity.postponed.end()
+            return task
+        if request.peer.lost is not None:  # maybe since ``peer_gone``
+            self._cancel(request)
+        return None
 
-        def admit() -> None:
+    def _admit(self, request: Request) -> None:
+        """Run a request that has waited for its objects, unless it was cancelled in the meantime."""
+        task = self._awaiting.pop(request, None)
+        if task is not None:
             self._executor.submit(task)
             self._ended()
 
-        if self._serializer.ready(request.arrivals, admit):
-            self._activity.postponed.end()
-            return task
-        return None
+    def _cancel(self, request: Request) -> None:
+        request.cancel()
+        self._admit(request)
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        """Cancel the requests of a lost worker that wait for objects, which may never be ready."""
+        for request in list(self._awaiting):
+            if request.peer is peer:
+                self._cancel(request)
 
     # ---- running them
 
@@ -226,8 +245,6 @@ class RequestRunner:
         """Run a request and answer it; ``load`` reads it, if it is not a plain call."""
         function: Callable[..., Any] | None = None
         try:
-            if request.cancelled:
-                raise asyncio.CancelledError
             function, args, kwargs = (load or self.load)(request)
             value = self.start(function, args, kwargs, request)
         except BaseException as error:
@@ -237,7 +254,7 @@ class RequestRunner:
             request.frame.buffers.clear()
             return
         if request.cancelled:  # by now
-            self.fail(request.peer, request.frame.call_id, asyncio.CancelledError())  # type: ignore[unreachable]
+            self.fail(request.peer, request.frame.call_id, asyncio.CancelledError())
             return
         del args, kwargs
         # Release the arguments' memory before the caller continues, as it may use that memory.
@@ -272,7 +289,14 @@ class RequestRunner:
             self._executor.lend(source, at_once=False)
 
     def load(self, request: Request) -> Call:
-        """Return the function and arguments of a request; raises the error of unpickling."""
+        """Return the function and arguments of a request.
+
+        Raises:
+            CancelledError: it has been cancelled.
+            Exception: the error of unpickling.
+        """
+        if request.cancelled:
+            raise asyncio.CancelledError
         if self._events.run_begun is not None:
             request.taken = monotonic()
         peer = request.peer
@@ -524,7 +548,7 @@ class RequestRunner:
             raise ProtocolError(f"asked to cancel the call {call_id!r:.60}, which is no number")
         request = self._cancellable.get((peer, call_id))
         if request is not None:
-            request.cancel()
+            self._cancel(request)
 
     # ---- coroutines
 

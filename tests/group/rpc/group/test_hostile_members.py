@@ -6,6 +6,7 @@ import gc
 import random
 import re
 import resource
+import socket
 import struct
 import sys
 from typing import Any
@@ -194,6 +195,34 @@ def test_random_messages_of_members_are_survived_and_take_no_memory(run_workers:
     dismiss(workers)
     surprises = ("deferred action", "Exception in callback", "Task exception")
     assert not [line for line in log_lines(workers[1]) if any(each in line for each in surprises)]
+
+
+def say_that_it_ran() -> None:
+    print("it ran", flush=True)
+
+
+def call_with_references_that_never_arrive(at: Target) -> None:
+    own = current_agent().group.peers.own
+    with Hostile(at) as peer:
+        member = peer.newcomer(1)
+        peer.join(member)
+        me, victim = member.incarnation, at.member.incarnation
+        for number, kind in enumerate((Kind.CALL, CREATE), 1):
+            call = own.codec.dump_call(say_that_it_ran, (), {}, own)
+            if kind == CREATE:
+                name_creation(call, (me, 1), (me, 2))
+            of_an_unknown_creator = [victim, [victim ^ 1, number], [me, 10 + number]]
+            peer.say(frame(kind, {"rref": [of_an_unknown_creator]}, call.buffers, number))
+        peer.socket.shutdown(socket.SHUT_WR)
+        assert peer.hear_all() == []
+
+
+def test_calls_of_a_dead_worker_whose_references_never_arrive_end_with_it(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = ask(workers[1], target)
+    ask(workers[0], call_with_references_that_never_arrive, at)
+    dismiss(workers)
+    assert "it ran" not in workers[1].log.read_text()
 
 
 def announce_much(at: Target) -> None:

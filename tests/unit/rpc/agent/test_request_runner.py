@@ -159,7 +159,7 @@ def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more() -> Non
 
     serializer.ready = ready  # type: ignore[assignment]
     ran: list[Request] = []
-    request = Request(SimpleNamespace(reader=None), None, {"rref": []})  # type: ignore[arg-type]
+    request = Request(SimpleNamespace(reader=None, lost=None), None, {"rref": []})  # type: ignore[arg-type]
     callee = runner(activity=activity, serializer=serializer, executor=SimpleNamespace(submit=run))
     assert callee.accept(request, ran.append) is None
     assert (ran, activity.postponed.value) == ([], 1)
@@ -167,6 +167,28 @@ def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more() -> Non
     confirm()
     assert ran == [request]
     assert activity.told[-1] == 0
+
+
+def test_a_lost_workers_request_that_waits_for_objects_is_cancelled_and_counted_no_more() -> None:
+    confirmations: list[Callable[[], object]] = []
+    activity, serializer = Activity(), Serializer()
+
+    def ready(_: object, when_ready: Callable[[], object]) -> bool:
+        confirmations.append(when_ready)
+        return False
+
+    serializer.ready = ready  # type: ignore[assignment]
+    submitted: list[Task] = []
+    lost: Any = SimpleNamespace(reader=None, lost=None)
+    request = Request(lost, None, {"rref": []})  # type: ignore[arg-type]
+    callee = runner(
+        activity=activity, serializer=serializer, executor=SimpleNamespace(submit=submitted.append)
+    )
+    assert callee.accept(request, print) is None
+    callee.peer_gone(lost, "it has died")
+    assert (len(submitted), activity.postponed.value, request.cancelled) == (1, 0, True)
+    confirmations[0]()
+    assert (len(submitted), activity.postponed.value) == (1, 0)
 
 
 def test_that_an_answer_was_lost_is_said_by_a_thread_that_may_wait() -> None:
