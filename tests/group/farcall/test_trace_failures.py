@@ -31,6 +31,7 @@ def serve_until_told(worker: Worker) -> None:
             worker.wait_for("all are there")
             while not (worker.folder / "leave").exists():
                 rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+            worker.report("calls no more")
         else:
             worker.report("ready")
             worker.wait_for("leave")
@@ -61,6 +62,7 @@ def job_of(
 
     def end() -> None:
         (folder / "leave").touch()
+        workers[0].wait_for("calls no more")
         for each in workers[1:]:
             if not each.ended:
                 each.tell("leave")
