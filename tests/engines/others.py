@@ -31,6 +31,7 @@ def test_launchers_are_started_by_ssh(nodes: Nodes) -> None:
     nodes.run(1, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / "id"))
     (keys / "config").write_text(
         f"Host *\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
+        " ConnectionAttempts 30\n"  # one per second: sshd is being started
         f" IdentityFile {keys}/id\n"
     )
     shown = " ".join(f"{name}={nodes.environment[name]}" for name in ("PATH", "PYTHONPATH"))

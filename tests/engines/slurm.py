@@ -88,9 +88,17 @@ class Slurm:
         return self("squeue", "-h", "-j", job, "-t", "all", "-o", "%T", status=None).strip()
 
     def do_not_delay(self, job: str) -> None:
-        """Start a job that is requeued at once, and not two minutes later."""
+        """Start a job that is requeued at once, and not two minutes later. Slurm delays it again when its
+        last process has ended, which may be after it has become pending.
+        """
         until(lambda: self.state(job) == "PENDING")
-        self("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+        def runs() -> bool:
+            if self.state(job) == "PENDING":
+                self("scontrol", "update", f"JobId={job}", "StartTime=now", status=None)
+            return self.state(job) in {"RUNNING", "COMPLETED", ""}
+
+        until(runs)
 
 
 def until(holds: Callable[[], object], seconds: float = 120.0) -> None:
