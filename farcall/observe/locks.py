@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType, MethodType
 from typing import Any, Final
 
+from rpc.runtime.stacks import variables_of
+
 __all__ = ["Awaited", "Holder", "awaited_object", "holder_of", "is_lock", "kind_of"]
 
 _OWNER: Final = re.compile(r"owner=(\d+)")
@@ -108,7 +110,7 @@ def _words(chain: Chain) -> str:
 
 
 def _variable(frame: FrameType, name: str) -> Any:
-    for values in (frame.f_locals, frame.f_globals, frame.f_builtins):
+    for values in (variables_of(frame), frame.f_globals, frame.f_builtins):
         if name in values:
             return values[name]
     return _MISSING

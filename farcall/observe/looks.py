@@ -29,12 +29,14 @@ from rpc.runtime.stacks import (
     coroutine_frames,
     frames_of_others,
     is_users,
+    refresh_variables,
     users_frame,
+    variables_of,
     waits_for,
     waits_in,
 )
 
-__all__ = ["Looker", "Observed"]
+__all__ = ["LEAST_WAIT_SECONDS", "Looker", "Observed"]
 
 _MAX_FRAMES: Final = 24
 """Maximum number of frames of a stack."""
@@ -46,6 +48,9 @@ _MAX_PEERS: Final = 600
 _MAX_TEXT: Final = 200
 _SAME_LOOKS: Final = 8
 """Number of looks after which a thread that has not moved is described again."""
+
+LEAST_WAIT_SECONDS: Final = 1.0
+"""Time in seconds for which a thread must have waited before its variables are read to find for what."""
 
 _LEAST_SHARE: Final = 0.2
 """Share of the time since the last look for which a thread must have run, or waited for a core, to count as
@@ -98,6 +103,7 @@ class Looker:
 
     def _moved(self, now: float) -> bool:
         frames = _frames(self.ignored)
+        refresh_variables(frames.values())
         before, current = self._threads, {}
         waiting = {each.thread: id(each) for each in waits.current()}
         changed = False
@@ -157,7 +163,8 @@ class Looker:
             if again and seen.described is not None and not computes and seen.looks % _SAME_LOOKS:
                 described.append(seen.described)
                 continue
-            found = _thread(ident, frame, frames, computes=computes)
+            waits_long = now - seen.since >= LEAST_WAIT_SECONDS
+            found = _thread(ident, frame, frames, computes=computes, waits_long=waits_long)
             found |= {
                 "id": ident,
                 "native": native,
@@ -168,7 +175,7 @@ class Looker:
                 found["waits"] = waiting[ident]
                 found.pop("idle", None)
             # The first description may be of a momentary state; computing, and waits of a group, change.
-            lasts = seen.looks > 1 and not computes and ident not in waiting
+            lasts = seen.looks > 1 and waits_long and not computes and ident not in waiting
             seen.described = found if lasts else None
             described.append(found)
         return described
@@ -317,7 +324,7 @@ def _place(frame: FrameType) -> list[Any]:
 
 
 def _thread(
-    ident: int, innermost: FrameType, frames: Mapping[int, FrameType], *, computes: bool
+    ident: int, innermost: FrameType, frames: Mapping[int, FrameType], *, computes: bool, waits_long: bool
 ) -> dict[str, Any]:
     """Describe what one thread does."""
     run = request_of(innermost)
@@ -327,7 +334,7 @@ def _thread(
     if run is not None:
         request, frame = run
         found["request"] = [request.peer.incarnation, request.frame.call_id]
-        function = frame.f_locals.get("function")
+        function = variables_of(frame).get("function")
         if function is not None:
             found["function"] = _text(name_of(function))
     if call is not None:
@@ -342,7 +349,7 @@ def _thread(
     if users is not None:
         found["at"] = _place(users)
         found["doing"] = waits_for(innermost, None if run is None else run[1])
-        if not computes and call is None:
+        if waits_long and not computes and call is None:
             found |= _lock(ident, users, frames)
     elif run is not None:
         found["doing"] = waits_in(str(found.get("function", "")).rpartition(".")[2])

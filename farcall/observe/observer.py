@@ -22,7 +22,7 @@ from typing import Any, Final
 from farcall.observe.frozen_stacks import FrozenStacks
 from farcall.observe.jobs import jobs_folder, remove_old
 from farcall.observe.layout import Beat
-from farcall.observe.looks import Looker
+from farcall.observe.looks import LEAST_WAIT_SECONDS, Looker
 from farcall.observe.orders import Orders
 from farcall.observe.processes import start_of
 from farcall.observe.state_file import StateFile
@@ -300,7 +300,9 @@ class Observer:
             before.rmdir()  # if nothing else is there
 
     def _write(self, agents: list[Any], now: float, *, progress: bool) -> bool:
-        """Write a snapshot; returns whether a thread that runs code of the program has moved or computes."""
+        """Write a snapshot; returns whether a thread that runs code of the program is to be described again:
+        it has moved lately, or computes.
+        """
         assert self._file is not None
         snapshot: dict[str, Any] = {
             "worker": self.identity | {"job": self.job},
@@ -332,7 +334,9 @@ class Observer:
             for each in threads:
                 each.pop("stack", None)
             snapshot["threads"] = sorted(threads, key=lambda each: "idle" in each)[: len(threads) // 2]
-        return moves
+        return moves or any(
+            "at" in each and now - each["since"] < LEAST_WAIT_SECONDS for each in snapshot["threads"]
+        )
 
     def _follow(self, snapshot: dict[str, Any]) -> bool:
         """Record calls and requests that a look has seen, as they begin and end; returns whether any did."""

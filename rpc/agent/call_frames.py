@@ -5,14 +5,14 @@ their frames.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
 from typing import Any, Final
 
 from rpc.agent.calls import PendingCall, name_of
 from rpc.agent.futures import Future, as_completed
 from rpc.agent.request_runner import Request, RequestRunner
-from rpc.runtime.stacks import collection_paused, frames_of_others, is_users
+from rpc.runtime.stacks import collection_paused, frames_of_others, is_users, variables_of
 
 __all__ = ["awaited_call", "awaited_in", "request_of", "running"]
 
@@ -27,7 +27,7 @@ def _call_of(future: object) -> PendingCall | None:
     return call if isinstance(call, PendingCall) else None
 
 
-_WAITS: Final[dict[CodeType, Callable[[dict[str, Any]], PendingCall | None]]] = {
+_WAITS: Final[dict[CodeType, Callable[[Mapping[str, Any]], PendingCall | None]]] = {
     PendingCall.wait.__code__: lambda values: values.get("self"),
     Future.wait.__code__: lambda values: _call_of(values.get("self")),
     Future.__await__.__code__: lambda values: _call_of(values.get("self")),
@@ -43,7 +43,7 @@ def awaited_call(frame: FrameType | None) -> PendingCall | None:
     while frame is not None and not is_users(frame.f_code.co_filename):
         find = _WAITS.get(frame.f_code)
         if find is not None:
-            call = find(frame.f_locals)
+            call = find(variables_of(frame))
             return call if call is not None and call.outcome is None else None
         frame = frame.f_back
     return None
@@ -52,14 +52,14 @@ def awaited_call(frame: FrameType | None) -> PendingCall | None:
 def awaited_in(frame: FrameType) -> PendingCall | None:
     """Return the call that this frame itself waits for: the innermost one of a suspended coroutine."""
     find = _WAITS.get(frame.f_code)
-    return None if find is None else find(frame.f_locals)
+    return None if find is None else find(variables_of(frame))
 
 
 def request_of(frame: FrameType | None) -> tuple[Request, FrameType] | None:
     """Return the request that a thread runs, given its innermost frame, and the frame that started it."""
     while frame is not None:
         if frame.f_code in _RUNS:
-            request = frame.f_locals.get("request")
+            request = variables_of(frame).get("request")
             if isinstance(request, Request):
                 return request, frame
         frame = frame.f_back
@@ -73,7 +73,7 @@ def running(threads: Iterable[threading.Thread]) -> list[str]:
         frames = frames_of_others()
         for thread in threads:
             running = request_of(frames.get(thread.ident or 0))
-            function = None if running is None else running[1].f_locals.get("function")
+            function = None if running is None else variables_of(running[1]).get("function")
             if running is not None and function is not None:
                 found.append(f"{name_of(function)} for worker '{running[0].peer.name}'")
     return found

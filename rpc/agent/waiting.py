@@ -43,6 +43,7 @@ from rpc.runtime.stacks import (
     is_users,
     place_of,
     users_frame,
+    variables_of,
     waits_for,
     waits_in,
 )
@@ -352,7 +353,7 @@ def _running(ident: int, innermost: FrameType, run: FrameType, *, computing: boo
         function, place = users.f_code.co_qualname, place_of(users)
         doing = "computes" if computing else waits_for(innermost, run)
     else:
-        what = run.f_locals.get("function")
+        what = variables_of(run).get("function")
         function, place = "" if what is None else name_of(what), ""
         doing = "computes" if computing else waits_in(function.rpartition(".")[2])
     return Answer("running", "a thread" if thread is None else thread.name, function, place, doing, 0, awaits)

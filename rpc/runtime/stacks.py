@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -27,7 +27,9 @@ __all__ = [
     "frames_of_others",
     "is_users",
     "place_of",
+    "refresh_variables",
     "users_frame",
+    "variables_of",
     "waits_for",
     "waits_in",
 ]
@@ -147,6 +149,40 @@ def frames_of_others() -> dict[int, FrameType]:
     # Otherwise this frame would keep itself and its callers alive until garbage is collected.
     del frames[threading.get_ident()]
     return frames
+
+
+_COPIES_VARIABLES: Final = sys.version_info < (3, 13)
+"""Whether reading ``f_locals`` copies all variables of the frame; the copy lives as long as the frame."""
+
+_copied: Final[set[int]] = set()
+"""Identities of the frames whose variables have been read."""
+
+
+def variables_of(frame: FrameType) -> Mapping[str, Any]:
+    """Return the local variables of a frame, which is read within :func:`collection_paused`.
+
+    CPython before 3.13 copies all of them, and the copy holds what the frame deletes or replaces later, until
+    :func:`refresh_variables` or the end of the frame.
+    """
+    if _COPIES_VARIABLES:
+        _copied.add(id(frame))
+    return frame.f_locals
+
+
+def refresh_variables(innermost: Iterable[FrameType]) -> None:
+    """Release what only copies of variables hold, given the innermost frames of all threads but this one."""
+    before = _copied.copy()
+    if not before:
+        return
+    found = set()
+    for outward in innermost:
+        frame: FrameType | None = outward
+        while frame is not None:
+            if id(frame) in before:
+                found.add(id(frame))
+                frame.f_locals.keys()  # copies them again
+            frame = frame.f_back
+    _copied.difference_update(before - found)
 
 
 @functools.lru_cache(maxsize=4096)
