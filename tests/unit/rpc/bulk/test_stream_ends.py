@@ -77,6 +77,7 @@ class Receiver:
         self.failed = threading.Event()
         self.left = threading.Semaphore(0)
         self._came = threading.Condition()
+        self._socks = socks
         self.readers = [
             StreamReader(
                 loop or Loop(),
@@ -101,8 +102,12 @@ class Receiver:
             self._came.notify_all()
 
     def _failed(self, malformed: bool, reason: str) -> None:
+        """Hangs up, as the owner of the streams does."""
         self.failures.append((malformed, reason))
         self.failed.set()
+        for each in self._socks:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def wait_for(self, count: int) -> list[Frame]:
         with self._came:
