@@ -1,7 +1,8 @@
 """One look at this process: its threads, calls, requests, peers and waits, as plain values.
 
 Only names, positions, numbers and times are recorded, and never the value of an argument. A thread that has
-moved since the last look is described briefly; one that has not, with its stack and what it waits for.
+moved since the last look is described briefly; one that has not, with its stack and, once it has waited for a
+second, what it waits for.
 """
 
 from __future__ import annotations
@@ -272,7 +273,8 @@ def _request(request: Request, executor: Executor) -> dict[str, Any]:
         if inner:
             following = frames[frames.index(inner[-1]) + 1 :]
             found["doing"] = f"awaits {following[0].f_code.co_qualname}" if following else "awaits a future"
-            call = awaited_in(following[-1]) if following else None
+            with collection_paused():
+                call = awaited_in(following[-1]) if following else None
             if call is not None:
                 found["call"] = [call.peer.incarnation, call.call_id]
         return found

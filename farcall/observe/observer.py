@@ -27,6 +27,7 @@ from farcall.observe.orders import Orders
 from farcall.observe.processes import start_of
 from farcall.observe.state_file import StateFile
 from rpc.runtime import waits
+from rpc.runtime.stacks import copies_kept
 
 __all__ = ["Observer"]
 
@@ -192,6 +193,10 @@ class Observer:
     # ---- the thread
 
     def _run(self) -> None:
+        with copies_kept():
+            self._look_until_stopped()
+
+    def _look_until_stopped(self) -> None:
         try:
             self._open()
             failed = has_removed = False

@@ -212,13 +212,14 @@ class RequestRunner:
         if request.arrivals is None:
             return task
         self._activity.postponed.begin()
+        arrivals = request.arrivals
         self._awaiting[request] = task
-        if self._serializer.ready(request.arrivals, functools.partial(self._admit, request)):
+        if self._serializer.ready(arrivals, functools.partial(self._admit, request)):
             if self._awaiting.pop(request, None) is None:
                 return None
             self._activity.postponed.end()
             return task
-        if request.peer.lost is not None:  # maybe since ``peer_gone``
+        if request.cancelled or request.peer.lost is not None:  # before it was among those that wait
             self._cancel(request)
         return None
 
@@ -293,9 +294,14 @@ class RequestRunner:
 
         Raises:
             CancelledError: it has been cancelled.
+            WorkerLostError: it has been cancelled since its caller is lost.
             Exception: the error of unpickling.
         """
         if request.cancelled:
+            request.arrivals = None  # a reference that is never confirmed keeps the request
+            request.frame.buffers.clear()
+            if request.peer.lost is not None:
+                raise WorkerLostError(f"its caller is gone: {request.peer.lost}", request.peer.name)
             raise asyncio.CancelledError
         if self._events.run_begun is not None:
             request.taken = monotonic()

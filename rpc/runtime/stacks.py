@@ -23,6 +23,7 @@ __all__ = [
     "LIBRARIES",
     "OURS",
     "collection_paused",
+    "copies_kept",
     "coroutine_frames",
     "frames_of_others",
     "is_users",
@@ -99,27 +100,60 @@ class _Pause:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.is_begun = False
         self.thresholds: tuple[int, int, int] | None = None
 
+    def begin(self) -> None:
+        self.is_begun = True
+        if sys.version_info < (3, 12):
+            self.thresholds = gc.get_threshold()
+            gc.set_threshold(0)
+
     def end(self) -> None:
+        self.is_begun = False
         thresholds, self.thresholds = self.thresholds, None
         if thresholds is not None and gc.get_threshold()[0] == 0:  # else the program has set others meanwhile
             gc.set_threshold(*thresholds)
 
-    def forked(self) -> None:
-        """The thread that was in it does not exist in a forked child."""
-        self.lock = threading.RLock()
-        self.end()
+
+class _Copies:
+    """Copies of variables that frames have made as they were read; see ``_COPIES_VARIABLES``.
+
+    When a frame is read again, CPython replaces the values in its copy, one by one. If the copy has the last
+    reference to one, a destructor runs in the middle of that, in which the other thread can leave the frame,
+    whose memory is then used by others. So the copies are kept, and what is replaced in them is released at
+    the end of :func:`collection_paused`.
+    """
+
+    def __init__(self) -> None:
+        self.are_kept = False
+        self.of_frames: dict[int, tuple[CodeType, Mapping[str, Any]]] = {}
+        """The code of a frame, and its copy, by the frame's identity."""
+        self.replaced: list[object] = []
 
 
+_COPIES_VARIABLES: Final = sys.version_info < (3, 13)
+"""Whether reading ``f_locals`` copies all variables of the frame; the copy lives as long as the frame."""
+
+_copies = _Copies()
 _pause: Final = _Pause()
-os.register_at_fork(after_in_child=_pause.forked)
+
+
+def _forked() -> None:
+    """The threads whose frames were read, and the one that read them, do not exist in a forked child."""
+    global _copies
+    _copies = _Copies()
+    _pause.lock = threading.RLock()
+    _pause.end()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
     """While frames of other threads are read, no garbage is collected, where the interpreter collects it at
-    allocations.
+    allocations; one thread at a time reads them, where that copies variables.
 
     CPython 3.11 allocates an object for a frame that is read (``sys._current_frames``, ``f_back``,
     ``f_locals``). If that collects garbage, a finalizer can let the other thread go on and leave the frame,
@@ -127,18 +161,20 @@ def collection_paused() -> Iterator[None]:
     Since 3.12, garbage is collected between instructions only. The thresholds are changed, and not the switch
     of ``gc.disable``, which belongs to the program.
     """
-    if sys.version_info >= (3, 12):
+    if not _COPIES_VARIABLES:
         yield
         return
+    released: list[object] = []
     with _pause.lock:
-        if _pause.thresholds is not None:  # further out on this thread
+        if _pause.is_begun:  # further out on this thread
             yield
             return
         try:
-            _pause.thresholds = gc.get_threshold()
-            gc.set_threshold(0)
+            _pause.begin()
             yield
         finally:
+            released += _copies.replaced
+            _copies.replaced.clear()
             _pause.end()
 
 
@@ -151,38 +187,50 @@ def frames_of_others() -> dict[int, FrameType]:
     return frames
 
 
-_COPIES_VARIABLES: Final = sys.version_info < (3, 13)
-"""Whether reading ``f_locals`` copies all variables of the frame; the copy lives as long as the frame."""
-
-_copied: Final[set[int]] = set()
-"""Identities of the frames whose variables have been read."""
-
-
 def variables_of(frame: FrameType) -> Mapping[str, Any]:
-    """Return the local variables of a frame, which is read within :func:`collection_paused`.
-
-    CPython before 3.13 copies all of them, and the copy holds what the frame deletes or replaces later, until
-    :func:`refresh_variables` or the end of the frame.
-    """
-    if _COPIES_VARIABLES:
-        _copied.add(id(frame))
-    return frame.f_locals
+    """Return the local variables of a frame, which is read within :func:`collection_paused`."""
+    if not _COPIES_VARIABLES:
+        return frame.f_locals
+    known = _copies.of_frames.pop(id(frame), None)
+    if known is not None:
+        _copies.replaced.append((known, tuple(known[1].values())))
+    variables = frame.f_locals
+    if _copies.are_kept:
+        _copies.of_frames[id(frame)] = frame.f_code, variables
+    return variables
 
 
 def refresh_variables(innermost: Iterable[FrameType]) -> None:
-    """Release what only copies of variables hold, given the innermost frames of all threads but this one."""
-    before = _copied.copy()
-    if not before:
+    """Have copies of variables lose what their frames have deleted or replaced since, given the innermost
+    frames of all other threads. Within :func:`collection_paused`, at whose end it is released.
+    """
+    copies = _copies.of_frames
+    if not copies:
         return
     found = set()
     for outward in innermost:
         frame: FrameType | None = outward
         while frame is not None:
-            if id(frame) in before:
+            known = copies.get(id(frame))
+            if known is not None and known[0] is frame.f_code:
                 found.add(id(frame))
-                frame.f_locals.keys()  # copies them again
+                variables_of(frame)
             frame = frame.f_back
-    _copied.difference_update(before - found)
+    for each in copies.keys() - found:
+        _copies.replaced.append(copies.pop(each))
+
+
+@contextmanager
+def copies_kept() -> Iterator[None]:
+    """While :func:`refresh_variables` is called now and then, copies of variables are kept in between."""
+    _copies.are_kept = True
+    try:
+        yield
+    finally:
+        with collection_paused():
+            _copies.are_kept = False
+            _copies.replaced += _copies.of_frames.values()
+            _copies.of_frames.clear()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,10 +10,23 @@ from typing import Any
 import pytest
 
 from farcall.observe.looks import LEAST_WAIT_SECONDS, Looker
+from rpc.runtime.stacks import copies_kept
 
 
 class Value:
-    """What a thread holds, and deletes."""
+    """What a thread holds, and deletes. Its destructor lets that thread leave the frame, and another one read
+    frames.
+    """
+
+    def __init__(self, leave: threading.Event, read: list[bool]) -> None:
+        self.leave, self.read = leave, read
+
+    def __del__(self) -> None:
+        self.leave.set()
+        reader = threading.Thread(target=Looker().moved, args=(0.0,), daemon=True)
+        reader.start()
+        reader.join(10)
+        self.read.append(not reader.is_alive())
 
 
 class Waiter:
@@ -22,11 +35,12 @@ class Waiter:
     def __init__(self) -> None:
         self.first, self.second, self.deleted = threading.Event(), threading.Event(), threading.Event()
         self.ready = threading.Event()
+        self.could_read: list[bool] = []
         self.value: weakref.ref[Value]
         self.thread = threading.Thread(target=self._run, name="waiter")
 
     def _run(self) -> None:
-        first, value = self.first, Value()
+        first, value = self.first, Value(self.second, self.could_read)
         self.value = weakref.ref(value)
         self.ready.set()
         first.wait()
@@ -40,11 +54,11 @@ def waiter() -> Iterator[Waiter]:
     made = Waiter()
     made.thread.start()
     assert made.ready.wait(20)
-    yield made
+    with copies_kept():
+        yield made
     made.first.set()
     made.second.set()
     made.thread.join()
-    Looker().moved(0.0)  # forgets its frame
 
 
 def look(looker: Looker, now: float) -> dict[str, Any]:
@@ -81,3 +95,4 @@ def test_what_a_thread_deletes_is_held_until_the_next_look_at_most(waiter: Waite
     assert waiter.deleted.wait(20)
     looker.moved(7.0)
     assert waiter.value() is None
+    assert waiter.could_read == [True]

@@ -169,7 +169,8 @@ def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more() -> Non
     assert activity.told[-1] == 0
 
 
-def test_a_lost_workers_request_that_waits_for_objects_is_cancelled_and_counted_no_more() -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_a_cancelled_request_does_not_wait_for_objects_and_is_counted_no_more(before: bool) -> None:
     confirmations: list[Callable[[], object]] = []
     activity, serializer = Activity(), Serializer()
 
@@ -184,8 +185,11 @@ def test_a_lost_workers_request_that_waits_for_objects_is_cancelled_and_counted_
     callee = runner(
         activity=activity, serializer=serializer, executor=SimpleNamespace(submit=submitted.append)
     )
+    if before:
+        request.cancel()
     assert callee.accept(request, print) is None
-    callee.peer_gone(lost, "it has died")
+    if not before:
+        callee.peer_gone(lost, "it has died")
     assert (len(submitted), activity.postponed.value, request.cancelled) == (1, 0, True)
     confirmations[0]()
     assert (len(submitted), activity.postponed.value) == (1, 0)
