@@ -175,7 +175,8 @@ def try_once(
     seconds = time.monotonic() - killed_at
     statuses = [each.returncode for each in job.launchers]
     survivors = [index for index in (0, 1) if statuses[index] != -signal.SIGKILL]
-    went_on = all(status == 0 for status in statuses)
+    # A launcher that is killed when all ranks had succeeded everywhere does not make the job fail.
+    went_on = all(statuses[each] == 0 for each in survivors) and "finished after restart" in job.said(0)
     reasons = all(statuses[each] > 0 and reason(job.said(each)) for each in survivors)
     stacks = any(mark in line for each in (0, 1) for line in own_lines(job.said(each)) for mark in STACKS)
     good = in_time and (went_on or reasons) and not stacks
