@@ -39,7 +39,7 @@ from command_line import example_parser, positive
 from digits import Images, load_images
 from example_run import Miss, ending
 from farcall.serving import Batching, Endpoint, Limits, TensorSpec
-from live_progress import live_progress, print_figures
+from live_progress import live_progress, print_figures, print_line
 
 ACCURACY = 0.9
 PYTHON, NODE = (Path(__file__).resolve().parent / "clients" / each for each in ("python", "node"))
@@ -163,6 +163,7 @@ def ask_from_node(address: str, name: str, pixels: np.ndarray) -> np.ndarray | N
 
 def direct(options: argparse.Namespace) -> None:
     """Trains, serves, asks, and says what came."""
+    print_line("Training a classifier of handwritten digits.")
     train_on, held_out = load_images()
     torch.manual_seed(options.seed)
     model = train(train_on, options.width, options.steps, options.plain)
