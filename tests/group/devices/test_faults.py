@@ -133,6 +133,45 @@ def test_transfers_to_a_worker_that_is_lost_end_and_memory_comes_back(
     assert behind == NOTHING
 
 
+def answer_before_it_is_made() -> torch.Tensor:
+    for _ in range(100):
+        sleep(FIRST)
+    return torch.ones(LARGE, device=FIRST)
+
+
+@on_devices
+def read_what_is_never_made(worker: Worker) -> bool:
+    worker.join(**one_to_one(worker))
+    for _ in range(3):  # until the workers have agreed how tensors travel
+        if worker.rank == 0:
+            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+    worker.report("joined")
+    if worker.rank:
+        worker.wait_for("never")
+    worker.wait_for("all have joined")
+    made = rpc.rpc_sync("worker1", answer_before_it_is_made)
+    copied = torch.Event(FIRST.split(":")[0])
+    copied.record()
+    early = copied.query()
+    worker.report("answered")
+    worker.wait_for("killed")
+    copied.synchronize()
+    rpc.shutdown(graceful=False)
+    return not early and made.shape == (LARGE,)
+
+
+def test_what_a_dead_worker_was_to_compute_is_not_waited_for(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    workers = run_workers.start(read_what_is_never_made, 2, args=("eager",))
+    workers.wait_for("joined")
+    workers[0].tell("all have joined")
+    workers[0].wait_for("answered")
+    workers[1].kill()
+    workers[0].tell("killed")
+    assert workers[0].result()
+
+
 _gate = threading.Event()
 _entered = threading.Semaphore(0)
 
