@@ -273,8 +273,7 @@ def _request(request: Request, executor: Executor) -> dict[str, Any]:
         if inner:
             following = frames[frames.index(inner[-1]) + 1 :]
             found["doing"] = f"awaits {following[0].f_code.co_qualname}" if following else "awaits a future"
-            with collection_paused():
-                call = awaited_in(following[-1]) if following else None
+            call = awaited_in(following[-1]) if following else None
             if call is not None:
                 found["call"] = [call.peer.incarnation, call.call_id]
         return found

@@ -52,7 +52,10 @@ def awaited_call(frame: FrameType | None) -> PendingCall | None:
 def awaited_in(frame: FrameType) -> PendingCall | None:
     """Return the call that this frame itself waits for: the innermost one of a suspended coroutine."""
     find = _WAITS.get(frame.f_code)
-    return None if find is None else find(variables_of(frame))
+    if find is None:
+        return None
+    with collection_paused():
+        return find(variables_of(frame))
 
 
 def request_of(frame: FrameType | None) -> tuple[Request, FrameType] | None:

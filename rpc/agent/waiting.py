@@ -367,8 +367,7 @@ def _awaiting(frames: list[FrameType]) -> Answer:
     following = frames[frames.index(users) + 1 :]
     awaits = None
     if following:
-        with collection_paused():
-            awaits = _awaited(awaited_in(following[-1]))
+        awaits = _awaited(awaited_in(following[-1]))
     doing = f"awaits {following[0].f_code.co_qualname}" if following else "awaits a future"
     return Answer("awaiting", "", users.f_code.co_qualname, place_of(users), doing, 0, awaits)
 

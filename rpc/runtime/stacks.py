@@ -1,5 +1,5 @@
 """What a thread does, as another thread sees it by its frames: the line of user code that it is at, and what
-it waits for. Nothing here reads the values of variables.
+it waits for.
 """
 
 from __future__ import annotations
