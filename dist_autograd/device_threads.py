@@ -20,9 +20,16 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
-from dist_autograd.torch_internals import inputs_of
+from dist_autograd.torch_internals import current_node, inputs_of
 
-__all__ = ["devices_of", "heralded", "let_others_run", "pass_of_this_thread", "wait_for_other_devices"]
+__all__ = [
+    "device_of_this_thread",
+    "devices_of",
+    "heralded",
+    "let_others_run",
+    "pass_of_this_thread",
+    "wait_for_other_devices",
+]
 
 _FIRST: Final = 1 << 62
 """A sequence number above that of any node made by autograd."""
@@ -125,6 +132,12 @@ def pass_of_this_thread() -> Any:
     """
     here = engine.running.known_as
     return _passes.find() if here is None else here
+
+
+def device_of_this_thread() -> torch.device | None:
+    """Return the device whose nodes this thread runs; None if it is not a device's thread."""
+    node = current_node()
+    return None if node is None else next(iter(devices_of([node])), None)
 
 
 def devices_of(nodes: Iterable[Any]) -> set[torch.device]:

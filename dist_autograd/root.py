@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dist_autograd import engine
 from dist_autograd.backward_messages import Key, SentMessages, failure_of, given_up
+from dist_autograd.device_threads import device_of_this_thread
 from dist_autograd.graph import Mark
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
@@ -143,6 +144,12 @@ class Root:
         self._messages.begin(part, self.key, self.own.context, self.own.retain_graph, marks, whole)
 
     def _run_own(self, roots: Sequence[Tensor]) -> None:
+        device = device_of_this_thread()
+        if device is not None:
+            raise AutogradError(
+                "backward was called by a node or a hook that runs on PyTorch's only thread for backward passes of "
+                f"{device}, which this pass may need as well: call it when the other backward has returned"
+            )
         gradients = [torch.ones_like(root) for root in roots]
         try:
             if engine.is_running():

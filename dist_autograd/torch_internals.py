@@ -18,6 +18,7 @@ __all__ = [
     "NO_AUTOGRAD",
     "are_transforms_active",
     "class_of_nodes",
+    "current_node",
     "current_task",
     "current_task_keeps_graph",
     "inputs_of",
@@ -37,6 +38,12 @@ current_task: Final[Callable[[], int]] = _find(
     "torch._C:_current_graph_task_id", NO_AUTOGRAD, instead=lambda: -1
 )
 """Returns the id of the backward pass that this thread is in the middle of, or -1."""
+current_node: Final[Callable[[], Any]] = _find(
+    "torch._C:_current_autograd_node",
+    "a distributed backward in a hook on a device hangs, where otherwise it is refused",
+    instead=lambda: None,
+)
+"""Returns the node that this thread runs, or None."""
 current_task_keeps_graph: Final[Callable[[], bool]] = _find(
     "torch._C:_autograd._get_current_graph_task_keep_graph", NO_AUTOGRAD
 )

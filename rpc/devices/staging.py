@@ -162,7 +162,7 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:
-    """Copy between a contiguous tensor of the host and one of a device. The dtype may be one for whose elements
+    """Copy between a contiguous tensor of the host and one of a device, also of dtypes for whose elements
     PyTorch has no kernels. Does not wait if the former is pinned.
     """
     host = source if source.is_cpu else target

@@ -247,10 +247,13 @@ def _parts(tensor: Any) -> list[Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    attributes: list[Any] = []
     if is_traceable_wrapper_subclass(tensor):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # such as a masked tensor
-        return [each for each in vars(tensor).values() if isinstance(each, Tensor)]
+        attributes = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # such as a masked tensor
+        attributes = list(vars(tensor).values())
+    if attributes:
+        return [each for each in attributes if isinstance(each, Tensor)]
     return [tensor.values()] if tensor.is_nested else []
 
 

@@ -85,7 +85,9 @@ def parallelize_module(
         src_data_rank: rank of the mesh whose parameters are used; None: each rank uses its own, and nothing
             is communicated.
         strict: whether names that match no module are an error, rather than a warning.
-        workers: names of the workers; the first is rank 0 in the model.
+        workers: names of the workers; the first is rank 0 in the model. ``"worker1/cuda:0"`` puts that
+            worker's part on a device; device maps say where tensors go, also from the first worker to the
+            others, and CPU inputs are copied to the device.
         initialize: with ``workers``, initializes the module, whose parameters are ``DTensor`` s, on each;
             random numbers are not those of one process. Default: ``reset_parameters`` of each submodule.
         max_batch_size: with ``workers``, maximum number of rows of waiting calls that are executed together,
@@ -94,16 +96,15 @@ def parallelize_module(
 
     Returns:
         The module, or the object that represents it.
-        The module, or the object that stands for it.
 
     Raises:
         ParallelTypeError: the plan, or an entry of it, has another type.
-            ParallelError: the mesh is unsuitable; a module is parallelized already; a parameter is tied to
-                one of a module that the plan omits; in strict mode, a name matches nothing; a parameter on
-                the workers cannot be initialized.
-            NotInMeshError: this process is not in the mesh.
-            UnsupportedModuleError: a style does not support a module.
-            UnknownWorkerError: there is no such worker.
+        ParallelError: the mesh is unsuitable; a module is parallelized already; a parameter is tied to one of
+            a module that the plan omits; in strict mode, a name matches nothing; a parameter on the workers
+            cannot be initialized.
+        NotInMeshError: this process is not in the mesh.
+        UnsupportedModuleError: a style does not support a module.
+        UnknownWorkerError: there is no such worker.
 
     Example::
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from rpc.agent.device_ports import SharedWork
 from rpc.agent.futures import Future
 from rpc.errors import RpcError, WorkerLostError
 from rpc.functions import async_execution
@@ -56,6 +57,8 @@ class _Operation:
     args: tuple[Any, ...]
     context: Context
     future: Future[Any]
+    work: SharedWork | None
+    """The device work that its tensors come with, if it has any on devices."""
 
     @property
     def joinable(self) -> JoinableCall | None:
@@ -104,7 +107,8 @@ class Coordinator:
         Returns:
             A future of the return value of rank 0's shard.
         """
-        operation = _Operation(name, args, copy_context(), Future())
+        agent: Any = current_agent()
+        operation = _Operation(name, args, copy_context(), Future(), agent.calls.answers.ready(args))
         with self._changed:
             if not self._closed:
                 self._waiting.append(operation)
@@ -139,6 +143,9 @@ class Coordinator:
                     left, self._waiting = list(self._waiting), deque()
                     break
                 together = self._next()
+            for operation in together:
+                if operation.work is not None:
+                    operation.work.join()
             self._do(together)
         for operation in left:
             operation.future.set_exception(self._ended())

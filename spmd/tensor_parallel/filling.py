@@ -13,15 +13,17 @@ from spmd.tensor_parallel.errors import ParallelError
 __all__ = ["materialize", "reset"]
 
 
-def materialize(module: nn.Module) -> None:
-    """Give parameters and buffers on the meta device memory for this rank's part. Ties are kept."""
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give parameters and buffers on the meta device memory for this rank's part, on another device. Ties are
+    kept.
+    """
     made: dict[int, Any] = {}
 
     def real(tensor: Any) -> Any:
         if tensor is None or not tensor.is_meta:
             return tensor
         if id(tensor) not in made:
-            empty = _empty(tensor)
+            empty = _empty(tensor, device)
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         return made[id(tensor)]
@@ -52,10 +54,10 @@ def reset(module: nn.Module) -> None:
         )
 
 
-def _empty(tensor: Tensor) -> Tensor:
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
     if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device="cpu")
-    local = torch.empty_like(tensor._local_tensor, device="cpu")
+        return torch.empty_like(tensor, device=device)
+    local = torch.empty_like(tensor._local_tensor, device=device)
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()

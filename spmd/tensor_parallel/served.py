@@ -22,6 +22,7 @@ from rpc.api import UNSET_RPC_TIMEOUT, get_worker_info, rpc_async, rpc_sync
 from rpc.errors import AutogradError, RpcError, WorkerLostError
 from rpc.runtime.torch_internals import pytree
 from rref import RRef
+from rref.remote_module.remote_device import RemoteDevice
 from spmd.tensor_parallel.coordinator import Coordinator, coordinate
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError, ShardLostError
 from spmd.tensor_parallel.shard import Call, Initialize, ModelShard, Parallelize, ShardMembership, make
@@ -50,7 +51,8 @@ class ShardedModule:
 
     Raises:
         ShardLostError: by every method, if a shard is gone. The model has ended then.
-        ParallelError: by every method, if the shards are not in step any more, or the model is closed.
+        ParallelError: by every method, if the shards are not in step any more, or the model is closed; by a
+            call that is to be differentiated, if this worker has a shard on a device.
 
     Example::
 
@@ -64,9 +66,14 @@ class ShardedModule:
     """
 
     def __init__(
-        self, workers: Sequence[str], shards: Sequence[RRef[ModelShard]], coordinator: RRef[Coordinator]
+        self,
+        workers: Sequence[str],
+        shards: Sequence[RRef[ModelShard]],
+        coordinator: RRef[Coordinator],
+        device: torch.device,
     ) -> None:
         self.workers = tuple(workers)
+        self._on_cpu = device.type == "cpu"
         self._shards = tuple(shards)
         self._coordinator = coordinator
         self._lost: ShardLostError | None = None
@@ -84,15 +91,26 @@ class ShardedModule:
         if not torch.is_grad_enabled() or autograd().contexts.current() is None:
             call = Call(*pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
             return self._run("forward", call).value
+        self._check_may_differentiate()
         leaves, structure = pytree.tree_flatten((args, kwargs))
         result: list[Any] = []
         with torch.enable_grad():
-            anchor = torch.empty(
-                0, device="cpu", requires_grad=True
-            )  # there may be no other tensor that requires grad
+            # There may be no other tensor that requires grad.
+            anchor = torch.empty(0, device="cpu", requires_grad=True)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         following = iter(_Call.apply(self, leaves, structure, result, anchor, *tensors))  # type: ignore[no-untyped-call]
         return pytree.tree_map_only(Tensor, lambda _: next(following), result[0])
+
+    def _check_may_differentiate(self) -> None:
+        """PyTorch has one thread for the backward passes of a device. Here it would wait for the pass of the
+        shard.
+        """
+        own = get_worker_info().name
+        if not self._on_cpu and own in self.workers:
+            raise ParallelError(
+                f"worker '{own}' has a shard of this model on a device, so it cannot differentiate calls of "
+                "the model: make them on a worker without a shard, or under torch.no_grad()"
+            )
 
     def train(self, mode: bool = True) -> Self:
         """Set all shards to training mode, or to evaluation mode if not ``mode``."""
@@ -270,9 +288,12 @@ def build(
     Args:
         parallelize: cuts the module over a mesh; sent to the workers.
     """
-    _check(factory, workers)
+    devices = _check(factory, workers)
+    workers = list(devices)
     with _named(workers):
-        made = wait_futures([rpc_async(worker, make, args=(factory,), timeout=timeout) for worker in workers])
+        made = wait_futures(
+            [rpc_async(worker, make, args=(factory, devices[worker]), timeout=timeout) for worker in workers]
+        )
         shards, ranks = zip(*made, strict=True)
         us = ShardMembership(
             f"served-{secrets.token_hex(8)}", tuple(workers), _world(workers, ranks), timeout
@@ -281,7 +302,7 @@ def build(
         joining = [shard.rpc_async(timeout=0).join(us, rank, *how) for rank, shard in enumerate(shards)]
         wait_together(joining, partial(_undo, shards, joining))
         coordinator = rpc_sync(workers[0], coordinate, args=(shards, workers, max_batch_size))
-        return ShardedModule(workers, shards, coordinator)
+        return ShardedModule(workers, shards, coordinator, devices[workers[0]])
 
 
 def _undo(shards: Sequence[RRef[ModelShard]], joining: Sequence[Future[Any]], reason: str) -> None:
@@ -298,16 +319,20 @@ def _undo(shards: Sequence[RRef[ModelShard]], joining: Sequence[Future[Any]], re
             shard.rpc_sync(timeout=0).close()
 
 
-def _check(factory: Any, workers: Any) -> None:
+def _check(factory: Any, workers: Any) -> dict[str, torch.device]:
+    """Return the device for each worker, by name."""
     if isinstance(factory, nn.Module) or not callable(factory):
         raise ParallelTypeError(
             "expected, for workers, a function that makes the module, as functools.partial(Net, 512), got "
             f"{type(factory).__name__}: the workers build it themselves, without memory"
         )
-    if isinstance(workers, str) or not workers or len(set(workers)) != len(workers):
+    places = [] if isinstance(workers, str) else [RemoteDevice.parse(each) for each in workers]
+    devices = {get_worker_info(place.worker).name: place.device for place in places}
+    if not devices or len(devices) != len(places):
         raise ParallelError(f"expected the names of workers, each once, got {workers!r}")
-    for worker in workers:
-        get_worker_info(worker)
+    if len({device.type for device in devices.values()}) > 1:
+        raise ParallelError(f"expected devices of one type, got {workers!r}")
+    return devices
 
 
 def _world(workers: Sequence[str], ranks: Sequence[int | None]) -> tuple[int, ...] | None:

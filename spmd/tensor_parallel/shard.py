@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -25,6 +25,7 @@ from dist_autograd.graph import Leaf
 from dist_autograd.installation import autograd
 from dist_autograd.leaves import owned
 from dist_optim.local_optimizer import LocalOptimizer, mark_as_copy
+from rpc.agent.device_ports import SharedWork
 from rpc.agent.futures import Future
 from rpc.errors import AutogradError
 from rpc.functions import async_execution
@@ -101,6 +102,18 @@ class Call:
 
 
 @dataclass(frozen=True)
+class _Arrived:
+    """A task, and the device work that its tensors come with, if it has any on devices."""
+
+    task: Task
+    work: SharedWork | None
+
+    @property
+    def sequence(self) -> int:
+        return self.task.sequence
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The outcome of a call.
 
@@ -123,8 +136,12 @@ class _Tape:
     outputs: list[Tensor] = field(default_factory=list)
 
 
-def make(factory: Callable[[], nn.Module]) -> tuple[RRef[ModelShard], int | None]:
+def make(factory: Callable[[], nn.Module], device: torch.device) -> tuple[RRef[ModelShard], int | None]:
     """The first step. Called remotely.
+
+    Args:
+        factory: makes the module.
+        device: where this worker's part of it is to be.
 
     Returns:
         The shard, and this worker's rank in the default process group, if there is one.
@@ -138,7 +155,7 @@ def make(factory: Callable[[], nn.Module]) -> tuple[RRef[ModelShard], int | None
         raise ParallelTypeError(
             f"expected what makes the model to return a torch.nn.Module, got {type(module).__name__}"
         )
-    return RRef(ModelShard(module)), dist.get_rank() if dist.is_initialized() else None
+    return RRef(ModelShard(module, device)), dist.get_rank() if dist.is_initialized() else None
 
 
 class ModelShard:
@@ -146,10 +163,15 @@ class ModelShard:
 
     Args:
         module: on the meta device.
+        device: where this worker's part of it is to be.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module = module
+        self._device = device
+        self._seeded: dict[str, Any] = {"devices": []}  # the generators beside the CPU's
+        if device.type != "cpu":
+            self._seeded = {"devices": [device.index or 0], "device_type": device.type}
         self.rank = -1
         self._worker = ""
         self._aborted = ""
@@ -183,7 +205,8 @@ class ModelShard:
         self.rank, self._worker = rank, us.workers[rank]
         self._form(us)
         try:
-            self._fill(parallelize, initialize, seed)
+            with self._on_device():
+                self._fill(parallelize, initialize, seed)
         except BaseException:
             self.close()
             raise
@@ -191,10 +214,11 @@ class ModelShard:
 
     def _fill(self, parallelize: Parallelize, initialize: Initialize | None, seed: int) -> None:
         self.module = parallelize(self.module, self._mesh)
-        materialize(self.module)
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), draw_parts():
+        materialize(self.module, self._device)
+        with torch.random.fork_rng(**self._seeded), torch.no_grad(), draw_parts():
             torch.manual_seed(seed)
             (reset if initialize is None else initialize)(self.module)
+        self._wait_for_device()
         for parameter in self.module.parameters():
             twin = self._locals[parameter] = _local_twin(parameter)
             if self.rank and not _is_sharded(parameter):
@@ -213,16 +237,17 @@ class ModelShard:
         self._group = Group(node, range(len(world)), self.rank, us.name, us.timeout)
         self._process_group = FarcallProcessGroup(self._group)
         ranks = {global_rank: place for place, global_rank in enumerate(world)}
+        kind = self._device.type
         registered: Any = (
             self._process_group,
             "farcall",
             default_store(),
             us.name,
-            "cpu:farcall",
+            "cpu:farcall" if kind == "cpu" else f"cpu:farcall,{kind}:farcall",
             ranks,
         )
         register_group(*registered)
-        self._mesh = DeviceMesh.from_group(self._process_group, "cpu")
+        self._mesh = DeviceMesh.from_group(self._process_group, kind)
 
     def close(self) -> None:
         """Leave the group and free the module. Idempotent."""
@@ -240,10 +265,21 @@ class ModelShard:
     def do(self, task: Task) -> Future[Any]:
         """Do a task when those before it are done."""
         assert self._steps is not None, "not before join"
-        return self._steps.put(task)
+        agent: Any = current_agent()
+        return self._steps.put(_Arrived(task, agent.calls.answers.ready(task.args)))
 
-    def _do(self, task: Task) -> Any:
-        return getattr(self, task.name)(*task.args)
+    def _do(self, arrived: _Arrived) -> Any:
+        task = arrived.task
+        if arrived.work is not None:
+            arrived.work.join()
+        with self._on_device():
+            return getattr(self, task.name)(*task.args)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Make the device the current one."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        return torch.accelerator.device_index(self._device.index or 0)
 
     def forward(self, call: Call) -> Outcome | None:
         """Run the module; rank 0 returns what it gives."""
@@ -271,11 +307,15 @@ class ModelShard:
         drops = self.module.training and any(
             isinstance(each, DropoutNd) and each.p for each in self.module.modules()
         )
-        with torch.random.fork_rng(devices=[]) if drops else nullcontext():
+        args, kwargs = pytree.tree_map_only(Tensor, self._here, (call.args, call.kwargs))
+        with torch.random.fork_rng(**self._seeded) if drops else nullcontext():
             if drops:
                 torch.manual_seed(call.seed)  # all shards drop the same elements
-            value = self.module(*call.args, **call.kwargs)
+            value = self.module(*args, **kwargs)
             return pytree.tree_map_only(DTensor, DTensor.full_tensor, value)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
 
     def backward(
         self, number: int, gradients: Sequence[Tensor | None], context_id: int, keep: bool
@@ -326,21 +366,29 @@ class ModelShard:
 
     # ---- its state
 
+    def _wait_for_device(self) -> None:
+        """In a request that uses parameters on its own streams: operations use them on others."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
     def parameters(self) -> list[RRef[Tensor]]:
         """References to this worker's parts of the parameters: plain tensors that share their memory."""
         return [RRef(self._locals[each]) for each in self.module.parameters()]
 
     def parts(self) -> dict[str, StatePart]:
         """Return this shard's part of the state, by name."""
+        self._wait_for_device()
         return {name: part_of(value, self.rank) for name, value in self.module.state_dict().items()}
 
     def take(self, parts: Mapping[str, Tensor]) -> None:
         """Take over this shard's part of a state."""
+        self._wait_for_device()
         own = self.module.state_dict()
         with torch.no_grad():
             for name, part in parts.items():
                 value = own[name]
                 (value.to_local() if isinstance(value, DTensor) else value).copy_(part)
+        self._wait_for_device()
 
     def save(self, directory: str) -> None:
         """Write the state into a distributed checkpoint; all shards at once."""

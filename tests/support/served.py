@@ -16,6 +16,7 @@ from spmd.tensor_parallel import (
     ShardedModule,
     parallelize_module,
 )
+from tests.support.default_device import placed
 from tests.support.workers import Worker
 
 __all__ = [
@@ -82,7 +83,8 @@ def names(worker: Worker) -> list[str]:
 
 
 def served(worker: Worker, factory: Any = Net, plan: Any = PLAN, **options: Any) -> ShardedModule:
-    return parallelize_module(factory, workers=names(worker), parallelize_plan=plan, strict=True, **options)
+    places = [placed(name) for name in names(worker)]
+    return parallelize_module(factory, workers=places, parallelize_plan=plan, strict=True, **options)
 
 
 def served_and_alone(worker: Worker, factory: Any = Net, plan: Any = PLAN) -> tuple[ShardedModule, nn.Module]:

@@ -330,3 +330,35 @@ def step_elsewhere(worker: Worker) -> list[bool]:
 
 def test_requests_after_a_step_see_it(run_workers: RunWorkers, mode: str) -> None:
     assert run_workers(step_elsewhere, 2, args=(mode,), time_limit=40)[0] == [True] * 4
+
+
+class Nested(torch.autograd.Function):
+    """Its backward begins another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        with torch.enable_grad(), context() as number:
+            weight = torch.ones(3, device=FIRST, requires_grad=True)
+            backward(number, [rpc.rpc_sync("worker1", scaled, args=(weight * 1, 3.0)).sum()])
+        return gradients[0]
+
+
+@on_devices
+def nest_backwards(worker: Worker) -> str:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return ""
+        x = torch.ones(3, device=FIRST, requires_grad=True)
+        with context() as number:
+            nested: Tensor = Nested.apply(x * 2)  # type: ignore[no-untyped-call]  # untyped in torch
+            with pytest.raises(RuntimeError) as caught:
+                backward(number, [nested.sum()])
+        return str(caught.value)
+
+
+def test_a_backward_in_another_on_a_device_is_refused(run_workers: RunWorkers, mode: str) -> None:
+    assert f"thread for backward passes of {FIRST}" in run_workers(nest_backwards, 2, args=(mode,))[0]

@@ -29,6 +29,7 @@ from spmd.tensor_parallel.coordinator import Coordinator
 from spmd.tensor_parallel.errors import ParallelError, ParallelTypeError
 from spmd.tensor_parallel.shard import Call, Outcome, Task
 from spmd.workers.step_queue import StepQueue
+from tests.support.default_device import MODE, not_on_devices, placed
 from tests.support.served import (
     MLP_PLAN,
     PLAN,
@@ -106,7 +107,7 @@ def test_clipping_counts_replicated_parameters_once(worker: Worker) -> None:
     torch.autograd.backward(alone(words(), twin(x)).square().sum())
     expected = nn.utils.clip_grad_norm_([*alone.parameters(), *twin.parameters()], 0.5)
     theirs.step()
-    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(norm, expected, check_device=False)
     torch.testing.assert_close(model.state_dict(), dict(alone.state_dict()))
     torch.testing.assert_close(own.weight, twin.weight)
 
@@ -196,12 +197,16 @@ def test_several_clients_use_it_at_once(worker: Worker, max_batch_size: int) -> 
     torch.manual_seed(0)
     alone = Net()
     model = parallelize_module(
-        Net, workers=["worker1", "worker2"], parallelize_plan=PLAN, max_batch_size=max_batch_size
+        Net,
+        workers=[placed("worker1"), placed("worker2")],
+        parallelize_plan=PLAN,
+        max_batch_size=max_batch_size,
     )
     model.load_state_dict(alone.state_dict())
     clients = [rpc.rpc_async("worker3", call_often, args=(model, seed)) for seed in range(4)]
     clients += [rpc.rpc_async("worker1", call_often, args=(model, 4))]
-    gradients = rpc.rpc_async("worker2", train_often, args=(model, 7))
+    trainer = "worker3" if MODE else "worker2"  # on a device, none of the model's own
+    gradients = rpc.rpc_async(trainer, train_often, args=(model, 7))
     for seed, client in enumerate(clients):
         for rows, result in enumerate(client.wait(), start=1):
             torch.testing.assert_close(result, alone(words(rows, seed)))
@@ -209,6 +214,15 @@ def test_several_clients_use_it_at_once(worker: Worker, max_batch_size: int) -> 
         scale = torch.full((4, 5, 1), float(step), requires_grad=True)
         expected = torch.autograd.grad(alone(words(seed=7), scale).square().sum(), scale)[0]
         torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.skipif(not MODE, reason="on devices")
+@in_worker0(3)
+def test_a_worker_with_a_shard_on_a_device_cannot_differentiate_it(worker: Worker) -> None:
+    model = served(worker)
+    with pytest.raises(ParallelError, match="'worker2' has a shard of this model on a device"):
+        rpc.rpc_sync("worker2", train_often, args=(model, 7))
+    assert rpc.rpc_sync("worker2", call_often, args=(model, 7))
 
 
 def train_for_ever(model: ShardedModule) -> None:
@@ -224,7 +238,7 @@ def test_a_step_comes_between_two_calls_of_other_clients(worker: Worker) -> None
     """Each step takes the same from all weights, so results tell whether both shards have."""
     plan = ColwiseParallel(use_local_output=False)
     factory = partial(nn.Linear, WIDTH, 2, bias=False)
-    workers = ["worker1", "worker2"]
+    workers = [placed("worker1"), placed("worker2")]
     model = parallelize_module(factory, workers=workers, parallelize_plan=plan, initialize=ones)
     training = rpc.rpc_async("worker3", train_for_ever, args=(model,))
     while not training.done():
@@ -317,7 +331,7 @@ def test_a_checkpoint_is_read_by_other_shards(worker: Worker) -> None:
     model, alone = served_and_alone(worker)
     model.save("checkpoint")
     model.close()
-    fewer = parallelize_module(Net, workers=["worker3", "worker1"], parallelize_plan=PLAN)
+    fewer = parallelize_module(Net, workers=[placed("worker3"), placed("worker1")], parallelize_plan=PLAN)
     fewer.load_state_dict("checkpoint")
     torch.testing.assert_close(fewer.state_dict(), dict(alone.state_dict()), rtol=0, atol=0)
     torch.testing.assert_close(fewer(words()), alone(words()))
@@ -366,6 +380,7 @@ def peak_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+@not_on_devices("the memory of the simulated device is memory of its process, as is that of its copies")
 @in_worker0(5)
 def test_no_worker_ever_has_memory_for_a_whole_parameter(worker: Worker) -> None:
     """One parameter, of 256 MiB: 64 MiB for each."""
@@ -385,7 +400,7 @@ def test_what_cannot_be_a_model_is_refused(worker: Worker) -> None:
     with pytest.raises(ParallelTypeError, match=r"return a torch\.nn\.Module, got dict"):
         served(worker, dict)
     with pytest.raises(ParallelError, match="names of workers, each once"):
-        parallelize_module(Mlp, workers=["worker1", "worker1"], parallelize_plan=MLP_PLAN)
+        parallelize_module(Mlp, workers=[placed("worker1"), placed("worker1")], parallelize_plan=MLP_PLAN)
     with pytest.raises(UnknownWorkerError, match="worker9"):
         parallelize_module(Mlp, workers=["worker1", "worker9"], parallelize_plan=MLP_PLAN)
     with pytest.raises(ParallelError, match="could not be resolved"):
@@ -399,10 +414,10 @@ def rank_in_default_group() -> int | None:
 @in_worker0(4)
 def test_models_share_workers_and_the_driver_is_in_no_process_group(worker: Worker) -> None:
     one, alone = served_and_alone(worker)
-    other = parallelize_module(Mlp, workers=["worker2", "worker3"], parallelize_plan=MLP_PLAN)
+    other = parallelize_module(Mlp, workers=[placed("worker2"), placed("worker3")], parallelize_plan=MLP_PLAN)
     torch.testing.assert_close(one(words()), alone(words()))
     assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
     assert [rpc.rpc_sync(each, rank_in_default_group) for each in names(worker)] == [0, 1, 2]
     assert not dist.is_initialized()
     with pytest.raises(ParallelError, match="'worker0': rank None"):
-        parallelize_module(Mlp, workers=["worker0", "worker3"], parallelize_plan=MLP_PLAN)
+        parallelize_module(Mlp, workers=[placed("worker0"), placed("worker3")], parallelize_plan=MLP_PLAN)

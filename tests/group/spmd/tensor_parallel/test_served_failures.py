@@ -14,6 +14,7 @@ from rpc.errors import WorkerLostError
 from spmd.tensor_parallel import coordinator, parallelize_module
 from spmd.tensor_parallel.errors import ParallelError, ShardLostError
 from spmd.tensor_parallel.shard import ModelShard
+from tests.support.default_device import placed
 from tests.support.served import (
     MLP_PLAN,
     WIDTH,
@@ -165,7 +166,7 @@ def lose_while_building(rank: int, when: str, worker: Worker) -> None:
     ):
         served(worker, factory, MLP_PLAN, initialize=initialize)
     left = [each for each in names(worker) if each != f"worker{rank + 1}"]
-    again = parallelize_module(Mlp, workers=left, parallelize_plan=MLP_PLAN)
+    again = parallelize_module(Mlp, workers=[placed(each) for each in left], parallelize_plan=MLP_PLAN)
     assert again(torch.ones(2, WIDTH)).shape == (2, WIDTH)
     again.close()
     assert [rpc.rpc_sync(each, groups_named_served) for each in left] == [0] * len(left)
