@@ -227,6 +227,53 @@ def test_tasks_wait_while_the_system_gives_no_threads(
     ]
 
 
+# ---- finalizers, which may run at any point
+
+
+def test_a_thread_may_submit_a_task_before_it_has_begun(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make(4)
+    done = threading.Semaphore(0)
+    native_id = threading.get_native_id
+    submitted = threading.Lock()
+
+    def submit_first() -> int:
+        if submitted.acquire(blocking=False):
+            executor.submit((done.release, 1))  # as a finalizer may in the new thread
+        return native_id()
+
+    def submit() -> None:
+        monkeypatch.setattr(threading, "get_native_id", submit_first)
+        executor.submit((done.release, 1))
+
+    submitter = threading.Thread(target=submit, daemon=True)
+    submitter.start()
+    for _ in range(2):
+        assert done.acquire(timeout=SOON)
+    submitter.join(SOON)
+    assert not submitter.is_alive()
+
+
+def test_the_lock_is_free_when_tasks_are_dropped(make: Callable[[int], Executor]) -> None:
+    executor = make(1)
+    begun, gate = threading.Event(), threading.Event()
+    is_free: list[bool] = []
+
+    class Argument:
+        def __del__(self) -> None:
+            used = threading.Event()
+            threading.Thread(target=lambda: (executor.active(), used.set()), daemon=True).start()
+            is_free.append(used.wait(1))
+
+    executor.submit((lambda _: (begun.set(), gate.wait(SOON)), None))
+    assert begun.wait(SOON)
+    executor.submit((id, Argument()))
+    executor.stop(timeout=0)
+    gate.set()
+    assert is_free == [True]
+
+
 # ---- stopping
 
 
