@@ -103,6 +103,14 @@ class Future(torch.futures.Future[T]):
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
         """Make the future of a call."""
+        future = cls.to_complete(call)
+        if call.outcome is not None:
+            call.owner.complete_soon(future)
+        return future
+
+    @classmethod
+    def to_complete(cls, call: PendingCall) -> Future[Any]:
+        """As ``for_call``, for a caller that completes it if the call has ended by now."""
         future: Future[Any] = cls.__new__(cls)
         _construct(future, _NO_DEVICES)  # does what PyTorch's constructor does, at half the cost
         future._asked = call.what, call.peer
@@ -110,8 +118,6 @@ class Future(torch.futures.Future[T]):
         future._claim = allocate_lock()
         future._ending = future._arrived = future._devices = None
         call.future = future
-        if call.outcome is not None:
-            call.owner.complete_soon(future)
         return future
 
     @protected

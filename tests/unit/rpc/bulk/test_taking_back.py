@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from rpc.errors import NotInitializedError, RpcError
 from rpc.wire.chunking import CHUNK_BYTES
 from rpc.wire.frames import Kind
 from rpc.wire.targets import MergingTarget, Target
+from tests.support.finalizers import Memory, is_free
 from tests.unit.rpc.bulk.wired import End, message
 
 TAG = 7
@@ -103,35 +102,12 @@ def test_a_message_that_is_complete_before_its_buffer_is_taken_back_fills_it(
     assert (buffer == 1).all()
 
 
-class Buffer(np.ndarray):
-    """An array that calls ``release`` when its memory is released."""
-
-    release: Callable[[], object]
-
-    def __del__(self) -> None:
-        if "release" in vars(self):
-            self.release()
-
-
 @pytest.mark.parametrize("way", ["next post", "tag closed", "connection broken", "worker lost", "shut down"])
 def test_no_lock_is_held_when_a_buffer_of_the_user_is_released(way: str) -> None:
     end = End("peer", 1)
-    is_free: list[bool] = []
-
-    def try_lock() -> None:
-        """Whether another thread can use the bulk messages now."""
-        used = threading.Event()
-
-        def use() -> None:
-            end.bulk.peers()
-            used.set()
-
-        in_thread(use)
-        is_free.append(used.wait(1))
-
-    memory: Any = Buffer(SIZE, np.uint8)
-    memory.release = try_lock
-    is_gone = weakref.ref(memory)
+    found: list[bool] = []
+    memory = Memory(SIZE)
+    memory.release = lambda: found.append(is_free(end.bulk.peers))
     posted = end.bulk.post(end.peer, TAG, memory)
     data = message(TAG, 0, [np.ones(SIZE, np.uint8)])
     end.receive(data[0])
@@ -143,8 +119,7 @@ def test_no_lock_is_held_when_a_buffer_of_the_user_is_released(way: str) -> None
         assert end.bulk.post(end.peer, TAG).wait(1)
     else:
         ENDS[way](end, None)  # type: ignore[arg-type]
-    assert is_gone() is None
-    assert is_free == [True]
+    assert found == [True]
 
 
 def test_a_post_that_is_merged_is_cancelled_once() -> None:

@@ -14,6 +14,7 @@ import pytest
 from rpc.runtime import executor as module
 from rpc.runtime.executor import Executor, Task
 from rpc.runtime.interrupts import interruptible, protected
+from tests.support.finalizers import Memory, is_free
 from tests.support.interrupting import press
 from tests.support.stepping import Step
 from tests.support.streams import SOON, until
@@ -258,20 +259,21 @@ def test_a_thread_may_submit_a_task_before_it_has_begun(
 def test_the_lock_is_free_when_tasks_are_dropped(make: Callable[[int], Executor]) -> None:
     executor = make(1)
     begun, gate = threading.Event(), threading.Event()
-    is_free: list[bool] = []
+    found: list[bool] = []
 
-    class Argument:
-        def __del__(self) -> None:
-            used = threading.Event()
-            threading.Thread(target=lambda: (executor.active(), used.set()), daemon=True).start()
-            is_free.append(used.wait(1))
+    def wait(_: Any) -> None:
+        begun.set()
+        gate.wait(SOON)
 
-    executor.submit((lambda _: (begun.set(), gate.wait(SOON)), None))
+    executor.submit((wait, None))
     assert begun.wait(SOON)
-    executor.submit((id, Argument()))
+    memory = Memory()
+    memory.release = lambda: found.append(is_free(executor.active))
+    executor.submit((id, memory))
+    del memory
     executor.stop(timeout=0)
     gate.set()
-    assert is_free == [True]
+    assert found == [True]
 
 
 # ---- stopping
