@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["Ready", "Shared", "Streams", "arrived", "tensors_in", "use_on_current_stream"]
+__all__ = ["Ready", "Shared", "Streams", "arrived", "search", "use_on_current_stream"]
 
 _current_stream = torch.accelerator.current_stream
 _current_device = torch.accelerator.current_device_index
@@ -51,8 +54,8 @@ class Streams:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.arrived: list[Tensor] = []
         self.used: list[Shared] = []
-        self._devices = devices
-        self._streams = [torch.Stream(device) for device in devices]
+        self._devices = list(devices)  # those of an agent may become more
+        self._streams = [torch.Stream(device) for device in self._devices]
         self._device: int | None = None
         self._outer: tuple[int, list[torch.Stream], Streams | None] | None = None
 
@@ -77,16 +80,15 @@ class Streams:
         for shared in self.used:
             shared.renew()
 
-    def ready(self, tensors: Sequence[Tensor] | None = None) -> Ready | None:
-        """What other streams must ``join`` before they use tensors, by default those that have arrived; None
-        if there are none. Inside the context.
+    def ready(self) -> Ready | None:
+        """What other streams must ``join`` before they use the tensors that have arrived; None if there are
+        none. Inside the context.
         """
-        tensors = self.arrived if tensors is None else tensors
-        return Ready(tensors, self._devices) if tensors else None
+        return Ready(self.arrived, self._devices) if self.arrived else None
 
     def ready_with(self, value: Any) -> Ready | None:
         """As ``ready``, for the tensors in a value."""
-        return self.ready(tensors_in(value))
+        return Ready.with_tensors_in(value, self._devices)
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs inside the context."""
@@ -144,7 +146,7 @@ class Ready:
         self._tensors = tensors
         self._devices = devices
         self._events: list[tuple[torch.Stream, torch.Event]] = []
-        for device in devices:
+        for device in list(devices):
             stream = _current_stream(device)
             self._events.append((stream, stream.record_event()))
 
@@ -152,6 +154,12 @@ class Ready:
     def tensors(self) -> Sequence[Tensor]:
         """The tensors."""
         return self._tensors
+
+    @classmethod
+    def with_tensors_in(cls, value: Any, devices: Sequence[torch.device]) -> Ready | None:
+        """The work that made a value on the current streams; None if it surely has no tensors."""
+        found, has_more = search(value)
+        return cls(found, devices) if found or has_more else None
 
     def streams(self) -> Streams:
         """Streams on the same devices, which wait for this once they ``join`` it."""
@@ -176,7 +184,7 @@ class Shared:
 
     Args:
         value: the object.
-        devices: those that requests use.
+        devices: those that requests use; they may become more.
         updates: further work that may change it.
     """
 
@@ -185,8 +193,8 @@ class Shared:
     def __init__(self, value: Any, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self._devices = devices
         self._updates = updates
-        self._lock = threading.Lock()
-        self._tensors = [weakref.ref(tensor) for tensor in tensors_in(value)]
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may use the object
+        self._tensors = [weakref.ref(tensor) for tensor in search(value)[0]]
         self._ready = Ready((), devices)
 
     def join(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -238,37 +246,50 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [tensor.values()] if tensor.is_nested else []
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors on accelerators in a value: in containers, dataclasses, modules and attributes of objects.
+def search(value: Any) -> tuple[list[Tensor], bool]:
+    """Find the tensors on accelerators in a value: in containers, dataclasses, modules and attributes of
+    objects.
 
     Nothing of the value's own is called, so what a tensor subclass or a container of another library hides is
     not found.
+
+    Returns:
+        The tensors, and whether the value may have others.
     """
     found: list[Tensor] = []
-    _search(value, found, set(), 0)
-    return found
+    return found, _search(value, found, set(), 0)
 
 
-def _search(value: Any, found: list[Tensor], seen: set[int], depth: int) -> None:
+_SIMPLE: Final = (str, bytes, int, float, complex, type, torch.dtype, torch.device)
+"""Types of objects that have no tensors."""
+
+
+def _search(value: Any, found: list[Tensor], seen: set[int], depth: int) -> bool:
     if isinstance(value, Tensor):
         if not value.is_cpu and not value.is_meta:
             found.append(value)
-        return
-    if depth > _MAX_DEPTH or value is None or isinstance(value, (str, bytes, int, float, type)):
-        return
-    if id(value) in seen:
-        return
+        return False
+    if value is None or isinstance(value, _SIMPLE) or id(value) in seen:
+        return False
+    if depth > _MAX_DEPTH:
+        return True
     seen.add(id(value))
+    has_more = False
     inside: Any = ()
     if isinstance(value, dict):
-        inside = list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         inside = list(value)
     elif isinstance(value, Module):
-        inside = [*value.parameters(), *value.buffers()]
+        inside, has_more = [*value.parameters(), *value.buffers()], True
     elif is_dataclass(value):
         inside = [getattr(value, each.name, None) for each in fields(value)]
-    elif isinstance(getattr(value, "__dict__", None), dict) and not callable(value):
+    elif isinstance(value, partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, FunctionType):
         inside = list(value.__dict__.values())
+    else:
+        has_more = True
     for each in inside:
-        _search(each, found, seen, depth + 1)
+        has_more |= _search(each, found, seen, depth + 1)
+    return has_more
