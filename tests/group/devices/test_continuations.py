@@ -59,6 +59,7 @@ VALUES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
     (_nested, _innermost),
     (Slotted, lambda value: value.tensor),
     (Policy, lambda value: value.tensor),
+    (lambda tensor: Policy(tensor).__call__, lambda value: value()),
 ]
 """Ways to put a tensor into a value, and to take it out again."""
 
