@@ -135,7 +135,7 @@ def make_locks_collect() -> None:
     def collecting(make: Any) -> Any:
         def make_lock() -> Any:
             by = sys._getframe(1).f_globals["__name__"]
-            return CollectingLock(make()) if by.startswith(("rpc.", "rref.")) else make()
+            return CollectingLock(make()) if by.startswith(("rpc.", "rref.", "dist_autograd.", "spmd.", "farcall.")) else make()
 
         return make_lock
 
