@@ -336,7 +336,9 @@ class WriteQueue:
             self._fail(error)
             return False
         finally:
-            self._unlock()
+            self.lock.release()
+            if self._released:  # as ``_unlock``, for each call
+                self._released.clear()
         return True
 
     def _send_chunked(self, pieces: Sequence[Any], size: int, aliased: bool, streams: Streams | None) -> None:
