@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rpc.devices.ipc import Export
 from rpc.devices.staging import HostStaging, copied, on_device
-from rpc.devices.streams import Ready, Streams
+from rpc.devices.streams import Ready, Shared, Streams
 from rpc.serialization.memory import memory_at
 from rpc.serialization.placement import unmapped
 from rpc.serialization.tensors import placed
@@ -89,6 +89,7 @@ class Between:
         calls, answers: where tensors go that are sent to the worker.
         streams: makes the streams of something that arrives.
         ready_with: see ``PeerDevices``.
+        updates: the work on this worker that changes parameters in place.
     """
 
     def __init__(
@@ -97,11 +98,13 @@ class Between:
         answers: Placed,
         streams: Callable[[], Streams],
         ready_with: Callable[[Any], Ready | None],
+        updates: Shared,
     ) -> None:
         self.calls = calls
         self.answers = answers
         self.streams = streams
         self.ready_with = ready_with
+        self.updates = updates
 
 
 def indexed(device: torch.device) -> torch.device:

@@ -106,6 +106,13 @@ class Placement(Protocol):
         """
 
 
+class Updates(Protocol):
+    """Work on devices."""
+
+    def wait(self) -> None:
+        """Have the current streams wait for the work so far."""
+
+
 class PeerDevices(Protocol):
     """The agreement with one worker about devices."""
 
@@ -126,6 +133,10 @@ class PeerDevices(Protocol):
         """Return what streams must ``join`` before they use tensors in a value, which were made on the
         current streams; None if it has none.
         """
+
+    @property
+    def updates(self) -> Updates:
+        """The work that changes parameters of this worker in place."""
 
 
 @dataclass(slots=True, eq=False)
