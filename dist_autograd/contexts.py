@@ -160,7 +160,7 @@ class Contexts:
         incarnation: incarnation of this worker.
         answers, workers: see ``dist_autograd.ports``.
         kinds, control, send: see ``rpc.agent.ports``.
-        when_made: called before a context becomes known.
+        when_made: called before a context becomes known, or may become so.
 
     Attributes:
         find: returns the context with an id; None if it is over, or was never known here.
@@ -246,13 +246,14 @@ class Contexts:
 
     def join(self, context_id: int, creator: int, through: Peer) -> Context | None:
         """Return the context that a message names, and register it if it is new here; None if it is over."""
+        if context_id not in self._known:
+            self._when_made()
         with self._lock:
             if creator == self._incarnation or context_id in self._over:
                 return self._known.get(context_id)
             maker = self._workers.by_incarnation(creator)
             if maker is not None and maker.lost is not None:
                 return None
-            self._when_made()
             context = self._known.setdefault(context_id, Context(self, context_id, creator, through))
         self._look_after(context)
         return None if context.over else context

@@ -84,7 +84,11 @@ class Creation(PendingCall):
     def future_of_end(self) -> Future[None]:
         """Return the future of the creation's end; the same one each time."""
         with self._creator.futures:  # one thread makes it, the others find it
-            return self.future or Future.for_call(self)
+            found: Future[None] | None = self.future
+            future = found or Future.to_complete(self)
+        if found is None and self.outcome is not None:
+            self.owner.complete_soon(future)
+        return future
 
     def check(self) -> None:
         """Raise an error if the creation failed, since the reference cannot be used then.

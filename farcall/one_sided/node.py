@@ -78,7 +78,7 @@ class TransferNode:
         self._agent.close("it has closed its transports")
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer that runs while it is held may close a transport
 _node: TransferNode | None = None
 
 

@@ -48,7 +48,7 @@ class FarcallTransport(Transport):  # type: ignore[misc]
         _check_timeout(timeout)
         self._default_timeout = self._timeout = timeout
         self.endpoint = secrets.token_hex(16)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may unregister memory
         self._numbers = itertools.count()
         self._regions: dict[int, Region] = {}
         self._pending: set[_TransferWork] = set()
@@ -89,7 +89,7 @@ class FarcallTransport(Transport):  # type: ignore[misc]
         if not tensor.is_contiguous() or tensor.numel() == 0:
             raise ValueError("only contiguous tensors that are not empty can be registered")
         with self._lock:
-            for region in self._regions.values():
+            for region in list(self._regions.values()):
                 if (region.address, region.data.nbytes) == (tensor.data_ptr(), tensor.nbytes):
                     return FarcallMemory(region)
             data = tensor.detach().reshape(-1).view(torch.uint8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import TIMEOUT_MAX
 from time import monotonic
 from typing import Any, Final
@@ -190,6 +191,8 @@ class Caller:
         """Send the message of a call that is in the table; see ``request``."""
         try:
             wait = call.timeout or INFINITE
+            if payload.staging is not None and not call.keeps_place:
+                payload.staging.is_wanted = partial(self.table.is_wanted, call)
             self._send(call.peer, kind, call.call_id, payload, wait=wait, coalesce=call.coalesced)
         except QueueFull:
             if self.drop(call):

@@ -333,6 +333,15 @@ class CallTable:
             self._given_up.pop(call.call_id, None)  # ``take_all`` may have run before
         return True
 
+    def is_wanted(self, call: PendingCall) -> bool:
+        """Whether a call whose message is not sent yet is still wanted. If not, it is no longer under way, as
+        the message is not sent.
+        """
+        if call.call_id in self._pending:
+            return True
+        self._given_up.pop(call.call_id, None)
+        return False
+
     def peers(self) -> KeysView[Peer]:
         """Return all workers with unanswered calls, in the order in which they were first called."""
         found = {call.peer: None for call in self.waiting()}

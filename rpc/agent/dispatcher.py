@@ -129,13 +129,15 @@ class Sender:
     def _send_when_staged(
         self, peer: Peer, kind: int, call_id: int, payload: Payload, staging: Staging, wait: float
     ) -> None:
-        """Send a message once copies of its tensors have been made; the thread continues in the meantime."""
+        """Send a message once copies of its tensors have been made, unless its call has ended by then; the
+        thread continues in the meantime.
+        """
         payload.staging = None
         self._activity.postponed.begin()
 
         def staged(error: BaseException | None) -> None:
             try:
-                if error is None:
+                if error is None and (staging.is_wanted is None or staging.is_wanted()):
                     self.send(peer, kind, call_id, payload, wait=wait)
                 else:
                     self._serializer.take_back(payload.header, peer)

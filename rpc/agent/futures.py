@@ -85,7 +85,7 @@ class Future(torch.futures.Future[T]):
         total = await future            # in a coroutine, on any asyncio loop
     """
 
-    __slots__ = ("_arrived", "_asked", "_call", "_claim", "_devices", "_ending")
+    __slots__ = ("_arrived", "_asked", "_call", "_claim", "_devices", "_ending", "_peer")
 
     _arrived: ArrivedTensors | None
     _devices: list[int | str | torch.device] | None
@@ -94,24 +94,33 @@ class Future(torch.futures.Future[T]):
     _call: PendingCall | None
     _claim: LockType
     _ending: tuple[Any, BaseException | None] | None
+    _peer: Peer | None
+    """The worker that the call was made to whose future this continues; None if there is none."""
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
-        self._asked = self._call = self._arrived = None
+        self._asked = self._call = self._arrived = self._peer = None
         self._devices = devices
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
         """Make the future of a call."""
+        future = cls.to_complete(call)
+        if call.outcome is not None:
+            call.owner.complete_soon(future)
+        return future
+
+    @classmethod
+    def to_complete(cls, call: PendingCall) -> Future[Any]:
+        """As ``for_call``, for a caller that completes it if the call has ended by now."""
         future: Future[Any] = cls.__new__(cls)
         _construct(future, _NO_DEVICES)  # does what PyTorch's constructor does, at half the cost
         future._asked = call.what, call.peer
+        future._peer = call.peer
         future._call = call
         future._claim = allocate_lock()
         future._ending = future._arrived = future._devices = None
         call.future = future
-        if call.outcome is not None:
-            call.owner.complete_soon(future)
         return future
 
     @protected
@@ -315,6 +324,7 @@ class _Continuation:
 
     def __init__(self, source: Future[Any], callback: Callable[[Any], Any]) -> None:
         self.future: Future[Any] = Future(devices=source._devices)
+        self.future._peer = source._peer
         self._source: Future[Any] | None = source
         self._callback = callback
         self._context = _own_context()
@@ -348,7 +358,10 @@ class _Continuation:
     def _run(self) -> Any:
         run, source = self._context.run, cast("Future[Any]", self._source)
         if source._arrived is None:
-            return with_default_modes(run, self._callback, source)
+            value = with_default_modes(run, self._callback, source)
+            if source._peer is not None and source._peer.devices is not None:
+                self.future._arrived = source._peer.devices.ready_with(value)
+            return value
         with source._arrived.streams() as streams:
             value = with_default_modes(run, self._callback, source)
             self.future._arrived = streams.ready_with(value)

@@ -108,6 +108,10 @@ class Inbound(Generic[P, M]):
         """Whether a message is awaited."""
         return bool(self._posts)
 
+    def has(self, post: P) -> bool:
+        """Whether a post is not matched."""
+        return post in self._posts
+
     def post_of(self, sequence: int) -> P | None:
         """Return the post that a message that has begun to arrive is for, unless posts are withdrawn."""
         ahead = (sequence - self._next) % SEQUENCES

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from struct import Struct
 from typing import Any, Final, NamedTuple
@@ -89,32 +89,50 @@ class _Stream:
         """Whether both sides have closed it, and nothing is in progress."""
         return self.is_closed and self.inbound.is_complete() and not self.unacknowledged
 
-    def take_back(self, transfer: Transfer) -> bool:
-        """Take back a post, and the targets of all messages that now go to another post, or to none."""
+    def targets_before(self, transfer: Transfer) -> list[Target]:
+        """Return the targets that must be taken back before a post is: those of all messages that go to
+        another post then, or to none.
+        """
         first = self.inbound.number_of(transfer)
         if first is None:
-            return False
-        later = {
+            return []
+        if self._is_merged_from(transfer, first):
+            target = self.targets.get(first)
+            return [] if target is None or isinstance(target, MergingTarget) else [target]
+        return list(self._targets_from(first).values())
+
+    def take_back(self, transfer: Transfer) -> MergingTarget | None:
+        """Take back a post whose ``targets_before`` are. Returns the target that its message is merged into,
+        which must be taken back next.
+        """
+        first = self.inbound.number_of(transfer)
+        if first is None or not self._is_merged_from(transfer, first):
+            self.inbound.withdraw(transfer)
+            return None
+        # What was merged cannot go to another post: all keep their messages, and this one's is dropped.
+        self.inbound.replace(transfer, Transfer(self.peer, self.incoming, None, lambda _: False))
+        target = self.targets.get(first)
+        return target if isinstance(target, MergingTarget) else None
+
+    def _targets_from(self, first: int) -> dict[int, Target]:
+        return {
             sequence: target
             for sequence, target in self.targets.items()
             if (sequence - first) % SEQUENCES < SEQUENCES // 2
         }
-        if any(isinstance(target, MergingTarget) for target in later.values()) or any(
-            post.merger is not None and post.merger.has_begun for post in self.inbound.posts_from(transfer)
-        ):
-            # What was merged cannot go to another post: all keep their messages, and this one's is dropped.
-            if first in later:
-                later[first].take_back()
-            self.inbound.replace(transfer, Transfer(self.peer, self.incoming, None, lambda _: False))
-            return True
-        for target in later.values():
-            target.take_back()
-        return self.inbound.withdraw(transfer)
 
-    def take_back_targets(self) -> None:
-        for target in self.targets.values():
-            target.take_back()
-        self.targets.clear()
+    def _is_merged_from(self, transfer: Transfer, first: int) -> bool:
+        """Whether the message for this post, or a later one, is merged, or may have been begun to be."""
+        return any(isinstance(target, MergingTarget) for target in self._targets_from(first).values()) or any(
+            post.merger is not None and post.merger.has_begun for post in self.inbound.posts_from(transfer)
+        )
+
+    def take(self, arrived: _Arrived) -> tuple[list[memoryview] | None, Target | None]:
+        """Take out a message that is matched; None if it is in the posted buffers. Also returns its target,
+        to be released without the lock.
+        """
+        target = self.targets.pop(arrived.sequence, None)
+        return arrived.message() if target is None or target.is_taken_back else None, target
 
     def take_all(self) -> list[Transfer]:
         """Remove and return all transfers that have not ended, and will not."""
@@ -226,8 +244,8 @@ class Bulk:
                 except BaseException:
                     stream.inbound.withdraw(transfer)
                     raise
-            arrived = [(each, self._take(stream, came)) for each, came in pairs]
-        for each, message in arrived:
+            arrived = [(each, *stream.take(came)) for each, came in pairs]
+        for each, message, _ in arrived:
             each.deliver(message)
             each.fill()
         self._report(stream)
@@ -260,11 +278,11 @@ class Bulk:
             stream = self._stream(peer, tag)
         except (WorkerLostError, NotInitializedError):
             return
-        with self._lock:
+        with self._taken_back(stream.targets.values):
             if stream.is_closed:
                 return
             stream.is_closed = True
-            stream.take_back_targets()
+            stream.targets.clear()
             ended = [*stream.inbound.close(), *stream.outbound.take_waiting()]
             end = _END.pack(stream.outbound.end)
             self._forget_if_over(stream)
@@ -419,16 +437,11 @@ class Bulk:
                 raise ProtocolError(f"message {sequence} of a stream comes twice")
             arrived = _Arrived(sequence, buffers)
             matched = stream.inbound.arrived(sequence, arrived, sum(map(len, arrived.message())))
-            pairs = [(each, self._take(stream, came)) for each, came in matched]
+            pairs = [(each, *stream.take(came)) for each, came in matched]
             self._forget_if_over(stream)
         self._report(stream, sequence if rest and first else _NONE)
-        left = [transfer for transfer, message in pairs if transfer.deliver(message)]
+        left = [transfer for transfer, message, _ in pairs if transfer.deliver(message)]
         return (_fill, left) if left else None
-
-    def _take(self, stream: _Stream, arrived: _Arrived) -> list[memoryview] | None:
-        """Return a message that is matched; None if it is in the posted buffers. With the lock."""
-        target = stream.targets.pop(arrived.sequence, None)
-        return arrived.message() if target is None or target.is_taken_back else None
 
     def find_target(self, peer: Peer, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
         """Return the target of a large message that begins to arrive: the buffers posted for it, if their
@@ -467,18 +480,47 @@ class Bulk:
 
     # ---- the end
 
+    @contextlib.contextmanager
+    def _taken_back(self, targets: Callable[[], Iterable[Target]]) -> Iterator[None]:
+        """Hold the lock when these targets are taken back.
+
+        A target is taken back without the lock, since that waits for the threads that write to it, and they
+        may send: the function that merges, or a finalizer in any thread. Until it is taken back, it stays
+        that of its message, which may be matched meanwhile; and other messages may get targets. The targets
+        are not released before the lock is.
+        """
+        while True:
+            with self._lock:
+                found = list(targets())
+                left = [each for each in found if not each.is_taken_back]
+                if not left:
+                    yield
+                    return
+            for each in left:
+                each.take_back()
+
     def _withdraw(self, stream: _Stream, transfer: Transfer) -> bool:
-        with self._lock:
-            return stream.take_back(transfer) or stream.outbound.withdraw(transfer)
+        with self._taken_back(lambda: stream.targets_before(transfer)):
+            if not stream.inbound.has(transfer):
+                return stream.outbound.withdraw(transfer)
+            merging = stream.take_back(transfer)
+        if merging is not None:
+            merging.take_back()
+        return True
 
     def peer_broke(self, peer: Peer) -> None:
         """Handle that the connection to a worker broke: large messages that have begun to arrive will begin
         again.
         """
-        with self._lock:
+        with self._taken_back(lambda: self._targets(peer)):
             for stream in self._streams.values():
                 if stream.peer is peer:
-                    stream.take_back_targets()
+                    stream.targets.clear()
+
+    def _targets(self, peer: Peer | None = None) -> list[Target]:
+        """Return the targets of messages of one worker, or of all. With the lock."""
+        streams = [each for each in self._streams.values() if peer is None or each.peer is peer]
+        return [target for stream in streams for target in stream.targets.values()]
 
     def send_again(self, lost: tuple[Peer, int]) -> None:
         """Send a message again that was lost with its connection, from the user's memory."""
@@ -492,12 +534,11 @@ class Bulk:
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """Handle that a worker is lost. Messages of it that have arrived can still be received."""
-        with self._lock:
+        with self._taken_back(lambda: self._targets(peer)):
             mine = [stream for stream in self._streams.values() if stream.peer is peer]
-            for stream in mine:
-                stream.take_back_targets()
             transfers = [each for stream in mine for each in stream.take_all()]
             for stream in mine:
+                stream.targets.clear()
                 if not stream.inbound:
                     del self._streams[peer.incarnation, stream.tag]
             self._reserved.pop(peer.incarnation, None)
@@ -508,9 +549,9 @@ class Bulk:
         """End all transfers: this worker has left."""
         with self._lock:
             self._ended = NotInitializedError
-            for stream in self._streams.values():
-                stream.take_back_targets()
-        self._end_all("RPC has been shut down")
+        with self._taken_back(self._targets):
+            transfers = self._take_all()
+        self._end(transfers, "RPC has been shut down")
 
     def abandon(self) -> None:
         """Drop all transfers in a forked child, since they are the parent's. Takes no lock of the
@@ -518,12 +559,14 @@ class Bulk:
         """
         self._ended = ForkedProcessError
         self._lock = threading.RLock()
-        self._end_all("this process was forked")
+        self._end(self._take_all(), "this process was forked")
 
-    def _end_all(self, reason: str) -> None:
-        with self._lock:
-            transfers = [each for stream in self._streams.values() for each in stream.take_all()]
-            self._streams.clear()
+    def _take_all(self) -> list[Transfer]:
+        """Remove all streams, and return their transfers that have not ended."""
+        streams, self._streams = self._streams, {}
+        return [each for stream in streams.values() for each in stream.take_all()]
+
+    def _end(self, transfers: list[Transfer], reason: str) -> None:
         for transfer in transfers:
             assert self._ended is not None
             transfer.end(self._ended(f"{reason}: {transfer.what} was not delivered before"))

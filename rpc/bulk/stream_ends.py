@@ -152,6 +152,7 @@ class BulkQueue:
             if self._is_closed:
                 return
             self._is_closed = True
+            dropped = [*self._open, *self._waiting]
             self._waiting.clear()
             self._open.clear()
             self.unsent = 0
@@ -161,6 +162,7 @@ class BulkQueue:
                 writer.socket.shut_down()
                 if not writer.is_running:
                     writer.socket.close()
+        del dropped  # without the lock, as this may run code of the user's
 
     def abandon(self) -> None:
         """Close the sockets in a forked child."""

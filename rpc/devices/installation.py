@@ -13,7 +13,7 @@ from rpc.device_maps import DeviceMap
 from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of
 from rpc.devices.placements import Between, Placed, indexed
 from rpc.devices.staging import HostStaging
-from rpc.devices.streams import Shared, Streams, use_on_current_stream
+from rpc.devices.streams import Ready, Shared, Streams, use_on_current_stream
 from rpc.group.control import Control
 from rpc.group.peer import Peer
 from rpc.options import AgentOptions
@@ -33,7 +33,7 @@ class Devices:
         own_name: this worker's name.
 
     Attributes:
-        local: the devices of this worker that messages use.
+        local: the devices of this worker that messages use; one list, which gets more as workers are met.
         updates: the work that changes parameters in place, for which each message waits.
     """
 
@@ -61,9 +61,15 @@ class Devices:
 
     def gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone for good."""
-        self._met.pop(peer.name, None)
+        if self._met.get(peer.name) is peer:  # not one that has taken its name
+            del self._met[peer.name]
         if self._exchange is not None:
             self._exchange.gone(peer, reason)
+
+    def closed(self) -> None:
+        """This worker has left."""
+        if self._exchange is not None:
+            self._exchange.close()
 
     def _use(self, devices: Iterable[torch.device]) -> None:
         accelerator = torch.accelerator.current_accelerator()
@@ -72,7 +78,7 @@ class Devices:
         for device in map(indexed, devices):
             if accelerator is not None and device.type == accelerator.type and (device.index or 0) < count:
                 known.add(device)
-        self.local = sorted(known, key=lambda device: device.index)
+        self.local[:] = sorted(known, key=lambda device: device.index)
 
     def met(self, peer: Peer) -> None:
         """Agree on devices with a worker, and with this one itself."""
@@ -111,6 +117,7 @@ class Devices:
             Placed(name, calls, for_calls, self._staging, reads),
             Placed(name, answers, for_answers, self._staging, reads),
             self.streams,
+            self._ready_with,
             self.updates,
         )
         codec = peer.codec
@@ -129,6 +136,10 @@ class Devices:
     def streams(self) -> Streams:
         """Streams of their own on all devices that messages use."""
         return Streams(self.local, self.updates)
+
+    def _ready_with(self, value: Any) -> Ready | None:
+        """See ``PeerDevices``."""
+        return Ready.with_tensors_in(value, self.local, self.updates)
 
     def use(self, tensors: Iterable[Tensor | None]) -> None:
         """Keep the memory of tensors, where they are on devices, until the current streams have used it."""

@@ -13,6 +13,7 @@ count until then. When the receiver dies, the sender gives up what was not read.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import weakref
@@ -117,13 +118,16 @@ class Import:
         """Copy the elements to a tensor of as many bytes, on the current streams, and wait for it: when the
         message is answered, the sender may change its tensor.
         """
-        if self._unread.detach() is None:
+        if not self._unread.alive:
             raise SerializationError("a tensor of a device can be read once only")
-        opened = self._handles.open(self._handle, self._index)
-        target.copy_(opened, non_blocking=True)
-        torch.accelerator.current_stream(target.device).synchronize()
-        del opened
-        self._done()
+        opened = self._handles.open(self._handle, self._index)  # if it fails, the handle is released unread
+        self._unread.detach()
+        try:
+            target.copy_(opened, non_blocking=True)
+            torch.accelerator.current_stream(target.device).synchronize()
+        finally:
+            del opened
+            self._done()
 
 
 class Exchange:
@@ -150,13 +154,16 @@ class Exchange:
         self._post = post
         self._submit = submit
         self._numbers = itertools.count(1)
-        self._probes: dict[Peer, list[Tensor]] = {}
+        self._probes: dict[Peer, dict[int, Handle]] = {}
+        """By worker, for each device that was offered to it, the tensor to try, until it has answered."""
         self._taken: dict[Peer, set[int]] = {}
         """By worker, the devices of this worker that it reads."""
         self._found: dict[Peer, dict[int, int]] = {}
         """By worker, for each of its devices that this worker reads, its index here."""
         self._under_way: dict[Peer, dict[int, Handle]] = {}
         """By worker, what it has not said to be done with."""
+        self._given_up: list[Handle] = []
+        """What a thread that may wait is about to release, unless this worker leaves first."""
 
     # ---- agreeing
 
@@ -168,14 +175,15 @@ class Exchange:
         peer, devices = offered
         for device in devices:
             try:
-                probe = torch.arange(_PROBE, dtype=torch.uint8, device=device)
-                self._probes.setdefault(peer, []).append(probe)
-                handle = self._handles.export(probe)
+                identity = self._handles.identity(device.index)
+                handle = self._handles.export(torch.arange(_PROBE, dtype=torch.uint8, device=device))
             except Exception as error:
                 logger.info("the memory of %s is not handed to other processes: %s", device, error)
                 continue
-            identity = self._handles.identity(device.index)
+            self._probes.setdefault(peer, {})[device.index] = handle
             self._post(peer, TOPIC, ["offer", self._type, device.index, identity, handle])
+        if peer.lost is not None:  # possibly before the offers were recorded
+            self.gone(peer, peer.lost)
 
     def received(self, peer: Peer, body: object) -> None:
         """A control message; on the loop's thread."""
@@ -184,9 +192,11 @@ class Exchange:
                 self._submit((self._try, (peer, kind, index, identity, handle)))
             case ["take", int(index)]:
                 self._taken.setdefault(peer, set()).add(index)
-                self._answered(peer)
-            case ["refuse", int(index), str(reason)]:
-                self._answered(peer)
+                self._probes.get(peer, {}).pop(index, None)
+            case ["refuse", int(index), bool(opened), str(reason)]:
+                unread = self._probes.get(peer, {}).pop(index, None)
+                if unread is not None and not opened:
+                    self._give_up([unread])
                 logger.info(
                     "worker '%s' does not read the memory of %s:%d, so tensors there are copied through "
                     "pinned memory: %s",
@@ -200,13 +210,9 @@ class Exchange:
             case _:
                 raise ProtocolError(f"a message about devices that cannot be: {str(body)[:80]}")
 
-    def _answered(self, peer: Peer) -> None:
-        probes = self._probes.get(peer)
-        if probes:
-            probes.pop(0)
-
     def _try(self, offered: tuple[Peer, str, int, str, Handle]) -> None:
         peer, kind, index, identity, handle = offered
+        has_opened = False
         try:
             if kind != self._type:
                 raise SerializationError(f"its devices are of type '{self._type}'")
@@ -215,13 +221,19 @@ class Exchange:
             if mine is None:
                 raise SerializationError("it does not have this device")
             with torch.accelerator.device_index(mine):
-                found = self._handles.open(handle, mine).cpu()
-            if found.tolist() != list(range(_PROBE)):
+                opened = self._handles.open(handle, mine)
+                has_opened = True
+                found = opened.cpu().tolist()
+                del opened
+            if found != list(range(_PROBE)):
                 raise SerializationError("it found other elements there")
         except Exception as error:
-            self._post(peer, TOPIC, ["refuse", index, f"{type(error).__name__}: {error}"[:200]])
+            reason = f"{type(error).__name__}: {error}"[:200]
+            self._post(peer, TOPIC, ["refuse", index, has_opened, reason])
             return
         self._found.setdefault(peer, {})[index] = mine
+        if peer.lost is not None:  # possibly before that was recorded
+            self._found.pop(peer, None)
         self._post(peer, TOPIC, ["take", index])
 
     def reads(self, peer: Peer, elements: Tensor) -> bool:
@@ -231,15 +243,25 @@ class Exchange:
 
     def gone(self, peer: Peer, _: str) -> None:
         """A worker is gone: give up what it has not read."""
-        for table in (self._taken, self._found, self._probes):
-            table.pop(peer, None)
-        left = self._under_way.pop(peer, {})
-        if left:
-            self._submit((self._release_all, list(left.values())))
+        self._taken.pop(peer, None)
+        self._found.pop(peer, None)
+        self._give_up([*self._probes.pop(peer, {}).values(), *self._under_way.pop(peer, {}).values()])
 
-    def _release_all(self, handles: list[Handle]) -> None:
-        for handle in handles:
-            self._handles.release(handle)
+    def close(self) -> None:
+        """This worker has left: give up what others have not read."""
+        for peer in {*self._probes, *self._under_way}:
+            self.gone(peer, "")
+        self._release_given_up(None)
+
+    def _give_up(self, handles: list[Handle]) -> None:
+        self._given_up += handles
+        if handles:
+            self._submit((self._release_given_up, None))
+
+    def _release_given_up(self, _: None) -> None:
+        with contextlib.suppress(IndexError):  # another thread may release the last ones
+            while self._given_up:
+                self._handles.release(self._given_up.pop())
 
     # ---- the carrier
 
@@ -256,6 +278,8 @@ class Exchange:
         for number, _, handle in descriptors:
             if self._under_way.get(to, {}).pop(number, None) is not None:
                 self._handles.release(handle)
+        if to.lost is not None and not self._under_way.get(to):
+            self._under_way.pop(to, None)
 
     def arrive(self, descriptors: list[Any], source: Peer) -> list[Import]:
         """Handles have arrived."""

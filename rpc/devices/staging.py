@@ -55,6 +55,7 @@ class HostStaging:
 
     def __init__(self, threads: Threads, *, alone: bool = False) -> None:
         self.alone = alone
+        self.is_wanted: Callable[[], bool] | None = None
         self._threads = threads
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[Any] = []

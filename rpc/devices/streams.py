@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Final, Self
 
 import torch
@@ -15,7 +18,7 @@ from torch.nn import Module, Parameter
 from rpc.runtime.stepwise import StepwiseCoroutine
 from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
-__all__ = ["Ready", "Shared", "Streams", "arrived", "tensors_in", "use_on_current_stream"]
+__all__ = ["Ready", "Shared", "Streams", "arrived", "search", "use_on_current_stream"]
 
 _current_stream = torch.accelerator.current_stream
 _current_device = torch.accelerator.current_device_index
@@ -59,9 +62,9 @@ class Streams:
     def __init__(self, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self.arrived: list[Tensor] = []
         self.used: list[Shared] = []
-        self._devices = devices
+        self._devices = list(devices)  # those of an agent may become more
         self._updates = updates
-        self._streams = [torch.Stream(device) for device in devices]
+        self._streams = [torch.Stream(device) for device in self._devices]
         self._device: int | None = None
         self._outer: tuple[int, list[torch.Stream], Streams | None] | None = None
 
@@ -88,17 +91,16 @@ class Streams:
         for shared in self.used:
             shared.renew()
 
-    def ready(self, tensors: Sequence[Tensor] | None = None) -> Ready | None:
-        """What other streams must ``join`` before they use tensors, by default those that have arrived, or
-        parameters that were changed; None if there are none. Inside the context.
+    def ready(self) -> Ready | None:
+        """What other streams must ``join`` before they use the tensors that have arrived, or parameters that
+        were changed; None if there are none. Inside the context.
         """
-        tensors = self.arrived if tensors is None else tensors
         changed = self._updates is not None and self._updates.renewed
-        return Ready(tensors, self._devices, self._updates) if tensors or changed else None
+        return Ready(self.arrived, self._devices, self._updates) if self.arrived or changed else None
 
     def ready_with(self, value: Any) -> Ready | None:
         """As ``ready``, for the tensors in a value."""
-        return self.ready(tensors_in(value))
+        return Ready.with_tensors_in(value, self._devices, self._updates)
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs inside the context."""
@@ -143,7 +145,7 @@ class Ready:
         self._devices = devices
         self._updates = updates
         self._events: list[tuple[torch.Stream, torch.Event]] = []
-        for device in devices:
+        for device in list(devices):
             stream = _current_stream(device)
             self._events.append((stream, stream.record_event()))
 
@@ -151,6 +153,17 @@ class Ready:
     def tensors(self) -> Sequence[Tensor]:
         """The tensors."""
         return self._tensors
+
+    @classmethod
+    def with_tensors_in(
+        cls, value: Any, devices: Sequence[torch.device], updates: Shared | None
+    ) -> Ready | None:
+        """The work that made a value on the current streams, and changed parameters; None if it surely has no
+        tensors, and there is no such change.
+        """
+        found, has_more = search(value)
+        changed = updates is not None and updates.renewed
+        return cls(found, devices, updates) if found or has_more or changed else None
 
     def streams(self) -> Streams:
         """Streams on the same devices, which wait for this once they ``join`` it."""
@@ -175,7 +188,7 @@ class Shared:
 
     Args:
         value: the object.
-        devices: those that requests use.
+        devices: those that requests use; they may become more.
         updates: further work that may change it.
 
     Attributes:
@@ -187,8 +200,8 @@ class Shared:
     def __init__(self, value: Any, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self._devices = devices
         self._updates = updates
-        self._lock = threading.Lock()
-        self._tensors = [weakref.ref(tensor) for tensor in tensors_in(value)]
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may use the object
+        self._tensors = [weakref.ref(tensor) for tensor in search(value)[0]]
         self._ready = Ready((), devices)
         self.renewed = False
 
@@ -257,36 +270,56 @@ def _parts(tensor: Any) -> list[Tensor]:
     return [tensor.values()] if tensor.is_nested else []
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors on accelerators in a value: in containers, dataclasses, modules and attributes of objects.
+def search(value: Any) -> tuple[list[Tensor], bool]:
+    """Find the tensors on accelerators in a value: in containers, dataclasses, modules and attributes of
+    objects.
 
     Nothing of the value's own is called, so what a container of another library hides is not found.
+
+    Returns:
+        The tensors, and whether the value may have others.
     """
     found: list[Tensor] = []
-    _search(value, found, set(), 0)
-    return found
+    return found, _search(value, found, set(), 0)
 
 
-def _search(value: Any, found: list[Tensor], seen: set[int], depth: int) -> None:
+_SIMPLE: Final = (str, bytes, int, float, complex, type, torch.dtype, torch.device)
+"""Types of objects that have no tensors."""
+
+
+def _search(value: Any, found: list[Tensor], seen: set[int], depth: int) -> bool:
     if isinstance(value, Tensor):
         if not value.is_cpu and not value.is_meta:
             found.append(value)
-        return
-    if depth > _MAX_DEPTH or value is None or isinstance(value, (str, bytes, int, float, type)):
-        return
-    if id(value) in seen:
-        return
+        return False
+    if value is None or isinstance(value, _SIMPLE) or id(value) in seen:
+        return False
+    if depth > _MAX_DEPTH:
+        return True
     seen.add(id(value))
-    inside: Any = ()
-    if isinstance(value, dict):
-        inside = list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inside = list(value)
-    elif isinstance(value, Module):
-        inside = [*value.parameters(), *value.buffers()]
-    elif is_dataclass(value):
-        inside = [getattr(value, each.name, None) for each in fields(value)]
-    elif isinstance(getattr(value, "__dict__", None), dict) and not callable(value):
-        inside = list(value.__dict__.values())
+    inside, has_more = _inside(value)
     for each in inside:
-        _search(each, found, seen, depth + 1)
+        has_more |= _search(each, found, seen, depth + 1)
+    return has_more
+
+
+def _inside(value: Any) -> tuple[list[Any], bool]:
+    """Return what an object has inside, and whether it may have more."""
+    if isinstance(value, Module):
+        return [*value.parameters(), *value.buffers()], True
+    if isinstance(value, (FunctionType, MethodType)):
+        return [], True
+    attributes = getattr(value, "__dict__", None)
+    inside = list(attributes.values()) if isinstance(attributes, dict) else []
+    if isinstance(value, dict):
+        inside += [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        inside += value
+    elif is_dataclass(value):
+        inside += [getattr(value, each.name, None) for each in fields(value)]
+    elif isinstance(value, partial):
+        inside += [value.func, *value.args, *value.keywords.values()]
+    else:
+        has_slots = any(vars(each).get("__slots__") for each in type(value).__mro__)
+        return inside, has_slots or attributes is None
+    return inside, False

@@ -299,8 +299,7 @@ class Peer:
                 connection.carry(self.session)
             for frame in again:
                 connection.send_small(frame, 0)
-            waiting = self._waiting.copy()
-            self._forget_waiting()
+            waiting = self._take_waiting()
             for buffers, size in waiting:
                 try:
                     connection.send(buffers, size, wait=False)
@@ -330,16 +329,18 @@ class Peer:
         with self._lock:
             if self.lost is None:
                 self.lost, self.has_left = reason, left
-            self._forget_waiting()
+            dropped = self._take_waiting()
             self._unsent, self._last_connection, self.session = [], None, Session()
             connection, self.connection, self.reader = self.connection, None, None
+        del dropped  # without the lock, as this may run code of the user's
         return connection
 
-    def _forget_waiting(self) -> None:
-        self._waiting.clear()
-        self._waiting_bytes = 0
+    def _take_waiting(self) -> list[tuple[list[Any], int]]:
+        """Take out the waiting frames, with the lock held."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if self._room is not None:
             self._room.notify_all()
+        return waiting
 
 
 class PeerTable:

@@ -44,7 +44,7 @@ class CallProfiler:
         self._events = events
         self._tracing = tracing
         self._peers = peers
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may end a call
         self._open = 0
         self._subscriptions: ExitStack | None = None
         self._spans: dict[int, Span] = {}

@@ -19,7 +19,6 @@ Example::
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import threading
@@ -157,8 +156,8 @@ class MessageReceived:
     size: int
 
 
-Handlers = tuple[functools.partial[Any], ...]
-"""Of the handlers of a kind; each entry is an object of its own, whose ``func`` is the handler."""
+Handlers = dict[object, Callable[..., object]]
+"""The handlers of a kind, by registration."""
 
 Tell = Callable[..., object]
 """Takes the fields of an event, in their order, and tells the handlers of it."""
@@ -183,9 +182,10 @@ class Events:
     message_received: Tell | None
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._handlers: dict[type, Handlers] = dict.fromkeys(_ATTRIBUTES, ())
-        self._recorders: dict[type, Handlers] = dict.fromkeys(_ATTRIBUTES, ())
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may end a subscription
+        self._changes = 0
+        self._handlers: dict[type, Handlers] = {kind: {} for kind in _ATTRIBUTES}
+        self._recorders: dict[type, Handlers] = {kind: {} for kind in _ATTRIBUTES}
         for attribute in _ATTRIBUTES.values():
             setattr(self, attribute, None)
 
@@ -205,23 +205,32 @@ class Events:
             known = ", ".join(each.__name__ for each in _ATTRIBUTES)
             raise TypeError(f"{kind!r} is no kind of event; there are: {known}")
 
-        entry = functools.partial(handler)  # a separate object, so that one handler may be registered twice
+        registration = object()
 
         def end() -> None:
             with self._lock:
-                where[kind] = tuple(each for each in where[kind] if each is not entry)
+                ended = where[kind].pop(registration, None)
                 self._compose(kind)
+            del ended
 
         with self._lock:
-            where[kind] = (*where[kind], entry)
+            where[kind][registration] = handler
             self._compose(kind)
         subscription = ExitStack()
         subscription.callback(end)
         return subscription
 
     def _compose(self, kind: type) -> None:
-        handlers = [each.func for each in self._handlers[kind]]
-        recorders = [each.func for each in self._recorders[kind]]
+        """Make the function that calls the handlers of a kind, which have changed. With the lock."""
+        self._changes += 1
+        changes = -1
+        while changes != self._changes:  # a finalizer has changed them again meanwhile
+            changes = self._changes
+            setattr(self, _ATTRIBUTES[kind], self._composed(kind))
+
+    def _composed(self, kind: type) -> Tell | None:
+        handlers = list(self._handlers[kind].values())
+        recorders = list(self._recorders[kind].values())
 
         def tell(*fields: Any) -> None:
             for recorder in recorders:
@@ -235,7 +244,7 @@ class Events:
                         logger.exception("a handler of %s failed", kind.__name__)
 
         alone = recorders[0] if len(recorders) == 1 and not handlers else tell
-        setattr(self, _ATTRIBUTES[kind], alone if handlers or recorders else None)
+        return alone if handlers or recorders else None
 
 
 _ATTRIBUTES: Final[dict[type, str]] = {

@@ -15,8 +15,11 @@ Each task runs in a context of its own, for context variables, and with the defa
 that it leaves on its thread are undone before the next one.
 
 A thread takes tasks without the lock, and counts its finished tasks itself. The lock is taken to become idle,
-and to wake. A thread with nothing to do may be *lent* to a ``TaskSource``, which gives it its next task
-without a hand-over; it returns there after each, and is called back if tasks find no other thread.
+and to wake. Nothing waits while it is held: a thread is started without it, since the new thread may have to
+run a finalizer that submits a task before it can say that it has begun.
+
+A thread with nothing to do may be *lent* to a ``TaskSource``, which gives it its next task without a
+hand-over; it returns there after each, and is called back if tasks find no other thread.
 """
 
 from __future__ import annotations
@@ -109,7 +112,11 @@ class Executor:
         """Number of tasks that were dropped, or done by threads that have retired."""
         self._waking = False
         self._stopped = False
-        self._starved = threading.Event()
+        self._is_starved = False
+        """Whether the monitor was woken, and has not seen an empty backlog since."""
+        self._wake = threading.Lock()
+        """Released to wake the monitor. An event is not reentrant, and a finalizer may submit a task."""
+        self._wake.acquire()
         self._on_idle: Callable[[], None] | None = None
         self._monitor = threading.Thread(target=self._watch, name=f"{name}-monitor", daemon=True)
         self._monitor.start()
@@ -133,7 +140,9 @@ class Executor:
                 return True
             self._submitted += len(tasks)
             self._backlog.extend(tasks)
-            self._wake_another()
+            fresh = self._wake_another()
+        if fresh is not None:
+            self._start(fresh)
         return True
 
     def lend(self, source: TaskSource, *, at_once: bool = True) -> None:
@@ -195,11 +204,12 @@ class Executor:
         """
         with self._lock:
             self._stopped = True
-            self.drop_backlog()
+            dropped = self.drop_backlog()
             waiting, self._idle, self._lent = self._idle + self._lent, [], []
+            self._wake_monitor()
+        del dropped  # without the lock, as this may run code of the user's
         for worker in waiting:
             worker.call()
-        self._starved.set()
         deadline = None if timeout is None else time.monotonic() + timeout
         current = threading.current_thread()
         ended = True
@@ -216,31 +226,47 @@ class Executor:
         """
         return self._ended + sum(worker.finished - worker.brought for worker in self._threads.values())
 
-    def _wake_another(self) -> None:
-        """With the lock held and a backlog: have one more thread take from it, or start the monitor."""
+    def _wake_another(self, *, may_start: bool = True) -> _Worker | None:
+        """With the lock held and a backlog: have one more thread take from it, or wake the monitor. May
+        return a thread that the caller must start without the lock.
+        """
         if self._waking:
-            return  # that thread will check the backlog
-        if not self._idle and len(self._threads) < self._workers and self._start_thread():
-            return
+            return None  # that thread will check the backlog
+        if may_start and not self._idle and len(self._threads) < self._workers:
+            return self._new_thread()
         waiting = self._idle or self._lent
         if waiting:
             worker = waiting[-1]
             del waiting[-1]
             self._waking = True
             worker.call()
-        elif not self._starved.is_set():
-            self._starved.set()
+        else:
+            self._wake_monitor()
+        return None
 
-    def _start_thread(self) -> bool:
-        """Start a thread, with the lock held; returns whether the system could."""
-        worker = _Worker(self, f"{self._name}-{self._started + 1}")
+    def _wake_monitor(self) -> None:
+        """With the lock held: have the monitor tick."""
+        if not self._is_starved:
+            self._is_starved = True
+            self._wake.release()
+
+    def _new_thread(self) -> _Worker:
+        """Return a thread that counts as one of the executor's, and must be started; with the lock held."""
+        self._started += 1
+        worker = _Worker(self, f"{self._name}-{self._started}")
         self._threads[worker.thread] = worker
+        return worker
+
+    def _start(self, worker: _Worker) -> bool:
+        """Start a thread, without the lock; returns whether the system could."""
         try:
             worker.thread.start()
         except RuntimeError:
-            del self._threads[worker.thread]
+            with self._lock:
+                del self._threads[worker.thread]
+                if self._backlog and not self._stopped:
+                    self._wake_another(may_start=False)
             return False
-        self._started += 1
         return True
 
     def _run(self, worker: _Worker) -> None:
@@ -323,8 +349,9 @@ class Executor:
     def _spread(self) -> None:
         """Have another thread take from the backlog, too: the current task may take long."""
         with self._lock:
-            if self._backlog:
-                self._wake_another()
+            fresh = self._wake_another() if self._backlog else None
+        if fresh is not None:
+            self._start(fresh)
 
     def _tell_if_idle(self, callback: Callable[[], None]) -> None:
         if self.active():
@@ -362,14 +389,14 @@ class Executor:
     def _watch(self) -> None:
         """The monitor: sleeps until a task finds no thread, then ticks while there is a backlog."""
         while True:
-            self._starved.wait()
+            self._wake.acquire()
             progress = self._progress()
             warned = False
             while not self._stopped:
                 time.sleep(_TICK)
                 with self._lock:
                     if not self._backlog:
-                        self._starved.clear()
+                        self._is_starved = False
                         break
                     before, progress = progress, self._progress()
                 if before == progress and not self._grow() and not warned:
@@ -402,12 +429,14 @@ class Executor:
             wanted = 1
         for _ in range(wanted):
             with self._lock:
-                if self._stopped or not self._start_thread():
-                    break
-                grown = True
+                fresh = None if self._stopped else self._new_thread()
+            if fresh is None or not self._start(fresh):
+                break
+            grown = True
         return grown
 
 
 @interruptible
 def _join(thread: threading.Thread, timeout: float | None) -> None:
-    thread.join(timeout)
+    with contextlib.suppress(RuntimeError):  # it has not begun, and will end at once
+        thread.join(timeout)

@@ -50,8 +50,8 @@ class Span:
         tell(self)
 
 
-_lock: Final = threading.Lock()
-_listeners: tuple[Callable[[Span], object], ...] = ()
+_listeners: Final[dict[object, Callable[[Span], object]]] = {}
+"""The listeners, by registration. Changed in single steps, without a lock, as a finalizer may end one."""
 _NOTHING: Final = nullcontext()
 
 
@@ -67,7 +67,7 @@ def span(name: str, **details: Any) -> AbstractContextManager[object]:
 
 def tell(ended: Span) -> None:
     """Report a span that has ended to the listeners."""
-    for listener in _listeners:
+    for listener in tuple(_listeners.values()):
         listener(ended)
 
 
@@ -77,15 +77,8 @@ def listen(listener: Callable[[Span], object]) -> ExitStack:
     Returns:
         A context manager that ends the registration, on ``close()`` or at the end of a ``with`` statement.
     """
-    global _listeners
-    with _lock:
-        _listeners = (*_listeners, listener)
+    registration = object()
+    _listeners[registration] = listener
     subscription = ExitStack()
-    subscription.callback(_remove, listener)
+    subscription.callback(_listeners.pop, registration, None)
     return subscription
-
-
-def _remove(listener: Callable[[Span], object]) -> None:
-    global _listeners
-    with _lock:
-        _listeners = tuple(each for each in _listeners if each != listener)

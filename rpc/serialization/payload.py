@@ -50,7 +50,13 @@ class Source(Protocol):
 
 
 class Staging(Protocol):
-    """Copies of device tensors that are being made for one message."""
+    """Copies of device tensors that are being made for one message.
+
+    Attributes:
+        is_wanted: whether the message must still be sent when they are made; None if it must in any case.
+    """
+
+    is_wanted: Callable[[], bool] | None
 
     def owns(self, memory: memoryview) -> bool:
         """Whether this memory belongs to such a copy, which may not be read yet."""
@@ -121,6 +127,11 @@ class PeerDevices(Protocol):
     def streams(self) -> Any:
         """Return a context manager with separate streams for data that arrives from the worker; see
         ``rpc.devices.streams``.
+        """
+
+    def ready_with(self, value: Any, /) -> Any:
+        """Return what streams must ``join`` before they use tensors in a value, which were made on the
+        current streams; None if it has none.
         """
 
     @property

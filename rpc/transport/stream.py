@@ -321,13 +321,14 @@ class StreamConnection:
             self._loop.remove_reader(self.reader.watched())
         with self._queue.lock:
             self._open = False
-            self._queue.close()
+            dropped = self._queue.close()
             if self.reader is not None:
                 self.reader.closed = True
             if self.reader is None or self.reader.lease.take(LOOP):
                 self._close_descriptors()
             else:  # the reading thread notices, and closes them when it has left
                 self._stream.shut_down()
+        del dropped  # without the lock, as this may run code of the user's
         self._decoder.clear()  # the rest of the connection may live until garbage is collected
         self.owner.connection_lost(self, reason)
 

@@ -18,6 +18,9 @@ If many calls are in flight, their frames are *coalesced*: they are only queued,
 them, or a thread waits for an answer, or the loop writes them. Each wake-up of the other side, and each
 system call, then serves many frames.
 
+The buffers of a message are released when the send lock is free: that may run code of the user's, which may
+send, and wait for the answer.
+
 The queue, the large messages, and the unacknowledged messages (see ``rpc.transport.session``) each have a
 limit in bytes. Beyond it, callers that send more of the same kind wait for room; the loop never waits.
 """
@@ -129,6 +132,8 @@ class WriteQueue:
         self._flushing = False
         self._finishing = False
         self._open = True
+        self._released: list[Any] = []
+        """Buffers that are written or dropped, to be released without the send lock."""
         self._acknowledgement = deque[memoryview](maxlen=1)
         """The acknowledgement that is written next; a later one replaces it."""
 
@@ -228,7 +233,7 @@ class WriteQueue:
             try:
                 self._write(_CALLER_BYTES)
             finally:
-                self.lock.release()
+                self._unlock()
 
     def finish(self) -> bool:
         """Call ``emptied`` when everything is written and flushed; false if it is, or never will be. On the
@@ -240,11 +245,13 @@ class WriteQueue:
         self._stream.on_writable(self._writable)
         return True
 
-    def close(self) -> None:
-        """Send nothing more. On the loop's thread, with ``lock``. The caller closes the stream."""
+    def close(self) -> list[Any]:
+        """Send nothing more. On the loop's thread, with ``lock``. The caller closes the stream, and releases
+        what is returned without the lock.
+        """
         self._open = False
         self._stream.on_writable(None)
-        self._forget()
+        return self._forget()
 
     def abandon(self) -> None:
         """Send nothing more, in a forked child."""
@@ -330,6 +337,8 @@ class WriteQueue:
             return False
         finally:
             self.lock.release()
+            if self._released:  # as ``_unlock``, for each call
+                self._released.clear()
         return True
 
     def _send_chunked(self, pieces: Sequence[Any], size: int, aliased: bool, streams: Streams | None) -> None:
@@ -384,7 +393,13 @@ class WriteQueue:
                     self.outgoing.add(message)
             return True
         finally:
-            self.lock.release()
+            self._unlock()
+
+    def _unlock(self) -> None:
+        """Release the send lock, and then what was written."""
+        self.lock.release()
+        if self._released:
+            self._released.clear()
 
     # ---- with the send lock
 
@@ -478,17 +493,19 @@ class WriteQueue:
         self.error = error.with_traceback(None)  # which would keep what all callers hold
         with self._count_lock:
             self._room.notify_all()
-        self.outgoing.close()
+        self._released += self.outgoing.close()
         self.tell_loop(self._failed)
 
-    def _forget(self) -> None:
+    def _forget(self) -> list[Any]:
+        dropped: list[Any] = []
         with self._count_lock:
             if self._session is None:
+                dropped += self._queue
                 self._queue.clear()
             self._last = None
             self._queued_bytes = 0
             self._room.notify_all()
-        self.outgoing.close()
+        return [*dropped, *self.outgoing.close()]
 
     def tell_loop(self, callback: Callable[..., object], *arguments: object) -> None:
         """Make the loop call a function soon."""
@@ -517,6 +534,8 @@ class WriteQueue:
                     self._note(piece)
             elif piece is _CHUNK_END:
                 chunk_ended = True
+            else:
+                self._released.append(piece)
         return chunk_ended
 
     # ---- the loop's thread
@@ -541,7 +560,7 @@ class WriteQueue:
                 if not self._finishing:  # otherwise it comes here again until it is closed
                     self._stream.on_writable(None)
         finally:
-            self.lock.release()
+            self._unlock()
         if self and self.error is None:
             self.drain()
         elif self._finishing and (self._stream.is_flushed or self.error is not None):

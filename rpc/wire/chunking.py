@@ -182,11 +182,15 @@ class Outgoing:
         # Views: ``bytes`` in a queue are messages of their own.
         return [memoryview(prefix), *(memoryview(piece) for piece in message.take(count))]
 
-    def close(self) -> None:
-        """Drop everything: nothing more can be sent."""
+    def close(self) -> list[ChunkedMessage]:
+        """Drop everything: nothing more can be sent. Returns what is dropped, which the caller releases
+        without a lock, as that may run code of the user's.
+        """
         with self._lock:
             self._closed = True
+            dropped = [*self._open, *self._waiting]
             self._waiting.clear()
             self._open.clear()
             self.unsent = 0
             self._room.notify_all()
+        return dropped

@@ -372,9 +372,9 @@ class Reassembly:
         """Drop everything: nothing more will arrive, except the rest of a chunk on each stream."""
         with self._opened:
             self._is_cleared = True
-            for message in self.open_messages.values():
+            dropped, self.open_messages = self.open_messages, {}
+            for message in dropped.values():
                 message.is_dropped = True
-            self.open_messages.clear()
             self._buffers = self.promised = 0
             self._opened.notify_all()
 

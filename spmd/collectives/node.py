@@ -89,7 +89,7 @@ class Node:
         self._lifecycle = lifecycle
         self._owned = owned
         self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may end a group
         self._process = os.getpid()
         self._hooks: list[tuple[list[Any], Any]] = [
             (lifecycle.hooks.gone, self._worker_gone),

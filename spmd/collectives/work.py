@@ -128,11 +128,13 @@ class GroupWork(Work):
             if self.record is not None:
                 self.record.end(succeeded=error is None)
             self.error = error
+            dropped = self._perform, self._settle, self._end_event
             self._perform = self._settle = self._end_event = None
             self.done = True
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.release()
+        del dropped  # without the lock, as tensors may have finalizers
         if self._sequencer is None and self.has_callbacks:  # this may be the agent's thread
             threading.Thread(target=self.call_back, name="farcall-callbacks", daemon=True).start()
 

@@ -47,6 +47,18 @@ WAITS: Final = (
         "current.wait_event(event)",
     ),
     Deletion("Future.wait joins", "rpc/agent/futures.py", "self._arrived.join()"),
+    Deletion(
+        "the value of a callback is waited for",
+        "rpc/agent/futures.py",
+        "self.future._arrived = streams.ready_with(value)",
+        tests="test_streams_wait_for_tensors_anywhere",
+    ),
+    Deletion(
+        "what a callback has made is waited for",
+        "rpc/agent/futures.py",
+        "self.future._arrived = source._peer.devices.ready_with(value)",
+        tests="test_streams_wait_for_tensors_that",
+    ),
     Deletion("a reference's value joins", "rref/value.py", "self._made.join()"),
     Deletion(
         "a reference's value waits for what other requests did to it",

@@ -309,8 +309,8 @@ def step_and_look(optimizer: rpc.RRef[LocalOptimizer], number: int) -> Tensor:
 
 
 @on_devices
-def step_elsewhere(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
+def step_elsewhere(worker: Worker, both_have_maps: bool) -> list[bool]:
+    with worker.group(**(one_to_one(worker) if both_have_maps or not worker.rank else {})):
         if worker.rank:
             return []
         optimizer = DistributedOptimizer(LateSGD, [rpc.rpc_sync("worker1", keep)], lr=1.0)
@@ -328,8 +328,9 @@ def step_elsewhere(worker: Worker) -> list[bool]:
         return found
 
 
-def test_requests_after_a_step_see_it(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(step_elsewhere, 2, args=(mode,), time_limit=40)[0] == [True] * 4
+@pytest.mark.parametrize("both_have_maps", [True, False], ids=["all maps", "the caller's map"])
+def test_requests_after_a_step_see_it(run_workers: RunWorkers, mode: str, both_have_maps: bool) -> None:
+    assert run_workers(step_elsewhere, 2, args=(mode, both_have_maps), time_limit=40)[0] == [True] * 4
 
 
 class Nested(torch.autograd.Function):

@@ -129,13 +129,16 @@ class CollectingLock:
         gc.collect()
 
 
+PACKAGES = ("rpc.", "rref.", "dist_autograd.", "spmd.", "farcall.")
+
+
 def make_locks_collect() -> None:
     """Every lock that farcall makes from now on is one that collects."""
 
     def collecting(make: Any) -> Any:
         def make_lock() -> Any:
             by = sys._getframe(1).f_globals["__name__"]
-            return CollectingLock(make()) if by.startswith(("rpc.", "rref.")) else make()
+            return CollectingLock(make()) if by.startswith(PACKAGES) else make()
 
         return make_lock
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from rpc.runtime.events import Events, PeerJoined
+from tests.support.finalizers import ends_soon, running_in_locked_sections
 
 EVENT = PeerJoined("worker1", 1)
 
@@ -65,3 +68,23 @@ def test_a_handler_may_end_its_own_subscription() -> None:
 def test_what_is_no_kind_of_event_is_refused_by_name(kind: object) -> None:
     with pytest.raises(TypeError, match=r"is no kind of event.*PeerLost"):
         Events().listen(kind, print)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", ["begins", "ends"])
+def test_a_finalizer_may_end_a_subscription_while_another_one_begins_or_ends(
+    change: str,
+) -> None:
+    within: list[Callable[[], object]] = []
+    with running_in_locked_sections(within):
+        events = Events()
+    told: list[str] = []
+    of_garbage = events.listen(PeerJoined, lambda _: told.append("garbage"))
+    other = events.listen(PeerJoined, lambda _: told.append("other"))
+    events.listen(PeerJoined, lambda _: told.append("last"))
+    within.append(of_garbage.close)
+    if change == "ends":
+        assert ends_soon(other.close)
+    else:
+        assert ends_soon(lambda: events.listen(PeerJoined, lambda _: told.append("new")))
+    tell(events)
+    assert told == (["last"] if change == "ends" else ["other", "last", "new"])

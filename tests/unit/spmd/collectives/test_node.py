@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -10,7 +13,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from rpc.errors import GroupMismatchError, RendezvousTimeoutError
 from rpc.group.authentication import Seal
 from rpc.options import AgentOptions
-from spmd.collectives.node import find_node
+from spmd.collectives.node import Node, find_node
+from tests.support.finalizers import ends_soon, running_in_locked_sections
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
@@ -28,3 +32,26 @@ def test_a_rank_with_another_token_is_named() -> None:
         GroupMismatchError, match=r"rank 1 of .* has another token than rank 0.*FARCALL_TOKEN"
     ):
         find_node(store, 0, 2, 5, options)
+
+
+class Watching:
+    """A group."""
+
+    def worker_gone(self, peer: Any, reason: str) -> None: ...
+
+    def agent_closes(self) -> None: ...
+
+    def observed(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_finalizer_may_end_a_group_while_another_one_begins() -> None:
+    within: list[Callable[[], object]] = []
+    lifecycle: Any = SimpleNamespace(hooks=SimpleNamespace(gone=[], close=[]))
+    bulk: Any = None
+    with running_in_locked_sections(within):
+        node = Node(lifecycle, {}, bulk, print, [], "key", shares_memory=False, owned=False)
+    garbage, other = Watching(), Watching()
+    node.add(garbage)
+    within.append(lambda: node.remove(garbage))
+    assert ends_soon(lambda: node.add(other))
