@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import importlib
 import os
 import shutil
 import signal
@@ -59,6 +61,7 @@ def _files_of(share: str, root: Path) -> frozenset[Path]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Forks the fork server while this process is one bare thread, and moves temporary files aside."""
+    gc.disable()  # while tests are imported
     become_subreaper()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where tmp_path goes, as ever
     jobs = config.stash[_jobs_key] = Path(tempfile.mkdtemp(prefix="farcall-test-jobs-"))
@@ -66,6 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="farcall-tests-"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     config.stash[_temporary_key] = folder
+    if config.getoption("share"):  # both processes will need PyTorch
+        for name in workers.PRELOADED:
+            importlib.import_module(name)
     config.stash[workers.fork_server_key] = ForkServer.start(workers.worker_main)
 
 
@@ -82,6 +88,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the fork server import PyTorch while the first tests run, if it will be needed."""
+    gc.freeze()  # collections in tests need not visit what the imports have made
+    gc.enable()
     if any(_FIXTURE in getattr(item, "fixturenames", ()) for item in session.items):
         session.config.stash[workers.fork_server_key].warm_up(workers.PRELOADED)
     if any("device_kind" in getattr(item, "fixturenames", ()) for item in session.items):
