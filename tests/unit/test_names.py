@@ -96,8 +96,9 @@ def test_tests_use_few_private_names() -> None:
         for path in sorted((ROOT / "tests").rglob("*.py"))
         for where in [str(path.relative_to(ROOT))]
         if not where.startswith((*TESTS_OF_OTHERS_NAMES, "tests/group/farcall/xla/", "tests/conformance/"))
+        for of_others in [private - defined_in(path)]
         for line, name in used(tree_of(path))
-        if name in private - defined_in(path)
+        if name in of_others
     ]
     assert len(found) <= PRIVATE_USES, "\n".join(found)
 
