@@ -11,6 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax_trees import syntax_trees, tree_of
+
+__all__ = ["syntax_trees"]
+
+pytestmark = pytest.mark.usefixtures("syntax_trees")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 FOLDERS = ("rref", "dist_autograd", "dist_optim", "rpc", "spmd", "farcall", "benchmarks", "examples", "tests")
@@ -33,16 +39,15 @@ def checked_files() -> list[Path]:
 
 
 def faults(file: Path) -> Iterator[str]:
-    source = file.read_text()
     texts = list[tuple[int, str]]()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(file)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):  # also below a constant
                 if found := OPENINGS.match(text):
                     yield f"{node.lineno}: a docstring begins with {found.group().strip()!r}"
             case ast.Constant(value=str(text)):
                 texts.append((node.lineno, text))
-    for line, text in [*texts, *comments(source)]:
+    for line, text in [*texts, *comments(file.read_text())]:
         if found := PHRASES.search(" ".join(text.split())):
             yield f"{line}: {found.group()!r}"
 
