@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
+
+from rpc.runtime.stepwise import StepwiseCoroutine
+from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 __all__ = ["Ready", "Shared", "Streams", "arrived", "tensors_in", "use_on_current_stream"]
 
@@ -97,34 +100,13 @@ class Streams:
 
         return run
 
-    async def follow(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine whose every step is inside the context."""
-        return await _Steps(self, coroutine)
+    def follow(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+        """A coroutine whose every step is inside the context."""
+        return StepwiseCoroutine(coroutine, self._step)
 
-
-class _Steps:
-    """Awaits a coroutine, inside streams that are current in its steps and not between them."""
-
-    def __init__(self, streams: Streams, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._streams = streams
-        self._coroutine = coroutine
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        value: Any = None
-        error: BaseException | None = None
-        try:
-            while True:
-                with self._streams:
-                    try:
-                        waits = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
-                    except StopIteration as end:
-                        return end.value
-                try:
-                    value, error = (yield waits), None
-                except BaseException as thrown:
-                    error = thrown
-        finally:
-            self._coroutine.close()
+    def _step(self, advance: Callable[..., Any], *args: Any) -> Any:
+        with self:
+            return advance(*args)
 
 
 def _make_current(streams: Sequence[torch.Stream], device: int) -> None:
@@ -220,29 +202,39 @@ class Shared:
 
 def use_on_current_stream(tensor: Tensor) -> None:
     """Keep a tensor's memory from being reused before the current stream of its device has used it."""
-    if tensor.layout is torch.strided and not tensor.is_nested:
+    if tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in (Tensor, Parameter):
         tensor.record_stream(_current_stream(tensor.device))
         return
-    for part in _parts(tensor):
-        part.record_stream(_current_stream(part.device))
+    with DisableTorchFunctionSubclass():
+        parts = _parts(tensor)
+        if not parts:
+            tensor.record_stream(_current_stream(tensor.device))
+    for part in parts:
+        if not part.is_cpu and not part.is_meta:
+            use_on_current_stream(part)
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that another kind of tensor consists of."""
+def _parts(tensor: Any) -> list[Tensor]:
+    """The tensors that hold the elements of a tensor of another layout or of a subclass; empty if it has
+    memory of its own.
+    """
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if is_traceable_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # such as a masked tensor
+        return [each for each in vars(tensor).values() if isinstance(each, Tensor)]
     return [tensor.values()] if tensor.is_nested else []
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors on accelerators in a value: in containers, dataclasses, modules and attributes of objects.
 
-    Nothing of the value's own is called, so what a tensor subclass or a container of another library hides is
-    not found.
+    Nothing of the value's own is called, so what a container of another library hides is not found.
     """
     found: list[Tensor] = []
     _search(value, found, set(), 0)
