@@ -41,20 +41,26 @@ def arrived(tensor: Tensor) -> None:
 
 
 class Streams:
-    """Streams from PyTorch's pool, one for each of some devices. As a context manager, they are current.
+    """Streams from PyTorch's pool, one for each of some devices. As a context manager, they are current, and
+    wait for the updates so far, if there are any.
 
     The first tensor that arrives makes its device the current one. May be entered again after it was left,
     on any thread: the streams and the device are those that were current when it was left.
+
+    Args:
+        devices: the devices.
+        updates: the work that changes parameters in place; None if there is none.
 
     Attributes:
         arrived: the tensors that were read from a message on these streams.
         used: the objects of this worker that are used on these streams, since they were last entered.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self.arrived: list[Tensor] = []
         self.used: list[Shared] = []
         self._devices = devices
+        self._updates = updates
         self._streams = [torch.Stream(device) for device in devices]
         self._device: int | None = None
         self._outer: tuple[int, list[torch.Stream], Streams | None] | None = None
@@ -64,6 +70,8 @@ class Streams:
         self._outer = before, [_current_stream(device) for device in self._devices], _thread_state.streams
         _make_current(self._streams, before if self._device is None else self._device)
         _thread_state.streams = self
+        if self._updates is not None:
+            self._updates.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -81,11 +89,12 @@ class Streams:
             shared.renew()
 
     def ready(self, tensors: Sequence[Tensor] | None = None) -> Ready | None:
-        """What other streams must ``join`` before they use tensors, by default those that have arrived; None
-        if there are none. Inside the context.
+        """What other streams must ``join`` before they use tensors, by default those that have arrived, or
+        parameters that were changed; None if there are none. Inside the context.
         """
         tensors = self.arrived if tensors is None else tensors
-        return Ready(tensors, self._devices) if tensors else None
+        changed = self._updates is not None and self._updates.renewed
+        return Ready(tensors, self._devices, self._updates) if tensors or changed else None
 
     def ready_with(self, value: Any) -> Ready | None:
         """As ``ready``, for the tensors in a value."""
@@ -118,13 +127,21 @@ def _make_current(streams: Sequence[torch.Stream], device: int) -> None:
 class Ready:
     """The work on the current streams of some devices when it was made, and the tensors that this work wrote.
     From any thread.
+
+    Args:
+        tensors: the tensors.
+        devices: the devices.
+        updates: for ``streams``.
     """
 
-    __slots__ = ("_devices", "_events", "_tensors")
+    __slots__ = ("_devices", "_events", "_tensors", "_updates")
 
-    def __init__(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], devices: Sequence[torch.device], updates: Shared | None = None
+    ) -> None:
         self._tensors = tensors
         self._devices = devices
+        self._updates = updates
         self._events: list[tuple[torch.Stream, torch.Event]] = []
         for device in devices:
             stream = _current_stream(device)
@@ -137,7 +154,7 @@ class Ready:
 
     def streams(self) -> Streams:
         """Streams on the same devices, which wait for this once they ``join`` it."""
-        return Streams(self._devices)
+        return Streams(self._devices, self._updates)
 
     def join(self) -> None:
         """Make the current streams wait for the work, and keep the tensors' memory from being reused before
@@ -160,9 +177,12 @@ class Shared:
         value: the object.
         devices: those that requests use.
         updates: further work that may change it.
+
+    Attributes:
+        renewed: whether work was ever added.
     """
 
-    __slots__ = ("_devices", "_lock", "_ready", "_tensors", "_updates")
+    __slots__ = ("_devices", "_lock", "_ready", "_tensors", "_updates", "renewed")
 
     def __init__(self, value: Any, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self._devices = devices
@@ -170,6 +190,7 @@ class Shared:
         self._lock = threading.Lock()
         self._tensors = [weakref.ref(tensor) for tensor in tensors_in(value)]
         self._ready = Ready((), devices)
+        self.renewed = False
 
     def join(self, tensors: Iterable[Tensor] = ()) -> None:
         """Make the current streams wait for the work on it so far. If they are those of a request, later ones
@@ -188,8 +209,9 @@ class Shared:
 
     def wait(self) -> None:
         """As ``join``, and what the current streams do then is not part of the work."""
-        if self._updates is not None:
-            self._updates.wait()
+        updates = self._updates
+        if updates is not None:
+            updates.wait()
         with self._lock:
             self._ready.join()
 
@@ -198,6 +220,7 @@ class Shared:
         with self._lock:
             self._ready.join()
             self._ready = Ready((), self._devices)
+            self.renewed = True
 
 
 def use_on_current_stream(tensor: Tensor) -> None:
