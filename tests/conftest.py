@@ -61,7 +61,6 @@ def _files_of(share: str, root: Path) -> frozenset[Path]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Forks the fork server while this process is one bare thread, and moves temporary files aside."""
-    gc.disable()  # while tests are imported
     become_subreaper()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where tmp_path goes, as ever
     jobs = config.stash[_jobs_key] = Path(tempfile.mkdtemp(prefix="farcall-test-jobs-"))
@@ -70,9 +69,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     config.stash[_temporary_key] = folder
     if config.getoption("share"):  # both processes will need PyTorch
+        gc.disable()
         for name in workers.PRELOADED:
             importlib.import_module(name)
+        gc.enable()
     config.stash[workers.fork_server_key] = ForkServer.start(workers.worker_main)
+    gc.disable()  # while tests are imported; workers collect garbage
 
 
 @pytest.hookimpl(tryfirst=True)
