@@ -102,7 +102,7 @@ class LocalOptimizer:
         ]
         norms = [torch.linalg.vector_norm(elements, norm_type) for elements in found if elements.numel()]
         if not norms:
-            return torch.zeros(0)
+            return torch.zeros(0, device="cpu")
         of_device: dict[torch.device, list[Tensor]] = {}
         for norm in norms:
             of_device.setdefault(norm.device, []).append(norm)

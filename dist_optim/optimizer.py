@@ -153,7 +153,9 @@ class DistributedOptimizer:
             self.local_optimizers, "clip_grad_norm_", lambda local: local.norms(context_id, norm_type)
         )
         found = torch.cat(norms)
-        total: Tensor = torch.linalg.vector_norm(found, norm_type) if len(found) else torch.tensor(0.0)
+        total: Tensor = (
+            torch.linalg.vector_norm(found, norm_type) if len(found) else torch.tensor(0.0, device="cpu")
+        )
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be "

@@ -70,7 +70,7 @@ class TorchTensors:
         if name not in DTYPES:
             raise TypeError(f"this server's PyTorch {torch.__version__} has no {name}")
         if not data:
-            return torch.empty(shape, dtype=DTYPES[name])
+            return torch.empty(shape, dtype=DTYPES[name], device="cpu")
         if name == "bool":
             return torch.frombuffer(bytearray(data), dtype=torch.uint8).ne(0).view(shape)
         return torch.frombuffer(bytearray(data), dtype=DTYPES[name]).view(shape)

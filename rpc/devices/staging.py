@@ -24,7 +24,7 @@ from rpc.errors import NotInitializedError, SerializationError
 from rpc.runtime.tasks import Task
 from rpc.serialization.memory import layout_of
 
-__all__ = ["HostStaging", "Threads", "copied", "host_copy", "host_memory", "on_device"]
+__all__ = ["HostStaging", "Threads", "copied", "copy_bytes", "host_copy", "host_memory", "on_device"]
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +156,17 @@ def host_memory(tensor: Tensor) -> Tensor:
 def host_copy(tensor: Tensor) -> Tensor:
     """Copy a contiguous tensor on a device to pinned memory, after the work on the current stream. Waits."""
     host = host_memory(tensor)
-    host.copy_(tensor, non_blocking=host.is_pinned())
+    copy_bytes(host, tensor)
     _current_stream(tensor.device).synchronize()
     return host
+
+
+def copy_bytes(target: Tensor, source: Tensor) -> None:
+    """Copy between a contiguous tensor of the host and one of a device. The dtype may be one for whose elements
+    PyTorch has no kernels. Does not wait if the former is pinned.
+    """
+    host = source if source.is_cpu else target
+    target.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8), non_blocking=host.is_pinned())
 
 
 def _copy_in(target: Tensor, source: Any) -> None:

@@ -228,7 +228,8 @@ class _Arriving:
         self._sharding = op_sharding(t)
         self._chunks = dict(_distinct(self._sharding, t.shape))
         self._parts = {
-            worker: torch.zeros(chunk.sizes, dtype=t.dtype) for worker, chunk in self._chunks.items()
+            worker: torch.zeros(chunk.sizes, dtype=t.dtype, device="cpu")
+            for worker, chunk in self._chunks.items()
         }
         self._missing = sum(part.numel() for part in self._parts.values())
 
@@ -256,7 +257,8 @@ class _Arriving:
             where = torch.Size(each.start for each in indices)
             empty = any(each.start == each.stop for each in indices)
             sizes = [each.stop - each.start for each in indices]
-            parts.append(torch.empty(sizes, dtype=self._t.dtype) if empty else self._parts[holder[where]])
+            part = None if empty else self._parts[holder[where]]
+            parts.append(torch.empty(sizes, dtype=self._t.dtype, device="cpu") if part is None else part)
         engine.load_local_parts(self._t, parts)
         engine.upload(self._t)
 

@@ -188,7 +188,7 @@ def _text(what: str | bytes) -> str:
 @functools.cache
 def _can_be_copied(dtype: torch.dtype) -> bool:
     try:
-        torch.empty(2, dtype=dtype)[::2].clone()
+        torch.empty(2, dtype=dtype, device="cpu")[::2].clone()
     except RuntimeError:
         return False
     return True

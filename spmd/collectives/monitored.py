@@ -35,7 +35,7 @@ def monitored_barrier(group: Group, seconds: float, wait_all_ranks: bool) -> Non
     rank, size = group.members.rank, group.members.size
 
     def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device="cpu")
         algorithms.gather(field, deadline, [nothing] * size if rank == 0 else None, nothing, 0)
         algorithms.broadcast(field, deadline, nothing, 0)
 

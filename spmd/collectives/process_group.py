@@ -113,8 +113,9 @@ class FarcallProcessGroup(BackendFace):
         @torch.no_grad()
         def perform(algorithms: Algorithms, field: bytes, deadline: float) -> None:
             mine = tensor.coalesce().cpu()
-            counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.getSize())]
-            algorithms.all_gather(field, deadline, counts, torch.tensor([mine.values().shape[0]]))
+            counts = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.getSize())]
+            mine_count = torch.tensor([mine.values().shape[0]], device="cpu")
+            algorithms.all_gather(field, deadline, counts, mine_count)
             indices, values = mine.indices().contiguous(), mine.values().contiguous()
             rows = [indices.new_empty((indices.shape[0], int(count))) for count in counts]
             algorithms.all_gather(field, deadline, rows, indices)
@@ -494,4 +495,9 @@ def _settle(flat: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy what is in ``flat`` to ``tensor``, unless it is the same."""
     if flat is not tensor and (not tensor.is_cpu or flat.data_ptr() != tensor.data_ptr()):
         with torch.inference_mode():  # it may be a leaf that requires gradients, or an inference tensor
-            tensor.copy_(flat, non_blocking=not tensor.is_cpu)
+            if tensor.is_cpu or _is_lazy(tensor) or not tensor.is_contiguous():
+                tensor.copy_(flat, non_blocking=not tensor.is_cpu)
+            else:
+                from rpc.devices.staging import copy_bytes
+
+                copy_bytes(tensor, flat)

@@ -95,7 +95,7 @@ def _performs(reduction: Reduction, dtype: torch.dtype) -> bool:
         return False  # the product exists, rounded at each step
     try:
         with torch.inference_mode():
-            terms = [torch.zeros(1, dtype=dtype) for _ in range(3)]
+            terms = [torch.zeros(1, dtype=dtype, device="cpu") for _ in range(3)]
             for count in (2, 3):
                 total = torch.empty_like(terms[0])
                 reduction.reduce(terms[:count], total)
@@ -121,7 +121,7 @@ def reduction_of(operation: Any) -> Reduction:
         raise ValueError(f"expected a reduction ({known}), got {operation}") from None
     factor = getattr(operation, "factor", None) if kind == ReduceOp.PREMUL_SUM else None
     if isinstance(factor, torch.Tensor):
-        name, factor = f"{name} by a tensor", factor.detach().reshape(())  # it has one element
+        name, factor = f"{name} by a tensor", factor.detach().cpu().reshape(())  # it has one element
     elif factor is not None:
         name = f"{name} by {float(factor):g}"
     return Reduction(name, kernel, kind == ReduceOp.AVG, factor)

@@ -216,7 +216,7 @@ def _valid_mark(t: Tensor) -> marks.Mark | None:
 def _padded(part: Tensor, shape: Sequence[int]) -> Tensor:
     if tuple(part.shape) == tuple(shape):
         return part
-    padded = torch.zeros(shape, dtype=part.dtype)
+    padded = torch.zeros(shape, dtype=part.dtype, device=part.device)
     padded[tuple(slice(0, size) for size in part.shape)] = part
     return padded
 

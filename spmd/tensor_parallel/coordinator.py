@@ -188,7 +188,7 @@ class Coordinator:
         if self._failure is not None and name != "close":
             raise copy(self._failure)
         if name == "forward":
-            seed = int(torch.randint(2**62, ()).item())
+            seed = int(torch.randint(2**62, (), device="cpu").item())
             args = (replace(args[0], number=next(self._numbers), seed=seed),)
         task = Task(self._set.number, name, args)
         values, failed = self._set.wait(self._set.send([task] * len(self._workers)))

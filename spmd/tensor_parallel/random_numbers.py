@@ -73,7 +73,7 @@ def dropout_mask(
 
 def _own_stream(part: int, device: torch.device) -> torch.Generator:
     """A generator for one part of a tensor, for which one number is drawn from the common one."""
-    seed = int(torch.randint(2**62, ()).item()) ^ ((part + 1) * _STREAM % 2**62)
+    seed = int(torch.randint(2**62, (), device="cpu").item()) ^ ((part + 1) * _STREAM % 2**62)
     return torch.Generator(device).manual_seed(seed)
 
 
@@ -88,7 +88,7 @@ def warn_if_seeded_differently(module: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.device_type != "cpu":
         states.append(torch.get_device_module(mesh.device_type).get_rng_state())
     state = b"".join(each.numpy().tobytes() for each in states)
-    mine = torch.tensor([int.from_bytes(hashlib.sha256(state).digest()[:7], "little")])
+    mine = torch.tensor([int.from_bytes(hashlib.sha256(state).digest()[:7], "little")], device="cpu")
     seen = [torch.empty_like(mine) for _ in range(mesh.size())]
     dist.all_gather(seen, mine, group=mesh.get_group())
     if any(each != mine for each in seen):

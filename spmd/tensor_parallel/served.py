@@ -87,7 +87,9 @@ class ShardedModule:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         result: list[Any] = []
         with torch.enable_grad():
-            anchor = torch.empty(0, requires_grad=True)  # there may be no other tensor that requires grad
+            anchor = torch.empty(
+                0, device="cpu", requires_grad=True
+            )  # there may be no other tensor that requires grad
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         following = iter(_Call.apply(self, leaves, structure, result, anchor, *tensors))  # type: ignore[no-untyped-call]
         return pytree.tree_map_only(Tensor, lambda _: next(following), result[0])

@@ -11,14 +11,35 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-__all__ = ["MODE", "PRELOADED", "backend", "make_default", "not_on_devices", "placed", "to_cpu", "use"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "DEVICE",
+    "MODE",
+    "PRELOADED",
+    "TYPE",
+    "backend",
+    "make_default",
+    "not_on_devices",
+    "placed",
+    "put",
+    "to_cpu",
+    "use",
+]
 
 MODE: Final = os.environ.get("FARCALL_TEST_ON_DEVICES", "")
 """``"eager"``, ``"random"`` or ``"lazy"``; empty: tensors are on the CPU."""
+
+TYPE: Final = os.environ.get("FARCALL_TEST_DEVICE", "sim") if MODE else "cpu"
+"""The type of the default device."""
+
+DEVICE: Final = f"{TYPE}:0" if MODE else "cpu"
+"""The name of the default device."""
 
 PRELOADED: Final = ("tests.support.devices", "torch._decomp.decompositions_for_jvp") if MODE else ()
 """What workers import for it, and what compiles the functions that are replaced here by TorchScript."""
@@ -40,11 +61,7 @@ def not_on_devices(reason: str) -> pytest.MarkDecorator:
 
 def backend(name: str) -> str:
     """The backends of a process group whose CPU tensors ``name`` has."""
-    if not MODE:
-        return name
-    from tests.support.devices import KIND
-
-    return f"cpu:{name},{KIND}:farcall"
+    return f"cpu:{name},{TYPE}:farcall" if MODE else name
 
 
 def make_default(rank: int) -> None:
@@ -53,20 +70,21 @@ def make_default(rank: int) -> None:
         return
     import torch
 
-    from tests.support.devices import FIRST, use_device
+    from tests.support.devices import use_device
 
     use_device(MODE, rank + 1)
     for name in _CREATING:
-        setattr(torch, name, _on_device(getattr(torch, name), torch.device(FIRST)))
+        setattr(torch, name, _on_device(getattr(torch, name), torch.device(DEVICE)))
+
+
+def put(tensor: Tensor) -> Tensor:
+    """The tensor on the default device, with its strides only if it has neither gaps nor overlaps."""
+    return tensor.to(DEVICE)
 
 
 def placed(worker: str) -> str:
     """Where a ``RemoteModule`` on a worker has its parameters; without a device it is the CPU."""
-    if not MODE:
-        return worker
-    from tests.support.devices import FIRST
-
-    return f"{worker}/{FIRST}"
+    return f"{worker}/{DEVICE}" if MODE else worker
 
 
 def use(options: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import rpc
 import spmd  # noqa: F401  # registers the backend
+from tests.support import default_device
 from tests.support.workers import Worker
 
 __all__ = ["by_messages", "process_group"]
@@ -31,7 +32,7 @@ def process_group(
 ) -> Iterator[Any]:
     """The default process group, of all workers of the run."""
     dist.init_process_group(
-        backend,
+        default_device.backend(backend),
         init_method=f"{worker.init_method}-c10d",
         rank=worker.rank,
         world_size=worker.world_size,

@@ -159,7 +159,8 @@ class OperationMessages:
                 if following.into is None and following.size > WHOLE_BYTES:
                     # It has a place when it arrives. The allocator keeps this thread's memory for the next
                     # one.
-                    following.into = [bytes_of(torch.empty(following.size, dtype=torch.uint8))]
+                    into = torch.empty(following.size, dtype=torch.uint8, device="cpu")
+                    following.into = [bytes_of(into)]
                 following.message = self._post(rank, following)
         first = expected[0]
         found = [] if first.message is None else self._wait(rank, first.message)

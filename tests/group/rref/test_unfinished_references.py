@@ -10,6 +10,7 @@ import rpc
 from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
+from tests.support.default_device import not_on_devices
 from tests.support.orders import ask, dismiss, start_followers
 from tests.support.workers import RunWorkers, Worker
 
@@ -39,6 +40,7 @@ def serve(worker: Worker) -> None:
         worker.wait_for("go")
 
 
+@not_on_devices("workers with device maps meet when they join")
 def test_a_creator_that_dies_before_it_has_met_the_owner_is_named(run_workers: RunWorkers) -> None:
     workers = run_workers.start([serve, use_what_worker2_makes, serve])
     workers.wait_for("ready")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.support.default_device import TYPE
 from tests.support.process_groups import process_group
 from tests.support.workers import Worker
 
@@ -32,7 +33,7 @@ def in_mesh(
 
     def run(worker: Worker, *args: Any) -> Any:
         with seeded_group(worker):
-            mesh = init_device_mesh("cpu", shape or (worker.world_size,), mesh_dim_names=names)
+            mesh = init_device_mesh(TYPE, shape or (worker.world_size,), mesh_dim_names=names)
             return task(mesh, *args)
 
     run.__module__ = task.__module__  # which the fork server then has imported before it forks

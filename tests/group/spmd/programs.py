@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from tests.support import default_device
+
 __all__ = ["SIZE", "Call", "Runner", "programs"]
 
 SIZE: Final = 8
@@ -158,15 +160,15 @@ class Seat:
     def data(self, to: int = 0, shape: Sequence[int] | None = None) -> Tensor:
         """What this rank has for another; it does not lie in memory as the call says."""
         chance = torch.Generator().manual_seed((self.number * SIZE + self.rank) * SIZE + to)
-        return torch.randint(0, 4, tuple(shape or self.shape(self.rank, to)), generator=chance).to(
-            self.call.dtype
-        )
+        whole = tuple(shape or self.shape(self.rank, to))
+        return torch.randint(0, 4, whole, generator=chance, device="cpu").to(self.call.dtype)
 
     def for_each(self) -> list[Tensor]:
         return [self.data(to) for to in range(self.size)]
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A copy that lies in memory as the call says."""
+        """A copy on the default device that lies in memory as the call says."""
+        tensor = default_device.put(tensor)
         if self.call.layout == "transposed":
             return tensor.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
         if self.call.layout == "every other":
@@ -221,7 +223,7 @@ class Seat:
         """What all ranks have for this one, of these shapes, if this one has ``parts`` for them."""
         mine = [self.bytes_of(each) for each in parts]
         wanted = [torch.Size(each).numel() * self.call.dtype.itemsize for each in shapes]
-        received = torch.empty(sum(wanted), dtype=torch.uint8)
+        received = torch.empty(sum(wanted), dtype=torch.uint8, device="cpu")
         gives = [len(each) for each in mine]
         dist.all_to_all_single(received, torch.cat(mine), wanted, gives, self.gloo)
         found = torch.split(received, wanted)
@@ -465,6 +467,7 @@ def quietly(function: Callable[..., Any], *args: Any) -> Any:
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
     """Equal, of the same dtype and shape; what was rounded, up to rounding."""
+    found = default_device.to_cpu(found)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     if found.dtype in EIGHT_BITS:
         found, expected = found.float(), expected.float()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.default_device import not_on_devices
 from tests.support.process_groups import process_group
 from tests.support.workers import RunWorkers, Worker
 
@@ -57,6 +58,7 @@ def name_itself(worker: Worker) -> None:
         assert dist.get_backend(group) == "farcall"
 
 
+@not_on_devices("a group has a backend for each type of device")
 def test_it_has_the_name_of_its_group(run_workers: RunWorkers) -> None:
     run_workers(name_itself, 1)
 
@@ -84,6 +86,7 @@ def mix(worker: Worker, backend: str) -> None:
         assert x.eq(2).all()
 
 
+@not_on_devices("gloo has no tensors on devices")
 @BACKENDS
 def test_groups_of_another_backend_work_beside_it(run_workers: RunWorkers, backend: str) -> None:
     run_workers(partial(mix, backend=backend), 2)

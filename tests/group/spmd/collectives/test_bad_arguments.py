@@ -20,6 +20,7 @@ import rpc
 import spmd
 from spmd.tensor_parallel import ColwiseParallel, PrepareModuleInput, SequenceParallel, parallelize_module
 from tests.group.spmd.meshes import in_mesh
+from tests.support.default_device import MODE, TYPE
 from tests.support.process_groups import process_group
 from tests.support.serving import in_processes, in_worker0
 from tests.support.workers import RunWorkers, Worker
@@ -41,7 +42,8 @@ def on(group: Any, name: str, *arguments: Any, **options: Any) -> Any:
     return getattr(group, name)(*arguments, type("Options", (), {"asyncOp": False, **options})())
 
 
-DEVICE = "takes dense tensors on the CPU, got float32[3], torch.strided, on meta"
+PLACES = f"on the CPU or '{TYPE}'" if MODE else "on the CPU"
+DEVICE = f"takes dense tensors {PLACES}, got float32[3], torch.strided, on meta"
 WRONG: Final[dict[str, tuple[Callable[[Any], Any], type[Exception], str]]] = {
     # tensors that are elsewhere
     "all_reduce elsewhere": (
@@ -62,7 +64,7 @@ WRONG: Final[dict[str, tuple[Callable[[Any], Any], type[Exception], str]]] = {
     "reduce_scatter_tensor elsewhere": (
         lambda _: dist.reduce_scatter_tensor(THREE, torch.empty(6, device="meta")),
         ValueError,
-        "reduce_scatter_single at rank 1: process group '0' takes dense tensors on the CPU, got float32[6]",
+        f"reduce_scatter_single at rank 1: process group '0' takes dense tensors {PLACES}, got float32[6]",
     ),
     "all_to_all elsewhere": (lambda _: dist.all_to_all(TWO, [NOWHERE, THREE]), ValueError, DEVICE),
     "send elsewhere": (
@@ -79,10 +81,10 @@ WRONG: Final[dict[str, tuple[Callable[[Any], Any], type[Exception], str]]] = {
     "broadcast of a sparse tensor": (
         lambda _: dist.broadcast(THREE.to_sparse(), 0),
         ValueError,
-        "at rank 1: process group '0' takes dense tensors on the CPU, got float32[3], torch.sparse_coo",
+        f"at rank 1: process group '0' takes dense tensors {PLACES}, got float32[3], torch.sparse_coo",
     ),
     "all_reduce of sparse rows": (
-        lambda _: dist.all_reduce(torch.eye(3).to_sparse_csr()),
+        lambda _: dist.all_reduce(torch.eye(3, device="cpu").to_sparse_csr()),
         ValueError,
         "torch.sparse_csr, on cpu",
     ),

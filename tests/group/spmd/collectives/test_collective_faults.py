@@ -19,6 +19,7 @@ from spmd.collectives.errors import (
     CollectiveTimeoutError,
     RankLostError,
 )
+from tests.support.default_device import not_on_devices
 from tests.support.process_groups import by_messages, process_group
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
@@ -310,6 +311,7 @@ def forks(worker: Worker) -> None:
     assert tensor.tolist() == [2.0, 2.0, 2.0]
 
 
+@not_on_devices("a forked child has no devices")
 @PATHS
 def test_a_forked_child_cannot_use_the_group_and_does_it_no_harm(
     run_workers: RunWorkers, apart: bool

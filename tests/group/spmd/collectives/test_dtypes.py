@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.default_device import not_on_devices
 from tests.support.process_groups import by_messages, process_group
 from tests.support.workers import RunWorkers, Worker
 
@@ -140,6 +141,7 @@ def negative_view(apart: bool, worker: Worker) -> None:
         assert torch.equal(negative, total)
 
 
+@not_on_devices("the simulated device has no lazy negatives")
 @pytest.mark.parametrize("apart", [False, True], ids=["shared memory", "messages"])
 def test_a_negative_view_has_its_own_elements(run_workers: RunWorkers, apart: bool) -> None:
     run_workers(partial(negative_view, apart), 3)

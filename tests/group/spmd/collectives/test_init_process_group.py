@@ -15,6 +15,7 @@ import spmd
 from rpc.errors import GroupMismatchError
 from rpc.runtime.current import current_agent
 from spmd.collectives.errors import CollectiveError
+from tests.support.default_device import TYPE
 from tests.support.serving import in_all, in_group, in_processes
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
@@ -91,7 +92,7 @@ def test_groups_that_have_ended_leave_nothing_behind(
 @in_all(4)
 def test_sub_groups_and_meshes_are_made_of_it(worker: Worker) -> None:
     spmd.init_process_group()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
     tensor = torch.tensor(float(worker.rank))
     dist.all_reduce(tensor, group=mesh["tp"].get_group())
     assert tensor.item() == (1.0 if worker.rank < 2 else 5.0)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import spmd
 from rpc.errors import WorkerLostError
+from tests.support.default_device import not_on_devices
 from tests.support.workers import RunWorkers, Worker
 
 PATIENT = {"lost_after": 2, "reconnect_within": 2}
@@ -40,6 +41,7 @@ def serve(worker: Worker) -> None:
         worker.wait_for("go")
 
 
+@not_on_devices("SPMD mode has the one device that PyTorch lets others add")
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
 def test_spmd_mode_cannot_begin_and_the_others_leave(run_workers: RunWorkers, ending: str) -> None:
     workers = run_workers.start([lambda worker: drive(worker, begin_mode), serve, serve, serve])

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.default_device import DEVICE, TYPE, not_on_devices
 from tests.support.process_groups import process_group
 from tests.support.serving import in_processes
 from tests.support.workers import Worker
@@ -154,7 +155,7 @@ def test_zero_redundancy_optimizer_steps_like_adam(worker: Worker) -> None:
 @ranks(3)
 def test_fully_shard_trains_like_one_process(worker: Worker) -> None:
     sharded = model()
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = init_device_mesh(TYPE, (3,))
     for layer in sharded:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
@@ -167,14 +168,14 @@ def test_fully_shard_trains_like_one_process(worker: Worker) -> None:
     whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     with trained_alike(sharded, worker) as alone:
         if worker.rank == 0:
-            torch.testing.assert_close(whole, dict(alone.state_dict()))
+            torch.testing.assert_close(whole, dict(alone.state_dict()), check_device=False)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 @ranks(2)
 def test_checkpoints_of_sharded_parameters_come_back(worker: Worker, in_background: bool) -> None:
     sharded = model()
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(sharded, mesh=init_device_mesh(TYPE, (2,)))
     saved = {"model": sharded.state_dict()}
     before = copy.deepcopy({name: value.full_tensor() for name, value in saved["model"].items()})
     path = str(worker.folder / "checkpoint")
@@ -199,7 +200,7 @@ LAYOUTS: list[Placement] = [Replicate(), Shard(0), Shard(1)]
 
 @ranks(3)
 def test_all_pairs_of_layouts_hold_the_same_tensor(worker: Worker) -> None:
-    mesh = init_device_mesh("cpu", (3,))
+    mesh = init_device_mesh(TYPE, (3,))
     for shape in ((6, 9), (5, 7), (2, 4), (1, 1)):
         whole = torch.arange(float(shape[0] * shape[1])).view(shape)
         for source, target in itertools.product(LAYOUTS, LAYOUTS):
@@ -213,7 +214,7 @@ def test_all_pairs_of_layouts_hold_the_same_tensor(worker: Worker) -> None:
 
 @ranks(2)
 def test_resharding_moves_only_what_changes_its_place(worker: Worker) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(TYPE, (2,))
     group: Any = mesh.get_group()
     called: list[str] = []
     exchange = group.all_to_all_single
@@ -232,7 +233,7 @@ def test_resharding_moves_only_what_changes_its_place(worker: Worker) -> None:
 
 @ranks(8)
 def test_meshes_of_three_dimensions_reduce_along_each(worker: Worker) -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = init_device_mesh(TYPE, (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     place = mesh.get_coordinate()
     assert place is not None
     for dim, name in enumerate(("pp", "dp", "tp")):
@@ -261,6 +262,7 @@ def stage_modules(count: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(count)]
 
 
+@not_on_devices("the simulated device cannot resize what these pipelines do")
 @pytest.mark.parametrize("name", list(SCHEDULES))
 @ranks(2)
 def test_pipelines_have_the_gradients_of_one_process(worker: Worker, name: str) -> None:
@@ -268,7 +270,7 @@ def test_pipelines_have_the_gradients_of_one_process(worker: Worker, name: str) 
     count = 2 * per_rank
     mine = [index for index in range(count) if index % 2 == worker.rank]
     modules = stage_modules(count)
-    stages = [PipelineStage(modules[index], index, count, torch.device("cpu")) for index in mine]
+    stages = [PipelineStage(modules[index], index, count, torch.device(DEVICE)) for index in mine]
     torch.manual_seed(3)
     x, target = torch.randn(8, 6), torch.randn(8, 6)
     runner = schedule(stages if per_rank > 1 else stages[0], 4, loss_fn=nn.MSELoss())
