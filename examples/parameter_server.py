@@ -188,13 +188,13 @@ class Trainer:
 
 def run_worker(options: argparse.Namespace) -> None:
     """The main function of each process in the group."""
-    torch.manual_seed(options.seed)
     # (1) A group: every process has a name and a rank, and has met the others at one address. `rpc.spawn` or
     # `rpc.init_rpc` has seen to that, and `rpc.shutdown` ends it (in `example_run.py`). Rank 0 directs. The
     # others have nothing to do but answer calls, until all have come to the barrier. If a worker is lost, the
     # barrier raises, on all of them.
     accuracy, saved = TARGET, None
     if rpc.get_worker_info().id == 0:
+        torch.manual_seed(options.seed)
         try:
             accuracy = direct(options)
         except Preempted as error:  # the others did their part: all leave in order

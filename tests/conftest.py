@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import importlib
 import os
 import shutil
 import signal
@@ -66,7 +68,13 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="farcall-tests-"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     config.stash[_temporary_key] = folder
+    if config.getoption("share"):  # both processes will need PyTorch
+        gc.disable()
+        for name in workers.PRELOADED:
+            importlib.import_module(name)
+        gc.enable()
     config.stash[workers.fork_server_key] = ForkServer.start(workers.worker_main)
+    gc.disable()  # while tests are imported; workers collect garbage
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,6 +90,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the fork server import PyTorch while the first tests run, if it will be needed."""
+    gc.freeze()  # collections in tests need not visit what the imports have made
+    gc.enable()
     if any(_FIXTURE in getattr(item, "fixturenames", ()) for item in session.items):
         session.config.stash[workers.fork_server_key].warm_up(workers.PRELOADED)
     on_devices = bool(default_device.MODE)

@@ -8,6 +8,7 @@ came first, with its traceback.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -51,6 +52,7 @@ def launch(
         The exit status: 0 if all processes succeeded, otherwise that of the one that failed first; 128 plus
             the signal's number if a signal ended it.
     """
+    gc.freeze()  # the collection at the end need not visit what PyTorch has made at its import
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // job.workers)))
 
     os.environ["PYTHONUNBUFFERED"] = "1"

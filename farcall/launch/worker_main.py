@@ -7,9 +7,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
+
+if __name__ == "__main__":
+    gc.disable()  # while packages are imported; main() turns it on
 
 import farcall_guard
 
@@ -29,6 +33,9 @@ def main() -> int:
     while arguments and arguments[0] in ("--lend-names", "--xla", "-m"):
         flags.add(arguments.pop(0))
     target, *rest = arguments
+    # Collections of the program, and the one at its end, need not visit what PyTorch has made at its import.
+    gc.freeze()
+    gc.enable()
     begin(os.environ, os.path.basename(target))
     run = run_module if "-m" in flags else run_script
     return run(target, rest, lend_names="--lend-names" in flags, xla="--xla" in flags, on_error=_record)

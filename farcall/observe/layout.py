@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ __all__ = [
     "LayoutError",
     "Record",
     "block_size",
+    "newest_snapshot",
     "pack_beat",
     "pack_header",
     "pack_record",
@@ -161,9 +162,9 @@ BLOCK_BYTES: Final = _BLOCK.size
 """Size in bytes of the head of a block."""
 
 
-def block_size(data: bytes | bytearray, offset: int) -> int:
-    """Return the size of the block at an offset, as its head says."""
-    _, length, _ = _BLOCK.unpack_from(data, offset)
+def block_size(head: bytes) -> int:
+    """Return the size of a block, as its head says."""
+    _, length, _ = _BLOCK.unpack(head)
     return BLOCK_BYTES + int(length)
 
 
@@ -197,8 +198,14 @@ def unpack_snapshot(data: bytes, before: float = math.inf) -> dict[str, Any] | N
         before: time in seconds since 1970 before which the snapshot must be taken; if both are later, the
             older one is returned.
     """
-    blocks = [_read_block(data, snapshot_offset(which), SNAPSHOT_BYTES) for which in (0, 1)]
-    values = [_read(packed) for _, packed in sorted((each for each in blocks if each), reverse=True)]
+    places = map(snapshot_offset, (0, 1))
+    return newest_snapshot([data[begin : begin + SNAPSHOT_BYTES] for begin in places], before)
+
+
+def newest_snapshot(blocks: Iterable[bytes], before: float = math.inf) -> dict[str, Any] | None:
+    """Return the newest valid snapshot among the blocks of a file; arguments as for ``unpack_snapshot``."""
+    read = [_read_block(each, 0, SNAPSHOT_BYTES) for each in blocks]
+    values = [_read(packed) for _, packed in sorted((each for each in read if each), reverse=True)]
     found = [each for each in values if isinstance(each, dict)]
     early = [each for each in found if isinstance(each.get("wall"), float) and each["wall"] <= before]
     return early[0] if early else found[-1 if before < math.inf else 0] if found else None

@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,9 @@ from farcall.observe.layout import (
     HEADER_BYTES,
     SNAPSHOT_BYTES,
     LayoutError,
+    Record,
     block_size,
+    newest_snapshot,
     snapshot_offset,
     unpack_beat,
     unpack_header,
@@ -78,12 +80,12 @@ def _shown(character: str) -> str:
     return character if character.isprintable() else repr(character)[1:-1]
 
 
-def _read_file(path: Path, limit: int, *, snapshots_only: bool = False) -> bytes:
-    """Return the content of a regular file of this user. Raises ``OSError`` or ``LayoutError``.
+@contextlib.contextmanager
+def _opened(path: Path, limit: int) -> Iterator[int]:
+    """The descriptor of a regular file of this user. Raises ``OSError`` or ``LayoutError``.
 
     Args:
         limit: maximum size, in bytes.
-        snapshots_only: whether to leave out all parts except the header and the snapshots.
     """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -94,27 +96,29 @@ def _read_file(path: Path, limit: int, *, snapshots_only: bool = False) -> bytes
             raise LayoutError(f"it belongs to another user ({known.st_uid})")
         if known.st_size > limit:
             raise LayoutError(f"it has {known.st_size} bytes, more than any state file")
-        if snapshots_only:
-            return _read_snapshots(file)
-        parts = []
-        while part := os.read(file, 1 << 20):
-            parts.append(part)
-        return b"".join(parts)
+        yield file
     finally:
         os.close(file)
 
 
-def _read_snapshots(file: int) -> bytes:
-    """Return a state file as far as its snapshots reach; the rest is mostly empty, and is not read."""
-    data = bytearray(snapshot_offset(1) + SNAPSHOT_BYTES)
-    view = memoryview(data)
-    os.preadv(file, [view[:HEADER_BYTES]], 0)
-    for which in (0, 1):
-        begin = snapshot_offset(which)
-        os.preadv(file, [view[begin : begin + BLOCK_BYTES]], begin)
-        end = begin + min(block_size(data, begin), SNAPSHOT_BYTES)
-        os.preadv(file, [view[begin:end]], begin)
-    return bytes(data)
+def _read_file(path: Path, limit: int) -> bytes:
+    """Return the content of a file; arguments and errors as for ``_opened``."""
+    with _opened(path, limit) as file:
+        parts = []
+        while part := os.read(file, 1 << 20):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def _read_snapshots(path: Path) -> tuple[bytes, list[bytes]]:
+    """Return the header of a state file and the blocks of its snapshots. The rest is mostly empty."""
+    with _opened(path, _MAX_BYTES) as file:
+        header, blocks = os.pread(file, HEADER_BYTES, 0), []
+        for begin in map(snapshot_offset, (0, 1)):
+            head = os.pread(file, BLOCK_BYTES, begin)
+            if len(head) == BLOCK_BYTES:
+                blocks.append(os.pread(file, min(block_size(head), SNAPSHOT_BYTES), begin))
+        return header, blocks
 
 
 def read_worker(path: Path, *, records: bool = True, before: float = math.inf) -> WorkerState:
@@ -123,15 +127,19 @@ def read_worker(path: Path, *, records: bool = True, before: float = math.inf) -
     Raises:
         OSError, LayoutError: the file cannot be read; the text has the reason.
     """
-    data = _read_file(path, _MAX_BYTES, snapshots_only=not records)
-    unpack_header(data[:HEADER_BYTES])
-    snapshot = unpack_snapshot(data, before)
+    ring: list[Record] = []
+    if records:
+        data = _read_file(path, _MAX_BYTES)
+        header, snapshot = data[:HEADER_BYTES], unpack_snapshot(data, before)
+        ring = [replace(record, fields=_legible(record.fields)) for record in unpack_records(data)]
+    else:
+        header, blocks = _read_snapshots(path)
+        snapshot = newest_snapshot(blocks, before)
+    unpack_header(header)
     if snapshot is None:
         raise LayoutError("it has no whole snapshot")
-    ring = unpack_records(data) if records else []
-    ring = [replace(record, fields=_legible(record.fields)) for record in ring]
     return WorkerState(
-        unpack_beat(data),
+        unpack_beat(header),
         _legible(snapshot),
         frozen=_read_stacks(path.with_suffix(".stacks")),
         records=tuple(ring),

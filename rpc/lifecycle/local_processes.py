@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import multiprocessing
 import os
 import pickle
@@ -376,6 +377,7 @@ def _run_worker(
     pipe: Connection,
 ) -> None:
     """The main function of a worker's process."""
+    gc.freeze()  # collections need not visit what PyTorch has made at its import
     threading.Thread(target=_end_with_parent, name="farcall-parent", daemon=True).start()
     torch.set_num_threads(threads)
     status = 0

@@ -159,5 +159,10 @@ def _send_error(worker: Worker, error: BaseException) -> None:
 
 def _seed(rank: int) -> None:
     random.seed(rank)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(rank)
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if torch.version.cuda:
+        torch.manual_seed(rank)
+    else:  # ``manual_seed`` takes 3 ms to note where it was called, for each type of device that is not here
+        torch.default_generator.manual_seed(rank)

@@ -15,10 +15,15 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support.syntax_trees import syntax_trees, tree_of
+
+__all__ = ["syntax_trees"]
+
+pytestmark = pytest.mark.usefixtures("syntax_trees")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -157,11 +162,6 @@ def names(paths: list[Path]) -> list[str]:
 def module_of(path: Path) -> list[str]:
     """The package that relative imports in a file start from, as its parts."""
     return list(path.relative_to(ROOT).parent.parts)
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:

@@ -9,6 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+import pytest
+
+from tests.support.syntax_trees import syntax_trees, tree_of
+
+__all__ = ["syntax_trees"]
+
+pytestmark = pytest.mark.usefixtures("syntax_trees")
+
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd", "farcall")
 
@@ -33,11 +41,6 @@ TESTS_OF_OTHERS_NAMES: Final = ("tests/group/farcall/test_compat", "tests/group/
 
 TOPICS: Final = frozenset(("benchmarks", "devices", "examples", "farcall/xla", "rpc/testing"))
 """Folders of tests that are not folders of a package."""
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
 
 
 def sources() -> list[Path]:
@@ -96,8 +99,9 @@ def test_tests_use_few_private_names() -> None:
         for path in sorted((ROOT / "tests").rglob("*.py"))
         for where in [str(path.relative_to(ROOT))]
         if not where.startswith((*TESTS_OF_OTHERS_NAMES, "tests/group/farcall/xla/", "tests/conformance/"))
+        for of_others in [private - defined_in(path)]
         for line, name in used(tree_of(path))
-        if name in private - defined_in(path)
+        if name in of_others
     ]
     assert len(found) <= PRIVATE_USES, "\n".join(found)
 

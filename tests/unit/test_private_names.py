@@ -17,6 +17,11 @@ import pytest
 import torch
 
 from rpc.runtime.internals import Internal, Internals
+from tests.support.syntax_trees import syntax_trees, tree_of
+
+__all__ = ["syntax_trees"]
+
+pytestmark = pytest.mark.usefixtures("syntax_trees")
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd", "farcall")
@@ -50,11 +55,6 @@ MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
 
 
 def internals_of(gate: Path) -> Internals:

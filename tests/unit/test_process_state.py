@@ -7,6 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from tests.support.syntax_trees import syntax_trees, tree_of
+
+__all__ = ["syntax_trees"]
+
+pytestmark = pytest.mark.usefixtures("syntax_trees")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 PACKAGES = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd", "farcall")
@@ -48,7 +56,7 @@ def begins_empty(value: ast.expr) -> bool:
 
 
 def state_of(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     return {name for name in (*rebound(tree), *filled(tree)) if not name.startswith("__")}
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.syntax_trees import syntax_trees, tree_of
+
+__all__ = ["syntax_trees"]
+
+pytestmark = pytest.mark.usefixtures("syntax_trees")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -31,34 +38,26 @@ def checked_files() -> list[Path]:
     ]
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Docstrings, also those below constants and attributes, each with its line."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                yield node.lineno, text
-
-
 def faults(file: Path) -> Iterator[str]:
-    source = file.read_text()
-    tree = ast.parse(source)
-    for line, text in docstrings(tree):
-        if found := OPENINGS.match(text):
-            yield f"{line}: a docstring begins with {found.group().strip()!r}"
-    texts = [
-        (node.lineno, node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    with file.open("rb") as stream:
-        texts += [
-            (token.start[0], token.string)
-            for token in tokenize.tokenize(stream.readline)
-            if token.type == tokenize.COMMENT
-        ]
-    for line, text in texts:
+    texts = list[tuple[int, str]]()
+    for node in ast.walk(tree_of(file)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):  # also below a constant
+                if found := OPENINGS.match(text):
+                    yield f"{node.lineno}: a docstring begins with {found.group().strip()!r}"
+            case ast.Constant(value=str(text)):
+                texts.append((node.lineno, text))
+    for line, text in [*texts, *comments(file.read_text())]:
         if found := PHRASES.search(" ".join(text.split())):
             yield f"{line}: {found.group()!r}"
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Comments, each with its line; none if there is no phrase behind a ``#``: reading tokens is slow."""
+    if any(PHRASES.search(" ".join(line.partition("#")[2].split())) for line in source.splitlines()):
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
 
 
 def test_docstrings_comments_and_messages_use_no_phrase_that_has_to_be_decoded() -> None:

@@ -60,7 +60,8 @@ _ALONE: Final = (
 _DRIVER: Final = "driver"
 
 _WORKER: Final = (
-    "import farcall_guard; farcall_guard.prefer(); from spmd.engine.worker.worker_process import main; main()"
+    "import gc; gc.disable(); import farcall_guard; farcall_guard.prefer(); "
+    "from spmd.engine.worker.worker_process import main; main()"
 )
 """Program of a worker process. It finds farcall's packages through the driver's ``sys.path``."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -19,8 +20,11 @@ __all__ = ["main", "serve"]
 def main() -> None:
     """Run a worker. Arguments of the process: INIT_METHOD NAME RANK WORLD_SIZE FD.
 
-    It writes a byte to the file descriptor when it is about to join.
+    It writes a byte to the file descriptor when it is about to join. The driver has turned the garbage
+    collector off for the imports.
     """
+    gc.freeze()  # collections need not visit what PyTorch has made at its import
+    gc.enable()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # the driver gets it, which may still save, and ends its workers
     init_method, name, rank, world_size, sign = sys.argv[1:]

@@ -50,18 +50,19 @@ def place() -> Iterator[str]:
         yield f"127.0.0.1:{reserved.getsockname()[1]}"
 
 
+@pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_all_is_started_again_though_the_others_workers_have_succeeded(
-    launchers: Launchers, place: str
+    launchers: Launchers, place: str, deaths: int
 ) -> None:
-    options = f"-n 1 --nnodes 2 --rdzv {place} --restart 2"
-    both = [launchers(ONE_SERVES, f"{options} --node-rank {rank}", DEATHS="2", **TOKEN) for rank in (0, 1)]
+    options = f"-n 1 --nnodes 2 --rdzv {place} --restart {deaths}"
+    both = [
+        launchers(ONE_SERVES, f"{options} --node-rank {rank}", DEATHS=str(deaths), **TOKEN) for rank in (0, 1)
+    ]
     assert [each.end() for each in both] == [0, 0], [each.said for each in both]
-    assert "[1] called worker0 in start 2" in both[1].lines
-    for each in both:
-        assert (
-            f"farcall: rank {both.index(each)} of 2 run here; they meet at {place} (restart 2)" in each.lines
-        )
-        assert "was killed by SIGKILL; all are started again (2 of 2 restarts)" in each.said
+    assert f"[1] called worker0 in start {deaths}" in both[1].lines
+    for rank, each in enumerate(both):
+        assert f"farcall: rank {rank} of 2 run here; they meet at {place} (restart {deaths})" in each.lines
+        assert f"was killed by SIGKILL; all are started again ({deaths} of {deaths} restarts)" in each.said
 
 
 @pytest.mark.nightly

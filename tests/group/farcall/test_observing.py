@@ -54,6 +54,14 @@ CYCLE = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives each test a folder of jobs of its own: ``farcall ps`` reads all jobs of the folder, and the
+    session's has those of all tests.
+    """
+    monkeypatch.setenv("FARCALL_JOBS_DIR", str(tmp_path / "jobs"))
+
+
 def ask(folder: Path, *arguments: str) -> str:
     """What a command prints, on a terminal of 80 columns."""
     done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -123,6 +124,31 @@ def test_own_module_named_as_ours_is_warned_of(run_workers: RunWorkers, tmp_path
     [(status, _, err)] = run_workers(run, 1, [str(tmp_path / "train.py")])
     assert status == 0
     assert f"{tmp_path / 'rpc.py'} has the name" in err
+
+
+VISITED = """
+import gc
+is_on, visited = gc.isenabled(), len(gc.get_objects())
+"""
+
+
+def launched(worker: Worker) -> tuple[bool, int, int]:
+    """A process of ``farcall launch``: whether garbage is collected, the objects visited, and those there."""
+    worker_main = importlib.import_module("farcall.launch.worker_main")
+    (worker.folder / "program.py").write_text(VISITED)
+    imported: list[Any] = [[] for _ in range(100_000)]
+    sys.argv[1:] = ["program.py"]
+    assert worker_main.main() == 0
+    main: Any = sys.modules["__main__"]
+    return main.is_on, main.visited, len(imported)
+
+
+def test_a_launched_programs_collections_do_not_visit_what_was_imported_before_it(
+    run_workers: RunWorkers,
+) -> None:
+    [(is_on, visited, imported)] = run_workers(launched, 1)
+    assert is_on
+    assert visited < imported
 
 
 def test_spawned_children_get_it_too(tmp_path: Path) -> None:

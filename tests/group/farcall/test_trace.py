@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tests.support.workers import RunWorkers
 
 X = torch.ones(2)
 STEPS = 3
+PAUSE_SECONDS = 0.005
+"""Time between two calls of a job that runs: to write and read a trace of all that it can make takes long."""
 
 
 def events_of(path: Path, phase: str = "X") -> list[dict[str, Any]]:
@@ -117,6 +120,7 @@ def busy(worker: Worker) -> None:
         worker.report("ready")
         while not (worker.folder / "traced").exists():
             rpc.rpc_sync(f"worker{1 - worker.rank}", torch.add, args=(X, 1))
+            threading.Event().wait(PAUSE_SECONDS)
 
 
 def test_a_job_that_runs_is_traced_from_outside(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,9 @@ STOPPED, KILLED = 2, 3
 MAX_KIB = 10
 """Maximum size of a file on the disk that is full."""
 
+PAUSE_SECONDS = 0.005
+"""Time between two calls: to write a trace of all that a worker can make takes long."""
+
 
 def serve_until_told(worker: Worker) -> None:
     """Worker 0 calls worker 1 until it is told to leave."""
@@ -31,6 +35,7 @@ def serve_until_told(worker: Worker) -> None:
             worker.wait_for("all are there")
             while not (worker.folder / "leave").exists():
                 rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+                threading.Event().wait(PAUSE_SECONDS)
             worker.report("calls no more")
         else:
             worker.report("ready")

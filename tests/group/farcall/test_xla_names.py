@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from farcall import compat
+import spmd
+from farcall import cli, compat
 from tests.support.workers import RunWorkers, Worker
 
 EVERY_NAME = {
@@ -248,15 +250,18 @@ print(os.environ["XLA_USE_SPMD"], xr.is_spmd(), xr.global_runtime_device_count()
 """
 
 
-def test_without_use_spmd_the_device_is_one_of_one_worker(tmp_path: Path) -> None:
+def run_program(worker: Worker, program: str) -> str:
+    """What a program prints under ``farcall run`` on a machine with two devices."""
+    os.environ.pop("FARCALL_SPMD_WORKERS", None)
+    os.environ["CPU_NUM_DEVICES"] = "2"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(["run", program]) == 0
+        spmd.shutdown()
+    return printed.getvalue()
+
+
+def test_without_use_spmd_the_device_is_one_of_one_worker(run_workers: RunWorkers, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_WITHOUT_SPMD)
-    environ = {name: value for name, value in os.environ.items() if name != "FARCALL_SPMD_WORKERS"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "farcall", "run", str(program)],
-        env={**environ, "CPU_NUM_DEVICES": "2"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout == "[1.0, 1.0] spmd:0 False 2\n1 True 2 [1.0, 1.0]\n"
+    (printed,) = run_workers(run_program, 1, args=(str(program),), time_limit=60)
+    assert printed == "[1.0, 1.0] spmd:0 False 2\n1 True 2 [1.0, 1.0]\n"

@@ -18,6 +18,7 @@ from rpc.errors import NoMemoryError, RemoteError, RpcTimeoutError, Serializatio
 from tests.support import backend
 from tests.support.orders import ask, dismiss, start_followers
 from tests.support.serving import WAIT_SECONDS, first_of, in_group, in_worker0, serve
+from tests.support.streams import until
 from tests.support.transfers import ACROSS, MIB, begin_to_send, echo, small_call, total, waiting
 from tests.support.workers import RunWorkers, Worker
 
@@ -84,9 +85,11 @@ def test_a_message_without_memory_fails_its_call_and_the_connection_goes_on() ->
 
 @in_worker0(**ACROSS)
 def test_an_answer_without_memory_fails_its_call_and_the_connection_goes_on() -> None:
+    before = memory()
     made = rpc.remote("worker1", huge)
     assert made.rpc_sync().numel() == _HUGE
     assert made.to_here().numel() == _HUGE  # threads have their memory before the limit
+    until(lambda: memory() < before + _HUGE // 2)  # and what they have received is freed
     has_room_for(_HUGE // 2)
     asks: list[Callable[[], Any]] = [lambda: rpc.rpc_sync("worker1", huge), made.to_here]
     for ask_for in asks:

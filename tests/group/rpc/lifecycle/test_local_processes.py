@@ -73,14 +73,11 @@ def test_spawned_workers_call_each_others_own_functions(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "[[1, 2, 3], 'worker1']\n"), done.stderr
 
 
-def test_local_group_serves_this_process(tmp_path: Path) -> None:
-    done = run(tmp_path, "group")
+def test_local_group_serves_this_process_and_says_for_whom_it_waits_if_the_start_takes_long(
+    tmp_path: Path,
+) -> None:
+    done = run(tmp_path, "group", IMPATIENT + STARTS)
     assert (done.returncode, done.stdout) == (0, "main [('worker0', 1, 2), ('worker1', 1, 2)]\n"), done.stderr
-
-
-def test_a_start_that_takes_long_says_for_whom_it_waits(tmp_path: Path) -> None:
-    done = run(tmp_path, "count", IMPATIENT + STARTS)
-    assert done.returncode == 0
     assert "s so far to start worker0, worker1\n" in done.stderr
 
 

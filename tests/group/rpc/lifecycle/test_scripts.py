@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests.support.workers import RunWorkers, Worker, Workers
 
 ROOT = Path(__file__).resolve().parents[4]
 IN_TIME = 30.0
@@ -88,6 +91,23 @@ def ends(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, list[str
     return [(process.returncode, lines) for process, lines in zip(processes, said, strict=True)]
 
 
+def run_as_script(worker: Worker, script: str) -> int:
+    """Runs a script in a worker, which then ends as a process does that Python has run it in; its status."""
+    sys.argv = [worker.name, str(worker.rank), str(worker.world_size), worker.init_method]
+    try:
+        exec(compile(BEGINNING + script, f"{worker.name}.py", "exec"), {"__name__": "__main__"})
+    except Exception as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def lines_of(workers: Workers) -> list[list[str]]:
+    """What each of them has printed until it ended."""
+    return [worker.log.read_text().splitlines() for worker in workers]
+
+
 def test_a_script_that_forgets_shutdown_ends_quietly_with_status_0(tmp_path: Path) -> None:
     with terminal(tmp_path, FORGETS_SHUTDOWN, FORGETS_SHUTDOWN) as processes:
         assert ends(processes) == [(0, []), (0, [])]
@@ -110,14 +130,17 @@ def test_an_exception_in_the_main_thread_ends_the_script_and_is_told_to_the_othe
     assert len([line for line in other_lines if line.startswith("Traceback")]) == 1
 
 
-def test_an_exception_is_told_to_workers_that_had_no_connection_to_the_script(tmp_path: Path) -> None:
+def test_an_exception_is_told_to_workers_that_had_no_connection_to_the_script(
+    run_workers: RunWorkers, tmp_path: Path
+) -> None:
     fails, asks = 'raise LookupError("had enough")\n', 'rpc.rpc_sync("worker0", pow, args=(2, 2))\n'
     ended = str(tmp_path / "ended")
     waits = f"import os, time\nwhile not os.path.exists({ended!r}): time.sleep(0.01)\n"
-    with terminal(tmp_path, fails, waits + asks) as processes:
-        ends(processes[:1])
-        (tmp_path / "ended").touch()
-        [(_, lines)] = ends(processes[1:])
+    workers = run_workers.start([partial(run_as_script, script=each) for each in (fails, waits + asks)])
+    assert workers[0].result() == 1
+    (tmp_path / "ended").touch()
+    assert workers[1].result() == 1
+    _, lines = lines_of(workers)
     reason = "worker 'worker0' (id 0) is gone: its program was ended by an exception, LookupError: had enough"
     assert lines[0] == f"worker 'worker1': {reason}"
     assert lines[-1].startswith(f"rpc.errors.WorkerLostError: {reason}")
@@ -133,25 +156,27 @@ def test_an_exception_is_told_to_workers_that_had_no_connection_to_the_script(tm
     ids=["raises", "dies", "refuses"],
 )
 def test_spmd_mode_that_cannot_begin_tells_its_cause_once_on_each_worker(
-    tmp_path: Path, failure: str
+    run_workers: RunWorkers, failure: str
 ) -> None:
     begins = "import spmd, torch.distributed as dist\nrpc.barrier()\n"
     scripts = [begins + each for each in ("spmd.use_spmd()", "rpc.shutdown()", failure)]
-    with terminal(tmp_path, *scripts) as processes:
-        driver, bystander, culprit = ends(processes)
-    assert driver[0] == 1
-    assert driver[1][-1].startswith(
+    workers = run_workers.start([partial(run_as_script, script=each) for each in scripts])
+    workers[2].death_intended = True
+    statuses = workers.results()
+    driver, bystander, culprit = lines_of(workers)
+    assert statuses[0] == 1
+    assert driver[-1].startswith(
         (
             "rpc.errors.WorkerLostError: SPMD mode could not begin: worker 'worker2'",
             "spmd.engine.errors.SpmdError: worker 'worker2'",
         )
     )
-    assert len([line for line in bystander[1] if "is gone" in line]) <= 2, "worker2, and the driver after it"
-    assert not [line for line in bystander[1] if "Traceback" in line or "called by" in line]
-    for _, lines in (driver, bystander, culprit):
+    assert len([line for line in bystander if "is gone" in line]) <= 2, "worker2, and the driver after it"
+    assert not [line for line in bystander if "Traceback" in line or "called by" in line]
+    for lines in (driver, bystander, culprit):
         losses = [line for line in lines if line.startswith("worker '") and "is gone" in line]
         assert len({line.partition(" is gone")[0] for line in losses}) == len(losses)
-    assert len([line for line in driver[1] if line == "Traceback (most recent call last):"]) <= 2
+    assert len([line for line in driver if line == "Traceback (most recent call last):"]) <= 2
 
 
 @pytest.mark.parametrize("ways", [("rpc_sync", "wait", "wait_all"), ("to_here", "shutdown")], ids="-".join)

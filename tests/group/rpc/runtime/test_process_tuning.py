@@ -18,14 +18,14 @@ with_glibc = pytest.mark.skipif(
 )
 
 MIB = 1 << 20
-ROUNDS = 4
+ROUNDS = 2
 HARDLY_ANY = 10
 """Page faults in all these rounds; a block that is not kept has hundreds in each."""
 UNTIL_SETTLED = 5
 """Rounds after which an arena has grown to what the rounds need, and lies in one piece."""
 
 FEW = 8, 1 * MIB
-MORE_THAN_GLIBC_KEEPS = 4, 30 * MIB
+MORE_THAN_GLIBC_KEEPS = 3, 30 * MIB
 
 
 def look_at_switch_interval(worker: Worker) -> list[float]:

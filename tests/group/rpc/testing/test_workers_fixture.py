@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -29,6 +30,14 @@ def test_each_worker_knows_its_place_and_gets_arguments(run_workers: RunWorkers)
     ]
     offset = 40
     assert run_workers([lambda _: offset + 2, lambda worker: worker.rank]) == [42, 1]
+
+
+def collects_garbage(_: Worker) -> bool:
+    return gc.isenabled()
+
+
+def test_workers_collect_garbage(run_workers: RunWorkers) -> None:
+    assert run_workers(collects_garbage, 1) == [True]
 
 
 def ping_pong(worker: Worker) -> int:

@@ -46,12 +46,9 @@ def run(tmp_path: Path, *prefix: str, program: str = PROGRAM, **variables: str) 
 
 
 @pytest.mark.processes
-def test_workers_are_started_on_this_machine(tmp_path: Path) -> None:
-    assert run(tmp_path, FARCALL_SPMD_WORKERS="2") == "sum 12.0 of 2"
-
-
-@pytest.mark.processes
-def test_workers_find_our_packages_though_the_driver_has_a_namesake_on_its_path(tmp_path: Path) -> None:
+def test_workers_are_started_here_and_find_our_packages_though_a_namesake_is_on_the_drivers_path(
+    tmp_path: Path,
+) -> None:
     namesake = tmp_path / "others" / "spmd"
     namesake.mkdir(parents=True)
     (namesake / "__init__.py").touch()

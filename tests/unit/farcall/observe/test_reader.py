@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from farcall.observe import reader
 from farcall.observe.jobs import JobFolder, find_job, jobs, make_private, remove_old
-from farcall.observe.layout import FILE_BYTES, Beat
+from farcall.observe.layout import FILE_BYTES, SNAPSHOT_BYTES, Beat
 from farcall.observe.reader import read_job
 from farcall.observe.state_file import StateFile
 from rpc.runtime.process_signs import process_signs
@@ -34,6 +35,19 @@ def test_workers_are_read_by_rank(tmp_path: Path) -> None:
     write(tmp_path, "j", "b", name="worker1", rank=1)
     write(tmp_path, "j", "a", name="worker0", rank=0)
     assert [each.name for each in read_job(job_at(tmp_path, "j"))] == ["worker0", "worker1"]
+
+
+def test_the_empty_parts_of_files_are_not_read(tmp_path: Path) -> None:
+    write(tmp_path, "j", "a", name="worker0", rank=0)
+    job = job_at(tmp_path, "j")
+    read_job(job)
+    tracemalloc.start()
+    try:
+        read_job(job)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < SNAPSHOT_BYTES / 4
 
 
 def test_worker_that_was_started_again_counts_once(tmp_path: Path) -> None:

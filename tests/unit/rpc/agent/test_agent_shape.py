@@ -16,6 +16,11 @@ import pytest
 
 from rpc.agent.agent import Agent
 from rpc.options import AgentOptions
+from tests.support.syntax_trees import syntax_trees, tree_of
+
+__all__ = ["syntax_trees"]
+
+pytestmark = pytest.mark.usefixtures("syntax_trees")
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -49,7 +54,7 @@ def agent() -> Iterator[Agent]:
 def trees(*packages: str) -> Iterator[tuple[str, ast.Module]]:
     for package in packages:
         for path in sorted((ROOT / package).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+            yield str(path.relative_to(ROOT)), tree_of(path)
 
 
 def test_an_agent_has_few_attributes(agent: Agent) -> None:
@@ -101,7 +106,7 @@ def test_packages_above_are_given_ports_and_not_the_agent() -> None:
 
 @pytest.mark.parametrize("path", PORTS)
 def test_ports_name_methods_and_no_parts(path: str) -> None:
-    tree = ast.parse((ROOT / path).read_text())
+    tree = tree_of(ROOT / path)
     imported = {
         alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
     }
