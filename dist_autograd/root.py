@@ -147,8 +147,8 @@ class Root:
         device = device_of_this_thread()
         if device is not None:
             raise AutogradError(
-                "backward was called by a node or a hook that runs on PyTorch's only thread for backward passes "
-                f"of {device}, which this pass may need as well: call it when the other backward has returned"
+                f"backward was called by a node or a hook on PyTorch's only thread for backward passes of {device}, "
+                "which this pass may need as well: call it when the other backward has returned"
             )
         gradients = [torch.ones_like(root) for root in roots]
         try:
