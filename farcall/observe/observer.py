@@ -263,7 +263,7 @@ class Observer:
         now = monotonic()
         agents = self.agents
         calls, requests = _counts(agents)
-        busy = any(len(agent.calls.table) or len(agent.calls.answers) for agent in agents)
+        busy = any(len(agent.calls.table) or len(agent.calls.requests) for agent in agents)
         waiting = [each for each in waits.current() if each.what != "shutdown"]
         busy = busy or bool(waiting)
         used = process_time()
@@ -379,7 +379,7 @@ def _named(each: dict[str, Any]) -> dict[str, Any]:
 def _counts(agents: list[Any]) -> tuple[int, int]:
     """Return the numbers of calls made and requests received by agents."""
     return sum(agent.calls.table.opened for agent in agents), sum(
-        agent.calls.answers.requests_begun for agent in agents
+        agent.calls.requests.begun for agent in agents
     )
 
 
