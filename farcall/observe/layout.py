@@ -7,7 +7,6 @@ carries a number and a checksum. A block that was torn by a crash, or that is be
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from collections.abc import Callable
@@ -37,7 +36,7 @@ __all__ = [
     "unpack_beat",
     "unpack_header",
     "unpack_records",
-    "unpack_snapshot",
+    "unpack_snapshots",
 ]
 
 VERSION: Final = 1
@@ -190,18 +189,11 @@ def pack_snapshot(number: int, snapshot: dict[str, Any]) -> bytes | None:
     return packed if len(packed) <= SNAPSHOT_BYTES else None
 
 
-def unpack_snapshot(data: bytes, before: float = math.inf) -> dict[str, Any] | None:
-    """Return the newest valid snapshot of a file; None if there is none.
-
-    Args:
-        before: time in seconds since 1970 before which the snapshot must be taken; if both are later, the
-            older one is returned.
-    """
+def unpack_snapshots(data: bytes) -> list[dict[str, Any]]:
+    """Return the valid snapshots of a file, the newest first."""
     blocks = [_read_block(data, snapshot_offset(which), SNAPSHOT_BYTES) for which in (0, 1)]
     values = [_read(packed) for _, packed in sorted((each for each in blocks if each), reverse=True)]
-    found = [each for each in values if isinstance(each, dict)]
-    early = [each for each in found if isinstance(each.get("wall"), float) and each["wall"] <= before]
-    return early[0] if early else found[-1 if before < math.inf else 0] if found else None
+    return [each for each in values if isinstance(each, dict)]
 
 
 def pack_record(
