@@ -109,18 +109,19 @@ def _of(models: Iterable[DistributedDataParallel], leaves: Sequence[Tensor]) -> 
 
 
 @contextmanager
-def accumulating(leaves: Sequence[Tensor], models: Models) -> Iterator[list[Tensor | None]]:
+def accumulating(leaves: Sequence[Tensor], models: Models, backward: object) -> Iterator[list[Tensor | None]]:
     """Lock the leaves inside the block and empty their ``.grad``, for the engine to accumulate into.
 
     Args:
         leaves: leaves, some of which are parameters of models.
         models: all models.
+        backward: the pass that runs in the block.
 
     Yields:
         A list that holds the accumulated gradient of each leaf, once the block is left without an error.
     """
     accumulated: list[Tensor | None] = []
-    with models.locks.of(leaves).held():
+    with models.locks.of(leaves).held_by(backward):
         in_buckets = models.in_buckets(leaves)
         before = _gradients(leaves, in_buckets)
         try:
@@ -144,7 +145,11 @@ def _gradients(leaves: Sequence[Tensor], copied: Iterable[int]) -> list[Tensor |
 
 
 def hand_over(
-    leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], models: Models, accumulate: Accumulate
+    leaves: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    models: Models,
+    backward: object,
+    accumulate: Accumulate,
 ) -> list[Tensor | None]:
     """Have complete gradients accumulated, so that the models' hooks run.
 
@@ -152,6 +157,7 @@ def hand_over(
         leaves: parameters without hooks of their own, which have run already.
         gradients: one for each leaf; None counts as reached, as it does in the engine.
         models: all models.
+        backward: the pass.
         accumulate: runs the engine.
 
     Returns:
@@ -159,7 +165,7 @@ def hand_over(
     """
     with torch.enable_grad():
         source = get_gradient_edge(_new_source(gradients, *leaves))
-    with accumulating(leaves, models) as accumulated:
+    with accumulating(leaves, models, backward) as accumulated:
         accumulate([source], [torch.empty(0, device="cpu")])
     return accumulated
 

@@ -62,8 +62,10 @@ class _Passes:
             self._changed.notify_all()
 
     def find(self) -> Any:
-        """Return the pass that runs the current node; None if it is not a distributed one."""
+        """Return the pass that runs the current node; None if there is none, or not a distributed one."""
         task = engine.current_task()
+        if task == -1:
+            return None
         with self._changed:
             self._changed.wait_for(lambda: task in self._by_task or not self._unknown)
             return self._by_task.get(task)
@@ -118,7 +120,9 @@ def heralded(
 
 
 def pass_of_this_thread() -> Any:
-    """Return the pass that runs the current node, on any thread; None if it is not a distributed one."""
+    """Return the pass that runs the current node, on any thread; None if there is none, or not a distributed
+    one.
+    """
     here = engine.running.known_as
     return _passes.find() if here is None else here
 

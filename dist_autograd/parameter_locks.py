@@ -5,7 +5,8 @@ Parameters that are first named together share one lock, so an optimizer usually
 taken in the order in which they were made, which prevents deadlock.
 
 A thread that holds a lock runs user code: hooks, an optimizer. That code must not wait for anything that
-needs a lock as well, here or on another worker, so calls that might wait are refused.
+needs a lock as well, here or on another worker, so calls that might wait are refused. The hooks of a backward
+pass on a device run on the device's thread, while the thread that began the pass holds the locks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dist_autograd.device_threads import pass_of_this_thread
 from rpc.errors import AutogradError
 
 __all__ = ["LockTable", "ParameterLocks"]
@@ -41,10 +43,16 @@ class _Lock:
 
 
 class ParameterLocks:
-    """The locks of some parameters; made by ``LockTable.of``."""
+    """The locks of some parameters; made by ``LockTable.of``.
 
-    def __init__(self, locks: Iterable[_Lock]) -> None:
+    Args:
+        locks: the locks.
+        of_passes: the locks that backward passes hold, in the whole table.
+    """
+
+    def __init__(self, locks: Iterable[_Lock], of_passes: dict[object, ParameterLocks]) -> None:
         self._locks = sorted(locks, key=lambda each: each.number)
+        self._of_passes = of_passes
 
     def held(self) -> AbstractContextManager[object]:
         """Return a context manager that holds all of them.
@@ -53,11 +61,23 @@ class ParameterLocks:
         and entering the block that releases it.
 
         Raises:
-            AutogradError: this thread holds one of them already.
+            AutogradError: this thread, or the backward pass whose node it runs, holds one of them already.
         """
-        if any(each.is_mine() for each in self._locks):
+        of_pass = self._of_passes.get(pass_of_this_thread()) if self._of_passes else None
+        shared = of_pass is not None and not set(self._locks).isdisjoint(of_pass._locks)
+        if shared or any(each.is_mine() for each in self._locks):
             raise _refused("this")
         return self._locks[0].lock if len(self._locks) == 1 else self._all_held()
+
+    @contextlib.contextmanager
+    def held_by(self, backward: object) -> Iterator[None]:
+        """Hold all of them inside the block, for the nodes of a backward pass on any thread."""
+        with self.held():
+            self._of_passes[backward] = self
+            try:
+                yield
+            finally:
+                del self._of_passes[backward]
 
     @contextlib.contextmanager
     def _all_held(self) -> Iterator[None]:
@@ -75,6 +95,7 @@ class LockTable:
         self._numbers = itertools.count()
         self._of: MutableMapping[Tensor, _Lock] = WeakIdKeyDictionary()
         self._made: WeakSet[_Lock] = WeakSet()
+        self._of_passes: dict[object, ParameterLocks] = {}
 
     def __len__(self) -> int:
         return len(self._of)
@@ -84,18 +105,20 @@ class LockTable:
         with self._lock:
             fresh = _Lock(next(self._numbers))
             self._made.add(fresh)
-            return ParameterLocks({self._of.setdefault(parameter, fresh) for parameter in parameters})
+            locks = {self._of.setdefault(parameter, fresh) for parameter in parameters}
+        return ParameterLocks(locks, self._of_passes)
 
     def check_none_held(self, doing: str) -> None:
-        """Raise ``AutogradError`` if this thread holds locks, as it is about to wait for code that may need
-        them.
+        """Raise ``AutogradError`` if this thread, or the backward pass whose node it runs, holds locks, as it
+        is about to wait for code that may need them.
 
         Args:
             doing: name of the function that the user has called.
         """
         with self._lock:
             made = list(self._made)
-        if any(each.is_mine() for each in made):
+        of_pass = self._of_passes and pass_of_this_thread() in self._of_passes
+        if of_pass or any(each.is_mine() for each in made):
             raise _refused(doing)
 
 

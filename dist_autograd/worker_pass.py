@@ -169,7 +169,7 @@ class WorkerPass:
         leaves = [leaf for reached in reach.leaves.values() for leaf in reached]
         averaged = self._models.among([leaf.tensor for leaf in leaves]) if self._models.any else []
         if averaged and self._accumulates(leaves, averaged):
-            with accumulating([leaf.tensor for leaf in leaves], self._models) as captured:
+            with accumulating([leaf.tensor for leaf in leaves], self._models, self) as captured:
                 self._run_together(roots, gradients, leaves, accumulate=True)
         else:
             if reach.separate:
@@ -200,6 +200,7 @@ class WorkerPass:
             [leaf.tensor for leaf in parameters],
             [captured[position] for position in averaged],
             self._models,
+            self,
             lambda edges, gradients: self._run_engine(edges, gradients, parameters, accumulate=True),
         )
         result = list(captured)
@@ -261,9 +262,11 @@ class WorkerPass:
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
+        self._wait_for_updates()
         with contextlib.ExitStack() as stack:
             stack.enter_context(spans.span("gradients", leaves=len(leaves)))
-            if any(node.on_device for node in self._reach.recvs):
+            hooked = accumulate and any(not leaf.tensor.is_cpu for leaf in leaves)
+            if hooked or any(node.on_device for node in self._reach.recvs):
                 roots, gradients = stack.enter_context(heralded(roots, gradients, anchor()))
             captured = engine.run(
                 roots,
@@ -277,6 +280,11 @@ class WorkerPass:
         if self.context.devices is not None:  # the engine makes the current streams wait, and does no more
             self.context.devices.use(found)
         return found
+
+    def _wait_for_updates(self) -> None:
+        """Go on with parameters as they are now: others may have stepped since the pass began."""
+        if self.context.devices is not None:
+            self.context.devices.updates.wait()
 
     def _tickets(self) -> Tensor:
         """Make the chain of tickets, oldest first; returns the newest, which is the first to run."""
@@ -310,6 +318,7 @@ class WorkerPass:
         self._finish_on_devices(newer)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self._wait_until(lambda: sent.number in self._arrived)
+        self._wait_for_updates()
         self._take_gradients(sent)
         gradients, nothing = self._gradients[sent.number], torch.empty(0, device="cpu")
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]

@@ -141,7 +141,7 @@ class DistributedOptimizer:
             error_if_nonfinite: whether to raise if the norm is infinite or NaN, and change nothing.
 
         Returns:
-            The norm before clipping, of shape (); 0 if there are no gradients.
+            The norm before clipping, of shape (), on the CPU; 0 if there are no gradients.
 
         Raises:
             AutogradError: there is no such context.

@@ -21,7 +21,7 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
 
 import pytest
 
-from tests.support import leftovers, shares, workers
+from tests.support import default_device, leftovers, shares, workers
 from tests.support.fork_server import ForkServer, become_subreaper
 
 run_workers = workers.run_workers
@@ -84,10 +84,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the fork server import PyTorch while the first tests run, if it will be needed."""
     if any(_FIXTURE in getattr(item, "fixturenames", ()) for item in session.items):
         session.config.stash[workers.fork_server_key].warm_up(workers.PRELOADED)
-    if any("device_kind" in getattr(item, "fixturenames", ()) for item in session.items):
+    on_devices = bool(default_device.MODE)
+    if on_devices or any("device_kind" in getattr(item, "fixturenames", ()) for item in session.items):
         from tests.support import devices
 
-        devices.is_missing()  # builds the simulated accelerator, which takes longer than a test may
+        missing = devices.is_missing()  # builds the simulated accelerator, which takes longer than a test may
+        if on_devices and missing:
+            pytest.exit(f"no simulated accelerator: {missing}", pytest.ExitCode.USAGE_ERROR)
     session.config.stash[_snapshot_key] = leftovers.Snapshot()
 
 

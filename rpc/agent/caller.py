@@ -308,6 +308,8 @@ class Caller:
 
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         kind, _, header, buffers, codec = frame
+        if call.peer.devices is not None:
+            call.peer.devices.updates.wait()
         if kind == Kind.FAILURE:
             raise self._serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
         connect: Connect | None = None if call.wants_graph else _as_leaves

@@ -36,6 +36,9 @@ class SharedWork(Protocol):
     def join(self, tensors: Iterable[Tensor] = (), /) -> None:
         """Make the current streams wait for the work, and keep the memory of tensors until they are done."""
 
+    def wait(self) -> None:
+        """Like ``join``, for streams whose work is not added."""
+
     def renew(self) -> None:
         """Add the work that is on the current streams now."""
 

@@ -34,7 +34,7 @@ class Devices:
 
     Attributes:
         local: the devices of this worker that messages use.
-        updates: the work that changes parameters in place, for which each request waits.
+        updates: the work that changes parameters in place, for which each message waits.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class Devices:
             Placed(name, calls, for_calls, self._staging, reads),
             Placed(name, answers, for_answers, self._staging, reads),
             self.streams,
+            self.updates,
         )
         codec = peer.codec
         if codec.id == PICKLE and (between.calls.takes_cpu or between.answers.takes_cpu):
@@ -127,7 +128,7 @@ class Devices:
 
     def streams(self) -> Streams:
         """Streams of their own on all devices that messages use."""
-        return Streams(self.local)
+        return Streams(self.local, self.updates)
 
     def use(self, tensors: Iterable[Tensor | None]) -> None:
         """Keep the memory of tensors, where they are on devices, until the current streams have used it."""
@@ -144,7 +145,6 @@ class Devices:
 
         def run_on_streams(request: Request) -> None:
             with self.streams() as streams:
-                self.updates.wait()
                 request.streams = streams
                 run(request)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rpc.devices.ipc import Export
 from rpc.devices.staging import HostStaging, copied, on_device
-from rpc.devices.streams import Streams
+from rpc.devices.streams import Shared, Streams
 from rpc.serialization.memory import memory_at
 from rpc.serialization.placement import unmapped
 from rpc.serialization.tensors import placed
@@ -88,12 +88,16 @@ class Between:
     Args:
         calls, answers: where tensors go that are sent to the worker.
         streams: makes the streams of something that arrives.
+        updates: the work on this worker that changes parameters in place.
     """
 
-    def __init__(self, calls: Placed, answers: Placed, streams: Callable[[], Streams]) -> None:
+    def __init__(
+        self, calls: Placed, answers: Placed, streams: Callable[[], Streams], updates: Shared
+    ) -> None:
         self.calls = calls
         self.answers = answers
         self.streams = streams
+        self.updates = updates
 
 
 def indexed(device: torch.device) -> torch.device:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
+
+from rpc.runtime.stepwise import StepwiseCoroutine
+from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 __all__ = ["Ready", "Shared", "Streams", "arrived", "tensors_in", "use_on_current_stream"]
 
@@ -38,20 +41,26 @@ def arrived(tensor: Tensor) -> None:
 
 
 class Streams:
-    """Streams from PyTorch's pool, one for each of some devices. As a context manager, they are current.
+    """Streams from PyTorch's pool, one for each of some devices. As a context manager, they are current, and
+    wait for the updates so far, if there are any.
 
     The first tensor that arrives makes its device the current one. May be entered again after it was left,
     on any thread: the streams and the device are those that were current when it was left.
+
+    Args:
+        devices: the devices.
+        updates: the work that changes parameters in place; None if there is none.
 
     Attributes:
         arrived: the tensors that were read from a message on these streams.
         used: the objects of this worker that are used on these streams, since they were last entered.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self.arrived: list[Tensor] = []
         self.used: list[Shared] = []
         self._devices = devices
+        self._updates = updates
         self._streams = [torch.Stream(device) for device in devices]
         self._device: int | None = None
         self._outer: tuple[int, list[torch.Stream], Streams | None] | None = None
@@ -61,6 +70,8 @@ class Streams:
         self._outer = before, [_current_stream(device) for device in self._devices], _thread_state.streams
         _make_current(self._streams, before if self._device is None else self._device)
         _thread_state.streams = self
+        if self._updates is not None:
+            self._updates.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,11 +89,12 @@ class Streams:
             shared.renew()
 
     def ready(self, tensors: Sequence[Tensor] | None = None) -> Ready | None:
-        """What other streams must ``join`` before they use tensors, by default those that have arrived; None
-        if there are none. Inside the context.
+        """What other streams must ``join`` before they use tensors, by default those that have arrived, or
+        parameters that were changed; None if there are none. Inside the context.
         """
         tensors = self.arrived if tensors is None else tensors
-        return Ready(tensors, self._devices) if tensors else None
+        changed = self._updates is not None and self._updates.renewed
+        return Ready(tensors, self._devices, self._updates) if tensors or changed else None
 
     def ready_with(self, value: Any) -> Ready | None:
         """As ``ready``, for the tensors in a value."""
@@ -97,34 +109,13 @@ class Streams:
 
         return run
 
-    async def follow(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine whose every step is inside the context."""
-        return await _Steps(self, coroutine)
+    def follow(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+        """A coroutine whose every step is inside the context."""
+        return StepwiseCoroutine(coroutine, self._step)
 
-
-class _Steps:
-    """Awaits a coroutine, inside streams that are current in its steps and not between them."""
-
-    def __init__(self, streams: Streams, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._streams = streams
-        self._coroutine = coroutine
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        value: Any = None
-        error: BaseException | None = None
-        try:
-            while True:
-                with self._streams:
-                    try:
-                        waits = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
-                    except StopIteration as end:
-                        return end.value
-                try:
-                    value, error = (yield waits), None
-                except BaseException as thrown:
-                    error = thrown
-        finally:
-            self._coroutine.close()
+    def _step(self, advance: Callable[..., Any], *args: Any) -> Any:
+        with self:
+            return advance(*args)
 
 
 def _make_current(streams: Sequence[torch.Stream], device: int) -> None:
@@ -136,13 +127,21 @@ def _make_current(streams: Sequence[torch.Stream], device: int) -> None:
 class Ready:
     """The work on the current streams of some devices when it was made, and the tensors that this work wrote.
     From any thread.
+
+    Args:
+        tensors: the tensors.
+        devices: the devices.
+        updates: for ``streams``.
     """
 
-    __slots__ = ("_devices", "_events", "_tensors")
+    __slots__ = ("_devices", "_events", "_tensors", "_updates")
 
-    def __init__(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], devices: Sequence[torch.device], updates: Shared | None = None
+    ) -> None:
         self._tensors = tensors
         self._devices = devices
+        self._updates = updates
         self._events: list[tuple[torch.Stream, torch.Event]] = []
         for device in devices:
             stream = _current_stream(device)
@@ -155,7 +154,7 @@ class Ready:
 
     def streams(self) -> Streams:
         """Streams on the same devices, which wait for this once they ``join`` it."""
-        return Streams(self._devices)
+        return Streams(self._devices, self._updates)
 
     def join(self) -> None:
         """Make the current streams wait for the work, and keep the tensors' memory from being reused before
@@ -178,9 +177,12 @@ class Shared:
         value: the object.
         devices: those that requests use.
         updates: further work that may change it.
+
+    Attributes:
+        renewed: whether work was ever added.
     """
 
-    __slots__ = ("_devices", "_lock", "_ready", "_tensors", "_updates")
+    __slots__ = ("_devices", "_lock", "_ready", "_tensors", "_updates", "renewed")
 
     def __init__(self, value: Any, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self._devices = devices
@@ -188,6 +190,7 @@ class Shared:
         self._lock = threading.Lock()
         self._tensors = [weakref.ref(tensor) for tensor in tensors_in(value)]
         self._ready = Ready((), devices)
+        self.renewed = False
 
     def join(self, tensors: Iterable[Tensor] = ()) -> None:
         """Make the current streams wait for the work on it so far. If they are those of a request, later ones
@@ -206,8 +209,9 @@ class Shared:
 
     def wait(self) -> None:
         """As ``join``, and what the current streams do then is not part of the work."""
-        if self._updates is not None:
-            self._updates.wait()
+        updates = self._updates
+        if updates is not None:
+            updates.wait()
         with self._lock:
             self._ready.join()
 
@@ -216,33 +220,44 @@ class Shared:
         with self._lock:
             self._ready.join()
             self._ready = Ready((), self._devices)
+            self.renewed = True
 
 
 def use_on_current_stream(tensor: Tensor) -> None:
     """Keep a tensor's memory from being reused before the current stream of its device has used it."""
-    if tensor.layout is torch.strided and not tensor.is_nested:
+    if tensor.layout is torch.strided and not tensor.is_nested and type(tensor) in (Tensor, Parameter):
         tensor.record_stream(_current_stream(tensor.device))
         return
-    for part in _parts(tensor):
-        part.record_stream(_current_stream(part.device))
+    with DisableTorchFunctionSubclass():
+        parts = _parts(tensor)
+        if not parts:
+            tensor.record_stream(_current_stream(tensor.device))
+    for part in parts:
+        if not part.is_cpu and not part.is_meta:
+            use_on_current_stream(part)
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that another kind of tensor consists of."""
+def _parts(tensor: Any) -> list[Tensor]:
+    """The tensors that hold the elements of a tensor of another layout or of a subclass; empty if it has
+    memory of its own.
+    """
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if is_traceable_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # such as a masked tensor
+        return [each for each in vars(tensor).values() if isinstance(each, Tensor)]
     return [tensor.values()] if tensor.is_nested else []
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors on accelerators in a value: in containers, dataclasses, modules and attributes of objects.
 
-    Nothing of the value's own is called, so what a tensor subclass or a container of another library hides is
-    not found.
+    Nothing of the value's own is called, so what a container of another library hides is not found.
     """
     found: list[Tensor] = []
     _search(value, found, set(), 0)

@@ -13,11 +13,10 @@ Times are microseconds of the wall clock. A callee's clock may differ: its event
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from time import time_ns
@@ -28,6 +27,7 @@ from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import FunctionEvent
 
 from rpc.agent.tape import Observation, Recording
+from rpc.runtime.stepwise import StepwiseCoroutine
 from rpc.runtime.torch_internals import (
     disable_legacy_profiler,
     enable_legacy_profiler,
@@ -95,12 +95,15 @@ _IS_RIGHT: Final[dict[str, Callable[[Any], bool]]] = {
 
 @dataclass(eq=False)
 class Span:
-    """One call, as its caller sees it."""
+    """One call, as its caller sees it. The profiler's own event of its beginning is between ``start`` and
+    ``marked``.
+    """
 
     key: str
     how: str
     callee: int
     start: float
+    marked: float
     end: float | None = None
     answer: str | None = None
 
@@ -116,9 +119,10 @@ class Gathered:
 
     def begin(self, key: str, how: str, callee: int) -> Span:
         """Record that a call begins on this thread, at this position among the thread's other events."""
-        span = Span(key, how, callee, time_ns() / 1000)
+        start = time_ns() / 1000
         with record_function(key):
             pass
+        span = Span(key, how, callee, start, time_ns() / 1000)
         self.spans.append(span)
         return span
 
@@ -267,7 +271,15 @@ class ProfiledRequest(Observation):
             self._records += itertools.chain.from_iterable(records)
 
     def following(self, coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
-        return _Turns(coroutine, self._record, self._stop_recording)
+        return StepwiseCoroutine(coroutine, self._recorded)
+
+    def _recorded(self, advance: Callable[..., Any], *args: Any) -> Any:
+        """Run one step of a coroutine, with its operators recorded."""
+        self._record()
+        try:
+            return advance(*args)
+        finally:
+            self._stop_recording()
 
     def __exit__(self, *error: object) -> None:
         try:
@@ -299,29 +311,3 @@ class ProfiledRequest(Observation):
         events = self.gathered.merged(self._events(), self.began)
         end = max([self.ended, *(event.time_range.end + self.began for event in events)])
         header[KEY] = json.dumps([self.began, end, [_values(event, self.began) for event in events]])
-
-
-class _Turns:
-    """Awaits a coroutine, with ``before`` and ``after`` called around each of its turns."""
-
-    def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], before: Callable[[], None], after: Callable[[], None]
-    ) -> None:
-        self._coroutine = coroutine
-        self._before = before
-        self._after = after
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        turn = functools.partial(self._coroutine.send, None)
-        while True:
-            self._before()
-            try:
-                awaited = turn()
-            except StopIteration as end:
-                return end.value
-            finally:
-                self._after()
-            try:
-                turn = functools.partial(self._coroutine.send, (yield awaited))
-            except BaseException as error:
-                turn = functools.partial(self._coroutine.throw, error)

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, Final
 
-from rpc.profiling.calls import REMOTE, Gathered
+from rpc.profiling.calls import REMOTE, Gathered, Span
 
 __all__ = ["exporting"]
 
@@ -18,7 +18,8 @@ _ROUNDING: Final = 0.01
 """Maximum error in microseconds of a time that is written with three digits."""
 
 _CLOCKS_DIFFER: Final = 1000.0
-"""Maximum difference in microseconds between PyTorch's clock and that of calls, on a busy host."""
+"""Maximum difference in microseconds between PyTorch's clock and that of calls, once the difference at the
+beginning of a call is taken off, on a busy host."""
 
 
 def exporting(theirs: Callable[..., Any], gathered: Gathered) -> Callable[..., Any]:
@@ -55,9 +56,10 @@ def _add_calls(trace: dict[str, Any], gathered: Gathered) -> None:
         mark = marks.pop(0) if marks else None
         if span.end is None:
             continue
-        remote = gathered.remote_events(span, began)
+        base = began if mark is None else began - _ahead(float(mark["ts"]) + began, span)
+        remote = gathered.remote_events(span, base)
         if mark is not None and span.how == "sync":  # the thread has waited; others went on
-            until = _before_next(starts, mark, span.end - began)
+            until = _before_next(starts, mark, span.end - base)
             mark["dur"] = max(mark["dur"], round(until - mark["ts"], 3))
             latest = max(mark["ts"], mark["ts"] + mark["dur"] - _ROUNDING)
             for event in remote:
@@ -91,6 +93,13 @@ def _add_calls(trace: dict[str, Any], gathered: Gathered) -> None:
     for process in sorted(processes):
         named = {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": process}}
         events.append(named)
+
+
+def _ahead(mark: float, span: Span) -> float:
+    """Return the microseconds by which PyTorch's clock is at least ahead of that of calls, where it has the
+    mark of a call's beginning; negative if it is behind.
+    """
+    return min(max(0.0, mark - span.marked), mark - span.start)
 
 
 def _starts_by_thread(events: list[dict[str, Any]]) -> dict[Any, list[float]]:

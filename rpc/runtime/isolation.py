@@ -1,7 +1,7 @@
 """Coroutines and pool threads with separate modes.
 
 All coroutines of a loop share one thread, whose modes (``modes``) a coroutine may change for a block that
-awaits. So each task of an isolating loop is driven by an ``_OwnModes``: the modes at the end of one of its
+awaits. So each task of an isolating loop is a ``StepwiseCoroutine``: the modes at the end of one of its
 steps are saved, and restored for its next step. Context variables need nothing of the kind: asyncio gives
 each task a context.
 """
@@ -9,12 +9,13 @@ each task a context.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import Context
 from typing import Any, ParamSpec, TypeVar
 
 from rpc.runtime.modes import SavedModes, copy_of_modes, modes_changed, reset_modes
+from rpc.runtime.stepwise import StepwiseCoroutine
 
 __all__ = ["IsolatingThreadPool", "isolate_tasks"]
 
@@ -35,7 +36,8 @@ def isolate_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **arguments: Any) -> asyncio.Task[Any]:
     if asyncio.iscoroutine(coroutine):  # otherwise asyncio refuses it
-        coroutine = _OwnModes(coroutine, copy_of_modes() if asyncio.current_task(loop) else None)
+        modes = _OwnModes(copy_of_modes() if asyncio.current_task(loop) else None)
+        coroutine = StepwiseCoroutine(coroutine, modes.step)
     return asyncio.Task(coroutine, loop=loop, **arguments)
 
 
@@ -54,35 +56,22 @@ def _isolated(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[st
             reset_modes()
 
 
-class _OwnModes(Coroutine[Any, Any, T]):
-    """Drives a coroutine, whose modes are in force during its steps only."""
+class _OwnModes:
+    """The modes of one coroutine, which are in force during its steps only."""
 
-    __slots__ = ("_coroutine", "_modes")
+    __slots__ = ("_modes",)
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], modes: SavedModes | None) -> None:
-        self._coroutine = coroutine
+    def __init__(self, modes: SavedModes | None) -> None:
         self._modes = modes
 
-    def send(self, value: Any) -> Any:
-        return self._step(self._coroutine.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._step(self._coroutine.throw, *error)
-
-    def close(self) -> None:
-        self._step(self._coroutine.close)
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        return self._coroutine.__await__()
-
-    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
+    def step(self, advance: Callable[..., Any], *args: Any) -> Any:
         """Run one step; the thread's modes before it are restored after it."""
         others = SavedModes() if modes_changed() else None
         own, self._modes = self._modes, None
         if own is not None:
             own.restore()
         try:
-            awaited = step(*args)
+            awaited = advance(*args)
         except BaseException:
             if modes_changed():
                 reset_modes()
@@ -94,7 +83,3 @@ class _OwnModes(Coroutine[Any, Any, T]):
         finally:
             if others is not None:
                 others.restore()
-
-    def __getattr__(self, name: str) -> Any:
-        """Forward the attributes that debuggers read: ``cr_frame``, ``cr_await``, ``__qualname__``."""
-        return getattr(self._coroutine, name)

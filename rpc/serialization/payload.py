@@ -100,6 +100,13 @@ class Placement(Protocol):
         """
 
 
+class Updates(Protocol):
+    """Work on devices."""
+
+    def wait(self) -> None:
+        """Have the current streams wait for the work so far."""
+
+
 class PeerDevices(Protocol):
     """The agreement with one worker about devices."""
 
@@ -115,6 +122,10 @@ class PeerDevices(Protocol):
         """Return a context manager with separate streams for data that arrives from the worker; see
         ``rpc.devices.streams``.
         """
+
+    @property
+    def updates(self) -> Updates:
+        """The work that changes parameters of this worker in place."""
 
 
 @dataclass(slots=True, eq=False)

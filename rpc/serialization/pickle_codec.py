@@ -166,7 +166,8 @@ class PickleCodec:
                     items, _, tensors = taken
                     return _with_buffers((items if kind is list else tuple(items), tensors))
             placement = of_calls(to) if as_call else of_answers(to)
-            return dump((value, ()), to, self._reducers, tracked=tracked, placement=placement, alone=alone)
+            record = _record(value, tracked)
+            return dump(record, to, self._reducers, tracked=tracked, placement=placement, alone=alone)
         except Exception as error:
             reason = error
         placement = of_calls(to) if as_call else of_answers(to)
@@ -214,7 +215,9 @@ class PickleCodec:
 
     def _value_of(self, record: Any, connect: Connect | None) -> Any:
         value, tensors = record
-        if not tensors:
+        if not tensors or tensors == COMPUTED:
+            if tensors and connect is None:
+                _tell_of_lost_graph()
             return value
         if value is None:
             if connect is None or len(tensors) < _WITH_GRAD:
@@ -279,7 +282,8 @@ class DevicePickleCodec(PickleCodec):
         if not placement.takes_cpu:
             return super().dumps(value, to, what=what, tracked=tracked, as_call=as_call, alone=alone)
         try:
-            return dump((value, ()), to, self._reducers, tracked=tracked, placement=placement, alone=alone)
+            record = _record(value, tracked)
+            return dump(record, to, self._reducers, tracked=tracked, placement=placement, alone=alone)
         except Exception as error:
             reason = error
         raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
@@ -297,6 +301,12 @@ class DevicePickleCodec(PickleCodec):
             return super().dump_tensors(tensors, to, what, as_call=as_call)
         distinct = [None if tensor is None else tensor.detach() for tensor in tensors]
         return self.dumps(distinct, to, what=what, as_call=as_call, alone=True)
+
+
+def _record(value: Any, tracked: Tracked) -> tuple[Any, Any]:
+    """Return what is sent of a value as a whole; for ``_value_of``."""
+    lost = tracked is None and type(value) is Tensor and value.grad_fn is not None
+    return value, COMPUTED if lost else ()
 
 
 @functools.cache

@@ -29,6 +29,7 @@ class Deletion:
         file, line: where it is, and its text without indentation.
         instead: the text in its place.
         tests: how the check selects the tests that must notice.
+        which: of several equal lines, the one to delete, from 1 on; 0 for all.
     """
 
     what: str
@@ -36,6 +37,7 @@ class Deletion:
     line: str
     instead: str = "pass"
     tests: str = ""
+    which: int = 0
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def copied_without(deletion: Deletion) -> Iterator[Path]:
         found = [number for number, line in enumerate(lines) if line.strip() == deletion.line]
         if not found:
             raise SystemExit(f"{deletion.file} has no line {deletion.line!r}")
-        for number in found:
+        for number in found if not deletion.which else [found[deletion.which - 1]]:
             line = lines[number]
             lines[number] = line[: len(line) - len(line.lstrip())] + deletion.instead
         path.write_text("\n".join(lines))

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from tests.support import backend
+from tests.support import backend, default_device
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,9 @@ class Worker:
         # The rendezvous ends before the run does: its error says more.
         given: dict[str, Any] = {"init_method": self.init_method, "rendezvous_timeout": 15.0}
         size = None if options.get("dynamic") else self.world_size
-        rpc.init_rpc(self.name, rank=self.rank, world_size=size, **backend.use(given | options))
+        others = [f"worker{rank}" for rank in range(self.world_size) if rank != self.rank]
+        options = default_device.use(given | options, others)
+        rpc.init_rpc(self.name, rank=self.rank, world_size=size, **backend.use(options))
 
     def post(self, message: tuple[Any, ...]) -> None:
         """Sends one message of the fixture's own protocol."""
@@ -131,12 +133,13 @@ def worker_main(descriptor: int) -> int:
     worker = _current = Worker(spec, channel)
     os.chdir(spec.folder)
     backend.make_default()
+    default_device.make_default(spec.rank)
     _seed(spec.rank)
     try:
         function: Callable[..., Any]
         function, args, kwargs = cloudpickle.loads(task)
         value = function(worker, *args, **kwargs)
-        worker.post(("returned", value))
+        worker.post(("returned", default_device.to_cpu(value)))
     except BaseException as error:
         _send_error(worker, error)
         return 1

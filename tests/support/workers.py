@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 import cloudpickle
 import pytest
 
-from tests.support import backend, leftovers
+from tests.support import backend, default_device, leftovers
 from tests.support.fork_server import ForkServer
 from tests.support.worker_context import Worker, WorkerSpec, current_worker, worker_main
 from tests.support.worker_process import Failure, WorkerProcess, WorkersFailed
@@ -74,6 +74,7 @@ PRELOADED = (
     "spmd",
     "spmd.engine.driver.start",
     *backend.PRELOADED,
+    *default_device.PRELOADED,
 )
 
 

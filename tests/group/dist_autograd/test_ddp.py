@@ -23,6 +23,7 @@ from dist_optim import DistributedOptimizer
 from dist_optim.local_optimizer import LocalOptimizer
 from rpc.errors import AutogradError
 from tests.fuzz.autograd.guarded import apply_guarded
+from tests.support import default_device
 from tests.support.serving import WAIT_SECONDS, in_group, in_worker0, open_gate
 from tests.support.workers import RunWorkers, Worker
 
@@ -34,7 +35,7 @@ _never_freed: list[Any] = []
 
 @contextmanager
 def process_group_of_one() -> Iterator[None]:
-    c10d.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    c10d.init_process_group(default_device.backend("gloo"), store=HashStore(), rank=0, world_size=1)
     _never_freed.append(c10d.group.WORLD)
     try:
         yield

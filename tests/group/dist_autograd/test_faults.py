@@ -16,6 +16,7 @@ import dist_autograd
 import rpc
 from rpc.errors import AutogradError, BackwardError, NotInitializedError
 from tests.fuzz.autograd.guarded import apply_guarded
+from tests.support.default_device import not_on_devices
 from tests.support.serving import WAIT_SECONDS, in_group, in_worker0, open_gate, serve
 from tests.support.workers import RunWorkers, Task, Worker
 
@@ -199,6 +200,7 @@ def run_three_at_once(worker: Worker) -> None:
         torch.testing.assert_close(results[number], torch.full((3,), 2.0 * number * number))
 
 
+@not_on_devices("PyTorch has one thread for the backwards of a device, and here a hook blocks it")
 def test_three_backwards_of_different_contexts_run_side_by_side(run_workers: RunWorkers) -> None:
     tasks: list[Task] = [in_group(run_three_at_once), functools.partial(serve, num_worker_threads=1)]
     workers = run_workers.start(tasks, 2)

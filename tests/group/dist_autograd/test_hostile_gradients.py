@@ -9,6 +9,7 @@ from dist_autograd.backward_messages import GRADIENTS, MARK, WHOLE_PART
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
 from tests.support import backend
+from tests.support.default_device import not_on_devices
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.workers import RunWorkers
@@ -41,6 +42,7 @@ def send_unasked(at: Target, kind: int) -> None:
 
 
 @backend.over_sockets
+@not_on_devices("a stranger's messages are spelled out, and have no device map")
 def test_a_member_that_sends_gradients_nobody_asked_for_is_cut_off(run_workers: RunWorkers) -> None:
     workers = start_followers(run_workers, 1, dynamic=True)
     add_follower(workers, dynamic=True)

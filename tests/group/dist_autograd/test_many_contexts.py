@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +22,14 @@ SIDE = 88
 CONTEXTS = 600
 """Each records three tensors of 62 KB on either side: 110 MB in all, if nothing were freed."""
 
-_factor = torch.full((SIDE, SIDE), 2.0, dtype=torch.float64, requires_grad=True)
+
+@functools.cache
+def factor() -> Tensor:
+    return torch.full((SIDE, SIDE), 2.0, dtype=torch.float64, requires_grad=True)
 
 
 def scaled(x: Tensor) -> Tensor:
-    return x * _factor
+    return x * factor()
 
 
 def train(count: int, backward: bool = True) -> None:

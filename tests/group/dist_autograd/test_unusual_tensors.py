@@ -14,11 +14,16 @@ from torch.utils.checkpoint import checkpoint
 import dist_autograd
 import rpc
 from rpc.errors import BackwardError, SerializationError
+from tests.support.default_device import not_on_devices
 from tests.support.serving import in_worker0
 
 CALLEE = "worker1"
 
 LAYOUTS = {"jagged": torch.jagged, "strided": torch.strided}
+NESTED = pytest.mark.parametrize(
+    "layout",
+    ["jagged", pytest.param("strided", marks=not_on_devices("PyTorch has these for CPU and CUDA only"))],
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
@@ -31,7 +36,7 @@ def total(x: Any) -> torch.Tensor:
     return torch.stack([part.sum() for part in x.unbind()]).sum()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@NESTED
 @pytest.mark.parametrize("computed", [False, True])
 @in_worker0()
 def test_gradients_flow_through_nested_tensors(layout: str, computed: bool) -> None:
@@ -59,7 +64,7 @@ def test_gradients_reach_the_values_of_a_nested_tensor_in_a_list() -> None:
         assert dist_autograd.get_gradients(context)[values].tolist() == [2.0] * 5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@NESTED
 @in_worker0()
 def test_nested_tensors_under_no_grad_have_no_history(layout: str) -> None:
     leaf = nested_tensor([torch.ones(2)], layout=LAYOUTS[layout], requires_grad=True)

@@ -12,6 +12,7 @@ import dist_autograd
 import rpc
 from dist_optim import DistributedOptimizer
 from rref import RemoteModule
+from tests.support.default_device import placed
 
 PLACES = ("worker1", "worker2", "worker1")
 """Where the layers of a ``Spread`` live, in most tests."""
@@ -43,7 +44,7 @@ class Spread:
     def __init__(self, *places: str) -> None:
         sizes = [(4, 6), (6, 6), (6, 3)]
         self.remote = [
-            RemoteModule(place, layer, args=(*size, number))
+            RemoteModule(placed(place), layer, args=(*size, number))
             for number, (place, size) in enumerate(zip(places, sizes, strict=True))
         ]
         self.local = nn.Sequential(*(layer(*size, number) for number, size in enumerate(sizes)))

@@ -13,6 +13,7 @@ import rpc
 from dist_optim import DistributedOptimizer
 from rref import RemoteModule
 from tests.group.dist_optim.models import PLACES, Spread, Tied, batches, look_at_grad
+from tests.support.default_device import not_on_devices, placed
 from tests.support.serving import in_worker0
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -57,11 +58,12 @@ class Bag(nn.Module):
         return found
 
 
+@not_on_devices("the simulated device has no sparse tensors")
 @in_worker0()
 def test_sparse_gradients_are_clipped_and_used() -> None:
     rows = [torch.tensor([1, 2, 2]), torch.tensor([2, 7])]
     for optimizer_class in (optim.SparseAdam, optim.SGD):
-        remote, local = RemoteModule("worker1", Bag), Bag()
+        remote, local = RemoteModule(placed("worker1"), Bag), Bag()
         spread = DistributedOptimizer(optimizer_class, remote.remote_parameters(), lr=0.1)
         single: optim.Optimizer = optimizer_class(local.parameters(), lr=0.1)
         for each in rows:
@@ -129,7 +131,7 @@ def test_a_step_may_be_taken_on_another_thread() -> None:
 
 @in_worker0()
 def test_a_parameter_that_is_given_twice_is_optimized_once() -> None:
-    remote, local, x = RemoteModule("worker1", Tied), Tied(), torch.ones(2, 3)
+    remote, local, x = RemoteModule(placed("worker1"), Tied), Tied(), torch.ones(2, 3)
     references = [*remote.remote_parameters(), *remote.remote_parameters()]
     spread = DistributedOptimizer(optim.SGD, references, lr=0.1, momentum=0.9)
     single = optim.SGD(local.parameters(), lr=0.1, momentum=0.9)

@@ -14,6 +14,7 @@ from dist_optim import DistributedOptimizer
 from dist_optim.local_optimizer import LocalOptimizer
 from rref import RemoteModule
 from tests.group.dist_optim.models import Tied
+from tests.support.default_device import placed
 from tests.support.serving import in_worker0
 
 STEPS = 20
@@ -42,7 +43,7 @@ def train_often(module: RemoteModule, optimizer: DistributedOptimizer | None, va
 @pytest.mark.parametrize("shared", [True, False], ids=["one optimizer", "one for each"])
 @in_worker0(world_size=3)
 def test_concurrent_steps_of_several_trainers_lose_nothing(shared: bool) -> None:
-    module = RemoteModule("worker0", Counted)
+    module = RemoteModule(placed("worker0"), Counted)
     optimizer = DistributedOptimizer(optim.SGD, module.remote_parameters(), lr=1.0) if shared else None
     values = (1.0, 64.0)
     calls = [
@@ -58,7 +59,7 @@ def test_concurrent_steps_of_several_trainers_lose_nothing(shared: bool) -> None
 
 def overtake(**options: bool) -> Tensor:
     """A step comes between the forward and the backward of another context; the parameter that results."""
-    module = RemoteModule("worker1", Tied)
+    module = RemoteModule(placed("worker1"), Tied)
     x = torch.ones(2, 3, requires_grad=True)
     references = module.remote_parameters()
     optimizer = DistributedOptimizer(optim.SGD, references, lr=0.1, **options)
@@ -105,7 +106,7 @@ class Deep(nn.Module):
 
 @in_worker0()
 def test_a_backward_goes_on_with_the_parameters_that_it_finds() -> None:
-    module = RemoteModule("worker1", Deep)
+    module = RemoteModule(placed("worker1"), Deep)
     references = module.remote_parameters()
     optimizer = DistributedOptimizer(optim.SGD, references, lr=1.0)
     with dist_autograd.context() as context_id:

@@ -16,6 +16,7 @@ import rpc
 from rpc.errors import NotInitializedError, RRefError, UnknownWorkerError, WorkerLostError
 from rref import RemoteModule
 from rref.remote_module.unavailable import WithoutLocalState
+from tests.support.default_device import placed
 from tests.support.serving import in_worker0, report, serve, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker
@@ -56,7 +57,9 @@ class Broken(nn.Module):
 # ---- calling
 
 
-@pytest.mark.parametrize("place", ["worker1/cpu", "worker1", "rank:1/cpu", "worker0/cpu"])
+@pytest.mark.parametrize(
+    "place", dict.fromkeys(["worker1/cpu", "worker1", "rank:1/cpu", "worker0/cpu", placed("worker1")])
+)
 @in_worker0()
 def test_it_is_called_like_a_local_module(place: str) -> None:
     module = RemoteModule(place, Scale, args=(3.0,), kwargs={"parts": 1})
@@ -68,13 +71,13 @@ def test_it_is_called_like_a_local_module(place: str) -> None:
 
 @in_worker0()
 def test_it_computes_where_it_lives_with_the_hooks_registered_there() -> None:
-    assert RemoteModule("worker1", Located)(INPUT) == "worker1"
+    assert RemoteModule(placed("worker1"), Located)(INPUT) == "worker1"
 
 
 @in_worker0()
 def test_training_and_evaluation_mode_are_those_of_the_remote_module() -> None:
     outputs = {True: [[2.0, 4.0]], False: [[3.0, 5.0]]}
-    module = RemoteModule("worker1", Scale, args=(2.0,))
+    module = RemoteModule(placed("worker1"), Scale, args=(2.0,))
     for mode in (False, True, False):
         assert module.train(mode) is module
         assert module.training is mode
@@ -86,7 +89,7 @@ def test_training_and_evaluation_mode_are_those_of_the_remote_module() -> None:
 
 @in_worker0()
 def test_its_parameters_are_references() -> None:
-    module = RemoteModule("worker1", Scale, args=(2.0,), kwargs={"parts": 2})
+    module = RemoteModule(placed("worker1"), Scale, args=(2.0,), kwargs={"parts": 2})
     every, own = module.remote_parameters(), module.remote_parameters(recurse=False)
     assert [parameter.owner_name() for parameter in every] == ["worker1"] * 3
     assert [type(parameter.to_here()) for parameter in every] == [nn.Parameter] * 3
@@ -105,19 +108,19 @@ def use_elsewhere(module: RemoteModule) -> list[Any]:
 @in_worker0(world_size=3)
 def test_it_is_the_same_module_for_everybody_it_is_sent_to() -> None:
     evaluated = [[3.0, 5.0]]
-    module = RemoteModule("worker1", Scale, args=(2.0,))
+    module = RemoteModule(placed("worker1"), Scale, args=(2.0,))
     seen = rpc.rpc_sync("worker2", use_elsewhere, args=(module,))
     assert seen == [evaluated, evaluated, "worker1", False]
     back: Any = rpc.rpc_sync("worker2", torch.nn.Identity().forward, args=(module,))
     assert back(INPUT).tolist() == evaluated
-    shared = RemoteModule.init_from_module_rref("worker1/cpu", module.get_module_rref())
+    shared = RemoteModule.init_from_module_rref(placed("worker1"), module.get_module_rref())
     assert shared(INPUT).tolist() == evaluated
-    assert shared.device == "cpu"
+    assert shared.device == (placed("").strip("/") or "cpu")
 
 
 @in_worker0()
 def test_it_cannot_be_saved_or_copied() -> None:
-    module = RemoteModule("worker1", Scale, args=(2.0,))
+    module = RemoteModule(placed("worker1"), Scale, args=(2.0,))
     for attempt in (lambda: torch.save(module, io.BytesIO()), lambda: copy.deepcopy(module)):
         with pytest.raises(RuntimeError, match="RemoteModule can only be pickled when using RPC"):
             attempt()
@@ -134,7 +137,7 @@ class TrackedModule(nn.Module):
 
 def use_and_drop(worker: Worker) -> None:
     with worker.group():
-        module = RemoteModule("worker1", TrackedModule)
+        module = RemoteModule(placed("worker1"), TrackedModule)
         module(INPUT)
         rpc.rpc_sync("worker1", report, args=("used",))
         del module
@@ -201,7 +204,7 @@ def test_mistakes_in_making_one_are_raised_at_once() -> None:
 def test_what_goes_wrong_over_there_is_raised_by_its_use(
     module_cls: Any, kind: type[Exception], text: str
 ) -> None:
-    module = RemoteModule("worker1", module_cls)
+    module = RemoteModule(placed("worker1"), module_cls)
     attempts: list[Callable[[], Any]] = [lambda: module(INPUT), module.forward_async(INPUT).wait]
     for attempt in attempts:
         with pytest.raises(kind, match=text) as caught:
@@ -217,7 +220,7 @@ class Waiting(nn.Module):
 
 def use_after_loss(worker: Worker) -> None:
     with worker.group():
-        module = RemoteModule("worker1", Waiting)
+        module = RemoteModule(placed("worker1"), Waiting)
         pending = module.forward_async(INPUT)
         with pytest.raises(WorkerLostError, match="worker1"):
             pending.wait()
@@ -264,7 +267,7 @@ def test_torchscript_calls_it_through_its_interface() -> None:
         waited = [future.wait()["repeated"] for future in futures]
         return waited + [module.forward(x, 9)["repeated"]]  # noqa: RUF005  # as TorchScript wants it
 
-    module = RemoteModule("worker1", Repeat, _module_interface_cls=RepeatInterface)
+    module = RemoteModule(placed("worker1"), Repeat, _module_interface_cls=RepeatInterface)
     assert module(torch.ones(1))["repeated"].tolist() == [1, 1]
     scripted = torch.jit.script(module)
     del module

@@ -12,6 +12,7 @@ import torch
 import dist_autograd
 import rpc
 from rref import RemoteModule
+from tests.support.default_device import placed
 from tests.support.serving import in_worker0, open_gate, wait_at_gate
 from tests.support.streams import SOON
 
@@ -152,19 +153,20 @@ def test_errors_name_builtin_functions_as_one_calls_them() -> None:
     assert "torch.add" in repr(future) or future.done()
 
 
+@pytest.mark.parametrize("operation", [torch.clone, torch.t], ids=["contiguous", "transposed"])
 @in_worker0()
-def test_an_answer_that_needs_a_context_warns_once() -> None:
+def test_an_answer_that_needs_a_context_warns_once(operation: Any) -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("rpc.serialization.pickle_codec").addHandler(handler)
-    x = torch.ones(2, requires_grad=True)
+    x = torch.ones(2, 3, requires_grad=True)
     with dist_autograd.context():
-        rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
+        rpc.rpc_sync("worker1", operation, args=(x,))
     rpc.rpc_sync("worker1", torch.ones, args=(2,), kwargs={"requires_grad": True})  # a leaf: nothing is lost
     assert said == []
     for _ in range(2):
-        rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
+        rpc.rpc_sync("worker1", operation, args=(x,))
     (text,) = said
     assert "outside of dist_autograd.context()" in text
 
@@ -180,7 +182,7 @@ def test_an_answer_to_a_call_under_no_grad_needs_no_context() -> None:
     with torch.no_grad():
         rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
         rpc.remote("worker1", torch.mul, args=(x, 2)).to_here()
-        RemoteModule("worker1", torch.nn.Linear, (2, 2))(x)
+        RemoteModule(placed("worker1"), torch.nn.Linear, (2, 2))(x)
         future = rpc.rpc_async("worker1", torch.mul, args=(x, 2))
     future.add_done_callback(lambda _: done.set())
     assert done.wait(SOON)  # on an executor thread, where gradients are on

@@ -32,7 +32,7 @@ GOOD: dict[str, Any] = {
 def merged(answer: Any) -> list[FunctionEvent]:
     """The events of a profile with one call, of which the callee has told this."""
     gathered = Gathered((True, True, True, True), 0)
-    gathered.spans.append(Span("the call", "sync", 1, 900.0, 1200.0, answer))
+    gathered.spans.append(Span("the call", "sync", 1, 900.0, 900.0, 1200.0, answer))
     place = _event([{**GOOD, "name": "the call", "flops": 0}[name] for name in GOOD])
     return gathered.merged([place], 0.0)
 

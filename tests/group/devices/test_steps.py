@@ -1,0 +1,248 @@
+"""What comes after an optimizer's step sees it, on any stream: requests, answers, backwards, callbacks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from dist_autograd import backward, context, get_gradients
+from dist_optim import DistributedOptimizer
+from farcall import rpc
+from rref.remote_module import RemoteModule
+from tests.support.device_groups import one_to_one
+from tests.support.devices import FIRST, SIZE, device_kind, is_all, mode, on_devices, seen, sleep
+from tests.support.workers import RunWorkers, Worker
+
+__all__ = ["device_kind", "mode"]
+
+
+class LateSGD(optim.SGD):
+    """Its steps come late."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        sleep(FIRST)
+        super().step(closure)
+
+
+_kept: list[nn.Parameter] = []
+"""A parameter that this worker's functions and threads find by themselves."""
+
+
+def keep() -> rpc.RRef[Tensor]:
+    _kept.append(nn.Parameter(torch.full((SIZE,), 3.0, device=FIRST)))
+    torch.accelerator.synchronize(0)  # other requests do not know that this one has made it
+    return rpc.RRef(_kept[0])
+
+
+def multiplied_by_kept(tensor: Tensor) -> Tensor:
+    return _kept[0] * tensor
+
+
+def step_on(parameter: rpc.RRef[Tensor]) -> str:
+    """Subtracts 1 from a parameter of another worker, by a step that this worker commands."""
+    optimizer = DistributedOptimizer(LateSGD, [parameter], lr=1.0)
+    with context() as number:
+        ones = torch.ones(SIZE, device=FIRST)
+        product = rpc.rpc_sync(parameter.owner(), multiplied_by_kept, args=(ones,))
+        backward(number, [product.sum()])
+        optimizer.step(number)
+    return "stepped"
+
+
+def ask_for_steps(parameter: rpc.RRef[Tensor]) -> list[bool]:
+    """Whether the parameter's owner sees the steps that calls have made, however it waits for them."""
+    found: list[bool] = []
+
+    def call() -> rpc.Future[str]:
+        return rpc.rpc_async("worker2", step_on, args=(parameter,))
+
+    def look(value: float) -> None:
+        found.append(is_all(_kept[0], value))
+
+    with torch.Stream(device=FIRST):
+        rpc.rpc_sync("worker2", step_on, args=(parameter,))
+        look(2.0)
+    future = call()
+    with torch.Stream(device=FIRST):
+        future.wait()
+        look(1.0)
+    done = threading.Event()
+    future = call()
+    future.add_done_callback(lambda _: look(0.0))
+    future.add_done_callback(lambda _: done.set())
+    done.wait(20)
+    call().then(lambda _: look(-1.0)).wait()
+    made = rpc.remote("worker2", step_on, args=(parameter,))
+    with torch.Stream(device=FIRST):
+        made.to_here()
+        look(-2.0)
+    return found
+
+
+async def await_steps(parameter: rpc.RRef[Tensor]) -> list[bool]:
+    found: list[bool] = []
+    for value in (-3.0, -4.0):
+        await rpc.rpc_async("worker2", step_on, args=(parameter,))
+        found.append(is_all(_kept[0], value))
+    return found
+
+
+@on_devices
+def see_steps_of_another(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        parameter = keep()
+        found = ask_for_steps(parameter)
+        return found + rpc.rpc_sync("worker0", await_steps, args=(parameter,))
+
+
+def test_what_comes_after_an_answer_sees_the_steps_of_its_call(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(see_steps_of_another, 3, args=(mode,), time_limit=40)[0] == [True] * 7
+
+
+_stepped = threading.Event()
+
+
+def report_step() -> None:
+    _stepped.set()
+
+
+def step_and_report(parameter: rpc.RRef[Tensor]) -> None:
+    step_on(parameter)
+    rpc.rpc_sync(parameter.owner(), report_step)
+
+
+@on_devices
+def look_at_a_reference(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        parameter = keep()
+        parameter.local_value()  # waits for the making
+        future = rpc.rpc_async("worker2", step_and_report, args=(parameter,))
+        assert _stepped.wait(20)  # on this thread, no answer has come
+        with torch.Stream(device=FIRST):
+            found = [is_all(parameter.local_value(), 2.0)]
+        future.wait()
+        return found
+
+
+def test_a_reference_shows_the_steps_on_its_value(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(look_at_a_reference, 3, args=(mode,), time_limit=40)[0] == [True]
+
+
+class Product(nn.Module):
+    """The gradient of the first parameter needs the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((SIZE,), 2.0))
+        self.second = nn.Parameter(torch.full((SIZE,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first * x * self.second
+
+
+def step_with(module: Callable[[Tensor], Tensor], optimizer: DistributedOptimizer) -> None:
+    with context() as number:
+        backward(number, [module(torch.ones(SIZE, device=FIRST)).sum()])
+        optimizer.step(number)
+
+
+def train_around_a_step(module: Any, parameters: list[rpc.RRef[nn.Parameter]]) -> dict[Tensor, Tensor]:
+    """A backward that begins after another trainer's step has returned, which its forward has not seen.
+
+    Returns:
+        The gradients on this worker, by the second parameter as the backward has found it, and by the product
+        of the forward; they are looked at before anything else waits for them.
+    """
+    optimizer = DistributedOptimizer(LateSGD, parameters, lr=1.0)
+    with context() as number:
+        loss = module(torch.ones(SIZE, device=FIRST)).sum()
+        other = threading.Thread(target=step_with, args=(module, optimizer))  # (2, 3) becomes (-1, 1)
+        other.start()
+        other.join()
+        backward(number, [loss])
+        gradients = get_gradients(number)
+        for gradient in gradients.values():
+            seen(gradient)
+        optimizer.step(number)
+    return gradients
+
+
+@on_devices
+def backwards_after_a_step(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        remote = RemoteModule(f"worker1/{FIRST}", Product)
+        here = Product().to(FIRST)
+        stream = torch.Stream(device=FIRST)  # steps of other threads are on another one
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            train_around_a_step(remote, remote.remote_parameters())
+            gradients = train_around_a_step(here, [rpc.RRef(each) for each in here.parameters()])
+            found = [is_all(gradients[here.first], 1.0), is_all(gradients[here.second], 2.0)]
+            for references in (remote.remote_parameters(), [rpc.RRef(each) for each in here.parameters()]):
+                found += [is_all(references[0].to_here(), -2.0), is_all(references[1].to_here(), -1.0)]
+        return found
+
+
+def test_a_backward_goes_on_with_the_parameters_of_a_step(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(backwards_after_a_step, 2, args=(mode,), time_limit=40)[0] == [True] * 6
+
+
+class StepInBackward(torch.autograd.Function):
+    """Its backward has another worker make a step on a parameter of a third one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: rpc.RRef[Tensor]) -> Tensor:
+        ctx.parameter = parameter
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        rpc.rpc_sync("worker0", step_on, args=(ctx.parameter,))
+        return gradients[0], None
+
+
+def stepping_in_backward(x: Tensor, parameter: rpc.RRef[Tensor]) -> Tensor:
+    result: Tensor = StepInBackward.apply(x, parameter)  # type: ignore[no-untyped-call]  # untyped in torch
+    return result
+
+
+_product: list[Tensor] = []
+"""A tensor of this worker's part of the graph, of which two messages are made."""
+
+
+def product_with_kept(x: Tensor) -> Tensor:
+    _product.append(multiplied_by_kept(x))
+    return _product[0]
+
+
+def multiplied_by_product(x: Tensor) -> Tensor:
+    return _product[0] * x
+
+
+@on_devices
+def step_within_a_backward(worker: Worker) -> bool:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return True
+        parameter = rpc.rpc_sync("worker1", keep)
+        x = torch.ones(SIZE, device=FIRST, requires_grad=True)
+        with context() as number:
+            product = rpc.rpc_sync("worker1", product_with_kept, args=(x,))
+            same = rpc.rpc_sync("worker2", stepping_in_backward, args=(product, parameter))
+            square = rpc.rpc_sync("worker1", multiplied_by_product, args=(same,))
+            backward(number, [square.sum()])
+            return is_all(get_gradients(number)[x], 2.0 * (3 + 3))  # by the parameter, which was 3 before
+
+
+def test_gradients_that_come_after_a_step_meet_its_parameters(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(step_within_a_backward, 3, args=(mode,), time_limit=40)[0]
