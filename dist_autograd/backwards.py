@@ -18,14 +18,14 @@ from dist_autograd.backward_messages import Key, PartRequest, SentMessages
 from dist_autograd.contexts import Context, Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.participant import Participant
-from dist_autograd.ports import Answers, Workers
+from dist_autograd.ports import Answers, Requests, Workers
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.root import Root
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.activity import Activity
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import Kinds
-from rpc.agent.request_runner import Request
+from rpc.agent.received_requests import Request
 from rpc.errors import AutogradError, NotInitializedError
 from rpc.group.peer import Peer
 from rpc.runtime import spans
@@ -45,7 +45,7 @@ class Backwards:
 
     Args:
         incarnation: incarnation of this worker, which has not joined a group yet.
-        answers, workers: see ``dist_autograd.ports``.
+        requests, answers, workers: see ``dist_autograd.ports``.
         kinds: see ``rpc.agent.ports``.
         activity: counts the parts that run for other workers.
         serializer: serializer of this worker.
@@ -56,6 +56,7 @@ class Backwards:
     def __init__(
         self,
         incarnation: int,
+        requests: Requests,
         answers: Answers,
         workers: Workers,
         kinds: Kinds,
@@ -68,6 +69,7 @@ class Backwards:
         models: Models,
     ) -> None:
         self._incarnation = incarnation
+        self._requests = requests
         self._answers = answers
         self._workers = workers
         self._activity = activity
@@ -113,7 +115,8 @@ class Backwards:
         running = self._participant(peer, asked, whole=False)
         if running is not None:
             self._enter(running)
-        task = self._answers.accept(Request(peer, frame), lambda request: self._mark(request, running, asked))
+        request = Request(peer, frame)
+        task = self._requests.accept(request, lambda request: self._mark(request, running, asked))
         if task is not None:
             self._executor.submit(task)
 
@@ -171,10 +174,10 @@ class Backwards:
         self._answers.fail(*part)
 
     def _run_part(self, part: tuple[Participant, int, list[Any]]) -> None:
-        if self._answers.devices is None:
+        if self._requests.devices is None:
             self._run_and_answer(*part)
         else:
-            with self._answers.devices.streams():
+            with self._requests.devices.streams():
                 self._run_and_answer(*part)
 
     def _run_and_answer(self, running: Participant, call_id: int, marks: list[Any]) -> None:
@@ -192,8 +195,7 @@ class Backwards:
 
     def _forget(self, running: Participant) -> None:
         if self._running.pop(running.key, None) is not None:
-            self._activity.postponed.end()
-            self._activity.ended()
+            self._activity.postponed_ended()
 
     def _abort_arrived(self, peer: Peer, frame: Frame) -> None:
         number, reason = messages.read_abort(frame)

@@ -24,7 +24,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from dist_autograd.graph import Leaf
-from dist_autograd.ports import Answers, Workers
+from dist_autograd.ports import Requests, Workers
 from dist_autograd.recording import Sent
 from rpc.agent.device_ports import RequestDevices, SharedWork
 from rpc.agent.hooks import Hooks
@@ -158,7 +158,7 @@ class Contexts:
 
     Args:
         incarnation: incarnation of this worker.
-        answers, workers: see ``dist_autograd.ports``.
+        requests, workers: see ``dist_autograd.ports``.
         kinds, control, send: see ``rpc.agent.ports``.
         when_made: called before a context becomes known, or may become so.
 
@@ -169,7 +169,7 @@ class Contexts:
     def __init__(
         self,
         incarnation: int,
-        answers: Answers,
+        requests: Requests,
         workers: Workers,
         kinds: Kinds,
         control: ControlMessages,
@@ -180,7 +180,7 @@ class Contexts:
         when_made: Callable[[], object],
     ) -> None:
         self._incarnation = incarnation
-        self._answers = answers
+        self._requests = requests
         self._workers = workers
         self._control = control
         self._send = send
@@ -202,7 +202,7 @@ class Contexts:
     @property
     def devices(self) -> RequestDevices | None:
         """The devices that messages of this worker use; None if they use none."""
-        return self._answers.devices
+        return self._requests.devices
 
     def __len__(self) -> int:
         return len(self._known)

@@ -102,12 +102,12 @@ def install(agent: Agent) -> None:
     engine.prepare()
     anchor()  # before several threads ask for it, each of which might make one
     agent.serializer.allow_function(backward_here)
-    answers, workers, caller = agent.calls.answers, agent.group.peers, agent.calls.caller
+    requests, workers, caller = agent.calls.requests, agent.group.peers, agent.calls.caller
     sender, hooks, serializer = agent.messages.sender, agent.lifecycle.hooks, agent.serializer
     models = Models()
     contexts = Contexts(
         agent.incarnation,
-        answers,
+        requests,
         workers,
         agent.messages,
         agent.messages.control,
@@ -119,7 +119,8 @@ def install(agent: Agent) -> None:
     )
     backwards = Backwards(
         agent.incarnation,
-        answers,
+        requests,
+        agent.calls.answers,
         workers,
         agent.messages,
         hooks,

@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from rpc.agent.calls import PendingCall
 from rpc.agent.device_ports import RequestDevices
-from rpc.agent.request_runner import Request
+from rpc.agent.received_requests import Request
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 
-__all__ = ["Answers", "BackwardCalls", "Workers"]
+__all__ = ["Answers", "BackwardCalls", "Requests", "Workers"]
 
 
 class BackwardCalls(Protocol):
@@ -37,13 +37,17 @@ class BackwardCalls(Protocol):
     def drop(self, call: PendingCall) -> bool: ...
 
 
-class Answers(Protocol):
-    """Runs requests and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
+class Requests(Protocol):
+    """Requests that are not answered yet; see ``rpc.agent.received_requests.ReceivedRequests``."""
 
     @property
     def devices(self) -> RequestDevices | None: ...
 
     def accept(self, request: Request, run: Callable[[Request], None]) -> Task | None: ...
+
+
+class Answers(Protocol):
+    """Answers requests; see ``rpc.agent.answer_sender.AnswerSender``."""
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None: ...
 

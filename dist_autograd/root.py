@@ -147,7 +147,7 @@ class Root:
         device = device_of_this_thread()
         if device is not None:
             raise AutogradError(
-                f"backward was called by a node or a hook on PyTorch's only thread for backward passes of {device}, "
+                f"backward was called by a node or hook on PyTorch's only thread for backwards of {device}, "
                 "which this pass may need as well: call it when the other backward has returned"
             )
         gradients = [torch.ones_like(root) for root in roots]

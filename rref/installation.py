@@ -36,12 +36,14 @@ def install(agent: Agent) -> References:
         hooks,
         agent.mailbox,
         agent.executor,
-        agent.calls.answers.ready,
+        agent.calls.requests.ready,
     )
     agent.extensions[EXTENSION] = references
     agent.serializer.register_carrier(RRef, RRefCarrier(references))
     ReferenceServer(
         references,
+        agent.calls.requests,
+        agent.calls.runner,
         agent.calls.answers,
         agent.messages,
         agent.lifecycle.activity,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rpc.agent.answer_sender import Answer
 from rpc.agent.calls import PendingCall
 from rpc.agent.device_ports import Ready
 from rpc.agent.futures import Future
-from rpc.agent.request_runner import Answer, Call, Request
+from rpc.agent.received_requests import Request
+from rpc.agent.request_runner import Call
 from rpc.agent.tape import Observation, Recording
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
@@ -16,7 +18,7 @@ from rpc.group.workers import Member
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 
-__all__ = ["Answers", "ReferenceCalls", "View", "Workers"]
+__all__ = ["Answers", "ReferenceCalls", "Requests", "Runner", "View", "Workers"]
 
 
 class ReferenceCalls(Protocol):
@@ -50,8 +52,8 @@ class ReferenceCalls(Protocol):
     def effective_timeout(self, timeout: float) -> float: ...
 
 
-class Answers(Protocol):
-    """Runs requests and answers them; see ``rpc.agent.request_runner.RequestRunner``."""
+class Requests(Protocol):
+    """Requests that are not answered yet; see ``rpc.agent.received_requests.ReceivedRequests``."""
 
     def ready(self, value: Any) -> Ready | None: ...
 
@@ -60,6 +62,10 @@ class Answers(Protocol):
     def count(self) -> None: ...
 
     def accept(self, request: Request, run: Callable[[Request], None]) -> Task | None: ...
+
+
+class Runner(Protocol):
+    """Runs requests; see ``rpc.agent.request_runner.RequestRunner``."""
 
     def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None: ...
 
@@ -73,6 +79,10 @@ class Answers(Protocol):
         request: Request,
         answer: Answer | None = None,
     ) -> Any: ...
+
+
+class Answers(Protocol):
+    """Answers requests; see ``rpc.agent.answer_sender.AnswerSender``."""
 
     def replier(self, request: Request, function: object = None) -> Answer: ...
 

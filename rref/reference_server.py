@@ -6,13 +6,14 @@ are there: the references that came with it are confirmed, and the object that i
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
 from rpc.agent.activity import Activity
+from rpc.agent.answer_sender import Answer
 from rpc.agent.ports import Kinds
-from rpc.agent.request_runner import LATER, Request
+from rpc.agent.received_requests import Request
+from rpc.agent.request_runner import LATER, Call
 from rpc.agent.tape import Observation, Recording
 from rpc.errors import ProtocolError, RRefError
 from rpc.group.peer import Peer
@@ -22,7 +23,7 @@ from rpc.serialization.serializer import Serializer
 from rpc.transport.base import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, encode_small
 from rref.delayed_answers import DelayedAnswers
-from rref.ports import Answers
+from rref.ports import Answers, Requests, Runner
 from rref.protocol.messages import RRefId
 from rref.references import References
 from rref.requests import (
@@ -48,7 +49,7 @@ class ReferenceServer:
 
     Args:
         references: the references of this worker, which has not joined a group yet.
-        answers, kinds: see ``rref.ports`` and ``rpc.agent.ports``.
+        requests, runner, answers, kinds: see ``rref.ports`` and ``rpc.agent.ports``.
         activity: counts the requests that wait for an object.
         recording_of: see ``Tracing.recording_of``.
         delayed: the answers to creations.
@@ -57,6 +58,8 @@ class ReferenceServer:
     def __init__(
         self,
         references: References,
+        requests: Requests,
+        runner: Runner,
         answers: Answers,
         kinds: Kinds,
         activity: Activity,
@@ -66,6 +69,8 @@ class ReferenceServer:
         delayed: DelayedAnswers,
     ) -> None:
         self._references = references
+        self._requests = requests
+        self._runner = runner
         self._answers = answers
         self._activity = activity
         self._executor = executor
@@ -99,7 +104,7 @@ class ReferenceServer:
 
     def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
         """Return the task of a request, or None if a dependency is missing: then it is submitted later."""
-        return self._answers.accept(request, run)
+        return self._requests.accept(request, run)
 
     def _accept_later(self, request: Request, run: Callable[[Request], None]) -> None:
         task = self._accept(request, run)
@@ -150,14 +155,14 @@ class ReferenceServer:
 
     def _accept_in_turn(self, request: Request, turns: Turns, run: Callable[[Request], None]) -> None:
         """Run a request when it is its turn; the turn ends when the request is answered."""
-        self._answers.count()
+        self._requests.count()
         self._activity.postponed.begin()
 
         def start() -> None:
             try:
                 self._accept_later(request, run)
             finally:
-                self._postponed_ended()
+                self._activity.postponed_ended()
 
         turns.enter(start)
 
@@ -165,7 +170,7 @@ class ReferenceServer:
         self, request: Request, value: Value, run: Callable[[Value], None], quick: bool
     ) -> bool:
         """Run a request as soon as the object is there; returns false if it has just been created."""
-        self._answers.count()
+        self._requests.count()
         self._activity.postponed.begin()
 
         def made() -> None:
@@ -175,18 +180,29 @@ class ReferenceServer:
                 else:
                     self._accept_later(request, lambda _: run(value))
             finally:
-                self._postponed_ended()
+                self._activity.postponed_ended()
 
         if value.when_ready(made):
-            self._postponed_ended()
+            self._activity.postponed_ended()
             return False
         return True
 
-    def _load(
-        self, request: Request, on: Value | None
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    def _run(self, request: Request, on: Value | None, answer: Answer) -> None:
+        """Run a request, and call ``answer`` with the outcome, at once or on some thread later."""
+        try:
+            function, args, kwargs = self._load(request, on)
+            content = self._runner.start(function, args, kwargs, request, answer)
+        except BaseException as error:
+            answer(None, error)
+        else:
+            del function, args, kwargs
+            request.frame.buffers.clear()  # before the caller continues, as it may use that memory
+            if content is not LATER:
+                answer(content, None)
+
+    def _load(self, request: Request, on: Value | None) -> Call:
         """Return what a request calls: a function, or a method of the object that it uses."""
-        function, args, kwargs = self._answers.load(request)
+        function, args, kwargs = self._runner.load(request)
         if on is not None:
             name = request.frame.header.get("method")
             if function is not method_of_object or not isinstance(name, str):
@@ -201,7 +217,7 @@ class ReferenceServer:
         peer, frame = request.peer, request.frame
 
         def answer(content: Any, error: BaseException | None) -> None:
-            made = self._answers.ready(content) if error is None else None
+            made = self._requests.ready(content) if error is None else None
             parked = value.set(content, made) if error is None else value.fail(error)
             if on is not None and on.turns is not None:
                 on.turns.leave()
@@ -215,26 +231,14 @@ class ReferenceServer:
             del content
             self._answer_parked(parked, value)
 
-        try:
-            function, args, kwargs = self._load(request, on)
-            content = self._answers.start(function, args, kwargs, request, answer)
-        except BaseException as error:
-            answer(None, error)
-        else:
-            del function, args, kwargs
-            if content is not LATER:
-                answer(content, None)
+        self._run(request, on, answer)
 
     def _answer_parked(self, parked: list[Fetch], value: Value) -> None:
         for peer, call_id in parked:
             try:
                 self._answer_fetch((peer, call_id, value))
             finally:
-                self._postponed_ended()
-
-    def _postponed_ended(self) -> None:
-        self._activity.postponed.end()
-        self._activity.ended()
+                self._activity.postponed_ended()
 
     def _answer_fetch(self, fetch: tuple[Peer, int, Value]) -> None:
         devices = fetch[0].devices
@@ -267,13 +271,13 @@ class ReferenceServer:
         value = None if frame.header else self._references.find(target)
         if value is None:
             return self._special_fetch_arrived(peer, frame, target)
-        self._answers.count()
+        self._requests.count()
         call_id = frame.call_id
         if not value.is_ready:
             self._activity.postponed.begin()
             if value.park((peer, call_id)):
                 return None
-            self._postponed_ended()
+            self._activity.postponed_ended()
         # If it is only a few bytes, this thread sends a copy, since that involves no user code.
         payload = peer.codec.dump_quickly(value.content) if value.error is None else None
         if payload is None:
@@ -298,23 +302,19 @@ class ReferenceServer:
         return self._accept_on_object(Request(peer, frame), target, run, quick=True)
 
     def _invocation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
-        request = self._answers.enter(peer, frame)
+        request = self._requests.enter(peer, frame)
 
         def run(value: Value) -> None:
             if value.turns is not None:
                 self._run_in_turn(request, value, value.turns)
-                return
-            if value.error is not None:
-                self._answers.fail(peer, frame.call_id, value.error)
-                return
-            self._answers.run(request, lambda request: self._load(request, value))
+            else:
+                self._runner.run(request, lambda request: self._load(request, value))
 
         return self._accept_on_object(request, _target(frame), run)
 
     def _run_in_turn(self, request: Request, value: Value, turns: Turns) -> None:
         """Like ``RequestRunner.run``; the next request may start once this one is answered."""
-        runner = self._answers
-        reply = runner.replier(request)
+        reply = self._answers.replier(request)
 
         def answer(content: Any, error: BaseException | None) -> None:
             try:
@@ -322,18 +322,7 @@ class ReferenceServer:
             finally:
                 turns.leave()
 
-        try:
-            if request.cancelled:
-                raise asyncio.CancelledError
-            value.get()  # or the error of making it
-            function, args, kwargs = self._load(request, value)
-            content = runner.start(function, args, kwargs, request, answer)
-        except BaseException as error:
-            trace = error.__traceback__
-            answer(None, error.with_traceback(trace and trace.tb_next))  # the log names its first frame
-        else:
-            if content is not LATER:
-                answer(content, None)
+        self._run(request, value, answer)
 
 
 def _without_tensors(recording: Recording | Observation | None) -> Observation | None:

@@ -6,11 +6,11 @@ A summary is printed when nothing has moved for a minute, again at growing inter
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,7 @@ from farcall.observe.jobs import JOB, find_job, jobs_folder
 from farcall.observe.launches import note_launch
 from farcall.observe.reader import read_job
 from farcall.observe.silent_processes import last_place
+from farcall.observe.state import JobState, Process
 from farcall.observe.words import in_words, waiting_in_words
 
 __all__ = ["JobWatch"]
@@ -50,7 +51,7 @@ class JobWatch:
         self._next = time.monotonic() + _STILL_SECONDS
         self._interval = _STILL_SECONDS
         self._look_at = self._next
-        self._at_failure: Report | None = None
+        self._at_failure: JobState | None = None
         self._noted = False
         self._page: PageProcess | None = None
 
@@ -109,7 +110,7 @@ class JobWatch:
         """
         if failures and not self._noted:
             self._noted = True
-            self._at_failure = self._report(min(failure.at for failure in failures))
+            self._at_failure = self._state(earlier=True)
 
     def restarted(self) -> None:
         """Record that all workers run again."""
@@ -117,25 +118,30 @@ class JobWatch:
 
     def explain(self, failure: Failure) -> None:
         """Print where a worker failed, and what the others waited for then."""
-        report = self._at_failure
-        if report is None:
+        if self._at_failure is None:
             return
-        worker = next((each for each in report.job if each.rank == failure.rank), None)
+        job = self._at_failure.as_of(failure.at)
+        worker = next((each for each in job if each.rank == failure.rank), None)
         if worker is not None and (place := failure.place) is not None:
             say(f"{worker.name} failed in {place.function}, at {place}")
         elif worker is not None and (place := last_place(worker)) is not None:
             say(f"{worker.name} was last seen in {place.function}, at {place}")
-        for line in waiting_in_words(report, {failure.rank}):
+        ended = [replace(each, process=Process(alive=False)) if each is worker else each for each in job]
+        for line in waiting_in_words(analyze(replace(job, workers=tuple(ended))), {failure.rank}):
             say(line)
 
-    def _report(self, before: float = math.inf) -> Report | None:
+    def _state(self, *, earlier: bool = False) -> JobState | None:
         if not self.id:
             return None
         try:
-            job = read_job(find_job(self._folder, self.id), before=before)
+            job = read_job(find_job(self._folder, self.id), earlier=earlier)
         except LookupError:
             return None
-        return analyze(job) if job.workers else None
+        return job if job.workers else None
+
+    def _report(self) -> Report | None:
+        job = self._state()
+        return None if job is None else analyze(job)
 
     def _say(self, report: Report) -> None:
         for line in self._lines(report):

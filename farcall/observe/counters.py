@@ -170,7 +170,7 @@ class Counters:
         self._note_connections()
         found: dict[str, Any] = {
             "on": self._subscriptions is not None,
-            "in_flight": [len(calls.table), len(calls.answers)],
+            "in_flight": [len(calls.table), len(calls.requests)],
             "peers": [self._joined, self._lost, self._broken, self._made_again],
             "memory": [
                 *messages.shared_memory.usage(),

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from farcall.observe.job_files import read_facts, write_facts
 from farcall.observe.jobs import make_private
 from farcall.observe.state import WorkerState
 
 __all__ = ["log_ends", "note_launch", "read_launch"]
 
 _FILE: Final = "launch.json"
-_MAX_BYTES: Final = 1 << 16
 _TAIL_BYTES: Final = 1 << 20
 
 
@@ -24,25 +23,12 @@ def note_launch(folder: Path, **facts: Any) -> None:
     """Write what a launcher knows. Does nothing if that is impossible."""
     with contextlib.suppress(OSError):
         make_private(folder)
-        written = folder / f".{_FILE}.{os.getpid()}"
-        written.touch(mode=0o600)
-        written.write_text(json.dumps(facts))
-        written.replace(folder / _FILE)
+        write_facts(folder / _FILE, facts)
 
 
 def read_launch(folder: Path) -> dict[str, Any]:
     """Read what the launcher of a job has written; empty if there was none."""
-    try:
-        file = os.open(folder / _FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return {}
-    try:
-        found = json.loads(os.read(file, _MAX_BYTES)) if os.fstat(file).st_uid == os.getuid() else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    finally:
-        os.close(file)
-    return found if isinstance(found, dict) else {}
+    return read_facts(folder / _FILE)
 
 
 def log_ends(folder: Path, workers: Sequence[WorkerState], count: int) -> Iterator[str]:

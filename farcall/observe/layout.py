@@ -7,7 +7,6 @@ carries a number and a checksum. A block that was torn by a crash, or that is be
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable
@@ -28,17 +27,17 @@ __all__ = [
     "LayoutError",
     "Record",
     "block_size",
-    "newest_snapshot",
     "pack_beat",
     "pack_header",
     "pack_record",
     "pack_snapshot",
     "record_offset",
     "snapshot_offset",
+    "snapshots_in",
     "unpack_beat",
     "unpack_header",
     "unpack_records",
-    "unpack_snapshot",
+    "unpack_snapshots",
 ]
 
 VERSION: Final = 1
@@ -191,24 +190,16 @@ def pack_snapshot(number: int, snapshot: dict[str, Any]) -> bytes | None:
     return packed if len(packed) <= SNAPSHOT_BYTES else None
 
 
-def unpack_snapshot(data: bytes, before: float = math.inf) -> dict[str, Any] | None:
-    """Return the newest valid snapshot of a file; None if there is none.
-
-    Args:
-        before: time in seconds since 1970 before which the snapshot must be taken; if both are later, the
-            older one is returned.
-    """
-    places = map(snapshot_offset, (0, 1))
-    return newest_snapshot([data[begin : begin + SNAPSHOT_BYTES] for begin in places], before)
+def unpack_snapshots(data: bytes) -> list[dict[str, Any]]:
+    """Return the valid snapshots of a file, the newest first."""
+    return snapshots_in([data[begin : begin + SNAPSHOT_BYTES] for begin in map(snapshot_offset, (0, 1))])
 
 
-def newest_snapshot(blocks: Iterable[bytes], before: float = math.inf) -> dict[str, Any] | None:
-    """Return the newest valid snapshot among the blocks of a file; arguments as for ``unpack_snapshot``."""
+def snapshots_in(blocks: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Return the valid snapshots among the blocks of a file, the newest first."""
     read = [_read_block(each, 0, SNAPSHOT_BYTES) for each in blocks]
     values = [_read(packed) for _, packed in sorted((each for each in read if each), reverse=True)]
-    found = [each for each in values if isinstance(each, dict)]
-    early = [each for each in found if isinstance(each.get("wall"), float) and each["wall"] <= before]
-    return early[0] if early else found[-1 if before < math.inf else 0] if found else None
+    return [each for each in values if isinstance(each, dict)]
 
 
 def pack_record(

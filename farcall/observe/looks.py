@@ -21,7 +21,7 @@ from rpc.agent.agent import Calls
 from rpc.agent.call_frames import awaited_call, awaited_in, request_of
 from rpc.agent.calls import PendingCall, name_of
 from rpc.agent.group import AgentGroup
-from rpc.agent.request_runner import Request
+from rpc.agent.received_requests import Request
 from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.executor import Executor
@@ -206,7 +206,7 @@ class Looker:
     def _requests(self, agents: Iterable[Observed], now: float) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for agent in agents:
-            oldest = agent.calls.answers.entered()[:_MAX_ITEMS]
+            oldest = agent.calls.requests.entered()[:_MAX_ITEMS]
             found += [_request(request, agent.executor) for request in oldest]
         return found
 

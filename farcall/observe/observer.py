@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from time import monotonic, process_time, time
 from typing import Any, Final
@@ -62,6 +63,11 @@ _NOT_WRITTEN: Final = "the state file %s, which commands such as `farcall why` r
 _MAX_SEEN: Final = 2000
 """Maximum number of calls and requests that are followed until they end."""
 
+_KEEP_SECONDS: Final = 10.0
+"""Time in seconds for which the state from before the end of a wait for other workers stays in the file. If
+the wait has ended because one of them failed, the launcher reads that state once its process has ended.
+"""
+
 
 class Observer:
     """Observes this process. From any thread.
@@ -97,6 +103,8 @@ class Observer:
         self._looked_at = monotonic()
         self._used = 0.0
         self._moved_at = self._called_at = monotonic()
+        self._awaited: set[tuple[Any, ...]] = set()
+        self._kept_at = -math.inf
         self._looker = Looker()
         self._seen: dict[tuple[str, int, int], dict[str, Any]] = {}
         self._thread = threading.Thread(target=self._run, name="farcall-observer", daemon=True)
@@ -263,7 +271,7 @@ class Observer:
         now = monotonic()
         agents = self.agents
         calls, requests = _counts(agents)
-        busy = any(len(agent.calls.table) or len(agent.calls.answers) for agent in agents)
+        busy = any(len(agent.calls.table) or len(agent.calls.requests) for agent in agents)
         waiting = [each for each in waits.current() if each.what != "shutdown"]
         busy = busy or bool(waiting)
         used = process_time()
@@ -282,8 +290,7 @@ class Observer:
             self._tasks.popleft()()
         if busy or moved or self._changed or self._stopping:
             self._changed = False
-            if self._write(agents, now, progress=progress):
-                self._changed = True  # otherwise the description of a thread on its way to a wait would stay
+            self._write(agents, now, progress=progress)
             self._stacks.clear()
         if self._records:
             newest = [self._records.popleft() for _ in range(len(self._records))][-_MAX_RECORDS:]
@@ -304,10 +311,8 @@ class Observer:
         with contextlib.suppress(OSError):
             before.rmdir()  # if nothing else is there
 
-    def _write(self, agents: list[Any], now: float, *, progress: bool) -> bool:
-        """Write a snapshot; returns whether a thread that runs code of the program is to be described again:
-        it has moved lately, or computes.
-        """
+    def _write(self, agents: list[Any], now: float, *, progress: bool) -> None:
+        """Write a snapshot."""
         assert self._file is not None
         snapshot: dict[str, Any] = {
             "worker": self.identity | {"job": self.job},
@@ -315,12 +320,13 @@ class Observer:
             "wall": time(),
             **self._looker.look(agents, now, progress=progress),
         }
-        changed = self._follow(snapshot)
-        moves = any(_moves(each, now) for each in snapshot["threads"])
-        if changed or moves:
-            self._moved_at = now
-        if changed:
-            self._called_at = now
+        if self._follow(snapshot):
+            self._moved_at = self._called_at = now
+        at_work = [each for each in snapshot["threads"] if "idle" not in each]
+        moved_at = max((now if "computes" in each else each["since"] for each in at_work), default=-math.inf)
+        self._moved_at = max(self._moved_at, moved_at)
+        if now - moved_at < LEAST_WAIT_SECONDS:
+            self._changed = True  # otherwise the description of a thread on its way to a wait would stay
         snapshot["moved"], snapshot["called"] = self._moved_at, self._called_at
         for agent in agents:
             for name, part in list(agent.extensions.items()):
@@ -329,9 +335,11 @@ class Observer:
                     snapshot[name] = _part(observed)
         for name, make in list(self.extra.items()):
             snapshot[name] = _part(make)
-        # At the end the previous state stays: it shows what was waited for when another worker failed.
         is_ending = self.identity["phase"] in ("leaving", "left")
-        while not self._file.snapshot(snapshot, keep=is_ending):
+        awaited = set(_awaited(snapshot["threads"], now))
+        has_wait_ended = not self._awaited <= awaited
+        keep = not has_wait_ended and (is_ending or now - self._kept_at < _KEEP_SECONDS)
+        while not self._file.snapshot(snapshot, keep=keep):
             # Too large: stacks of idle threads are left out first.
             threads = snapshot["threads"]
             if not threads:
@@ -339,9 +347,9 @@ class Observer:
             for each in threads:
                 each.pop("stack", None)
             snapshot["threads"] = sorted(threads, key=lambda each: "idle" in each)[: len(threads) // 2]
-        return moves or any(
-            "at" in each and now - each["since"] < LEAST_WAIT_SECONDS for each in snapshot["threads"]
-        )
+        self._awaited = awaited
+        if has_wait_ended:
+            self._kept_at = now
 
     def _follow(self, snapshot: dict[str, Any]) -> bool:
         """Record calls and requests that a look has seen, as they begin and end; returns whether any did."""
@@ -366,9 +374,13 @@ def _part(observed: Callable[[], Any]) -> Any:
         return {"unknown": type(error).__name__}
 
 
-def _moves(thread: dict[str, Any], now: float) -> bool:
-    """Whether a thread that runs code of the program has just moved, or computes."""
-    return "idle" not in thread and ("computes" in thread or thread["since"] >= now)
+def _awaited(threads: Iterable[dict[str, Any]], now: float) -> Iterator[tuple[Any, ...]]:
+    """Yield the waits of threads for other workers: in operations of a group, and for long calls."""
+    for thread in threads:
+        for each in thread.get("waits", ()):
+            yield thread["id"], each["what"], each["since"]
+        if "call" in thread and now - thread["since"] >= LEAST_WAIT_SECONDS:
+            yield thread["id"], *thread["call"]
 
 
 def _named(each: dict[str, Any]) -> dict[str, Any]:
@@ -379,7 +391,7 @@ def _named(each: dict[str, Any]) -> dict[str, Any]:
 def _counts(agents: list[Any]) -> tuple[int, int]:
     """Return the numbers of calls made and requests received by agents."""
     return sum(agent.calls.table.opened for agent in agents), sum(
-        agent.calls.answers.requests_begun for agent in agents
+        agent.calls.requests.begun for agent in agents
     )
 
 

@@ -7,7 +7,6 @@ no port is opened.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -15,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from farcall.observe.job_files import read_facts, write_facts
+
 __all__ = ["Orders", "give_order"]
 
 logger = logging.getLogger(__name__)
 
 _SUFFIX: Final = ".order"
-_MAX_BYTES: Final = 1 << 16
 
 
 class Orders:
@@ -48,9 +48,9 @@ class Orders:
             return
         self._folder, self._changed = folder, changed
         for name, handler in list(self._handlers.items()):
-            order = _read(folder / f"{name}{_SUFFIX}")
-            given = order.get("given", 0.0) if order else 0.0
-            if order and isinstance(given, int | float) and given > self._done.get(name, self._began):
+            order = read_facts(folder / f"{name}{_SUFFIX}")
+            given = order.get("given", 0.0)
+            if isinstance(given, int | float) and given > self._done.get(name, self._began):
                 self._done[name] = given
                 try:
                     handler(order)
@@ -58,26 +58,6 @@ class Orders:
                     logger.exception("following the order '%s' failed", name)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        if os.fstat(file).st_uid != os.getuid():
-            return None
-        found = json.loads(os.read(file, _MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    finally:
-        os.close(file)
-    return found if isinstance(found, dict) else None
-
-
 def give_order(folder: Path, name: str, **facts: Any) -> None:
     """Give an order to all workers of a job on this host."""
-    written = folder / f".{name}.{os.getpid()}"
-    text = json.dumps({"given": time.time(), **facts})
-    written.write_text(text)
-    written.chmod(0o600)
-    written.replace(folder / f"{name}{_SUFFIX}")
+    write_facts(folder / f"{name}{_SUFFIX}", {"given": time.time(), **facts})

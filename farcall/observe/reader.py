@@ -29,12 +29,12 @@ from farcall.observe.layout import (
     LayoutError,
     Record,
     block_size,
-    newest_snapshot,
     snapshot_offset,
+    snapshots_in,
     unpack_beat,
     unpack_header,
     unpack_records,
-    unpack_snapshot,
+    unpack_snapshots,
 )
 from farcall.observe.native_stacks import NativeStacksError, native_stacks, spy_program
 from farcall.observe.processes import Signs, ask_for_stacks, core_waits, signs_of
@@ -121,7 +121,7 @@ def _read_snapshots(path: Path) -> tuple[bytes, list[bytes]]:
         return header, blocks
 
 
-def read_worker(path: Path, *, records: bool = True, before: float = math.inf) -> WorkerState:
+def read_worker(path: Path, *, records: bool = True, earlier: bool = False) -> WorkerState:
     """Return the state that a worker has written; ``settled`` adds what the kernel reports.
 
     Raises:
@@ -130,17 +130,18 @@ def read_worker(path: Path, *, records: bool = True, before: float = math.inf) -
     ring: list[Record] = []
     if records:
         data = _read_file(path, _MAX_BYTES)
-        header, snapshot = data[:HEADER_BYTES], unpack_snapshot(data, before)
+        header, snapshots = data[:HEADER_BYTES], unpack_snapshots(data)
         ring = [replace(record, fields=_legible(record.fields)) for record in unpack_records(data)]
     else:
         header, blocks = _read_snapshots(path)
-        snapshot = newest_snapshot(blocks, before)
+        snapshots = snapshots_in(blocks)
     unpack_header(header)
-    if snapshot is None:
+    if not snapshots:
         raise LayoutError("it has no whole snapshot")
     return WorkerState(
         unpack_beat(header),
-        _legible(snapshot),
+        _legible(snapshots[0]),
+        earlier=_legible(snapshots[1]) if earlier and snapshots[1:] else None,
         frozen=_read_stacks(path.with_suffix(".stacks")),
         records=tuple(ring),
         file=str(path),
@@ -159,7 +160,7 @@ def read_job(
     folder: JobFolder,
     *,
     records: bool = False,
-    before: float = math.inf,
+    earlier: bool = False,
     gathered: bool = True,
     native: bool = False,
 ) -> JobState:
@@ -168,7 +169,7 @@ def read_job(
 
     Args:
         records: whether to read their rings, too.
-        before: time in seconds since 1970 before which the snapshots must be taken.
+        earlier: whether to read the state before the last one, too; see ``JobState.as_of``.
         gathered: whether to include workers of other hosts whose state has been gathered here.
         native: whether to add the stacks of frozen workers from ``py-spy``, which stops each for a moment.
     """
@@ -176,7 +177,7 @@ def read_job(
     skipped: list[tuple[str, str]] = []
     for path in folder.state_files():
         try:
-            workers.append(read_worker(path, records=records, before=before))
+            workers.append(read_worker(path, records=records, earlier=earlier))
         except LayoutError as error:
             skipped.append((_legible(path.name), str(error)))
         except OSError as error:

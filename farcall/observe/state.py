@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from farcall.observe.frozen_stacks import Stack
+from farcall.observe.frozen_stacks import FROZEN_SECONDS, Stack
 from farcall.observe.layout import Beat, Record
 from farcall.observe.places import Place
 
 __all__ = ["JobState", "Place", "Process", "ThreadState", "WorkerState"]
-
-_FROZEN_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +118,7 @@ class WorkerState:
         frozen: stacks that were written without its interpreter, by thread.
         records: the ring.
         file: the state file, for people.
+        earlier: the snapshot before the last one; None if it was not read.
     """
 
     beat: Beat | None
@@ -129,6 +128,24 @@ class WorkerState:
     frozen: Mapping[int, Stack] = field(default_factory=dict)
     records: tuple[Record, ...] = ()
     file: str = ""
+    earlier: Mapping[str, Any] | None = None
+
+    def as_of(self, then: float) -> WorkerState:
+        """Return the state when another worker failed, as far as it was read. A worker that has ended since,
+        or that left just before, counts as running: most likely it did so because of the failure.
+
+        Args:
+            then: time of the failure, in seconds since 1970.
+        """
+        known = [self] if self.earlier is None else [self, replace(self, snapshot=self.earlier)]
+        found = next((each for each in known if each._is_from_before(then)), known[-1])
+        lived = self.beat is not None and self.beat.wall >= then - FROZEN_SECONDS
+        return replace(found, process=Process(alive=True)) if found.is_dead and lived else found
+
+    def _is_from_before(self, then: float) -> bool:
+        if self.phase in ("leaving", "left"):
+            then -= FROZEN_SECONDS
+        return number(self.snapshot.get("wall"), math.inf) <= then
 
     @property
     def _identity(self) -> Mapping[str, Any]:
@@ -204,10 +221,10 @@ class WorkerState:
     @property
     def is_frozen(self) -> bool:
         """Whether its interpreter does not run, though its process lives, or did not run at its end."""
-        if self.process.alive is True and self.silent < _FROZEN_SECONDS:
+        if self.process.alive is True and self.silent < FROZEN_SECONDS:
             return False
         return bool(self.frozen) or (
-            self.process.alive is True and self.silent > 2 * _FROZEN_SECONDS and not self.fact("observer", 0)
+            self.process.alive is True and self.silent > 2 * FROZEN_SECONDS and not self.fact("observer", 0)
         )
 
     @property
@@ -256,6 +273,10 @@ class JobState:
     id: str
     workers: tuple[WorkerState, ...]
     skipped: tuple[tuple[str, str], ...] = ()
+
+    def as_of(self, then: float) -> JobState:
+        """Return the state when a worker failed; see ``WorkerState.as_of``."""
+        return replace(self, workers=tuple(each.as_of(then) for each in self.workers))
 
     @property
     def living(self) -> list[WorkerState]:

@@ -140,7 +140,7 @@ class Recorder:
     def _count(self) -> int:
         """Return the number of calls made and requests received so far."""
         calls = [agent.calls for agent in self._agents]
-        return sum(each.table.opened + each.answers.requests_begun for each in calls)
+        return sum(each.table.opened + each.requests.begun for each in calls)
 
     def _span(self, ended: spans.Span) -> None:
         if len(self._records) > self._limit:

@@ -87,6 +87,11 @@ class Activity:
         if self.listener is not None:
             self._mailbox.call(self._look)
 
+    def postponed_ended(self) -> None:
+        """Note that a postponed request has become a task, or was answered."""
+        self.postponed.end()
+        self.ended()
+
     def _look(self) -> None:
         if self.listener is not None:
             self.listener()

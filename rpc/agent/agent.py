@@ -2,8 +2,9 @@
 
 A call is sent on the caller's thread: ``caller`` serializes it, enters it into the table of ``calls``, and
 ``dispatcher`` passes the frame to the peer, which writes it to the socket. All received frames go through
-``dispatcher``, too: a request goes to the executor (``request_runner``), a reply to the thread that waits for
-it (``calls``, ``futures``). The loop only moves bytes: it runs no user code and reads no pickles.
+``dispatcher``, too: a request goes to the executor (``received_requests``, ``request_runner``,
+``answer_sender``), a reply to the thread that waits for it (``calls``, ``futures``). The loop only moves
+bytes: it runs no user code and reads no pickles.
 
 The parts have four interfaces: ``Agent.calls``, ``messages``, ``group`` and ``lifecycle``. Packages above the
 agent extend it at four points: message kinds (``messages.on``, and ``messages.control`` for small messages
@@ -22,6 +23,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from rpc.agent.activity import Activity
+from rpc.agent.answer_sender import AnswerSender
 from rpc.agent.call_frames import running
 from rpc.agent.caller import UNSET_TIMEOUT, Caller
 from rpc.agent.calls import CallTable
@@ -35,6 +37,7 @@ from rpc.agent.lifecycle import Lifecycle
 from rpc.agent.messages import Messages
 from rpc.agent.platform import Platform
 from rpc.agent.ports import CANCEL
+from rpc.agent.received_requests import ReceivedRequests
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Tracing
 from rpc.agent.waiting import Waiting
@@ -85,14 +88,18 @@ class Calls:
     Attributes:
         caller: makes calls, and the futures of calls.
         table: the calls under way.
-        answers: runs requests of other workers, and answers them.
+        requests: the requests of other workers that are not answered yet.
+        answers: answers requests.
+        runner: runs requests.
         completions: runs tasks, and completes futures, on executor threads.
         gathering: ``all_gather`` and ``barrier``.
     """
 
     caller: Caller
     table: CallTable
-    answers: RequestRunner
+    requests: ReceivedRequests
+    answers: AnswerSender
+    runner: RequestRunner
     completions: Completions
     gathering: Gathering
 
@@ -196,18 +203,20 @@ class Agent:
             run_soon=completions.run_soon,
         )
         table = caller.table
-        answers = RequestRunner(
-            peers, serializer, tracing, events, executor, activity, sender.send, completions.run_soon
+        requests = ReceivedRequests(serializer, events, executor, activity)
+        answers = AnswerSender(
+            requests, peers, serializer, tracing, events, sender.send, completions.run_soon
         )
+        runner = RequestRunner(peers, serializer, tracing, events, executor, activity, answers)
         hooks.gone.extend((lambda peer, _: control.forget(peer), lambda peer, _: table.lost(peer)))
-        hooks.gone.append(answers.peer_gone)
+        hooks.gone.append(requests.peer_gone)
         activity.add(table.unanswered, lambda: table.opened)
         activity.add(control.unacknowledged, lambda: control.posted)
-        activity.serve(lambda: answers.requests_begun)
+        activity.serve(lambda: requests.begun)
         describe = functools.partial(_under_way, table, executor)
         departure = Departure(activity, peers, connections, platform.loop_thread, hooks, describe)
         gathering = Gathering(caller, peers, executor, activity, departure, hooks, serializer)
-        self.calls = Calls(caller, table, answers, completions, gathering)
+        self.calls = Calls(caller, table, requests, answers, runner, completions, gathering)
 
         # Detection of silent workers, slow calls, lost workers.
         heartbeat = Heartbeat(
@@ -219,7 +228,7 @@ class Agent:
             options.lost_after,
         )
         heartbeat.interests += [table.peers, control.peers, bulk.peers, departure.awaited]
-        waiting = Waiting(table, answers, control, peers, executor, loop, options.slow_call_seconds)
+        waiting = Waiting(table, requests, control, peers, executor, loop, options.slow_call_seconds)
         hooks.broke.extend((bulk_streams.peer_broke, bulk.peer_broke))
         hooks.gone.extend((shared_memory.peer_gone, bulk_streams.peer_gone, bulk.peer_gone))
         hooks.closed.append(bulk.close)
@@ -231,7 +240,7 @@ class Agent:
             group,
             self.messages,
             caller,
-            answers,
+            runner,
             completions,
             heartbeat,
             waiting,
@@ -249,7 +258,7 @@ class Agent:
             (Kind.SHUTDOWN, departure.received),
         )
         from_any_thread: tuple[tuple[int, KindHandler], ...] = (
-            (Kind.CALL, answers.received),
+            (Kind.CALL, functools.partial(requests.received, runner.run)),
             (Kind.REPLY, caller.received),
             (Kind.FAILURE, caller.received),
             (Kind.ALIVE, heartbeat.received),
@@ -271,7 +280,7 @@ class Agent:
         dispatcher.on_lost((None,), caller.request_lost)
         sender.on_unsent((Kind.REPLY, Kind.FAILURE), answers.answer_unsent)
         sender.on_unsent((None,), caller.request_unsent)
-        control.on(CANCEL, answers.cancel)
+        control.on(CANCEL, requests.cancel)
         connections.serve(Reception(dispatcher, bulk, bulk_streams, peers, departure, hooks, events))
         try:
             self.addresses = group.listen(listen_host, listen_port)
@@ -364,7 +373,7 @@ class Agent:
             "thread_pool_size": self.options.num_worker_threads,
             "pending_calls": len(table),
             "given_up_calls": table.unanswered() - len(table),
-            "cancellable_requests": len(self.calls.answers),
+            "cancellable_requests": len(self.calls.requests),
             "postponed_requests": self.lifecycle.activity.postponed.value,
             "unacknowledged_control_messages": self.messages.control.unacknowledged(),
             "bulk_tags": self.messages.bulk.tags,

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from rpc.agent.calls import PendingCall, name_of
 from rpc.agent.futures import Future, as_completed
-from rpc.agent.request_runner import Request, RequestRunner
+from rpc.agent.received_requests import Request
+from rpc.agent.request_runner import RequestRunner
 from rpc.runtime.stacks import collection_paused, frames_of_others, is_users, variables_of
 
 __all__ = ["awaited_call", "awaited_in", "request_of", "running"]

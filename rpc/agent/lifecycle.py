@@ -50,7 +50,7 @@ class Lifecycle:
         group: AgentGroup,
         messages: Messages,
         caller: Caller,
-        answers: RequestRunner,
+        runner: RequestRunner,
         completions: Completions,
         heartbeat: Heartbeat,
         waiting: Waiting,
@@ -65,7 +65,7 @@ class Lifecycle:
         self._group = group
         self._messages = messages
         self._caller = caller
-        self._answers = answers
+        self._runner = runner
         self._completions = completions
         self._heartbeat = heartbeat
         self._waiting = waiting
@@ -117,7 +117,7 @@ class Lifecycle:
             functools.partial(self._leave_group, reason),
             self._caller.table.end,
             *self.hooks.closed,
-            self._answers.stop,
+            self._runner.stop,
             functools.partial(self._completions.stop, _STOP_SECONDS),
             self._platform.loop_thread.stop,
             self._platform.process.restore,

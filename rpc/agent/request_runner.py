@@ -1,21 +1,13 @@
-"""The callee's side: run requests, and answer them.
-
-Requests run on executor threads; ``async def`` functions run as coroutines on a separate loop. Each request
-is answered exactly once: with its value, or with an exception. If the value cannot be sent, the answer is the
-error that says why; an exception that is too large is replaced by its description.
+"""Runs requests of other workers, on executor threads; ``async def`` functions run as coroutines on a
+separate loop. Each request is answered exactly once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import itertools
-import logging
-import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from time import monotonic
 from types import CoroutineType
 from typing import Any, Final
@@ -23,80 +15,27 @@ from typing import Any, Final
 import torch
 
 from rpc.agent.activity import Activity
-from rpc.agent.calls import name_of
-from rpc.agent.device_ports import Ready, RequestDevices, RequestStreams
-from rpc.agent.tape import Observation, Recording, Tracing, note
-from rpc.errors import (
-    GivenUpError,
-    MessageLostError,
-    NotInitializedError,
-    ProtocolError,
-    RpcError,
-    WorkerLostError,
-    with_article,
-)
+from rpc.agent.answer_sender import Answer, AnswerSender
+from rpc.agent.received_requests import Request
+from rpc.agent.tape import Observation, Tracing
+from rpc.errors import NotInitializedError, RpcError, WorkerLostError, with_article
 from rpc.functions import ASYNC_EXECUTION_MARK
-from rpc.group.peer import Peer, PeerTable
-from rpc.runtime.current import is_initialized
+from rpc.group.peer import PeerTable
 from rpc.runtime.events import Events
 from rpc.runtime.executor import Executor
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
-from rpc.runtime.stacks import OURS
-from rpc.runtime.tasks import Task
 from rpc.runtime.torch_internals import BaseFuture
-from rpc.serialization.failures import text_of
-from rpc.serialization.payload import EXCEPTION, Payload
 from rpc.serialization.serializer import Serializer
-from rpc.wire.frames import Frame, Kind
+from rpc.wire.frames import Kind
 
-__all__ = ["LATER", "Request", "RequestRunner"]
-
-logger = logging.getLogger(__name__)
-
-
-class Request:
-    """A call that has arrived: its caller, its message, and the objects beside the pickle.
-
-    ``recording`` is its recording, once it is loaded; ``task`` runs its coroutine, if it has one.
-    ``cancelled``: whether its caller has cancelled it. ``began``: when it arrived, on the monotonic clock.
-    ``streams``: the device streams that it runs on; None if messages use no devices.
-    ``taken``: when a thread began to load it, if there is a listener for runs.
-    """
-
-    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "streams", "taken", "task")
-
-    def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
-        self.peer = peer
-        self.frame = frame
-        self.arrivals = arrivals
-        self.recording: Recording | Observation | None = None
-        self.cancelled = False
-        self.began = monotonic()
-        self.taken = 0.0
-        self.task: asyncio.Task[None] | None = None
-        self.streams: RequestStreams | None = None
-
-    def cancel(self) -> None:
-        """Keep it from beginning, or cancel its coroutine; a function on a thread continues. From
-        any thread.
-        """
-        self.cancelled = True  # first: a coroutine that begins now sets its task, then checks this
-        task = self.task
-        if task is not None:
-            with suppress(RuntimeError):  # the loop has ended
-                task.get_loop().call_soon_threadsafe(task.cancel)
-
+__all__ = ["LATER", "Call", "RequestRunner"]
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function and its arguments."""
 
-Answer = Callable[[Any, BaseException | None], None]
-"""Called once, with the value or the exception."""
-
 LATER: Final = object()
 """Returned by ``RequestRunner.start`` if the answer is given later."""
-
 
 _QUICK_BYTES: Final = 1 << 20
 """Number of bytes that are copied in the time of a few hand-overs between threads."""
@@ -106,17 +45,13 @@ _WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes
 
 
 class RequestRunner:
-    """Runs requests, on executor threads, and answers them, from any thread.
+    """Runs requests, on executor threads.
 
     Args:
         peers: the workers; has this worker's name, for messages.
-        activity: counts the requests without a task.
-        send: sends an answer.
-        run_soon: has tasks run on executor threads.
-
-    Attributes:
-        requests_begun: number of requests ever accepted; of several simultaneous ones, some may be counted
-        late.
+        executor: its threads run the requests, and serialize what coroutines return.
+        activity: counts the requests that are answered later.
+        answers: answers them.
     """
 
     def __init__(
@@ -127,120 +62,18 @@ class RequestRunner:
         events: Events,
         executor: Executor,
         activity: Activity,
-        send: Callable[[Peer, int, int, Payload], object],
-        run_soon: Callable[[Sequence[Task]], object],
+        answers: AnswerSender,
     ) -> None:
-        self.requests_begun = 0
-        self._numbers = itertools.count(1)
         self._peers = peers
         self._serializer = serializer
-        self._adopt = serializer.adopt
         self._tracing = tracing
         self._events = events
         self._executor = executor
         self._activity = activity
-        self._send = send
-        self._run_soon = run_soon
-        self.devices: RequestDevices | None = None
-        self._cancellable: dict[tuple[Peer, int], Request] = {}
-        self._awaiting: dict[Request, Task] = {}
-        """Requests that wait for objects beside their buffers, with the tasks that are to run then."""
+        self._answers = answers
         self._lock = threading.Lock()
         self._coroutines: LoopThread | None = None
         self._stopped = False
-
-    # ---- devices
-
-    def use_devices(self, devices: RequestDevices) -> None:
-        """Run requests on device streams from now on; see ``rpc.devices``."""
-        self.devices = devices
-
-    def ready(self, value: Any) -> Ready | None:
-        """Return the work that device streams must join before they use a value made on the current ones;
-        None if messages use no devices.
-        """
-        return None if self.devices is None else self.devices.ready(value)
-
-    # ---- received requests
-
-    def received(self, peer: Peer, frame: Frame) -> Task | None:
-        """Handle a frame of kind ``CALL``."""
-        if frame[2] or self.devices is not None or self._events.request_begun is not None:
-            return self._accept(self.enter(peer, frame), self.run)
-        # Most calls have nothing beside their buffers: the same as ``accept``, without further calls.
-        self.requests_begun = next(self._numbers)
-        request = self._cancellable[peer, frame[1]] = Request(peer, frame)
-        return self.run, request
-
-    def enter(self, peer: Peer, frame: Frame) -> Request:
-        """Register a request that its caller may cancel until it is answered."""
-        header = frame[2]
-        request = Request(peer, frame, self._adopt(header, peer) if header else None)
-        self._cancellable[peer, frame[1]] = request
-        return request
-
-    def find(self, peer: Peer, call_id: int) -> Request | None:
-        """Return a request that was entered and is not answered yet."""
-        return self._cancellable.get((peer, call_id))
-
-    def entered(self) -> list[Request]:
-        """Return the requests that were entered and are not answered yet, oldest first."""
-        return list(self._cancellable.copy().values())
-
-    def __len__(self) -> int:
-        """Number of requests that were entered and are not answered yet."""
-        return len(self._cancellable)
-
-    def count(self) -> None:
-        """Count a request that has arrived and is not accepted yet, or never is."""
-        self.requests_begun = next(self._numbers)
-
-    def accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
-        """Have ``run`` run a request, which must be answered once, when all objects beside its buffers are
-        ready: at once by the returned task, or later.
-        """
-        return self._accept(request, functools.partial(self._run_accepted, run))
-
-    def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
-        if self.devices is not None:
-            run = self.devices.around(run)
-        self.requests_begun = next(self._numbers)
-        tell = self._events.request_begun
-        if tell is not None:
-            tell(request.peer.name, request.frame.call_id)
-        task = (run, request)
-        if request.arrivals is None:
-            return task
-        self._activity.postponed.begin()
-        arrivals = request.arrivals
-        self._awaiting[request] = task
-        if self._serializer.ready(arrivals, functools.partial(self._admit, request)):
-            if self._awaiting.pop(request, None) is None:
-                return None
-            self._activity.postponed.end()
-            return task
-        if request.cancelled or request.peer.lost is not None:  # before it was among those that wait
-            self._cancel(request)
-        return None
-
-    def _admit(self, request: Request) -> None:
-        """Run a request that has waited for its objects, unless it was cancelled in the meantime."""
-        task = self._awaiting.pop(request, None)
-        if task is not None:
-            self._executor.submit(task)
-            self._ended()
-
-    def _cancel(self, request: Request) -> None:
-        request.cancel()
-        self._admit(request)
-
-    def peer_gone(self, peer: Peer, reason: str) -> None:
-        """Cancel the requests of a lost worker that wait for objects, which may never be ready."""
-        for request in list(self._awaiting):
-            if request.peer is peer:
-                self._cancel(request)
-
-    # ---- running them
 
     def run(self, request: Request, load: Callable[[Request], Call] | None = None) -> None:
         """Run a request and answer it; ``load`` reads it, if it is not a plain call."""
@@ -249,45 +82,30 @@ class RequestRunner:
             function, args, kwargs = (load or self.load)(request)
             value = self.start(function, args, kwargs, request)
         except BaseException as error:
-            self.fail(request.peer, request.frame.call_id, error, function)
+            self._answers.fail(request.peer, request.frame.call_id, error, function)
             return
         if value is LATER:
             request.frame.buffers.clear()
             return
         if request.cancelled:  # by now
-            self.fail(request.peer, request.frame.call_id, asyncio.CancelledError())
+            self._answers.fail(request.peer, request.frame.call_id, asyncio.CancelledError())
             return
         del args, kwargs
         # Release the arguments' memory before the caller continues, as it may use that memory.
         request.frame.buffers.clear()
         peer, codec = request.peer, request.frame.codec
         try:
-            payload = self.dump_reply(peer, value, function, request.recording, codec)
+            payload = self._answers.dump_reply(peer, value, function, request.recording, codec)
         except BaseException as error:
-            self.fail(peer, request.frame.call_id, error, function)
+            self._answers.fail(peer, request.frame.call_id, error, function)
             return
         del function  # now, since its destructor may be user code
         large = len(payload.buffers) > 1 and sum(map(len, payload.buffers)) > _QUICK_BYTES
-        self._stand_by(peer, value, large=large)
-        self.answer(peer, Kind.REPLY, request.frame.call_id, payload)
-
-    def _stand_by(self, peer: Peer, value: Any, *, large: bool) -> None:
-        """Have this thread wait for the next request of ``peer`` itself, if it has nothing else to do.
-
-        To be called before an answer is sent, since the next request may come at once. But a waiting thread
-        must not run user code, such as the destructor of the ``value`` that it still holds, and must not copy
-        large data: then it starts waiting when it is done.
-        """
-        source = peer.reader
-        if source is not None:
-            self._executor.lend(source, at_once=not large and type(value) in _WITHOUT_DESTRUCTOR)
-
-    def _run_accepted(self, run: Callable[[Request], None], request: Request) -> None:
-        """Run a request, and then have this thread wait for the next one as above."""
-        run(request)
-        source = request.peer.reader
-        if source is not None:
-            self._executor.lend(source, at_once=False)
+        # Have this thread wait for the next request itself: from now on, since it may come once this one is
+        # answered. But a waiting thread must not run user code, such as the destructor of ``value``, and
+        # must not copy large data: then it waits when it is done.
+        self._executor.lend(peer.reader, at_once=not large and type(value) in _WITHOUT_DESTRUCTOR)
+        self._answers.answer(peer, Kind.REPLY, request.frame.call_id, payload)
 
     def load(self, request: Request) -> Call:
         """Return the function and arguments of a request.
@@ -354,7 +172,7 @@ class RequestRunner:
             if request.streams is not None:  # before the answer is out, and the next request comes
                 request.streams.share()
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
-            return self._later(function, value, request, answer or self.replier(request, function))
+            return self._later(function, value, request, answer or self._answers.replier(request, function))
         return value
 
     def _later(self, function: Callable[..., Any], value: Any, request: Request, answer: Answer) -> Any:
@@ -376,7 +194,7 @@ class RequestRunner:
             except BaseException:  # the loop has just ended
                 coroutine.close()
                 value.close()
-                self._ended()
+                self._activity.postponed_ended()
                 raise
             return LATER
         if not isinstance(value, BaseFuture):
@@ -397,14 +215,10 @@ class RequestRunner:
                 else:
                     answer(result, None)
             finally:
-                self._ended()
+                self._activity.postponed_ended()
 
         value.add_done_callback(done)
         return LATER
-
-    def _ended(self) -> None:
-        self._activity.postponed.end()
-        self._activity.ended()
 
     async def _finish(self, coroutine: Coroutine[Any, Any, Any], request: Request, answer: Answer) -> None:
         """Run an ``async def`` callee; its return value is serialized on an executor thread."""
@@ -424,137 +238,7 @@ class RequestRunner:
         else:
             self._executor.submit((_give, (answer, value, None)))
         finally:
-            self._ended()
-
-    def replier(self, request: Request, function: object = None) -> Answer:
-        """Return the function that answers a request for ``function`` later."""
-        what = None if function is None else name_of(function)
-        peer, call_id, codec = request.peer, request.frame.call_id, request.frame.codec
-
-        def answer(value: Any, error: BaseException | None) -> None:
-            if error is None and request.cancelled:
-                error = asyncio.CancelledError()
-            if error is not None:
-                self.fail(peer, call_id, error, what)
-            else:
-                result = None if what is None else f"the result of {what}"
-                self.reply(peer, call_id, value, result, request.recording, codec, by=what)
-
-        return answer
-
-    # ---- answers
-
-    def reply(
-        self,
-        peer: Peer,
-        call_id: int,
-        value: Any,
-        of: object = None,
-        recording: Recording | Observation | None = None,
-        codec: int | None = None,
-        *,
-        by: object = None,
-    ) -> None:
-        """Answer a request with the value of ``of``, a function or a text. If it cannot be sent, answer with
-        that error, as raised ``by`` the function, by default ``of``.
-        """
-        try:
-            payload = self.dump_reply(peer, value, of, recording, codec)
-        except BaseException as error:
-            self.fail(peer, call_id, error, of if by is None else by)
-        else:
-            self.answer(peer, Kind.REPLY, call_id, payload)
-
-    def dump_reply(
-        self,
-        peer: Peer,
-        value: Any,
-        of: object,
-        recording: Recording | Observation | None,
-        codec: int | None = None,
-    ) -> Payload:
-        """Serialize the value for the answer to a request; arguments are as for ``reply``."""
-        serializer = peer.codec if codec is None else self._serializer.codecs[codec]
-        if recording is None:
-            return serializer.dumps(value, peer, what=of)
-        if isinstance(recording, Observation):
-            payload = self.dump_reply(peer, value, of, recording.inner, codec)
-            recording.tell(payload.header)
-            return payload
-        tape = self._tracing.tape
-        if tape is None:
-            return serializer.dumps(value, peer, what=of)
-        tensors: list[torch.Tensor] = []
-        payload = serializer.dumps(value, peer, what=of, tracked=tensors)
-        if tensors:
-            note(tape, recording, tensors, payload.header, peer, self._serializer)
-        return payload
-
-    def fail(self, peer: Peer, call_id: int, error: BaseException, of: object = None) -> None:
-        """Answer a request with an exception; ``of`` is as for ``reply``."""
-        request = self._cancellable.get((peer, call_id))
-        wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
-        # A function that continues after this worker has ended, for example by KeyboardInterrupt, cannot call
-        # others.
-        wanted |= isinstance(error, NotInitializedError) and not is_initialized()
-        # The loss of its caller has been logged already, and nobody can be answered.
-        consequence = isinstance(error, GivenUpError) or (
-            isinstance(error, WorkerLostError) and error.worker == peer.name
-        )
-        logger.log(
-            logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
-            "worker '%s': %s, called by worker '%s', raised %s%s: %s",
-            self._peers.own.name,
-            _raised_in(error) if of is None else name_of(of),
-            peer.name,
-            type(error).__name__,
-            "" if request is None else f" after {monotonic() - request.began:.4f} s",
-            text_of(error),
-            exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
-        )
-        serializer, codec = self._serializer, peer.codec.id
-        payload = serializer.dump_exception(error, self._peers.own.name, peer, codec=codec)
-        if not (wanted or consequence):
-            _print_traceback(self._peers.own.name, payload.header[EXCEPTION][2])
-        self.answer(peer, Kind.FAILURE, call_id, payload)
-
-    def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
-        """Answer a request with an existing message."""
-        self._cancellable.pop((peer, call_id), None)
-        try:
-            self._send(peer, kind, call_id, payload)
-            tell = self._events.request_ended
-            if tell is not None:
-                tell(peer.name, call_id, kind == Kind.FAILURE)
-        except WorkerLostError as error:
-            # No worker is left to be answered, which is not a failure of this one.
-            logger.debug("dropped an answer: %s", error)
-        except Exception as error:
-            if kind == Kind.FAILURE:
-                logger.exception("could not even send a failure to worker '%s'", peer.name)
-                raise
-            self.fail(peer, call_id, error)
-
-    def answer_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
-        """Handle that an answer that was to be sent later could not be sent: see ``Sender.on_unsent``."""
-        if peer.lost is None:
-            self.fail(peer, call_id, error)
-
-    def answer_lost(self, peer: Peer, call_id: int, what: str) -> None:
-        """Handle that a large answer has not arrived: see ``Dispatcher.on_lost``. The error is sent in its
-        place, by another
-        thread: it may have to wait for room, which this thread must make.
-        """
-        error = MessageLostError(f"the call ran, and its answer was lost: {what}", peer.name)
-        self._run_soon([(lambda _: self.fail(peer, call_id, error), None)])
-
-    def cancel(self, peer: Peer, call_id: object) -> None:
-        """Cancel a call of a worker, which may have been answered already."""
-        if type(call_id) is not int:
-            raise ProtocolError(f"asked to cancel the call {call_id!r:.60}, which is no number")
-        request = self._cancellable.get((peer, call_id))
-        if request is not None:
-            self._cancel(request)
+            self._activity.postponed_ended()
 
     # ---- coroutines
 
@@ -583,24 +267,3 @@ class RequestRunner:
 def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:
     answer, value, error = arguments
     answer(value, error)
-
-
-def _print_traceback(worker: str, traceback: str) -> None:
-    """Write a callee's traceback to standard error, as PyTorch does, wherever the program's log goes. Nothing
-    is written if the log is disabled, or contains the traceback itself.
-    """
-    if logger.isEnabledFor(logging.WARNING) and not logger.isEnabledFor(logging.DEBUG):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
-            sys.stderr.write(f"On worker '{worker}':\n{traceback}\n")
-
-
-def _raised_in(error: BaseException) -> str:
-    """Return the user's function that raised an error first; "a call" if none was reached."""
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if code.co_filename.startswith(OURS):
-            trace = trace.tb_next
-            continue
-        return code.co_qualname
-    return "a call"

@@ -18,7 +18,7 @@ from typing import Final
 
 from rpc.agent.call_frames import awaited_call, awaited_in, request_of
 from rpc.agent.calls import CallTable, PendingCall, name_of
-from rpc.agent.request_runner import Request, RequestRunner
+from rpc.agent.received_requests import ReceivedRequests, Request
 from rpc.agent.slow_calls import (
     MAX_HOPS,
     Answer,
@@ -110,7 +110,7 @@ class Waiting:
     def __init__(
         self,
         calls: CallTable,
-        answers: RequestRunner,
+        requests: ReceivedRequests,
         control: Control,
         peers: PeerTable,
         executor: Executor,
@@ -118,7 +118,7 @@ class Waiting:
         bound: float,
     ) -> None:
         self._calls = calls
-        self._answers = answers
+        self._requests = requests
         self._control = control
         self._peers = peers
         self._executor = executor
@@ -241,7 +241,7 @@ class Waiting:
         source = self._peers.by_incarnation(caller)
 
         def find() -> Request | None:
-            return None if source is None else self._answers.find(source, call_id)
+            return None if source is None else self._requests.find(source, call_id)
 
         request = find()
         if request is None:

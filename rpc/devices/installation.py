@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpc.agent.request_runner import Request
+from rpc.agent.received_requests import Request
 from rpc.device_maps import DeviceMap
 from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of
 from rpc.devices.placements import Between, Placed, indexed

@@ -145,12 +145,15 @@ class Executor:
             self._start(fresh)
         return True
 
-    def lend(self, source: TaskSource, *, at_once: bool = True) -> None:
-        """For a task that is about to end: have its thread wait for its next task at a source, whose place is
-        claimed now if ``at_once``.
+    def lend(self, source: TaskSource | None, *, at_once: bool) -> None:
+        """For a task that is about to end: have its thread wait for its next task at a source, if there is
+        one, and if no task waits for a thread.
+
+        Args:
+            at_once: whether the source's place is claimed now, and not when the task has ended.
         """
         worker: _Worker | None = getattr(self._current, "worker", None)
-        if worker is None or self._backlog or self._stopped:
+        if source is None or worker is None or self._backlog or self._stopped:
             return
         claimed = source.claim(idle=True) if at_once else None
         if claimed is not None or not at_once:

@@ -108,7 +108,7 @@ class Coordinator:
             A future of the return value of rank 0's shard.
         """
         agent: Any = current_agent()
-        operation = _Operation(name, args, copy_context(), Future(), agent.calls.answers.ready(args))
+        operation = _Operation(name, args, copy_context(), Future(), agent.calls.requests.ready(args))
         with self._changed:
             if not self._closed:
                 self._waiting.append(operation)

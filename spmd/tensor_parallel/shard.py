@@ -266,7 +266,7 @@ class ModelShard:
         """Do a task when those before it are done."""
         assert self._steps is not None, "not before join"
         agent: Any = current_agent()
-        return self._steps.put(_Arrived(task, agent.calls.answers.ready(task.args)))
+        return self._steps.put(_Arrived(task, agent.calls.requests.ready(task.args)))
 
     def _do(self, arrived: _Arrived) -> Any:
         task = arrived.task

@@ -312,7 +312,7 @@ class Life:
             counts |= {
                 "calls": agent.calls.table.unanswered(),
                 "messages": agent.messages.control.unacknowledged(),
-                "requests": len(agent.calls.answers),
+                "requests": len(agent.calls.requests),
                 "postponed": agent.lifecycle.activity.postponed.value,
                 "tasks": agent.executor.active(),
                 "kept": sum(len(peer.session.sent) for peer in agent.group.peers.all() if peer.lost is None),

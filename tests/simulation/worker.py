@@ -84,7 +84,7 @@ class _Executor(Executor):
         if not self._active and self._idle_callback is not None:
             self._idle_callback()
 
-    def lend(self, source: TaskSource, *, at_once: bool = True) -> None:
+    def lend(self, source: TaskSource | None, *, at_once: bool) -> None:
         pass
 
     def active(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.dispatcher import Dispatcher
-from rpc.agent.request_runner import Request
+from rpc.agent.received_requests import Request
 from rpc.group.peer import Peer
 from rpc.runtime.events import Events
 from rpc.runtime.loop import LoopThread

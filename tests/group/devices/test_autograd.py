@@ -362,4 +362,4 @@ def nest_backwards(worker: Worker) -> str:
 
 
 def test_a_backward_in_another_on_a_device_is_refused(run_workers: RunWorkers, mode: str) -> None:
-    assert f"thread for backward passes of {FIRST}" in run_workers(nest_backwards, 2, args=(mode,))[0]
+    assert f"thread for backwards of {FIRST}" in run_workers(nest_backwards, 2, args=(mode,))[0]

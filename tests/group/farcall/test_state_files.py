@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import resource
+import threading
 from pathlib import Path
 
 import pytest
 
 import rpc
 from farcall.observe.installation import observer
+from farcall.observe.observer import Observer
 from farcall.observe.reader import read_worker
 from farcall.observe.state import WorkerState
+from rpc.errors import WorkerLostError
 from tests.support.workers import RunWorkers, Worker, current_worker
 
 
@@ -59,6 +62,42 @@ def test_call_in_flight_is_in_the_file_with_the_place_of_its_function(run_worker
     to, (function, file, line) = workers.results()[0]
     assert to == "worker1"
     assert (function, file, line) == ("worker_waits", __file__, worker_waits.__code__.co_firstlineno)
+
+
+def wait_for_a_worker_that_dies(worker: Worker) -> tuple[list[str], list[str]]:
+    """Returns the waits in the state from before the other worker's death, and in the newest one."""
+    with worker.group():
+        if worker.rank == 1:
+            worker.wait_for("its end")
+        found = observer()
+        assert found is not None
+        told = threading.Thread(target=report_that_a_barrier_is_in_the_file, args=(worker, found))
+        told.start()
+        with pytest.raises(WorkerLostError):
+            rpc.barrier()
+        told.join()
+        for _ in range(3):
+            assert found.look_now()
+        assert found.path is not None
+        return waits_in(read_worker(found.path, earlier=True).as_of(0.0)), waits_in(read_worker(found.path))
+
+
+def report_that_a_barrier_is_in_the_file(worker: Worker, found: Observer) -> None:
+    while "barrier" not in waits_in(state_of_this_worker()):
+        found.look_now()
+    worker.report("waits")
+
+
+def waits_in(state: WorkerState) -> list[str]:
+    return [str(each["what"]) for thread in state.threads for each in thread.waits]
+
+
+def test_what_a_lost_worker_was_waited_for_stays_in_the_file_for_a_while(run_workers: RunWorkers) -> None:
+    """A launcher reads it once the lost worker's process has ended; meanwhile this worker may go on."""
+    workers = run_workers.start(wait_for_a_worker_that_dies, 2)
+    workers[0].wait_for("waits")
+    workers[1].kill()
+    assert workers[0].result() == (["barrier"], [])
 
 
 def call_while_nothing_can_be_written(worker: Worker) -> list[bool]:

@@ -236,15 +236,12 @@ def wait_until_lost(name: str) -> None:
         rpc.rpc_sync(name, wait_at_gate)
 
 
-def give_without_waiting(to: str) -> None:
-    """Returns when the message is in the receiver's hands, which has not run it yet."""
-    rpc.rpc_async(to, keep_and_report, args=tuple(kept))
-    rpc.rpc_sync(to, int)  # comes after it
+def kept_here() -> list[rpc.RRef[Any]]:
+    return list(kept)
 
 
-def keep_and_report(*rrefs: rpc.RRef[Any]) -> None:
-    keep(*rrefs)
-    current_worker().report("kept", [rref.rpc_sync().say_name() for rref in rrefs])
+def take_from(source: str) -> None:
+    keep(*rpc.rpc_sync(source, kept_here))
 
 
 def test_a_fork_in_flight_outlives_its_forker(run_workers: RunWorkers) -> None:
@@ -252,10 +249,9 @@ def test_a_fork_in_flight_outlives_its_forker(run_workers: RunWorkers) -> None:
     ask(workers[2], make_on, "worker1", "passed on")
     ask(workers[2], rpc.rpc_sync, "worker3", int)
     workers[1].stop()  # it can confirm nothing now
-    ask(workers[2], give_without_waiting, "worker3")
+    ask(workers[3], take_from, "worker2")
     workers[2].kill()
     workers[1].resume()
-    assert workers[3].wait_for("kept") == ["passed on"]
     ask(workers[1], wait_until_lost, "worker2")
     assert ask(workers[3], say_names) == ["passed on"]
     ask(workers[3], drop)

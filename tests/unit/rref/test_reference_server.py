@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.request_runner import Request
+from rpc.agent.received_requests import Request
 from rpc.agent.tape import Tracing
 from rpc.runtime.executor import Task
-from rpc.runtime.mailbox import Counter
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame
 from rref.reference_server import ReferenceServer
 from rref.requests import FETCH, fetch
 from rref.value import Fetch, Value
 from tests.support.members import peer
+from tests.support.noted_activity import NotedActivity
 
 
 class JustMade(Value):
@@ -37,8 +37,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.handlers: dict[int, Callable[[Any, Frame], Task | None]] = {}
-        self.postponed = Counter()
-        self.told: list[int] = []
+        self.activity = NotedActivity()
 
     def on(self, kind: int, handler: Callable[[Any, Frame], Task | None], **_: bool) -> None:
         self.handlers[kind] = handler
@@ -49,9 +48,6 @@ class Agent:
     def accept(self, request: Request, run: Callable[[Request], None]) -> Task:
         return run, request
 
-    def ended(self) -> None:
-        self.told.append(self.postponed.value)
-
 
 @pytest.mark.parametrize("header", [{}, {"type": True}], ids=["the object", "its type"])
 def test_who_waits_to_leave_is_told_of_a_fetch_that_need_not_wait_after_all(header: dict[str, Any]) -> None:
@@ -59,6 +55,17 @@ def test_who_waits_to_leave_is_told_of_a_fetch_that_need_not_wait_after_all(head
     references: Any = SimpleNamespace(find=lambda _: JustMade())
     delayed: Any = SimpleNamespace(send=lambda *_: None)
     unused: Any = None
-    ReferenceServer(references, agent, agent, agent, unused, Serializer(), Tracing().recording_of, delayed)
+    ReferenceServer(
+        references,
+        agent,
+        unused,
+        unused,
+        agent,
+        agent.activity,
+        unused,
+        Serializer(),
+        Tracing().recording_of,
+        delayed,
+    )
     agent.handlers[FETCH](peer(), Frame(FETCH, 1, header, fetch((1, 2)).buffers))
-    assert agent.told == [0]
+    assert agent.activity.told == [0]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import rpc
+from rpc.runtime.current import current_agent
 from tests.support.serving import WAIT_SECONDS, in_all, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import Worker
 
@@ -107,14 +108,20 @@ def test_each_callers_order_is_kept(worker: Worker) -> None:
     _shared.clear()
 
 
+def open_gates_when_told() -> None:
+    current_agent().messages.control.on("open gate", lambda peer, name: open_gate(name))
+
+
 @in_worker0()
 def test_a_call_that_waits_for_its_turn_can_be_cancelled() -> None:
+    rpc.rpc_sync("worker1", open_gates_when_told)
     rref = rpc.remote("worker1", Actor, concurrency=1)
     waiting = rref.rpc_async().wait()
     futures = [rref.rpc_async().note(number) for number in range(4)]
     assert futures[1].cancel()
     assert futures[2].cancel()
-    rpc.rpc_sync("worker1", open_gate, args=("in a method",))
+    agent = current_agent()  # control messages arrive in order: after what cancels the calls
+    agent.messages.control.post(agent.group.peers.find("worker1"), "open gate", "in a method")
     waiting.wait()
     assert futures[3].wait() == 2
     assert rref.rpc_sync().all() == [0, 3]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import rpc
+from farcall.observe.installation import observer
 from rpc.bulk.shared_memory.packing import Message, pack
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
@@ -21,7 +22,7 @@ from rref.requests import CREATE, name_creation
 from tests.support import backend
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.orders import add_follower, ask, dismiss, start_followers
-from tests.support.serving import open_gate, wait_at_gate
+from tests.support.serving import WAIT_SECONDS, open_gate, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import TIME_LIMIT, RunWorkers, WorkerProcess, Workers
 from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
@@ -386,7 +387,10 @@ def come_and_go(at: Target, begin: int, end: int) -> None:
 
 
 def blocks() -> int:
-    """How many blocks of memory Python's objects take."""
+    """How many blocks of memory Python's objects take, without records that the observer has yet to write."""
+    found = observer()
+    assert found is not None
+    assert found.look_now(WAIT_SECONDS)
     gc.collect()
     return sys.getallocatedblocks()
 

@@ -60,7 +60,7 @@ class Kept(logging.Handler):
 def test_what_a_callee_raises_is_in_its_log() -> None:
     records: list[logging.LogRecord] = []
     handler = Kept(records)
-    log = logging.getLogger("rpc.agent.request_runner")
+    log = logging.getLogger("rpc.agent.answer_sender")
     log.addHandler(handler)
     for level in (logging.INFO, logging.DEBUG):
         log.setLevel(level)
@@ -78,7 +78,7 @@ def test_what_a_callee_raises_is_in_its_log() -> None:
 def test_log_of_a_failed_call_names_no_function_of_ours() -> None:
     records: list[logging.LogRecord] = []
     handler = Kept(records)
-    log = logging.getLogger("rpc.agent.request_runner")
+    log = logging.getLogger("rpc.agent.answer_sender")
     log.addHandler(handler)
     failing_objects()
     named = {re.sub(r".*?: (.*), called by .*", r"\1", record.getMessage()) for record in records}

@@ -27,7 +27,7 @@ def an_agent() -> Any:
     return SimpleNamespace(
         events=Events(),
         lifecycle=SimpleNamespace(hooks=Hooks()),
-        calls=SimpleNamespace(table=[], answers=[]),
+        calls=SimpleNamespace(table=[], requests=[]),
         messages=SimpleNamespace(shared_memory=memory),
         group=SimpleNamespace(peers=SimpleNamespace(all=lambda: [peer])),
         extensions={},

@@ -20,7 +20,7 @@ from farcall.observe.layout import (
     unpack_beat,
     unpack_header,
     unpack_records,
-    unpack_snapshot,
+    unpack_snapshots,
 )
 from farcall.observe.state_file import StateFile
 
@@ -42,7 +42,7 @@ def test_what_was_written_is_read(path: Path) -> None:
     data = path.read_bytes()
     unpack_header(data)
     assert unpack_beat(data) == BEAT
-    assert unpack_snapshot(data) == {"number": 2, "names": ["a", "\\udcff"]}
+    assert unpack_snapshots(data)[0] == {"number": 2, "names": ["a", "\\udcff"]}
     assert [(each.number, each.fields["kind"]) for each in unpack_records(data)] == [(1, "a"), (2, "b")]
 
 
@@ -60,9 +60,9 @@ def test_torn_snapshot_gives_way_to_the_one_before(path: Path) -> None:
     file.close()
     data = bytearray(path.read_bytes())
     data[snapshot_offset(2) + 20] ^= 1
-    assert unpack_snapshot(bytes(data)) == {"number": 1}
+    assert unpack_snapshots(bytes(data)) == [{"number": 1}]
     data[snapshot_offset(1) + 20] ^= 1
-    assert unpack_snapshot(bytes(data)) is None
+    assert unpack_snapshots(bytes(data)) == []
 
 
 def test_torn_record_is_skipped(path: Path) -> None:
@@ -96,7 +96,7 @@ def test_snapshot_that_does_not_fit_is_refused(path: Path) -> None:
     file.snapshot({"number": 1})
     assert not file.snapshot({"text": "x" * FILE_BYTES})
     file.close()
-    assert unpack_snapshot(path.read_bytes()) == {"number": 1}
+    assert unpack_snapshots(path.read_bytes())[0] == {"number": 1}
 
 
 def test_another_version_is_named(path: Path) -> None:
@@ -113,7 +113,7 @@ def test_damage_is_never_believed(damage: bytes, offset: int) -> None:
     data[offset : offset + len(damage)] = damage
     content = bytes(data)
     assert unpack_beat(content) is None or not any(damage)
-    assert unpack_snapshot(content) is None
+    assert unpack_snapshots(content) == []
     assert unpack_records(content) == []
     if damage[:8] != b"FARCALLS":
         with pytest.raises(LayoutError):

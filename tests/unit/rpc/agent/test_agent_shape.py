@@ -40,7 +40,18 @@ ABOVE_WITH_AGENT = {
 
 PORTS = ("rpc/agent/ports.py", "rref/ports.py", "dist_autograd/ports.py")
 
-PARTS = {"Agent", "Caller", "CallTable", "Connections", "Control", "Dispatcher", "PeerTable", "RequestRunner"}
+PARTS = {
+    "Agent",
+    "AnswerSender",
+    "Caller",
+    "CallTable",
+    "Connections",
+    "Control",
+    "Dispatcher",
+    "PeerTable",
+    "ReceivedRequests",
+    "RequestRunner",
+}
 """Parts of an agent that no port may hand on."""
 
 

@@ -1,0 +1,207 @@
+"""Answers requests of other workers, with a value or with an exception.
+
+If a value cannot be sent, the answer is the error that says why. An exception that is too large is replaced
+by its description.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+import torch
+
+from rpc.agent.calls import name_of
+from rpc.agent.received_requests import ReceivedRequests, Request
+from rpc.agent.tape import Observation, Recording, Tracing, note
+from rpc.errors import GivenUpError, MessageLostError, NotInitializedError, WorkerLostError
+from rpc.group.peer import Peer, PeerTable
+from rpc.runtime.current import is_initialized
+from rpc.runtime.events import Events
+from rpc.runtime.stacks import OURS
+from rpc.runtime.tasks import Task
+from rpc.serialization.failures import text_of
+from rpc.serialization.payload import EXCEPTION, Payload
+from rpc.serialization.serializer import Serializer
+from rpc.wire.frames import Kind
+
+__all__ = ["Answer", "AnswerSender"]
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[Any, BaseException | None], None]
+"""Called once, with the value or the exception."""
+
+
+class AnswerSender:
+    """Answers requests, from any thread.
+
+    Args:
+        requests: the requests that are not answered yet.
+        peers: the workers; has this worker's name, for messages.
+        send: sends an answer.
+        run_soon: has tasks run on executor threads.
+    """
+
+    def __init__(
+        self,
+        requests: ReceivedRequests,
+        peers: PeerTable,
+        serializer: Serializer,
+        tracing: Tracing,
+        events: Events,
+        send: Callable[[Peer, int, int, Payload], object],
+        run_soon: Callable[[Sequence[Task]], object],
+    ) -> None:
+        self._requests = requests
+        self._peers = peers
+        self._serializer = serializer
+        self._tracing = tracing
+        self._events = events
+        self._send = send
+        self._run_soon = run_soon
+
+    def replier(self, request: Request, function: object = None) -> Answer:
+        """Return a function that answers a request for ``function``, once."""
+        what = None if function is None else name_of(function)
+        peer, call_id, codec = request.peer, request.frame.call_id, request.frame.codec
+
+        def answer(value: Any, error: BaseException | None) -> None:
+            if error is None and request.cancelled:
+                error = asyncio.CancelledError()
+            if error is not None:
+                self.fail(peer, call_id, error, what)
+            else:
+                result = None if what is None else f"the result of {what}"
+                self.reply(peer, call_id, value, result, request.recording, codec, by=what)
+
+        return answer
+
+    def reply(
+        self,
+        peer: Peer,
+        call_id: int,
+        value: Any,
+        of: object = None,
+        recording: Recording | Observation | None = None,
+        codec: int | None = None,
+        *,
+        by: object = None,
+    ) -> None:
+        """Answer a request with the value of ``of``, a function or a text. If it cannot be sent, answer with
+        that error, as raised ``by`` the function, by default ``of``.
+        """
+        try:
+            payload = self.dump_reply(peer, value, of, recording, codec)
+        except BaseException as error:
+            self.fail(peer, call_id, error, of if by is None else by)
+        else:
+            self.answer(peer, Kind.REPLY, call_id, payload)
+
+    def dump_reply(
+        self,
+        peer: Peer,
+        value: Any,
+        of: object,
+        recording: Recording | Observation | None,
+        codec: int | None = None,
+    ) -> Payload:
+        """Serialize the value for the answer to a request; arguments are as for ``reply``."""
+        serializer = peer.codec if codec is None else self._serializer.codecs[codec]
+        if recording is None:
+            return serializer.dumps(value, peer, what=of)
+        if isinstance(recording, Observation):
+            payload = self.dump_reply(peer, value, of, recording.inner, codec)
+            recording.tell(payload.header)
+            return payload
+        tape = self._tracing.tape
+        if tape is None:
+            return serializer.dumps(value, peer, what=of)
+        tensors: list[torch.Tensor] = []
+        payload = serializer.dumps(value, peer, what=of, tracked=tensors)
+        if tensors:
+            note(tape, recording, tensors, payload.header, peer, self._serializer)
+        return payload
+
+    def fail(self, peer: Peer, call_id: int, error: BaseException, of: object = None) -> None:
+        """Answer a request with an exception; ``of`` is as for ``reply``."""
+        request = self._requests.find(peer, call_id)
+        wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
+        # A function that continues after this worker has ended, for example by KeyboardInterrupt, cannot call
+        # others.
+        wanted |= isinstance(error, NotInitializedError) and not is_initialized()
+        # The loss of its caller has been logged already, and nobody can be answered.
+        consequence = isinstance(error, GivenUpError) or (
+            isinstance(error, WorkerLostError) and error.worker == peer.name
+        )
+        logger.log(
+            logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
+            "worker '%s': %s, called by worker '%s', raised %s%s: %s",
+            self._peers.own.name,
+            _raised_in(error) if of is None else name_of(of),
+            peer.name,
+            type(error).__name__,
+            "" if request is None else f" after {monotonic() - request.began:.4f} s",
+            text_of(error),
+            exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
+        )
+        serializer, codec = self._serializer, peer.codec.id
+        payload = serializer.dump_exception(error, self._peers.own.name, peer, codec=codec)
+        if not (wanted or consequence):
+            _print_traceback(self._peers.own.name, payload.header[EXCEPTION][2])
+        self.answer(peer, Kind.FAILURE, call_id, payload)
+
+    def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
+        """Answer a request with an existing message."""
+        self._requests.answered(peer, call_id)
+        try:
+            self._send(peer, kind, call_id, payload)
+            tell = self._events.request_ended
+            if tell is not None:
+                tell(peer.name, call_id, kind == Kind.FAILURE)
+        except WorkerLostError as error:
+            # No worker is left to be answered, which is not a failure of this one.
+            logger.debug("dropped an answer: %s", error)
+        except Exception as error:
+            if kind == Kind.FAILURE:
+                logger.exception("could not even send a failure to worker '%s'", peer.name)
+                raise
+            self.fail(peer, call_id, error)
+
+    def answer_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
+        """Handle that an answer that was to be sent later could not be sent: see ``Sender.on_unsent``."""
+        if peer.lost is None:
+            self.fail(peer, call_id, error)
+
+    def answer_lost(self, peer: Peer, call_id: int, what: str) -> None:
+        """Handle that a large answer has not arrived: see ``Dispatcher.on_lost``. The error is sent in its
+        place, by another thread: it may have to wait for room, which this thread must make.
+        """
+        error = MessageLostError(f"the call ran, and its answer was lost: {what}", peer.name)
+        self._run_soon([(lambda _: self.fail(peer, call_id, error), None)])
+
+
+def _print_traceback(worker: str, traceback: str) -> None:
+    """Write a callee's traceback to standard error, as PyTorch does, wherever the program's log goes. Nothing
+    is written if the log is disabled, or contains the traceback itself.
+    """
+    if logger.isEnabledFor(logging.WARNING) and not logger.isEnabledFor(logging.DEBUG):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+            sys.stderr.write(f"On worker '{worker}':\n{traceback}\n")
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return the user's function that raised an error first; "a call" if none was reached."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_filename.startswith(OURS):
+            trace = trace.tb_next
+            continue
+        return code.co_qualname
+    return "a call"
