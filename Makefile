@@ -8,6 +8,8 @@
 #   make test-newest  unit tests, group tests and the guide on the newest Python and PyTorch that the index has,
 #                     in an environment of its own, .venv-newest; downloads them
 #   make test-grpc    the tests of groups of workers, over the backend GRPC
+#   make test-devices the group tests of calls, references, autograd, optimizers, collectives and tensor parallelism,
+#                     with their tensors on the simulated accelerator, in each of its modes
 #   make test-engines on real Slurm, MPI, torchx, Ray and sshd, which it installs; as root, under 10 minutes
 #   make conformance  PyTorch's own test suites of RPC and of process groups, against farcall;
 #                     BACKEND=grpc: over the backend GRPC
@@ -42,7 +44,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-engines test-grpc test-gpu lint conformance proto docs pictures trace-processor bench clean distclean setup
+.PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures trace-processor bench clean distclean setup
 
 demo: $(READY)
 	@$(BIN)/python examples/parameter_server.py
@@ -65,6 +67,7 @@ test-nightly: $(READY)
 	-$(MAKE) --no-print-directory trace-processor
 	FARCALL_TEST_EFFORT=20 $(BIN)/python -m pytest --timeout 900 $(PYTEST_ARGS)
 	$(MAKE) test-grpc
+	$(MAKE) test-devices
 	$(BIN)/python -m tests.fuzz.autograd.programs --count 3000
 	$(BIN)/python -m tests.fuzz.autograd.programs --count 300 --faults errors
 	$(BIN)/python -m tests.fuzz.autograd.programs --count 300 --faults deaths
@@ -76,6 +79,13 @@ test-engines: $(READY)
 test-grpc: $(READY)
 	FARCALL_TEST_BACKEND=grpc $(BIN)/python -m pytest tests/group --timeout 180 \
 		--ignore tests/group/farcall --ignore tests/group/spmd $(PYTEST_ARGS)
+
+test-devices: $(READY)
+	for mode in lazy random eager; do \
+		FARCALL_TEST_ON_DEVICES=$$mode $(BIN)/python -m pytest -m "not nightly" --timeout 180 \
+			$(addprefix tests/group/,rpc/agent rref dist_autograd dist_optim spmd/collectives spmd/tensor_parallel) \
+			$(PYTEST_ARGS) || exit; \
+	done
 
 test-newest: $(READY)
 	$(BIN)/python -m tests.newest

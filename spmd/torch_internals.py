@@ -50,6 +50,7 @@ __all__ = [
     "current_mesh",
     "default_store",
     "disabled_torch_function",
+    "dispatch_modes",
     "dtensor_operators",
     "flash_attention_for_cpu",
     "foreach_norm",
@@ -102,6 +103,14 @@ else:
     DropoutNd = _find("torch.nn.modules.dropout:_DropoutNd", NO_TENSOR_PARALLELISM)
     TorchDispatchMode = _find("torch.utils._python_dispatch:TorchDispatchMode", NO_TENSOR_PARALLELISM)
 
+dispatch_modes: Final[Callable[[], list[Any]]] = _find(
+    "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
+    "spmd.explain does not show collectives",
+    instead=list,
+)
+"""Returns the modes that operators of this thread are dispatched through, the same on all threads of
+a backward pass.
+"""
 dtensor_operators: Final[Any] = _find("torch.distributed.tensor:DTensor._op_dispatcher", _NO_DTENSOR)
 """The rules by which DTensor runs operators."""
 INTERNALS.expect("torch.distributed.tensor:DTensor._local_tensor", without=NO_TENSOR_PARALLELISM)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spmd.tensor_parallel.site import Site
-from spmd.torch_internals import TorchDispatchMode
+from spmd.torch_internals import TorchDispatchMode, dispatch_modes
 
 __all__ = ["Transfer", "note", "recorded"]
 
@@ -33,39 +32,36 @@ class Transfer:
     nbytes: int
 
 
-_record: Final[ContextVar[list[Transfer] | None]] = ContextVar("record", default=None)
-
-
 def note(site: Site, kind: str, tensor: Tensor) -> None:
     """A collective begins."""
-    record = _record.get()
-    if record is not None:
-        record.append(Transfer(site.name, kind, tensor.nbytes))
+    for mode in dispatch_modes():
+        if isinstance(mode, _Recording):
+            mode.transfers.append(Transfer(site.name, kind, tensor.nbytes))
 
 
 @contextmanager
 def recorded() -> Iterator[list[Transfer]]:
-    """The list of what parallelized modules and ``DTensor`` s communicate inside, on this thread."""
-    record: list[Transfer] = []
-    token = _record.set(record)
-    try:
-        with _OfDTensors(record):
-            yield record
-    finally:
-        _record.reset(token)
+    """The list of what parallelized modules and ``DTensor`` s communicate inside, on this thread and in its
+    backward passes.
+    """
+    recording = _Recording()
+    with recording:
+        yield recording.transfers
 
 
-class _OfDTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes PyTorch's functional collectives, which is what ``DTensor`` s use."""
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes PyTorch's functional collectives, which is what ``DTensor`` s use. A mode is in force on all
+    threads of a backward pass, which a context variable is not.
+    """
 
-    def __init__(self, record: list[Transfer]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._list = record
+        self.transfers: list[Transfer] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             sizes = [each.nbytes for each in (args[0], result) if isinstance(each, torch.Tensor)]
-            self._list.append(Transfer(None, name, max(sizes, default=0)))
+            self.transfers.append(Transfer(None, name, max(sizes, default=0)))
         return result

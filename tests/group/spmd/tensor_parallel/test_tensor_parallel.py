@@ -33,6 +33,7 @@ from spmd.tensor_parallel import (
 )
 from spmd.tensor_parallel.traffic import recorded
 from tests.group.spmd.meshes import assert_same_gradients, backward, gradient_of, in_mesh, part, whole
+from tests.support.default_device import DEVICE, not_on_devices
 from tests.support.workers import RunWorkers
 
 
@@ -255,7 +256,7 @@ class PythonRMSNorm(nn.Module):
 def test_sequence_parallel_norms(run_workers: RunWorkers, module: nn.Module) -> None:
     def task(mesh: DeviceMesh) -> None:
         for dim, local in itertools.product((0, 1, -2), (True, False)):
-            alone, parallel = copy.deepcopy(module), copy.deepcopy(module)
+            alone, parallel = (copy.deepcopy(module).to(DEVICE) for _ in range(2))
             parallelize_module(parallel, mesh, SequenceParallel(sequence_dim=dim, use_local_output=local))
             x = torch.randn(4, 4, 6)
             mine = part(x, dim, mesh).clone().requires_grad_()
@@ -482,6 +483,7 @@ def test_a_copy_is_parallel_too_and_has_its_own_parameters(run_workers: RunWorke
     run_workers(in_mesh(task), 2)
 
 
+@not_on_devices("the simulated device has no autocast")
 def test_autocast(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         alone = mlp()

@@ -28,6 +28,7 @@ from spmd.tensor_parallel import (
 from spmd.tensor_parallel.traffic import recorded
 from tests.group.spmd.llama import Llama, Shape
 from tests.group.spmd.meshes import assert_same_gradients, backward, gradient_of, in_mesh, whole
+from tests.support.default_device import DEVICE
 from tests.support.workers import RunWorkers
 
 Plan = dict[str, ParallelStyle]
@@ -101,7 +102,8 @@ def train(
     reduce: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """Losses, step by step. Gradients are clipped where no parameter is plain, as PyTorch needs it."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    # On devices, PyTorch takes all parameters at once, and not both plain and distributed ones.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
     torch.manual_seed(3)
     losses = []
     for batch in batches(4):
@@ -253,7 +255,7 @@ def test_initialization_on_the_meta_device_is_that_of_one_process(
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp"])
-        model.to_empty(device="cpu")
+        model.to_empty(device=DEVICE)
         torch.manual_seed(1)
         Llama(Shape())  # draws as model_of does before it initializes
         model.init_weights()

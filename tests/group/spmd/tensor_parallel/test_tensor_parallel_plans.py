@@ -25,6 +25,7 @@ from spmd.tensor_parallel import (
     parallelize_module,
 )
 from tests.group.spmd.meshes import in_mesh
+from tests.support.default_device import TYPE, not_on_devices
 from tests.support.workers import RunWorkers
 
 
@@ -206,7 +207,7 @@ def test_a_mesh_of_two_dimensions_is_refused_everywhere(run_workers: RunWorkers)
 
 def test_a_rank_outside_of_the_mesh_is_told_so(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
-        half = DeviceMesh("cpu", [0, 1])
+        half = DeviceMesh(TYPE, [0, 1])
         if dist.get_rank() == 2:
             with pytest.raises(
                 ValueError, match=r"rank 2, module Linear: expected a rank of the mesh, \[0, 1\]"
@@ -221,8 +222,8 @@ def test_a_rank_outside_of_the_mesh_is_told_so(run_workers: RunWorkers) -> None:
 def test_a_mesh_that_is_larger_than_the_group(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         with pytest.raises(RuntimeError, match=r"bigger than default world size 2, but found 3"):
-            init_device_mesh("cpu", (3,))
-        larger = DeviceMesh("cpu", torch.arange(3), _init_backend=False)
+            init_device_mesh(TYPE, (3,))
+        larger = DeviceMesh(TYPE, torch.arange(3, device="cpu"), _init_backend=False)
         with pytest.raises(ValueError, match=r"within the group's 2 ranks, got one of the ranks \[0, 1, 2\]"):
             parallelize_module(nn.Linear(4, 4), larger, ColwiseParallel())
 
@@ -253,6 +254,7 @@ class Elsewhere(nn.Linear):
         return [("weight", OnCuda())]
 
 
+@not_on_devices("it is about those that are not on the CPU")
 def test_modules_and_inputs_on_another_device(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
         with pytest.raises(
@@ -290,7 +292,7 @@ def test_wrong_inputs(run_workers: RunWorkers) -> None:
             ValueError, match=r"rank ., module 'layers.1.w1'.*whose last dimension is 4 .* got 2"
         ):
             first(torch.ones(3, 2))
-        other = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+        other = DeviceMesh(TYPE, [[0, 1]], mesh_dim_names=("dp", "tp"))
         with pytest.raises(ValueError, match=where + "expected input on the mesh"):
             layer(distribute_tensor(torch.ones(3, 8), other, [Replicate(), Replicate()]))
 
