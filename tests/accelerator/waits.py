@@ -158,6 +158,13 @@ WAITS: Final = (
         "self._staged.join()",
         tests="test_operations_wait",
     ),
+    Deletion(
+        "operations come after a state was loaded",
+        "spmd/tensor_parallel/shard.py",
+        "self._wait_for_device()",
+        tests="test_a_model_of_several_workers",
+        which=4,
+    ),
 )
 
 

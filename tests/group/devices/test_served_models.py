@@ -1,0 +1,107 @@
+"""Models of several workers, whose parts are on devices: calls, gradients, steps and states in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from dist_autograd import backward, context, get_gradients
+from dist_optim import DistributedOptimizer
+from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, ShardedModule, parallelize_module
+from tests.support.device_groups import one_to_one
+from tests.support.devices import FIRST, SECOND, device_kind, mode, on_devices, seen, sleep
+from tests.support.workers import RunWorkers, Worker
+
+__all__ = ["device_kind", "mode"]
+
+WIDTH = 6
+
+
+class LateSGD(optim.SGD):
+    """Its steps come late."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for device in (FIRST, SECOND):
+            sleep(device)
+        super().step(closure)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
+
+
+PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def ones_late(module: nn.Module) -> None:
+    for device in (FIRST, SECOND):
+        sleep(device)
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+
+
+def inputs() -> Tensor:
+    """Values that come late on the current stream."""
+    given = torch.zeros(4, WIDTH, device=FIRST)
+    sleep(FIRST)
+    return given.copy_(torch.arange(4.0 * WIDTH).view(4, WIDTH) / 10)
+
+
+def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: seen(tensor) for name, tensor in tensors.items()}
+
+
+def made() -> ShardedModule:
+    workers = [f"worker1/{FIRST}", f"worker2/{SECOND}"]
+    model = parallelize_module(mlp, workers=workers, parallelize_plan=PLAN, initialize=ones_late)
+    assert isinstance(model, ShardedModule)
+    return model
+
+
+@on_devices
+def compare_with_one_process(worker: Worker) -> None:
+    crossed = {FIRST: SECOND, SECOND: FIRST}  # to and from worker2
+    maps = one_to_one(worker)["device_maps"]
+    maps = {to: crossed if "worker2" in (to, worker.name) else same for to, same in maps.items()}
+    with worker.group(device_maps=maps):
+        if worker.rank:
+            return
+        model, alone = made(), mlp()
+        for parameter in alone.parameters():
+            nn.init.ones_(parameter)
+        x = torch.arange(4.0 * WIDTH).view(4, WIDTH) / 10
+        with torch.Stream(device=FIRST):
+            torch.testing.assert_close(seen(model(inputs())), alone(x))  # after it was filled
+        torch.manual_seed(0)
+        alone = mlp()
+        model.load_state_dict({name: value.to(FIRST) for name, value in alone.state_dict().items()})
+        with torch.Stream(device=FIRST):
+            torch.testing.assert_close(seen(model(inputs())), alone(x))  # after it was loaded
+
+        optimizer = DistributedOptimizer(LateSGD, model.remote_parameters(), lr=0.5)
+        theirs = optim.SGD(alone.parameters(), lr=0.5)
+        x.requires_grad_()
+        with torch.Stream(device=FIRST), context() as number:
+            mine = inputs().requires_grad_()
+            backward(number, [model(mine).square().sum()])
+            gradient = seen(get_gradients(number)[mine])
+            model.step(optimizer, number)
+            state = on_host(model.state_dict())
+        torch.autograd.backward(alone(x).square().sum())
+        theirs.step()
+        torch.testing.assert_close(gradient, x.grad)
+        torch.testing.assert_close(state, dict(alone.state_dict()))
+
+        before = {name: value.to(FIRST) for name, value in mlp().state_dict().items()}
+        with context() as number:
+            backward(number, [model(inputs()).square().sum()])
+            model.step(optimizer, number)
+        model.load_state_dict(before)  # after the step
+        torch.testing.assert_close(on_host(model.state_dict()), on_host(before))
+        model.close()
+
+
+def test_a_model_of_several_workers_is_that_of_one_process(run_workers: RunWorkers, mode: str) -> None:
+    run_workers(compare_with_one_process, 3, args=(mode,), time_limit=40)
