@@ -15,6 +15,7 @@ import torch
 from farcall import rpc
 from rpc.devices.ipc import SMALLEST_BYTES
 from rpc.errors import MessageLostError
+from rpc.runtime.current import current_agent
 from tests.support.certificates import Authority
 from tests.support.cutting import cutting, until_cut
 from tests.support.device_groups import one_to_one
@@ -85,12 +86,25 @@ def _begin(names: tuple[str, ...] = ("worker1",)) -> list[Any]:
     ]
 
 
+def is_read_in_place(by: str) -> bool:
+    """Whether another worker reads large tensors in this one's memory."""
+    agent: Any = current_agent()
+    return bool(agent.calls.requests.devices.reads(by, torch.ones(LARGE, device=FIRST)))
+
+
+def until_agreed(here: str, there: str) -> None:
+    """Send tensors until both workers have agreed that they read them in place, if they can at all."""
+    end = time.monotonic() + 20
+    while not (is_read_in_place(there) and rpc.rpc_sync(there, is_read_in_place, args=(here,))):
+        rpc.rpc_sync(there, double, args=(torch.ones(LARGE, device=FIRST),))
+        assert time.monotonic() < end, "the workers do not read each other's memory"
+
+
 @on_devices
 def lose(worker: Worker) -> tuple[list[str], Used]:
     worker.join(**one_to_one(worker), rpc_timeout=40.0)
-    for _ in range(3):  # until the workers have agreed how tensors travel
-        if worker.rank == 0:
-            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+    if worker.rank == 0:
+        until_agreed("worker0", "worker1")
     gc.collect()
     before = used()  # with it the answers are here: a simulated device stops with its process
     worker.report("joined")
@@ -134,7 +148,7 @@ def test_transfers_to_a_worker_that_is_lost_end_and_memory_comes_back(
 
 
 def answer_before_it_is_made() -> torch.Tensor:
-    for _ in range(100):
+    for _ in range(1000):
         sleep(FIRST)
     return torch.ones(LARGE, device=FIRST)
 
@@ -142,9 +156,8 @@ def answer_before_it_is_made() -> torch.Tensor:
 @on_devices
 def read_what_is_never_made(worker: Worker) -> bool:
     worker.join(**one_to_one(worker))
-    for _ in range(3):  # until the workers have agreed how tensors travel
-        if worker.rank == 0:
-            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+    if worker.rank == 0:
+        until_agreed("worker0", "worker1")
     worker.report("joined")
     if worker.rank:
         worker.wait_for("never")
@@ -187,8 +200,7 @@ def double_later(tensor: torch.Tensor) -> torch.Tensor:
 def answer_the_dying(worker: Worker) -> Used:
     worker.join(**one_to_one(worker), rpc_timeout=40.0)
     other = f"worker{1 - worker.rank}"
-    for _ in range(3):  # until the workers have agreed how tensors travel
-        rpc.rpc_sync(other, double, args=(torch.ones(LARGE, device=FIRST),))
+    until_agreed(worker.name, other)
     worker.report("agreed")
     worker.wait_for("all have agreed")
     left(Used(sys.maxsize, sys.maxsize, 0))  # the other one has what it was sent
