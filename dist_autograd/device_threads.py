@@ -31,6 +31,9 @@ __all__ = [
     "wait_for_other_devices",
 ]
 
+_WITHOUT_THREAD: Final = ("cpu", "meta", "lazy")
+"""Types of devices whose nodes run on the thread that called the engine."""
+
 _FIRST: Final = 1 << 62
 """A sequence number above that of any node made by autograd."""
 
@@ -142,7 +145,8 @@ def device_of_this_thread() -> torch.device | None:
 
 def devices_of(nodes: Iterable[Any]) -> set[torch.device]:
     """Return the devices on whose threads some of these nodes run."""
-    return {each.device for node in nodes for each in inputs_of(node) if each.device.type != "cpu"}
+    found = {each.device for node in nodes for each in inputs_of(node)}
+    return {each for each in found if each.type not in _WITHOUT_THREAD}
 
 
 def let_others_run(anchor: Tensor, device: torch.device) -> None:

@@ -202,12 +202,12 @@ class ReferenceServer:
 
     def _load(self, request: Request, on: Value | None) -> Call:
         """Return what a request calls: a function, or a method of the object that it uses."""
+        content = None if on is None else on.get()  # first: a call of an object that failed is not read
         function, args, kwargs = self._runner.load(request)
         if on is not None:
             name = request.frame.header.get("method")
             if function is not method_of_object or not isinstance(name, str):
                 raise ProtocolError(f"asked to call {function!r}, as {name!r}, of an object")
-            content = on.get()
             if self._serializer.allow is not None:
                 self._serializer.allow.check_method(content, name)
             function = getattr(content, name)

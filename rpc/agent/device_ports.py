@@ -16,6 +16,9 @@ class RequestStreams(Protocol):
     def share(self) -> None:
         """Have later uses of the same objects wait for the work so far."""
 
+    def of_coroutine(self) -> RequestStreams:
+        """Return the same streams for the request's coroutine, which another thread may begin at once."""
+
     def follow(self, coroutine: Coroutine[Any, Any, Any], /) -> Coroutine[Any, Any, Any]:
         """Return a coroutine whose every step is on these streams."""
 

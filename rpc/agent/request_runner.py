@@ -185,8 +185,9 @@ class RequestRunner:
                 value.close()
                 raise
             if request.streams is not None:
-                value = request.streams.follow(value)
-                answer = request.streams.around(answer)
+                streams = request.streams.of_coroutine()
+                value = streams.follow(value)
+                answer = streams.around(answer)
             coroutine = self._finish(value, request, answer)
             postponed.begin()
             try:

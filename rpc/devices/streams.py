@@ -56,7 +56,8 @@ class Streams:
 
     Attributes:
         arrived: the tensors that were read from a message on these streams.
-        used: the objects of this worker that are used on these streams, since they were last entered.
+        used: the objects of this worker that are used on these streams: of a coroutine since it began,
+            otherwise since they were last entered.
     """
 
     def __init__(self, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
@@ -66,6 +67,7 @@ class Streams:
         self._updates = updates
         self._streams = [torch.Stream(device) for device in self._devices]
         self._device: int | None = None
+        self._keeps_used = False
         self._outer: tuple[int, list[torch.Stream], Streams | None] | None = None
 
     def __enter__(self) -> Self:
@@ -75,12 +77,15 @@ class Streams:
         _thread_state.streams = self
         if self._updates is not None:
             self._updates.wait()
+        for shared in self.used:
+            shared.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._outer is not None
         self.share()
-        self.used.clear()
+        if not self._keeps_used:
+            self.used.clear()
         device, streams, _thread_state.streams = self._outer
         self._device = _current_device()
         self._streams = [_current_stream(each) for each in self._devices]
@@ -101,6 +106,18 @@ class Streams:
     def ready_with(self, value: Any) -> Ready | None:
         """As ``ready``, for the tensors in a value."""
         return Ready.with_tensors_in(value, self._devices, self._updates)
+
+    def of_coroutine(self) -> Streams:
+        """Return the same streams for the coroutine of a request, with the objects that it uses. It may begin
+        on another thread before this one leaves the context. Inside the context.
+        """
+        other = Streams((), self._updates)
+        other._devices = self._devices
+        other._streams = [_current_stream(device) for device in self._devices]
+        other._device = _current_device()
+        other.arrived, other.used = self.arrived, list(self.used)
+        other._keeps_used = True
+        return other
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs inside the context."""

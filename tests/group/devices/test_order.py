@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import threading
 import time
+from collections.abc import Coroutine
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -11,7 +15,18 @@ from torch import Tensor
 from farcall import rpc
 from rpc.devices.ipc import SMALLEST_BYTES
 from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, SIZE, device_kind, is_all, late, mode, on_devices, sleep, used_bytes
+from tests.support.devices import (
+    FIRST,
+    SECOND,
+    SIZE,
+    device_kind,
+    is_all,
+    late,
+    mode,
+    on_devices,
+    sleep,
+    used_bytes,
+)
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
@@ -33,6 +48,13 @@ class Counter:
     def add(self, value: float) -> None:
         sleep(FIRST)
         self.tensor.add_(value)
+
+    async def add_at_once(self, value: float) -> None:
+        self.add(value)
+
+    async def add_later(self, value: float) -> None:
+        await asyncio.sleep(0)
+        self.add(value)
 
     def get(self) -> Tensor:
         return self.tensor * 1
@@ -67,6 +89,16 @@ def count_on_one_object(worker: Worker) -> list[bool]:
         mine.rpc_sync().add(5.0)
         found.append(is_all(mine.local_value().get(), 5.0))
         return found
+
+
+def test_what_coroutines_do_to_an_object_is_in_order(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(count_in_coroutines, 2, args=(mode,), time_limit=60)[0] == [True] * 6
+
+
+def test_a_coroutine_may_begin_before_its_request_s_thread_is_done(
+    run_workers: RunWorkers, mode: str
+) -> None:
+    assert run_workers(is_on_its_device, 2, args=(mode,), time_limit=60)[0]
 
 
 def test_requests_on_one_object_follow_each_other(run_workers: RunWorkers, mode: str) -> None:
@@ -105,6 +137,51 @@ class Keeper:
 
 def double(tensor: Tensor) -> Tensor:
     return tensor * 2
+
+
+@on_devices
+def count_in_coroutines(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        counter = rpc.remote("worker1", Counter)
+        found = []
+        for total in (1.0, 3.0, 5.0):
+            counter.rpc_sync().add_at_once(1.0)
+            found.append(is_all(counter.rpc_sync().get(), total))
+            counter.rpc_sync().add_later(1.0)
+            found.append(is_all(counter.rpc_sync().get(), total + 1))
+        return found
+
+
+_has_begun: Final = threading.Event()
+
+
+class Held:
+    """Keeps the thread that drops it until a coroutine has begun."""
+
+    def __del__(self) -> None:
+        _has_begun.wait(30)
+
+
+def begin_early(tensor: Tensor, held: Held) -> Coroutine[Any, Any, int]:
+    return _current_device()
+
+
+async def _current_device() -> int:
+    device = torch.accelerator.current_device_index()
+    _has_begun.set()
+    return device
+
+
+@on_devices
+def is_on_its_device(worker: Worker) -> bool:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return True
+        _has_begun.set()  # nothing is kept here
+        tensor = torch.ones(3, device=SECOND)
+        return rpc.rpc_sync("worker1", begin_early, args=(tensor, Held())) == tensor.device.index
 
 
 @on_devices

@@ -129,6 +129,24 @@ def test_whoever_asks_for_what_could_not_be_made_gets_the_error() -> None:
     assert [*seen, ask_for_it(rref), ask_for_it(rpc.remote("worker0", refuse))] == ["LookupError"] * 5
 
 
+class Unreadable:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return refuse_to_be_read, ()
+
+
+def refuse_to_be_read() -> None:
+    raise RuntimeError("unreadable")
+
+
+@in_worker0()
+def test_what_is_sent_to_what_could_not_be_made_is_not_read() -> None:
+    rref = rpc.remote("worker1", refuse)
+    with pytest.raises(LookupError, match="not today"):
+        rref.rpc_sync().anything(Unreadable())
+
+
 @in_worker0()
 def test_a_creation_that_timed_out_stays_of_no_use() -> None:
     rref = rpc.remote("worker1", wait_at_gate, timeout=0.05)
