@@ -70,6 +70,12 @@ class Root:
 
     def run(self, roots: Sequence[Tensor]) -> None:
         """Run the backward pass; raises the error that ended it."""
+        device = device_of_this_thread()
+        if device is not None:
+            raise AutogradError(
+                f"backward was called by a node or hook on PyTorch's only thread for backwards of {device}, "
+                "which this pass may need as well: call it when the other backward has returned"
+            )
         try:
             self._mark_all(self.own.start(roots))
             self._left = self._asked | self._told.keys()
@@ -144,12 +150,6 @@ class Root:
         self._messages.begin(part, self.key, self.own.context, self.own.retain_graph, marks, whole)
 
     def _run_own(self, roots: Sequence[Tensor]) -> None:
-        device = device_of_this_thread()
-        if device is not None:
-            raise AutogradError(
-                f"backward was called by a node or hook on PyTorch's only thread for backwards of {device}, "
-                "which this pass may need as well: call it when the other backward has returned"
-            )
         gradients = [torch.ones_like(root) for root in roots]
         try:
             if engine.is_running():

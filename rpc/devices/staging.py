@@ -157,12 +157,12 @@ def host_memory(tensor: Tensor) -> Tensor:
 def host_copy(tensor: Tensor) -> Tensor:
     """Copy a contiguous tensor on a device to pinned memory, after the work on the current stream. Waits."""
     host = host_memory(tensor)
-    copy_bytes(host, tensor)
+    copy_bytes(tensor, host)
     _current_stream(tensor.device).synchronize()
     return host
 
 
-def copy_bytes(target: Tensor, source: Tensor) -> None:
+def copy_bytes(source: Tensor, target: Tensor) -> None:
     """Copy between a contiguous tensor of the host and one of a device, also of dtypes for whose elements
     PyTorch has no kernels. Does not wait if the former is pinned.
     """

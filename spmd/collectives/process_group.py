@@ -500,4 +500,4 @@ def _settle(flat: torch.Tensor, tensor: torch.Tensor) -> None:
             else:
                 from rpc.devices.staging import copy_bytes
 
-                copy_bytes(tensor, flat)
+                copy_bytes(flat, tensor)
