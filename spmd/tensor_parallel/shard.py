@@ -218,7 +218,6 @@ class ModelShard:
         with torch.random.fork_rng(**self._seeded), torch.no_grad(), draw_parts():
             torch.manual_seed(seed)
             (reset if initialize is None else initialize)(self.module)
-        self._wait_for_device()
         for parameter in self.module.parameters():
             twin = self._locals[parameter] = _local_twin(parameter)
             if self.rank and not _is_sharded(parameter):
@@ -366,29 +365,23 @@ class ModelShard:
 
     # ---- its state
 
-    def _wait_for_device(self) -> None:
-        """In a request that uses parameters on its own streams: operations use them on others."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-
     def parameters(self) -> list[RRef[Tensor]]:
         """References to this worker's parts of the parameters: plain tensors that share their memory."""
         return [RRef(self._locals[each]) for each in self.module.parameters()]
 
     def parts(self) -> dict[str, StatePart]:
         """Return this shard's part of the state, by name."""
-        self._wait_for_device()
         return {name: part_of(value, self.rank) for name, value in self.module.state_dict().items()}
 
     def take(self, parts: Mapping[str, Tensor]) -> None:
         """Take over this shard's part of a state."""
-        self._wait_for_device()
         own = self.module.state_dict()
         with torch.no_grad():
             for name, part in parts.items():
                 value = own[name]
                 (value.to_local() if isinstance(value, DTensor) else value).copy_(part)
-        self._wait_for_device()
+        if self._device.type != "cpu":  # operations are not on the streams of this request
+            torch.accelerator.current_stream(self._device).synchronize()
 
     def save(self, directory: str) -> None:
         """Write the state into a distributed checkpoint; all shards at once."""

@@ -159,11 +159,22 @@ WAITS: Final = (
         tests="test_operations_wait",
     ),
     Deletion(
+        "an operation of a model of several workers waits for its inputs",
+        "spmd/tensor_parallel/coordinator.py",
+        "operation.work.join()",
+        tests="test_a_model_of_several_workers",
+    ),
+    Deletion(
+        "a part of a model waits for what it is sent",
+        "spmd/tensor_parallel/shard.py",
+        "arrived.work.join()",
+        tests="test_a_model_of_several_workers",
+    ),
+    Deletion(
         "operations come after a state was loaded",
         "spmd/tensor_parallel/shard.py",
-        "self._wait_for_device()",
+        "torch.accelerator.current_stream(self._device).synchronize()",
         tests="test_a_model_of_several_workers",
-        which=4,
     ),
 )
 

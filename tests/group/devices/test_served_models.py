@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn, optim
 
 from dist_autograd import backward, context, get_gradients
 from dist_optim import DistributedOptimizer
+from farcall import rpc
 from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, ShardedModule, parallelize_module
 from tests.support.device_groups import one_to_one
 from tests.support.devices import FIRST, SECOND, device_kind, mode, on_devices, seen, sleep
@@ -60,6 +61,18 @@ def made() -> ShardedModule:
     return model
 
 
+_POOL: Final = 32
+"""Streams of a device in the pool that requests take theirs from."""
+
+
+def delay_requests() -> None:
+    """Have the streams that requests run on do nothing for a while."""
+    for device in (FIRST, SECOND):
+        for _ in range(_POOL * 20):
+            with torch.Stream(device=device):
+                sleep(device)
+
+
 @on_devices
 def compare_with_one_process(worker: Worker) -> None:
     crossed = {FIRST: SECOND, SECOND: FIRST}  # to and from worker2
@@ -74,6 +87,9 @@ def compare_with_one_process(worker: Worker) -> None:
         x = torch.arange(4.0 * WIDTH).view(4, WIDTH) / 10
         with torch.Stream(device=FIRST):
             torch.testing.assert_close(seen(model(inputs())), alone(x))  # after it was filled
+            for each in ("worker1", "worker2"):  # one at a time: the second waits for the first
+                rpc.rpc_sync(each, delay_requests)
+                torch.testing.assert_close(seen(model(inputs() + 1)), alone(x + 1))
         torch.manual_seed(0)
         alone = mlp()
         model.load_state_dict({name: value.to(FIRST) for name, value in alone.state_dict().items()})
