@@ -19,8 +19,8 @@ _ROUNDING: Final = 0.01
 
 _CLOCKS_DIFFER: Final = (1000.0, 5000.0)
 """Maximum difference in microseconds between PyTorch's clock and that of calls on a busy host, once the
-difference at the beginning of a call is taken off: for short calls, and for any. Between them, it is a quarter
-of the call's duration.
+difference at the beginning of a call is taken off: for short calls, and for any. Between them, it is a
+quarter of the call's duration.
 """
 
 
