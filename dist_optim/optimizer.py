@@ -123,8 +123,6 @@ class DistributedOptimizer:
         if devices is not None:  # parameters of this worker: order the step after their current uses
             devices.updates.renew()
         on_all_objects(self.local_optimizers, "step", lambda local: local.step(context_id))
-        if devices is not None:
-            devices.updates.join()
 
     def clip_grad_norm_(
         self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

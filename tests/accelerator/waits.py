@@ -123,12 +123,6 @@ WAITS: Final = (
         tests="test_requests_after_a_step",
     ),
     Deletion(
-        "the caller of step() waits for its own parameters",
-        "dist_optim/optimizer.py",
-        "devices.updates.join()",
-        tests="test_training_here",
-    ),
-    Deletion(
         "memory that is read on another stream is recorded",
         "rpc/devices/streams.py",
         "tensor.record_stream(_current_stream(tensor.device))",
