@@ -17,11 +17,9 @@ _CATEGORY: Final = "cpu_op"
 _ROUNDING: Final = 0.01
 """Maximum error in microseconds of a time that is written with three digits."""
 
-_CLOCKS_DIFFER: Final = (1000.0, 5000.0)
-"""Maximum difference in microseconds between PyTorch's clock and that of calls on a busy host, once the
-difference at the beginning of a call is taken off: for short calls, and for any. Between them, it is a
-quarter of the call's duration.
-"""
+_CLOCKS_DIFFER: Final = 1000.0
+"""Maximum difference in microseconds between PyTorch's clock and that of calls, once the difference at the
+beginning of a call is taken off, on a busy host."""
 
 
 def exporting(theirs: Callable[..., Any], gathered: Gathered) -> Callable[..., Any]:
@@ -117,7 +115,5 @@ def _starts_by_thread(events: list[dict[str, Any]]) -> dict[Any, list[float]]:
 def _before_next(starts: dict[Any, list[float]], mark: dict[str, Any], end: float) -> float:
     """Return ``end``, or when the thread of a mark begins its next event if that is a moment earlier."""
     found = starts[mark["pid"], mark["tid"]]
-    least, most = _CLOCKS_DIFFER
-    differ = min(max(least, (end - float(mark["ts"])) / 4), most)
-    position = bisect_left(found, max(float(mark["ts"]) + float(mark["dur"]), end - differ))
+    position = bisect_left(found, max(float(mark["ts"]) + float(mark["dur"]), end - _CLOCKS_DIFFER))
     return min(end, found[position]) if position < len(found) else end

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import json
 import tempfile
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import rpc
 from rpc.profiling.installation import call_profiler
 from rpc.profiling.server import ServerProfile
 from rpc.runtime.current import current_agent
+from rpc.runtime.events import CallBegun
 from tests.support.serving import in_worker0
 
 PROFILERS = (torch.profiler.profile, profiler.profile, profiler_legacy.profile)
@@ -99,6 +101,18 @@ def test_an_exported_chrome_trace_has_what_callees_did(make: Any) -> None:
     assert (outer["pid"], outer["tid"]) != (remote["pid"], remote["tid"])
     (after,) = [event for event in events if event["name"] == "aten::neg"]
     assert outer["ts"] + outer["dur"] <= after["ts"]
+
+
+@pytest.mark.parametrize("make", PROFILERS)
+@in_worker0()
+def test_a_call_ends_before_what_follows_it_though_listeners_to_its_beginning_are_slow(make: Any) -> None:
+    with current_agent().events.listen(CallBegun, lambda call: time.sleep(0.5)), make() as profile:
+        rpc.rpc_sync("worker1", torch.mul, args=(torch.ones(3), 2))
+        torch.neg(torch.ones(1))
+    ranges = {event.name: event.time_range for event in events_of(profile)}
+    clocks_differ = 10_000  # microseconds, at most
+    call, following = ranges["rpc_sync#aten::mul(worker0 -> worker1)"], ranges["aten::neg"]
+    assert call.end <= following.start + clocks_differ
 
 
 @pytest.mark.parametrize("make", PROFILERS)

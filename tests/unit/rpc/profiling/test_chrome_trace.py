@@ -35,18 +35,3 @@ def test_a_call_ends_where_it_ended_by_the_clock_that_shows_its_beginning(
     call, following, *_ = json.loads(path.read_text())["traceEvents"]
     assert call["dur"] == pytest.approx(400, abs=5)
     assert call["ts"] + call["dur"] <= following["ts"]
-
-
-def test_a_call_ends_before_the_next_event_though_clocks_drift(tmp_path: Path) -> None:
-    gathered = Gathered((True, True, True, True), 0)
-    at = BASE_US + 100_000
-    gathered.spans.append(Span("the call", "sync", 1, at - 2, at + 3, at + 20_000))
-    path = tmp_path / "trace.json"
-
-    def export(to: str) -> None:
-        events = [event("the call", 100_000), event("the next", 118_500), event("the last", 119_500)]
-        Path(to).write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": BASE_US * 1000}))
-
-    exporting(export, gathered)(str(path))
-    call, following, *_ = json.loads(path.read_text())["traceEvents"]
-    assert call["ts"] + call["dur"] == following["ts"]
