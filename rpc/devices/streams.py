@@ -100,8 +100,7 @@ class Streams:
         """What other streams must ``join`` before they use the tensors that have arrived, or parameters that
         were changed; None if there are none. Inside the context.
         """
-        changed = self._updates is not None and self._updates.renewed
-        return Ready(self.arrived, self._devices, self._updates) if self.arrived or changed else None
+        return Ready.if_needed(self.arrived, self._devices, self._updates)
 
     def ready_with(self, value: Any) -> Ready | None:
         """As ``ready``, for the tensors in a value."""
@@ -172,15 +171,25 @@ class Ready:
         return self._tensors
 
     @classmethod
+    def if_needed(
+        cls,
+        tensors: Sequence[Tensor],
+        devices: Sequence[torch.device],
+        updates: Shared | None,
+        *,
+        may_have_more: bool = False,
+    ) -> Ready | None:
+        """The work that made tensors, and changed parameters; None if there are neither."""
+        changed = updates is not None and updates.renewed
+        return cls(tensors, devices, updates) if tensors or may_have_more or changed else None
+
+    @classmethod
     def with_tensors_in(
         cls, value: Any, devices: Sequence[torch.device], updates: Shared | None
     ) -> Ready | None:
-        """The work that made a value on the current streams, and changed parameters; None if it surely has no
-        tensors, and there is no such change.
-        """
+        """As ``if_needed``, for the tensors in a value."""
         found, has_more = search(value)
-        changed = updates is not None and updates.renewed
-        return cls(found, devices, updates) if found or has_more or changed else None
+        return cls.if_needed(found, devices, updates, may_have_more=has_more)
 
     def streams(self) -> Streams:
         """Streams on the same devices, which wait for this once they ``join`` it."""

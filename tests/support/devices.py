@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import pytest
 import torch
+from torch import optim
 
 from tests.support.workers import Worker
 
@@ -117,6 +118,15 @@ def late(value: float, device: str = FIRST, size: int = SIZE) -> torch.Tensor:
     tensor = torch.zeros(size, device=device)
     sleep(device)
     return tensor.fill_(value)
+
+
+class LateSGD(optim.SGD):
+    """Its steps come late on the current streams of its parameters' devices."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for device in {each.device for group in self.param_groups for each in group["params"]}:
+            sleep(device)
+        super().step(closure)
 
 
 def seen(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Memory", "ends_soon", "is_free", "running_in_locked_sections"]
+__all__ = ["HookedLock", "Memory", "ends_soon", "is_free", "running_in_locked_sections"]
 
 _SOON = 20.0
 
@@ -38,15 +38,17 @@ def ends_soon(function: Callable[[], object], seconds: float = _SOON) -> bool:
     return not thread.is_alive()
 
 
-class _Lock:
-    def __init__(self, lock: Any, within: list[Callable[[], object]]) -> None:
+class HookedLock:
+    """A lock that calls a function each time that it is acquired, while it is held."""
+
+    def __init__(self, lock: Any, acquired: Callable[[], object]) -> None:
         self._lock = lock
-        self._within = within
+        self._acquired = acquired
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         acquired = bool(self._lock.acquire(blocking, timeout))
-        if acquired and self._within:
-            self._within.pop()()
+        if acquired:
+            self._acquired()
         return acquired
 
     def __enter__(self) -> bool:
@@ -64,8 +66,13 @@ def running_in_locked_sections(within: list[Callable[[], object]]) -> Iterator[N
     """Make locks that run functions as finalizers might run, each of them once, when they were acquired: the
     locks of what is made in the block.
     """
+
+    def run_next() -> None:
+        if within:
+            within.pop()()
+
     with pytest.MonkeyPatch.context() as patch:
         for name in ("Lock", "RLock"):
             make = getattr(threading, name)
-            patch.setattr(threading, name, lambda make=make: _Lock(make(), within))
+            patch.setattr(threading, name, lambda make=make: HookedLock(make(), run_next))
         yield

@@ -14,7 +14,7 @@ from dist_optim.local_optimizer import LocalOptimizer
 from farcall import rpc
 from rref.remote_module import RemoteModule
 from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, SECOND, device_kind, is_all, late, mode, on_devices, sleep
+from tests.support.devices import FIRST, SECOND, LateSGD, device_kind, is_all, late, mode, on_devices, sleep
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
@@ -254,14 +254,6 @@ def train(worker: Worker) -> list[Tensor]:
 def test_training_gives_the_parameters_of_one_process(run_workers: RunWorkers, mode: str) -> None:
     trained = run_workers(train, 3, args=(mode,), time_limit=40)[0]
     torch.testing.assert_close(trained, _trained_here())
-
-
-class LateSGD(optim.SGD):
-    """Its steps come late."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        sleep(FIRST)
-        super().step(closure)
 
 
 @on_devices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn, optim
@@ -12,21 +12,12 @@ from dist_optim import DistributedOptimizer
 from farcall import rpc
 from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, ShardedModule, parallelize_module
 from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, SECOND, device_kind, mode, on_devices, seen, sleep
+from tests.support.devices import FIRST, SECOND, LateSGD, device_kind, mode, on_devices, seen, sleep
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
 
 WIDTH = 6
-
-
-class LateSGD(optim.SGD):
-    """Its steps come late."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for device in (FIRST, SECOND):
-            sleep(device)
-        super().step(closure)
 
 
 def mlp() -> nn.Sequential:

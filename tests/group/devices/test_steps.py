@@ -7,25 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from dist_autograd import backward, context, get_gradients
 from dist_optim import DistributedOptimizer
 from farcall import rpc
 from rref.remote_module import RemoteModule
 from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, SIZE, device_kind, is_all, mode, on_devices, seen, sleep
+from tests.support.devices import FIRST, SIZE, LateSGD, device_kind, is_all, mode, on_devices, seen
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
-
-
-class LateSGD(optim.SGD):
-    """Its steps come late."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        sleep(FIRST)
-        super().step(closure)
 
 
 _kept: list[nn.Parameter] = []

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 import rpc
+from tests.support.finalizers import HookedLock
 from tests.support.workers import RunWorkers, Worker, current_worker
 
 
@@ -95,37 +96,19 @@ def test_collections_at_every_step_do_no_harm(run_workers: RunWorkers) -> None:
 # ---- in every locked section
 
 
-class CollectingLock:
-    """A lock; each time that one of farcall's modules has acquired it, a collection finds some garbage."""
+class Collections:
+    """Collections that find some garbage each, as long as there is any."""
 
     garbage: ClassVar[list[Cycle]] = []
-    collections = 0
+    count = 0
 
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        acquired = bool(self._lock.acquire(blocking, timeout))
-        if acquired:
-            self._collect()
-        return acquired
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lock, name)
-
-    @staticmethod
-    def _collect() -> None:
+    @classmethod
+    def collect(cls) -> None:
         try:
-            CollectingLock.garbage.pop()
+            cls.garbage.pop()
         except IndexError:
             return
-        CollectingLock.collections += 1
+        cls.count += 1
         gc.collect()
 
 
@@ -133,12 +116,12 @@ PACKAGES = ("rpc.", "rref.", "dist_autograd.", "spmd.", "farcall.")
 
 
 def make_locks_collect() -> None:
-    """Every lock that farcall makes from now on is one that collects."""
+    """Each lock that farcall makes from now on collects garbage when it was acquired."""
 
     def collecting(make: Any) -> Any:
         def make_lock() -> Any:
             by = sys._getframe(1).f_globals["__name__"]
-            return CollectingLock(make()) if by.startswith(PACKAGES) else make()
+            return HookedLock(make(), Collections.collect) if by.startswith(PACKAGES) else make()
 
         return make_lock
 
@@ -153,15 +136,15 @@ def work_with_garbage(worker: Worker) -> int:
             return 0
         gc.freeze()  # so that collections are quick
         tensors = rpc.rpc_sync("worker1", torch.ones, args=((300, 1000),)).unbind()
-        CollectingLock.garbage = [Cycle(rpc.remote("worker1", Counted), tensor) for tensor in tensors]
-        CollectingLock.garbage[::10] = [Meddler() for _ in CollectingLock.garbage[::10]]
+        Collections.garbage = [Cycle(rpc.remote("worker1", Counted), tensor) for tensor in tensors]
+        Collections.garbage[::10] = [Meddler() for _ in Collections.garbage[::10]]
         del tensors
-        while CollectingLock.garbage:
+        while Collections.garbage:
             rref = rpc.remote("worker1", Counted)
             assert rref.rpc_sync().read().sum() == 4
             assert rpc.rpc_async("worker1", torch.add, args=(1, 2)).wait() == 3
             rref.to_here()
-    return CollectingLock.collections
+    return Collections.count
 
 
 def test_finalizers_may_run_in_every_locked_section(run_workers: RunWorkers) -> None:
