@@ -93,14 +93,14 @@ class Context:
         """
         if self.devices is None or all(each is None or each.is_cpu for each in gradients):
             return None
-        return self.devices.ready(list(gradients))
+        return self.devices.ready()
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """The gradient of each leaf of this worker that a backward has reached."""
         with self._lock:
             found = dict(self._gradients.values())
             if self._work is not None:
-                self._work.join(found.values())
+                self._work.join(found)
             return found
 
     def accumulate(self, leaves: Sequence[Leaf], gradients: Sequence[Tensor | None]) -> None:
@@ -113,7 +113,7 @@ class Context:
         with self._lock:
             known = self._gradients
             if devices is not None and on_device:
-                self._work = self._work or devices.ready(None)
+                self._work = self._work or devices.ready()
                 self._work.join([known[id(leaf.tensor)][1] for leaf in leaves if id(leaf.tensor) in known])
             for reached, gradient in zip(leaves, gradients, strict=True):
                 leaf = reached.tensor

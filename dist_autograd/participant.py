@@ -52,7 +52,7 @@ class Participant:
             return Payload({}, [])
         origin, gradients, work = self._held_back
         if work is not None:
-            work.join()
+            work.join(gradients)
         answer = self._messages.dump(gradients, origin)
         answer.header["gradients"] = origin.message
         return answer
@@ -65,7 +65,7 @@ class Participant:
                 return
             origin, gradients, work = before
             if work is not None:
-                work.join()
+                work.join(gradients)
         self._messages.gradients(self.key, origin, gradients)
 
     def wait(self, ready: Callable[[], bool]) -> None:

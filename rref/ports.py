@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rpc.agent.answer_sender import Answer
 from rpc.agent.calls import PendingCall
-from rpc.agent.device_ports import Ready
+from rpc.agent.device_ports import SharedWork
 from rpc.agent.futures import Future
 from rpc.agent.received_requests import Request
 from rpc.agent.request_runner import Call
@@ -55,7 +55,7 @@ class ReferenceCalls(Protocol):
 class Requests(Protocol):
     """Requests that are not answered yet; see ``rpc.agent.received_requests.ReceivedRequests``."""
 
-    def ready(self, value: Any) -> Ready | None: ...
+    def ready(self) -> SharedWork | None: ...
 
     def enter(self, peer: Peer, frame: Any) -> Request: ...
 

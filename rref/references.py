@@ -14,7 +14,7 @@ from _thread import LockType
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from rpc.agent.device_ports import Ready
+from rpc.agent.device_ports import SharedWork
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import CallsUnderWay, ControlMessages
 from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError
@@ -53,7 +53,7 @@ class References:
         incarnation: incarnation of this worker, which has not joined a group yet.
         calls, under_way, workers, control: see ``rref.ports``.
         lose: cuts off a worker; from any thread.
-        ready: returns the device work that produces an object; see ``ReceivedRequests.ready``.
+        ready: returns the device work that makes an object; see ``ReceivedRequests.ready``.
 
     Attributes:
         calls, workers: as given.
@@ -70,7 +70,7 @@ class References:
         hooks: Hooks,
         mailbox: Mailbox,
         executor: Executor,
-        ready: Callable[[Any], Ready | None],
+        ready: Callable[[], SharedWork | None],
     ) -> None:
         self.calls = calls
         self.workers = workers
@@ -186,7 +186,7 @@ class References:
     def own(self, content: Any) -> tuple[RRefId, Ref]:
         """Register an object of this worker that references refer to."""
         rref = self._protocol.new_id()
-        self._values[rref] = Value.of(content, self._ready(content))
+        self._values[rref] = Value.of(content, self._ready())
         self.steps.do(self._protocol.own, rref)
         return rref, rref
 

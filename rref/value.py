@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from rpc.agent.device_ports import Ready
+from rpc.agent.device_ports import SharedWork
 from rpc.errors import RemoteError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
@@ -56,12 +56,12 @@ class Value:
         self._ready = False
         self._content: Any = None
         self._error: BaseException | None = None
-        self._made: Ready | None = None
+        self._made: SharedWork | None = None
         self._waiting: list[Callable[[], object]] = []
         self._parked: list[Fetch] = []
 
     @classmethod
-    def of(cls, content: Any, made: Ready | None = None) -> Value:
+    def of(cls, content: Any, made: SharedWork | None = None) -> Value:
         """Return a value that is set already; ``made`` is as for ``set``."""
         value = cls()
         value._content, value._made = content, made
@@ -93,7 +93,7 @@ class Value:
             return f"{str(content.dtype).removeprefix('torch.')}{list(content.shape)}"
         return type(content).__qualname__
 
-    def set(self, content: Any, made: Ready | None = None) -> list[Fetch]:
+    def set(self, content: Any, made: SharedWork | None = None) -> list[Fetch]:
         """Set the object. Returns the parked fetches, for the caller to answer.
 
         Args:
@@ -136,7 +136,7 @@ class Value:
         if self._error is not None:
             raise twin(self._error)  # a copy: frames that it passes may hold the reference
         if self._made is not None:
-            self._made.join()
+            self._made.join(self._content)
         return self._content
 
     def wait(self, timeout: float, what: str) -> Any:

@@ -36,8 +36,10 @@ class Ready(Protocol):
 class SharedWork(Protocol):
     """Device work that several streams add to, one after another. From any thread."""
 
-    def join(self, tensors: Iterable[Tensor] = (), /) -> None:
-        """Make the current streams wait for the work, and keep the memory of tensors until they are done."""
+    def join(self, value: Any = None, /) -> None:
+        """Make the current streams wait for the work, and keep the memory of the tensors in a value until
+        they are done.
+        """
 
     def wait(self) -> None:
         """Like ``join``, for streams whose work is not added."""
@@ -69,5 +71,5 @@ class RequestDevices(Protocol):
     def use(self, tensors: Iterable[Tensor | None], /) -> None:
         """Keep the memory of tensors on devices until the current streams have used it."""
 
-    def ready(self, value: Any, /) -> SharedWork:
+    def ready(self) -> SharedWork:
         """Return the work that streams must join before they use a value made on the current ones."""

@@ -123,6 +123,34 @@ class Future(torch.futures.Future[T]):
         call.future = future
         return future
 
+    @classmethod
+    def of_several(
+        cls, futures: Sequence[torch.futures.Future[Any]], done: torch.futures.Future[Any]
+    ) -> torch.futures.Future[Any]:
+        """Return a future whose value is a list of these futures, whose own methods make streams wait; or
+        ``done``, if none of them is of a worker with which messages use devices.
+
+        Args:
+            done: is completed when all are, and has their error.
+        """
+        peers = [each._peer for each in futures if isinstance(each, Future)]
+        peer = next((each for each in peers if each is not None and each.devices is not None), None)
+        if peer is None:
+            return done
+        future: Future[Any] = cls()
+        future._peer = peer
+
+        def complete(done: torch.futures.Future[Any]) -> None:
+            try:
+                done.value()
+            except BaseException as error:
+                _end(future, None, error)
+            else:
+                _end(future, list(futures), None)
+
+        _call_when_done(done, complete)
+        return future
+
     @protected
     def complete(self, _: object = None) -> None:
         """Decode the reply, which has arrived, and complete the future, unless another thread has."""

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from rpc.agent.activity import Activity
-from rpc.agent.device_ports import Ready, RequestDevices, RequestStreams
+from rpc.agent.device_ports import RequestDevices, RequestStreams, SharedWork
 from rpc.agent.tape import Observation, Recording
 from rpc.errors import ProtocolError
 from rpc.group.peer import Peer
@@ -95,11 +95,11 @@ class ReceivedRequests:
         """Run requests on device streams from now on; see ``rpc.devices``."""
         self.devices = devices
 
-    def ready(self, value: Any) -> Ready | None:
+    def ready(self) -> SharedWork | None:
         """Return the work that device streams must join before they use a value made on the current ones;
         None if messages use no devices.
         """
-        return None if self.devices is None else self.devices.ready(value)
+        return None if self.devices is None else self.devices.ready()
 
     # ---- from arrival to answer
 

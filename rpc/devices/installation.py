@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rpc.agent.received_requests import Request
 from rpc.device_maps import DeviceMap
+from rpc.devices.collected_futures import replace_collect_all, restore_collect_all
 from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of
 from rpc.devices.placements import Between, Placed, indexed
 from rpc.devices.staging import HostStaging
@@ -53,11 +54,12 @@ class Devices:
         self._use(options.devices)
         for device_map in self._maps.values():
             self._use(device_map)
-        self.updates = Shared(None, self.local)
+        self.updates = Shared(self.local)
         self._met: dict[str, Peer] = {}
         self._exchange = _exchange(control, executor) if options.shared_memory_bytes else None
         if self._exchange is not None:
             serializer.register_carrier(Export, self._exchange)
+        replace_collect_all(self)
 
     def gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone for good."""
@@ -68,6 +70,7 @@ class Devices:
 
     def closed(self) -> None:
         """This worker has left."""
+        restore_collect_all(self)
         if self._exchange is not None:
             self._exchange.close()
 
@@ -147,9 +150,9 @@ class Devices:
             if tensor is not None and not tensor.is_cpu:
                 use_on_current_stream(tensor)
 
-    def ready(self, value: Any) -> Shared:
+    def ready(self) -> Shared:
         """What streams must join before they use an object that was made on the current ones."""
-        return Shared(value, self.local, self.updates)
+        return Shared(self.local, self.updates)
 
     def around(self, run: Callable[[Request], None]) -> Callable[[Request], None]:
         """Run requests on streams of their own."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import FunctionType, MethodType
+from math import inf
+from types import FunctionType, MethodType, NoneType
 from typing import Any, Final, Self
 
 import torch
@@ -24,6 +24,8 @@ _current_stream = torch.accelerator.current_stream
 _current_device = torch.accelerator.current_device_index
 _MAX_DEPTH: Final = 8
 """Maximum nesting of containers that are searched for tensors."""
+_MOST_SEARCHED: Final = 10_000
+"""Maximum number of parts of an object that each use of it looks at."""
 
 
 class _ThreadState(threading.local):
@@ -56,13 +58,13 @@ class Streams:
 
     Attributes:
         arrived: the tensors that were read from a message on these streams.
-        used: the objects of this worker that are used on these streams: of a coroutine since it began,
-            otherwise since they were last entered.
+        used: the objects of this worker that are used on these streams, with their values: of a coroutine
+            since it began, otherwise since they were last entered.
     """
 
     def __init__(self, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self.arrived: list[Tensor] = []
-        self.used: list[Shared] = []
+        self.used: dict[Shared, Any] = {}
         self._devices = list(devices)  # those of an agent may become more
         self._updates = updates
         self._streams = [torch.Stream(device) for device in self._devices]
@@ -77,8 +79,8 @@ class Streams:
         _thread_state.streams = self
         if self._updates is not None:
             self._updates.wait()
-        for shared in self.used:
-            shared.wait()
+        for shared, value in self.used.items():
+            shared.wait(value)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,7 +116,7 @@ class Streams:
         other._devices = self._devices
         other._streams = [_current_stream(device) for device in self._devices]
         other._device = _current_device()
-        other.arrived, other.used = self.arrived, list(self.used)
+        other.arrived, other.used = self.arrived, dict(self.used)
         other._keeps_used = True
         return other
 
@@ -213,7 +215,6 @@ class Shared:
     thing. From any thread.
 
     Args:
-        value: the object.
         devices: those that requests use; they may become more.
         updates: further work that may change it.
 
@@ -221,38 +222,42 @@ class Shared:
         renewed: whether work was ever added.
     """
 
-    __slots__ = ("_devices", "_lock", "_ready", "_tensors", "_updates", "renewed")
+    __slots__ = ("_devices", "_lock", "_ready", "_searches", "_updates", "renewed")
 
-    def __init__(self, value: Any, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
+    def __init__(self, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self._devices = devices
         self._updates = updates
         self._lock = threading.RLock()  # a finalizer that runs while it is held may use the object
-        self._tensors = [weakref.ref(tensor) for tensor in search(value)[0]]
+        self._searches = True
         self._ready = Ready((), devices)
         self.renewed = False
 
-    def join(self, tensors: Iterable[Tensor] = ()) -> None:
-        """Make the current streams wait for the work on it so far. If they are those of a request, later ones
-        wait for what the request does.
+    def join(self, value: Any = None) -> None:
+        """Make the current streams wait for the work on the object so far, and keep the memory of its tensors
+        from being reused before these streams have used it. If they are those of a request, later ones wait
+        for what the request does.
 
         Args:
-            tensors: further ones whose memory the current streams use.
+            value: the object, with the tensors that it has now. An object with more than ``_MOST_SEARCHED``
+                parts, none of which is a tensor on a device, is not searched again.
         """
-        self.wait()
-        for tensor in (*tensors, *(reference() for reference in self._tensors)):
-            if tensor is not None and not tensor.is_cpu:
-                use_on_current_stream(tensor)
+        self.wait(value)
         streams = _thread_state.streams
-        if streams is not None and self not in streams.used:
-            streams.used.append(self)
+        if streams is not None:
+            streams.used[self] = value
 
-    def wait(self) -> None:
+    def wait(self, value: Any = None) -> None:
         """As ``join``, and what the current streams do then is not part of the work."""
         updates = self._updates
         if updates is not None:
             updates.wait()
         with self._lock:
             self._ready.join()
+        if self._searches:
+            tensors, may_have_more = search(value, _MOST_SEARCHED)
+            self._searches = bool(tensors) or not may_have_more
+            for tensor in tensors:
+                use_on_current_stream(tensor)
 
     def renew(self) -> None:
         """Add the work that is on the current streams now, as of a request that is over, or pauses."""
@@ -296,50 +301,72 @@ def _parts(tensor: Any) -> list[Tensor]:
     return [tensor.values()] if tensor.is_nested else []
 
 
-def search(value: Any) -> tuple[list[Tensor], bool]:
+def search(value: Any, most: float = inf) -> tuple[list[Tensor], bool]:
     """Find the tensors on accelerators in a value: in containers, dataclasses, modules and attributes of
     objects.
 
     Nothing of the value's own is called, so what a container of another library hides is not found.
 
+    Args:
+        most: maximum number of parts to look at.
+
     Returns:
         The tensors, and whether the value may have others.
     """
-    found: list[Tensor] = []
-    return found, _search(value, found, set(), 0)
+    searching = _Search(most)
+    searching.look_at(value, 0)
+    return searching.found, searching.may_have_more
 
 
-_SIMPLE: Final = (str, bytes, int, float, complex, type, torch.dtype, torch.device)
+class _Search:
+    def __init__(self, most: float) -> None:
+        self.found: list[Tensor] = []
+        self.may_have_more = False
+        self._left = most
+        self._seen: set[int] = set()
+
+    def look_at(self, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if not value.is_cpu and not value.is_meta:
+                self.found.append(value)
+            return
+        if isinstance(value, _SIMPLE) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if depth > _MAX_DEPTH or (isinstance(value, _CONTAINERS) and len(value) > self._left):
+            self.may_have_more = True
+            return
+        inside, has_more = _inside(value)
+        self.may_have_more |= has_more
+        self._left -= len(inside)
+        for each in inside:
+            if type(each) not in _SIMPLE:
+                self.look_at(each, depth + 1)
+
+
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
+
+_SIMPLE: Final = (NoneType, str, bytes, bool, int, float, complex, type, torch.dtype, torch.device)
 """Types of objects that have no tensors."""
 
-
-def _search(value: Any, found: list[Tensor], seen: set[int], depth: int) -> bool:
-    if isinstance(value, Tensor):
-        if not value.is_cpu and not value.is_meta:
-            found.append(value)
-        return False
-    if value is None or isinstance(value, _SIMPLE) or id(value) in seen:
-        return False
-    if depth > _MAX_DEPTH:
-        return True
-    seen.add(id(value))
-    inside, has_more = _inside(value)
-    for each in inside:
-        has_more |= _search(each, found, seen, depth + 1)
-    return has_more
+_MODULE: Final = frozenset(vars(Module()))
+"""Names of attributes that each module has, which hold its parameters, buffers, modules and hooks."""
 
 
 def _inside(value: Any) -> tuple[list[Any], bool]:
     """Return what an object has inside, and whether it may have more."""
     if isinstance(value, Module):
-        return [*value.parameters(), *value.buffers()], True
+        inside: list[Any] = [*value.parameters(), *value.buffers()]
+        for module in value.modules():
+            inside += [each for name, each in vars(module).items() if name not in _MODULE]
+        return inside, True
     if isinstance(value, (FunctionType, MethodType)):
         return [], True
     attributes = getattr(value, "__dict__", None)
     inside = list(attributes.values()) if isinstance(attributes, dict) else []
     if isinstance(value, dict):
         inside += [*value.keys(), *value.values()]
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+    elif isinstance(value, _CONTAINERS):
         inside += value
     elif is_dataclass(value):
         inside += [getattr(value, each.name, None) for each in fields(value)]

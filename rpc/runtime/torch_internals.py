@@ -22,6 +22,7 @@ __all__ = [
     "InferenceMode",
     "OpOverload",
     "OpOverloadPacket",
+    "collect_all",
     "default_device_of_thread",
     "disable_legacy_profiler",
     "disable_saved_tensors_hooks",
@@ -54,6 +55,7 @@ __all__ = [
     "qualified_name",
     "release_ipc_counter",
     "saved_tensors_hooks_disabled",
+    "set_collect_all",
     "set_forward_grad_enabled",
     "set_function_state",
     "set_grad_enabled",
@@ -246,6 +248,18 @@ release_ipc_counter: Final[Callable[..., object]] = _find(
     "memory of CUDA devices that was shared with a process that does not open it is kept",
     instead=_none,
 )
+
+collect_all: Final[Callable[[Any], Any] | None] = _find(
+    "torch._C:_collect_all",
+    "torch.futures.wait_all and collect_all do not make streams wait for tensors on devices",
+    instead=None,
+)
+
+
+def set_collect_all(function: Callable[[Any], Any]) -> None:
+    """Replace the function that ``torch.futures.collect_all`` and ``wait_all`` call."""
+    torch._C._collect_all = function  # type: ignore[assignment]
+
 
 # ---- profiling
 

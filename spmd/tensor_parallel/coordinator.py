@@ -108,7 +108,7 @@ class Coordinator:
             A future of the return value of rank 0's shard.
         """
         agent: Any = current_agent()
-        operation = _Operation(name, args, copy_context(), Future(), agent.calls.requests.ready(args))
+        operation = _Operation(name, args, copy_context(), Future(), agent.calls.requests.ready())
         with self._changed:
             if not self._closed:
                 self._waiting.append(operation)
@@ -145,7 +145,7 @@ class Coordinator:
                 together = self._next()
             for operation in together:
                 if operation.work is not None:
-                    operation.work.join()
+                    operation.work.join(operation.args)
             self._do(together)
         for operation in left:
             operation.future.set_exception(self._ended())

@@ -265,12 +265,12 @@ class ModelShard:
         """Do a task when those before it are done."""
         assert self._steps is not None, "not before join"
         agent: Any = current_agent()
-        return self._steps.put(_Arrived(task, agent.calls.requests.ready(task.args)))
+        return self._steps.put(_Arrived(task, agent.calls.requests.ready()))
 
     def _do(self, arrived: _Arrived) -> Any:
         task = arrived.task
         if arrived.work is not None:
-            arrived.work.join()
+            arrived.work.join(task.args)
         with self._on_device():
             return getattr(self, task.name)(*task.args)
 

@@ -22,6 +22,7 @@ from rpc.devices import ipc
 from tests.accelerator.build import library
 
 __all__ = [
+    "allow_reads_of_freed",
     "export",
     "exported_blocks",
     "ipc_record",
@@ -61,6 +62,14 @@ def schedule(
         patience_us: time after which a task runs that nothing waits for, in microseconds.
     """
     _c.set_schedule(mode, seed, max_delay_us, probability, patience_us)
+
+
+def allow_reads_of_freed() -> None:
+    """Poison freed memory only when the stream that it belongs to allocates again, from now on.
+
+    FSDP frees gradients that another stream reads, and makes their stream wait for it before it allocates.
+    """
+    _c.allow_reads_of_freed()
 
 
 sleep = _c.sleep

@@ -59,7 +59,7 @@ WAITS: Final = (
         "self.future._arrived = source._peer.devices.ready_with(value)",
         tests="test_streams_wait_for_tensors_that",
     ),
-    Deletion("a reference's value joins", "rref/value.py", "self._made.join()"),
+    Deletion("a reference's value joins", "rref/value.py", "self._made.join(self._content)"),
     Deletion(
         "a reference's value waits for what other requests did to it",
         "rpc/devices/streams.py",
@@ -69,13 +69,13 @@ WAITS: Final = (
     Deletion(
         "gradients that are held back wait for the device's thread",
         "dist_autograd/participant.py",
-        "work.join()",
+        "work.join(gradients)",
         tests="test_gradients",
     ),
     Deletion(
         "the gradients of a context are joined",
         "dist_autograd/contexts.py",
-        "self._work.join(found.values())",
+        "self._work.join(found)",
         tests="test_gradients",
     ),
     Deletion(
@@ -129,6 +129,19 @@ WAITS: Final = (
         tests="test_memory_is_kept or test_training or test_gradients",
     ),
     Deletion(
+        "what an optimizer keeps is waited for and recorded, in turn",
+        "dist_optim/local_optimizer.py",
+        "devices.updates.join(state)",
+        tests="test_what_a_step_keeps",
+    ),
+    Deletion(
+        "memory of an object's tensors is recorded each time it is used",
+        "rpc/devices/streams.py",
+        "use_on_current_stream(tensor)",
+        tests="test_memory_is_kept_of_what",
+        which=2,
+    ),
+    Deletion(
         "memory that is being copied for a message is recorded",
         "rpc/devices/staging.py",
         "elements.record_stream(stream)",
@@ -155,13 +168,13 @@ WAITS: Final = (
     Deletion(
         "an operation of a model of several workers waits for its inputs",
         "spmd/tensor_parallel/coordinator.py",
-        "operation.work.join()",
+        "operation.work.join(operation.args)",
         tests="test_a_model_of_several_workers",
     ),
     Deletion(
         "a part of a model waits for what it is sent",
         "spmd/tensor_parallel/shard.py",
-        "arrived.work.join()",
+        "arrived.work.join(task.args)",
         tests="test_a_model_of_several_workers",
     ),
     Deletion(

@@ -23,6 +23,7 @@ __all__ = [
     "MODE",
     "PRELOADED",
     "TYPE",
+    "allow_reads_of_freed",
     "backend",
     "make_default",
     "not_on_devices",
@@ -75,6 +76,14 @@ def make_default(rank: int) -> None:
     use_device(MODE, rank + 1)
     for name in _CREATING:
         setattr(torch, name, _on_device(getattr(torch, name), torch.device(DEVICE)))
+
+
+def allow_reads_of_freed() -> None:
+    """See ``tests.support.devices``; without devices, this does nothing."""
+    if MODE:
+        from tests.support import devices
+
+        devices.allow_reads_of_freed()
 
 
 def put(tensor: Tensor) -> Tensor:

@@ -85,6 +85,14 @@ def use_device(mode: str = "eager", seed: int = 7) -> None:
     device.schedule(mode, seed)
 
 
+def allow_reads_of_freed() -> None:
+    """Let streams read freed memory until its own stream allocates again, as FSDP does; of the simulator."""
+    if KIND == "sim":
+        from tests.accelerator import device
+
+        device.allow_reads_of_freed()
+
+
 def on_devices(
     task: Callable[..., R],
 ) -> Callable[..., R]:

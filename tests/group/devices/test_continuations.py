@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -90,6 +92,90 @@ def test_streams_wait_for_tensors_anywhere_in_the_value_of_a_callback(
     run_workers: RunWorkers, mode: str
 ) -> None:
     assert run_workers(wrap, 2, args=(mode,), time_limit=60)[0] == [True] * len(VALUES)
+
+
+def double_late(tensor: Tensor) -> Tensor:
+    sleep(FIRST)
+    return tensor * 2
+
+
+def _calls() -> list[torch.futures.Future[Any]]:
+    ones = torch.ones(SIZE, device=FIRST)
+    return [rpc.rpc_async("worker1", double_late, args=(ones,)) for _ in range(2)]
+
+
+def _sum(collected: torch.futures.Future[Any]) -> Tensor:
+    sleep(FIRST)
+    first, second = (each.wait() for each in collected.wait())
+    total: Tensor = first + second
+    return total
+
+
+def sum_of_calls() -> torch.futures.Future[Tensor]:
+    return torch.futures.collect_all(_calls()).then(_sum)
+
+
+@rpc.functions.async_execution
+def answer_sum() -> torch.futures.Future[Tensor]:
+    return sum_of_calls()
+
+
+def fail() -> None:
+    raise LookupError("as it is told")
+
+
+@on_devices
+def collect(worker: Worker) -> list[bool]:
+    theirs = torch._C._collect_all
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        found = []
+        for _ in range(2):
+            with torch.Stream(device=FIRST):
+                found += [is_all(each.wait(), 2.0) for each in torch.futures.collect_all(_calls()).wait()]
+                found += [is_all(value, 2.0) for value in torch.futures.wait_all(_calls())]
+                found.append(is_all(sum_of_calls().wait(), 4.0))
+                done = sum_of_calls()
+                done.wait()
+            with torch.Stream(device=FIRST):
+                found.append(is_all(done.wait(), 4.0))
+                found.append(is_all(rpc.rpc_sync("worker1", answer_sum), 4.0))
+        failing = [*_calls(), rpc.rpc_async("worker1", fail)]
+        with pytest.raises(LookupError, match="as it is told"):
+            torch.futures.collect_all(failing).wait()
+    return [*found, torch._C._collect_all is theirs]
+
+
+def test_streams_wait_for_tensors_of_collected_calls(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(collect, 2, args=(mode,), time_limit=60)[0] == [True] * 15
+
+
+@rpc.functions.async_execution
+def answer_from_a_thread(is_done: bool) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[FIRST])
+
+    def complete() -> None:
+        with torch.Stream(device=FIRST):
+            future.set_result(late(9.0))
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    if is_done:
+        thread.join()
+    return future
+
+
+@on_devices
+def get_from_a_thread(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        return [is_all(rpc.rpc_sync("worker1", answer_from_a_thread, args=(each,)), 9.0) for each in (0, 1)]
+
+
+def test_a_program_s_own_future_names_its_devices(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(get_from_a_thread, 2, args=(mode,), time_limit=60)[0] == [True] * 2
 
 
 @rpc.functions.async_execution

@@ -9,8 +9,9 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Final
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farcall import rpc
 from rpc.devices.ipc import SMALLEST_BYTES
@@ -259,6 +260,71 @@ def free_early(worker: Worker) -> list[bool]:
 
 def test_memory_is_kept_until_it_is_used(run_workers: RunWorkers, mode: str) -> None:
     assert run_workers(free_early, 2, args=(mode,), time_limit=60)[0] == [True] * 6
+
+
+class Summing:
+    """Replaces its tensor by another one."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(SIZE, device=FIRST)
+
+    def add(self, value: float) -> None:
+        sleep(FIRST)
+        self.total = self.total + value
+
+    async def add_later(self, value: float) -> None:
+        await asyncio.sleep(0)
+        self.add(value)
+
+    def get(self) -> Tensor:
+        return self.total * 1
+
+
+class SummingModule(nn.Module, Summing):
+    """Replaces an attribute of one of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Sequential(nn.Identity()))
+        self.inner: Any = next(self.part.children())
+        self.inner.total = torch.zeros(SIZE, device=FIRST)
+
+    def add(self, value: float) -> None:
+        sleep(FIRST)
+        self.inner.total = self.inner.total + value
+
+    def get(self) -> Tensor:
+        kept: Tensor = self.inner.total
+        return kept * 1
+
+
+def add_to(summing: rpc.RRef[Summing], value: float) -> None:
+    summing.local_value().add(value)
+
+
+@on_devices
+def replace_in_requests(worker: Worker, kind: type[Summing]) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        found: list[bool] = []
+        summing = rpc.remote("worker1", kind)
+        for add in (
+            lambda: summing.rpc_sync().add(1.0),
+            lambda: summing.rpc_sync().add_later(1.0),
+            lambda: rpc.rpc_sync("worker1", add_to, args=(summing, 1.0)),
+        ):
+            for _ in range(3):
+                add()
+            found.append(is_all(summing.rpc_sync().get(), 3.0 * (len(found) + 1)))
+        return found
+
+
+@pytest.mark.parametrize("kind", [Summing, SummingModule])
+def test_memory_is_kept_of_what_requests_replace(
+    run_workers: RunWorkers, device_kind: str, kind: type[Summing]
+) -> None:
+    assert run_workers(replace_in_requests, 2, args=("eager", kind), time_limit=60)[0] == [True] * 3
 
 
 @on_devices

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.group.devices.test_collectives import collectives
-from tests.support.devices import KIND, device_kind, mode, on_devices
+from tests.support.devices import KIND, allow_reads_of_freed, device_kind, mode, on_devices
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
@@ -64,6 +64,7 @@ def _ddp(worker: Worker, device: str) -> nn.Module:
 
 
 def _fsdp(worker: Worker, device: str) -> nn.Module:
+    allow_reads_of_freed()
     mesh = init_device_mesh(KIND, (worker.world_size,))
     trained = model().to(device)
     for layer in (trained[0], trained[2], trained):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from dist_autograd import backward, context, get_gradients
 from dist_optim import DistributedOptimizer
+from dist_optim.local_optimizer import LocalOptimizer
 from farcall import rpc
 from rref.remote_module import RemoteModule
 from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, SIZE, LateSGD, device_kind, is_all, mode, on_devices, seen
+from tests.support.devices import FIRST, SIZE, LateSGD, device_kind, is_all, mode, on_devices, seen, sleep
+from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
@@ -238,3 +243,58 @@ def step_within_a_backward(worker: Worker) -> bool:
 
 def test_gradients_that_come_after_a_step_meet_its_parameters(run_workers: RunWorkers, mode: str) -> None:
     assert run_workers(step_within_a_backward, 3, args=(mode,), time_limit=40)[0]
+
+
+_both_step = threading.Event()
+
+
+def _threads_in(function: Callable[..., Any]) -> int:
+    """The number of threads that run a function."""
+    stacks = [traceback.walk_stack(frame) for frame in sys._current_frames().values()]
+    return sum(any(frame.f_code is function.__code__ for frame, _ in stack) for stack in stacks)
+
+
+class Summing(optim.Optimizer):
+    """Subtracts the sum of all gradients so far, which each step replaces. The first step waits for another
+    one to be asked for.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        until(lambda: _both_step.is_set() or _threads_in(LocalOptimizer.step) == 2)
+        _both_step.set()
+        sleep(FIRST)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["sum"] = state.get("sum", 0.0) + parameter.grad
+            parameter.sub_(state["sum"])
+
+
+@on_devices
+def step_at_once(worker: Worker) -> bool:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return True
+        parameter = rpc.rpc_sync("worker1", keep)
+        optimizer = DistributedOptimizer(Summing, [parameter])
+        all_step = threading.Barrier(2)
+
+        def train() -> None:
+            with context() as number:
+                ones = torch.ones(SIZE, device=FIRST)
+                backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
+                all_step.wait()
+                optimizer.step(number)
+
+        with ThreadPoolExecutor(2) as trainers:
+            for trained in [trainers.submit(train) for _ in range(2)]:
+                trained.result()
+        return is_all(parameter.to_here(), 3.0 - 1.0 - 2.0)
+
+
+def test_what_a_step_keeps_is_kept_until_the_next_one_that_waits_has_used_it(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    assert run_workers(step_at_once, 2, args=("eager",), time_limit=40)[0]

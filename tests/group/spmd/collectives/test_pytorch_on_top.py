@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.default_device import DEVICE, TYPE, not_on_devices
+from tests.support.default_device import DEVICE, TYPE, allow_reads_of_freed, not_on_devices
 from tests.support.process_groups import process_group
 from tests.support.serving import in_processes
 from tests.support.workers import Worker
@@ -154,6 +154,7 @@ def test_zero_redundancy_optimizer_steps_like_adam(worker: Worker) -> None:
 
 @ranks(3)
 def test_fully_shard_trains_like_one_process(worker: Worker) -> None:
+    allow_reads_of_freed()
     sharded = model()
     mesh = init_device_mesh(TYPE, (3,))
     for layer in sharded:

@@ -28,7 +28,7 @@ from spmd.tensor_parallel import (
 from spmd.tensor_parallel.traffic import recorded
 from tests.group.spmd.llama import Llama, Shape
 from tests.group.spmd.meshes import assert_same_gradients, backward, gradient_of, in_mesh, whole
-from tests.support.default_device import DEVICE
+from tests.support.default_device import DEVICE, allow_reads_of_freed
 from tests.support.workers import RunWorkers
 
 Plan = dict[str, ParallelStyle]
@@ -201,6 +201,7 @@ def test_with_data_parallelism(run_workers: RunWorkers, plan: str) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_with_fsdp(run_workers: RunWorkers, plan: str) -> None:
     def task(mesh: DeviceMesh) -> None:
+        allow_reads_of_freed()
         model = model_of(Shape())
         expected = train(copy.deepcopy(model), PLANS[plan])
         parallelize_module(model, mesh["tp"], PLANS[plan])
@@ -229,6 +230,7 @@ def test_a_layer_that_is_called_past_fsdp_says_so(run_workers: RunWorkers) -> No
 
 def test_with_fsdp_in_mixed_precision(run_workers: RunWorkers) -> None:
     def task(mesh: DeviceMesh) -> None:
+        allow_reads_of_freed()
         model = model_of(Shape())
         expected = train(copy.deepcopy(model), TENSOR)
         parallelize_module(model, mesh["tp"], TENSOR)
