@@ -356,9 +356,13 @@ _MODULE: Final = frozenset(vars(Module()))
 def _inside(value: Any) -> tuple[list[Any], bool]:
     """Return what an object has inside, and whether it may have more."""
     if isinstance(value, Module):
-        inside: list[Any] = [*value.parameters(), *value.buffers()]
+        inside: list[Any] = []
         for module in value.modules():
-            inside += [each for name, each in vars(module).items() if name not in _MODULE]
+            inside += module._parameters.values()
+            inside += module._buffers.values()
+            attributes = vars(module)
+            if len(attributes) > len(_MODULE):
+                inside += [attributes[name] for name in attributes.keys() - _MODULE]
         return inside, True
     if isinstance(value, (FunctionType, MethodType)):
         return [], True
