@@ -353,17 +353,21 @@ _MODULE: Final = frozenset(vars(Module()))
 """Names of attributes that each module has, which hold its parameters, buffers, modules and hooks."""
 
 
+def _inside_modules(outermost: Module) -> list[Any]:
+    """Return what a module and those in it have inside."""
+    inside: list[Any] = []
+    for module in outermost.modules():
+        inside += [*module._parameters.values(), *module._buffers.values()]
+        own = vars(module)
+        if len(own) > len(_MODULE):
+            inside += [own[name] for name in own.keys() - _MODULE]
+    return inside
+
+
 def _inside(value: Any) -> tuple[list[Any], bool]:
     """Return what an object has inside, and whether it may have more."""
     if isinstance(value, Module):
-        inside: list[Any] = []
-        for module in value.modules():
-            inside += module._parameters.values()
-            inside += module._buffers.values()
-            attributes = vars(module)
-            if len(attributes) > len(_MODULE):
-                inside += [attributes[name] for name in attributes.keys() - _MODULE]
-        return inside, True
+        return _inside_modules(value), True
     if isinstance(value, (FunctionType, MethodType)):
         return [], True
     attributes = getattr(value, "__dict__", None)
