@@ -354,13 +354,20 @@ _MODULE: Final = frozenset(vars(Module()))
 
 
 def _inside_modules(outermost: Module) -> list[Any]:
-    """Return what a module and those in it have inside."""
+    """Return what a module and those in it have inside, though other threads may change them meanwhile."""
     inside: list[Any] = []
-    for module in outermost.modules():
+    seen: set[int] = set()
+    waiting: list[Module | None] = [outermost]
+    while waiting:
+        module = waiting.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
         inside += [*module._parameters.values(), *module._buffers.values()]
         own = vars(module)
         if len(own) > len(_MODULE):
-            inside += [own[name] for name in own.keys() - _MODULE]
+            inside += [own.get(name) for name in own.keys() - _MODULE]
+        waiting += module._modules.values()
     return inside
 
 
