@@ -1,9 +1,10 @@
 """Group tests once more with tensors on devices: ``FARCALL_TEST_ON_DEVICES=lazy pytest tests/group/rref``.
 
-The variable names the mode in which the simulated accelerator runs its streams; ``FARCALL_TEST_DEVICE`` may
-name another accelerator. In each worker, on all threads, what creates tensors creates them on the first
-device where the program names none; groups map devices one to one; and what a worker returns to the test is
-copied to the CPU. ``not_on_devices`` marks tests whose subject is the CPU's memory.
+The variable names the mode in which the simulated accelerator runs its streams; ``FARCALL_TEST_SEED`` is the
+seed of the delays in the mode ``random``; ``FARCALL_TEST_DEVICE`` may name another accelerator. In each
+worker, on all threads, what creates tensors creates them on the first device where the program names none;
+groups map devices one to one; and what a worker returns to the test is copied to the CPU. ``not_on_devices``
+marks tests whose subject is the CPU's memory.
 """
 
 from __future__ import annotations

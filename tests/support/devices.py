@@ -35,6 +35,9 @@ COUNT: Final = int(os.environ.get("FARCALL_TEST_DEVICES", "4" if KIND == "sim" e
 FIRST, SECOND, THIRD = (f"{KIND}:{index % COUNT}" for index in range(3))
 """Three devices, which are one where there is only one."""
 
+SEED: Final = int(os.environ.get("FARCALL_TEST_SEED", "0"))
+"""Seed of the delays of streams in the mode ``random``, together with each worker's rank."""
+
 ONE_TO_ONE: Final[dict[Any, Any]] = {FIRST: FIRST, SECOND: SECOND, THIRD: THIRD}
 
 SLEEP_US: Final = 20_000
@@ -82,7 +85,7 @@ def use_device(mode: str = "eager", seed: int = 7) -> None:
         return
     from tests.accelerator import device
 
-    device.schedule(mode, seed)
+    device.schedule(mode, 1000 * SEED + seed)
 
 
 def allow_reads_of_freed() -> None:
