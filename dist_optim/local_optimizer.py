@@ -73,7 +73,7 @@ class LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         """Perform one step with the gradients of a context. Parameters without a gradient are skipped."""
-        with self._locks.held(), _updates(self._optimizer.state):
+        with self._locks.held(), _updates(self._optimizer):
             gradients = _gradients(context_id)
             before = [parameter.grad for parameter in self._optimized]
             try:
@@ -152,15 +152,15 @@ def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 @contextlib.contextmanager
-def _updates(state: Any) -> Iterator[None]:
-    """Change parameters on devices in place inside the block, and an optimizer's state, ordered after earlier
-    changes and before later uses.
+def _updates(optimizer: object) -> Iterator[None]:
+    """Let an optimizer change its parameters and its state on devices inside the block, after earlier changes
+    and before later uses.
     """
     devices = autograd().contexts.devices
     if devices is None:
         yield
         return
-    devices.updates.join(state)
+    devices.updates.join(optimizer)
     try:
         yield
     finally:

@@ -36,7 +36,7 @@ def install(agent: Agent) -> References:
         hooks,
         agent.mailbox,
         agent.executor,
-        agent.calls.requests.ready,
+        agent.calls.requests.object_ready,
     )
     agent.extensions[EXTENSION] = references
     agent.serializer.register_carrier(RRef, RRefCarrier(references))

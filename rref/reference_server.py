@@ -217,7 +217,7 @@ class ReferenceServer:
         peer, frame = request.peer, request.frame
 
         def answer(content: Any, error: BaseException | None) -> None:
-            made = self._requests.ready() if error is None else None
+            made = self._requests.object_ready() if error is None else None
             parked = value.set(content, made) if error is None else value.fail(error)
             if on is not None and on.turns is not None:
                 on.turns.leave()

@@ -53,7 +53,7 @@ class References:
         incarnation: incarnation of this worker, which has not joined a group yet.
         calls, under_way, workers, control: see ``rref.ports``.
         lose: cuts off a worker; from any thread.
-        ready: returns the device work that makes an object; see ``ReceivedRequests.ready``.
+        ready: returns the device work that makes an object; see ``ReceivedRequests.object_ready``.
 
     Attributes:
         calls, workers: as given.

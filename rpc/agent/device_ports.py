@@ -44,7 +44,7 @@ class SharedWork(Protocol):
     def wait(self) -> None:
         """Like ``join``, for streams whose work is not added."""
 
-    def renew(self) -> None:
+    def renew(self) -> object:
         """Add the work that is on the current streams now."""
 
 
@@ -73,3 +73,6 @@ class RequestDevices(Protocol):
 
     def ready(self) -> SharedWork:
         """Return the work that streams must join before they use a value made on the current ones."""
+
+    def object_ready(self) -> SharedWork:
+        """As ``ready``, for an object that requests use, which may be large."""

@@ -125,14 +125,15 @@ class Future(torch.futures.Future[T]):
 
     @classmethod
     def of_several(
-        cls, futures: Sequence[torch.futures.Future[Any]], done: torch.futures.Future[Any]
+        cls, futures: Iterable[torch.futures.Future[Any]], done: torch.futures.Future[Any]
     ) -> torch.futures.Future[Any]:
         """Return a future whose value is a list of these futures, whose own methods make streams wait; or
-        ``done``, if none of them is of a worker with which messages use devices.
+        ``done``, if none of them is a call to a worker with which messages use devices.
 
         Args:
             done: is completed when all are, and has their error.
         """
+        futures = list(futures)
         peers = [each._peer for each in futures if isinstance(each, Future)]
         peer = next((each for each in peers if each is not None and each.devices is not None), None)
         if peer is None:
@@ -140,13 +141,14 @@ class Future(torch.futures.Future[T]):
         future: Future[Any] = cls()
         future._peer = peer
 
+        @protected
         def complete(done: torch.futures.Future[Any]) -> None:
             try:
                 done.value()
             except BaseException as error:
-                _end(future, None, error)
+                _end(future, None, error.with_traceback(None))  # its frames refer to the future
             else:
-                _end(future, list(futures), None)
+                _end(future, futures, None)
 
         _call_when_done(done, complete)
         return future

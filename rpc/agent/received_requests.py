@@ -101,6 +101,10 @@ class ReceivedRequests:
         """
         return None if self.devices is None else self.devices.ready()
 
+    def object_ready(self) -> SharedWork | None:
+        """As ``ready``, for an object that requests use, which may be large."""
+        return None if self.devices is None else self.devices.object_ready()
+
     # ---- from arrival to answer
 
     def received(self, run: Callable[[Request], None], peer: Peer, frame: Frame) -> Task | None:

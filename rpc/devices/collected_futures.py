@@ -6,6 +6,7 @@ streams wait for tensors. The function that both call is replaced while an agent
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from rpc.runtime.torch_internals import collect_all, set_collect_all
 
 __all__ = ["replace_collect_all", "restore_collect_all"]
 
-_lock: Final = threading.RLock()  # a finalizer that runs while it is held may end an agent
+_lock = threading.RLock()  # a finalizer that runs while it is held may end an agent
 _agents: Final[list[object]] = []
 
 
@@ -41,3 +42,15 @@ def restore_collect_all(agent: object) -> None:
             _agents.remove(agent)
         if collect_all is not None and not _agents:
             set_collect_all(collect_all)
+
+
+def _restore_in_child() -> None:
+    """Restore PyTorch's function in a forked child, which has none of its parent's agents."""
+    global _lock
+    _lock = threading.RLock()
+    _agents.clear()
+    if collect_all is not None:
+        set_collect_all(collect_all)
+
+
+os.register_at_fork(after_in_child=_restore_in_child)

@@ -151,8 +151,12 @@ class Devices:
                 use_on_current_stream(tensor)
 
     def ready(self) -> Shared:
-        """What streams must join before they use an object that was made on the current ones."""
+        """What streams must join before they use a value that was made on the current ones."""
         return Shared(self.local, self.updates)
+
+    def object_ready(self) -> Shared:
+        """As ``ready``, for an object that requests use, which may be large."""
+        return Shared.of_object(self.local, self.updates)
 
     def around(self, run: Callable[[Request], None]) -> Callable[[Request], None]:
         """Run requests on streams of their own."""

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import fields, is_dataclass
-from functools import partial
+from dataclasses import dataclass
 from math import inf
-from types import FunctionType, MethodType, NoneType
 from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
+from rpc.devices.tensor_search import search
 from rpc.runtime.stepwise import StepwiseCoroutine
 from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
-__all__ = ["Ready", "Shared", "Streams", "arrived", "search", "use_on_current_stream"]
+__all__ = ["Ready", "Shared", "Streams", "arrived", "use_on_current_stream"]
 
 _current_stream = torch.accelerator.current_stream
 _current_device = torch.accelerator.current_device_index
-_MAX_DEPTH: Final = 8
-"""Maximum nesting of containers that are searched for tensors."""
-_MOST_SEARCHED: Final = 10_000
-"""Maximum number of parts of an object that each use of it looks at."""
+_MOST_PARTS: Final = 10_000
+"""Maximum number of parts of an object that each use of it searches for tensors."""
 
 
 class _ThreadState(threading.local):
@@ -58,13 +55,13 @@ class Streams:
 
     Attributes:
         arrived: the tensors that were read from a message on these streams.
-        used: the objects of this worker that are used on these streams, with their values: of a coroutine
-            since it began, otherwise since they were last entered.
+        used: the objects of this worker that are used on these streams: of a coroutine since it began,
+            otherwise since they were last entered.
     """
 
     def __init__(self, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
         self.arrived: list[Tensor] = []
-        self.used: dict[Shared, Any] = {}
+        self.used: dict[Shared, Use] = {}
         self._devices = list(devices)  # those of an agent may become more
         self._updates = updates
         self._streams = [torch.Stream(device) for device in self._devices]
@@ -77,17 +74,26 @@ class Streams:
         self._outer = before, [_current_stream(device) for device in self._devices], _thread_state.streams
         _make_current(self._streams, before if self._device is None else self._device)
         _thread_state.streams = self
-        if self._updates is not None:
-            self._updates.wait()
-        for shared, value in self.used.items():
-            shared.wait(value)
+        try:
+            if self._updates is not None:
+                self._updates.wait()
+            for shared, use in list(self.used.items()):
+                shared.use_again(use)
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        try:
+            self.share()
+            if not self._keeps_used:
+                self.used.clear()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         assert self._outer is not None
-        self.share()
-        if not self._keeps_used:
-            self.used.clear()
         device, streams, _thread_state.streams = self._outer
         self._device = _current_device()
         self._streams = [_current_stream(each) for each in self._devices]
@@ -95,8 +101,8 @@ class Streams:
 
     def share(self) -> None:
         """Have what uses the same objects of this worker from now on wait for the work so far."""
-        for shared in self.used:
-            shared.renew()
+        for shared, use in list(self.used.items()):
+            use.renewals = shared.renew()
 
     def ready(self) -> Ready | None:
         """What other streams must ``join`` before they use the tensors that have arrived, or parameters that
@@ -182,7 +188,7 @@ class Ready:
         may_have_more: bool = False,
     ) -> Ready | None:
         """The work that made tensors, and changed parameters; None if there are neither."""
-        changed = updates is not None and updates.renewed
+        changed = updates is not None and updates.renewals > 0
         return cls(tensors, devices, updates) if tensors or may_have_more or changed else None
 
     @classmethod
@@ -190,8 +196,8 @@ class Ready:
         cls, value: Any, devices: Sequence[torch.device], updates: Shared | None
     ) -> Ready | None:
         """As ``if_needed``, for the tensors in a value."""
-        found, has_more = search(value)
-        return cls.if_needed(found, devices, updates, may_have_more=has_more)
+        found = search(value)
+        return cls.if_needed(found.tensors, devices, updates, may_have_more=found.may_have_more)
 
     def streams(self) -> Streams:
         """Streams on the same devices, which wait for this once they ``join`` it."""
@@ -209,6 +215,19 @@ class Ready:
             use_on_current_stream(tensor)
 
 
+@dataclass
+class Use:
+    """A use of an object by a request.
+
+    Attributes:
+        value: returns the object, or None once it is freed.
+        renewals: how often work had been added to the object's when the request last waited for it.
+    """
+
+    value: Callable[[], Any]
+    renewals: int
+
+
 class Shared:
     """An object of this worker that requests use on their streams, in turn or at the same time. Each
     waits for the work that others have enqueued on it: its making, and what they did to it, in place for one
@@ -217,20 +236,29 @@ class Shared:
     Args:
         devices: those that requests use; they may become more.
         updates: further work that may change it.
+        most_parts: maximum number of parts of the object that each use searches for tensors.
 
     Attributes:
-        renewed: whether work was ever added.
+        renewals: how often work was added.
     """
 
-    __slots__ = ("_devices", "_lock", "_ready", "_searches", "_updates", "renewed")
+    __slots__ = ("_devices", "_lock", "_most_parts", "_ready", "_searches", "_updates", "renewals")
 
-    def __init__(self, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], updates: Shared | None = None, most_parts: float = inf
+    ) -> None:
         self._devices = devices
         self._updates = updates
         self._lock = threading.RLock()  # a finalizer that runs while it is held may use the object
+        self._most_parts = most_parts
         self._searches = True
         self._ready = Ready((), devices)
-        self.renewed = False
+        self.renewals = 0
+
+    @classmethod
+    def of_object(cls, devices: Sequence[torch.device], updates: Shared) -> Shared:
+        """As ``Shared``, for an object of the program's, which may be large."""
+        return cls(devices, updates, _MOST_PARTS)
 
     def join(self, value: Any = None) -> None:
         """Make the current streams wait for the work on the object so far, and keep the memory of its tensors
@@ -238,33 +266,53 @@ class Shared:
         for what the request does.
 
         Args:
-            value: the object, with the tensors that it has now. An object with more than ``_MOST_SEARCHED``
-                parts, none of which is a tensor on a device, is not searched again.
+            value: the object, with the tensors that it has now. If it has too many parts, and those that were
+                searched have no tensors on devices, it is not searched again.
         """
+        renewals = self.renewals
         self.wait(value)
         streams = _thread_state.streams
         if streams is not None:
-            streams.used[self] = value
+            streams.used[self] = Use(_weakly(value), renewals)
+
+    def use_again(self, use: Use) -> None:
+        """As ``join``, for streams whose request has used the object before, and may have waited since."""
+        if use.renewals != self.renewals:
+            use.renewals = self.renewals
+            self.wait(use.value())
 
     def wait(self, value: Any = None) -> None:
-        """As ``join``, and what the current streams do then is not part of the work."""
+        """As ``join``, but what the current streams do afterwards is not added to the work."""
         updates = self._updates
         if updates is not None:
             updates.wait()
         with self._lock:
             self._ready.join()
         if self._searches:
-            tensors, may_have_more = search(value, _MOST_SEARCHED)
-            self._searches = bool(tensors) or not may_have_more
-            for tensor in tensors:
+            found = search(value, self._most_parts)
+            self._searches = bool(found.tensors) or not found.is_too_large
+            for tensor in found.tensors:
                 use_on_current_stream(tensor)
 
-    def renew(self) -> None:
-        """Add the work that is on the current streams now, as of a request that is over, or pauses."""
+    def renew(self) -> int:
+        """Add the work that is on the current streams now, as of a request that is over, or pauses. Returns
+        ``renewals``.
+        """
         with self._lock:
             self._ready.join()
             self._ready = Ready((), self._devices)
-            self.renewed = True
+            self.renewals += 1
+            return self.renewals
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # such as a list: only what makes it uses it in several steps
+        return _nothing
+
+
+def _nothing() -> None: ...
 
 
 def use_on_current_stream(tensor: Tensor) -> None:
@@ -299,95 +347,3 @@ def _parts(tensor: Any) -> list[Tensor]:
     if attributes:
         return [each for each in attributes if isinstance(each, Tensor)]
     return [tensor.values()] if tensor.is_nested else []
-
-
-def search(value: Any, most: float = inf) -> tuple[list[Tensor], bool]:
-    """Find the tensors on accelerators in a value: in containers, dataclasses, modules and attributes of
-    objects.
-
-    Nothing of the value's own is called, so what a container of another library hides is not found.
-
-    Args:
-        most: maximum number of parts to look at.
-
-    Returns:
-        The tensors, and whether the value may have others.
-    """
-    searching = _Search(most)
-    searching.look_at(value, 0)
-    return searching.found, searching.may_have_more
-
-
-class _Search:
-    def __init__(self, most: float) -> None:
-        self.found: list[Tensor] = []
-        self.may_have_more = False
-        self._left = most
-        self._seen: set[int] = set()
-
-    def look_at(self, value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            if not value.is_cpu and not value.is_meta:
-                self.found.append(value)
-            return
-        if isinstance(value, _SIMPLE) or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if depth > _MAX_DEPTH or (isinstance(value, _CONTAINERS) and len(value) > self._left):
-            self.may_have_more = True
-            return
-        inside, has_more = _inside(value)
-        self.may_have_more |= has_more
-        self._left -= len(inside)
-        for each in inside:
-            if type(each) not in _SIMPLE:
-                self.look_at(each, depth + 1)
-
-
-_CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
-
-_SIMPLE: Final = (NoneType, str, bytes, bool, int, float, complex, type, torch.dtype, torch.device)
-"""Types of objects that have no tensors."""
-
-_MODULE: Final = frozenset(vars(Module()))
-"""Names of attributes that each module has, which hold its parameters, buffers, modules and hooks."""
-
-
-def _inside_modules(outermost: Module) -> list[Any]:
-    """Return what a module and those in it have inside, though other threads may change them meanwhile."""
-    inside: list[Any] = []
-    seen: set[int] = set()
-    waiting: list[Module | None] = [outermost]
-    while waiting:
-        module = waiting.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        inside += [*module._parameters.values(), *module._buffers.values()]
-        own = vars(module)
-        if len(own) > len(_MODULE):
-            inside += [own.get(name) for name in own.keys() - _MODULE]
-        waiting += module._modules.values()
-    return inside
-
-
-def _inside(value: Any) -> tuple[list[Any], bool]:
-    """Return what an object has inside, and whether it may have more."""
-    if isinstance(value, Module):
-        return _inside_modules(value), True
-    if isinstance(value, (FunctionType, MethodType)):
-        return [], True
-    attributes = getattr(value, "__dict__", None)
-    inside = list(attributes.values()) if isinstance(attributes, dict) else []
-    if isinstance(value, dict):
-        inside += [*value.keys(), *value.values()]
-    elif isinstance(value, _CONTAINERS):
-        inside += value
-    elif is_dataclass(value):
-        inside += [getattr(value, each.name, None) for each in fields(value)]
-    elif isinstance(value, partial):
-        inside += [value.func, *value.args, *value.keywords.values()]
-    else:
-        has_slots = any(vars(each).get("__slots__") for each in type(value).__mro__)
-        return inside, has_slots or attributes is None
-    return inside, False

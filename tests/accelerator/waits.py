@@ -131,7 +131,7 @@ WAITS: Final = (
     Deletion(
         "what an optimizer keeps is waited for and recorded, in turn",
         "dist_optim/local_optimizer.py",
-        "devices.updates.join(state)",
+        "devices.updates.join(optimizer)",
         tests="test_what_a_step_keeps",
     ),
     Deletion(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -141,14 +145,41 @@ def collect(worker: Worker) -> list[bool]:
             with torch.Stream(device=FIRST):
                 found.append(is_all(done.wait(), 4.0))
                 found.append(is_all(rpc.rpc_sync("worker1", answer_sum), 4.0))
-        failing = [*_calls(), rpc.rpc_async("worker1", fail)]
-        with pytest.raises(LookupError, match="as it is told"):
-            torch.futures.collect_all(failing).wait()
+        changed = _calls()
+        collected = torch.futures.collect_all(changed)
+        changed.clear()
+        found.append(len(collected.wait()) == 2)
+        found += [_is_freed_though_it_has_failed(), _has_own_function_after_fork(theirs)]
     return [*found, torch._C._collect_all is theirs]
 
 
+class _Noted:
+    """What is noted at a future, and freed with it."""
+
+
+def _is_freed_though_it_has_failed() -> bool:
+    failing: list[Any] = [*_calls(), rpc.rpc_async("worker1", fail)]
+    failing[-1].note = _Noted()
+    note = weakref.ref(failing[-1].note)
+    with pytest.raises(LookupError, match="as it is told"):
+        torch.futures.collect_all(failing).wait()
+    del failing
+    end = time.monotonic() + 10
+    while note() is not None and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    return note() is None
+
+
+def _has_own_function_after_fork(theirs: Any) -> bool:
+    child = os.fork()
+    if not child:
+        os._exit(torch._C._collect_all is not theirs)
+    return os.waitpid(child, 0)[1] == 0
+
+
 def test_streams_wait_for_tensors_of_collected_calls(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(collect, 2, args=(mode,), time_limit=60)[0] == [True] * 15
+    assert run_workers(collect, 2, args=(mode,), time_limit=60)[0] == [True] * 18
 
 
 @rpc.functions.async_execution

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Coroutine
 from typing import Any, Final
 
@@ -280,6 +281,19 @@ class Summing:
         return self.total * 1
 
 
+class SummingLater(Summing):
+    """Has no tensor at first, and something that is not looked into."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.total = 0.0  # type: ignore[assignment]
+
+    def add(self, value: float) -> None:
+        with self.lock:
+            sleep(FIRST)
+            self.total = self.total + torch.full((SIZE,), value, device=FIRST)
+
+
 class SummingModule(nn.Module, Summing):
     """Replaces an attribute of one of its modules."""
 
@@ -320,11 +334,36 @@ def replace_in_requests(worker: Worker, kind: type[Summing]) -> list[bool]:
         return found
 
 
-@pytest.mark.parametrize("kind", [Summing, SummingModule])
+@pytest.mark.parametrize("kind", [Summing, SummingLater, SummingModule])
 def test_memory_is_kept_of_what_requests_replace(
     run_workers: RunWorkers, device_kind: str, kind: type[Summing]
 ) -> None:
     assert run_workers(replace_in_requests, 2, args=("eager", kind), time_limit=60)[0] == [True] * 3
+
+
+async def use_and_drop(count: int) -> int:
+    """The number of objects that live on when all their references are gone."""
+    used = []
+    for _ in range(count):
+        summing = Summing()
+        used.append(weakref.ref(summing))
+        rpc.RRef(summing).local_value()
+        del summing
+        await asyncio.sleep(0)
+    while any(each() is not None for each in used[:-1]):  # until references are released
+        gc.collect()
+        await asyncio.sleep(0.01)
+    return sum(each() is not None for each in used[:-1])
+
+
+@on_devices
+def ask_to_use_and_drop(worker: Worker) -> int:
+    with worker.group(**one_to_one(worker)):
+        return 0 if worker.rank else rpc.rpc_sync("worker1", use_and_drop, args=(20,))
+
+
+def test_a_coroutine_does_not_keep_what_it_has_used(run_workers: RunWorkers, device_kind: str) -> None:
+    assert run_workers(ask_to_use_and_drop, 2, args=("eager",), time_limit=30)[0] == 0
 
 
 @on_devices

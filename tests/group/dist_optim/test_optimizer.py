@@ -146,3 +146,24 @@ def test_a_parameter_that_is_given_twice_is_optimized_once() -> None:
         single.step()
     torch.testing.assert_close(references[0].to_here().detach(), local.weight.detach())
     spread.load_state_dict(spread.state_dict())
+
+
+class Descent:
+    """Has what an optimizer needs, and no more."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad)
+
+
+@in_worker0(world_size=3)
+def test_an_optimizer_of_the_program_s_own_needs_no_more_than_steps() -> None:
+    model = Spread(*PLACES)
+    of_ours: Any = Descent
+    model.train(DistributedOptimizer(of_ours, model.references()), batches(1))
+    model.train_local(optim.SGD(model.local.parameters(), lr=1.0), batches(1))
+    model.check_same()
