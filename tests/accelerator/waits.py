@@ -63,8 +63,14 @@ WAITS: Final = (
     Deletion(
         "a reference's value waits for what other requests did to it",
         "rpc/devices/streams.py",
-        "shared.renew()",
+        "use.renewals = shared.renew()",
         tests="test_requests_on_one_object",
+    ),
+    Deletion(
+        "a coroutine waits for what others did to its object meanwhile",
+        "rpc/devices/streams.py",
+        "shared.use_again(use)",
+        tests="test_what_coroutines_do",
     ),
     Deletion(
         "gradients that are held back wait for the device's thread",

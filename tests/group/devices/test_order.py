@@ -61,6 +61,10 @@ class Counter:
     def get(self) -> Tensor:
         return self.tensor * 1
 
+    async def get_after_adding(self, value: float, this: rpc.RRef[Counter]) -> Tensor:
+        await this.rpc_async().add(value)  # as another request
+        return self.get()
+
     def add_and_look(self, value: float, this: rpc.RRef[Counter]) -> Look:
         self.add(value)
         return Look(this)
@@ -94,7 +98,7 @@ def count_on_one_object(worker: Worker) -> list[bool]:
 
 
 def test_what_coroutines_do_to_an_object_is_in_order(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(count_in_coroutines, 2, args=(mode,), time_limit=60)[0] == [True] * 6
+    assert run_workers(count_in_coroutines, 2, args=(mode,), time_limit=60)[0] == [True] * 7
 
 
 def test_a_coroutine_may_begin_before_its_request_s_thread_is_done(
@@ -153,6 +157,7 @@ def count_in_coroutines(worker: Worker) -> list[bool]:
             found.append(is_all(counter.rpc_sync().get(), total))
             counter.rpc_sync().add_later(1.0)
             found.append(is_all(counter.rpc_sync().get(), total + 1))
+        found.append(is_all(counter.rpc_sync().get_after_adding(1.0, counter), total + 2))
         return found
 
 
