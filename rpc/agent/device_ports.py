@@ -44,7 +44,7 @@ class SharedWork(Protocol):
     def wait(self) -> None:
         """Like ``join``, for streams whose work is not added."""
 
-    def renew(self) -> object:
+    def renew(self) -> None:
         """Add the work that is on the current streams now."""
 
 

@@ -102,7 +102,7 @@ class Streams:
     def share(self) -> None:
         """Have what uses the same objects of this worker from now on wait for the work so far."""
         for shared, use in list(self.used.items()):
-            use.renewals = shared.renew()
+            shared.renew(use)
 
     def ready(self) -> Ready | None:
         """What other streams must ``join`` before they use the tensors that have arrived, or parameters that
@@ -294,15 +294,18 @@ class Shared:
             for tensor in found.tensors:
                 use_on_current_stream(tensor)
 
-    def renew(self) -> int:
-        """Add the work that is on the current streams now, as of a request that is over, or pauses. Returns
-        ``renewals``.
+    def renew(self, use: Use | None = None) -> None:
+        """Add the work that is on the current streams now, as of a request that is over, or pauses.
+
+        Args:
+            use: the request's use of the object.
         """
         with self._lock:
             self._ready.join()
             self._ready = Ready((), self._devices)
+            if use is not None and use.renewals == self.renewals:  # no other request has added work since
+                use.renewals += 1
             self.renewals += 1
-            return self.renewals
 
 
 def _weakly(value: Any) -> Callable[[], Any]:

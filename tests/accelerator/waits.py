@@ -63,7 +63,7 @@ WAITS: Final = (
     Deletion(
         "a reference's value waits for what other requests did to it",
         "rpc/devices/streams.py",
-        "use.renewals = shared.renew()",
+        "shared.renew(use)",
         tests="test_requests_on_one_object",
     ),
     Deletion(
