@@ -31,7 +31,7 @@ _SIMPLE: Final = (NoneType, str, bytes, bool, int, float, complex, type, torch.d
 _OPAQUE: Final = (FunctionType, MethodType, ModuleType, Logger, Thread)
 """Types of objects that are not looked into."""
 
-_OURS: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd", "farcall")
+_OURS: Final = ("rpc", "rref", "dist_autograd", "dist_optim")
 """Packages whose objects are not looked into: what they do with their tensors is in order."""
 
 _CONTAINERS: Final = (list, tuple, set, frozenset, deque)
