@@ -25,7 +25,7 @@ __all__ = ["Found", "search"]
 _MAX_DEPTH: Final = 8
 """Maximum nesting of containers that are searched."""
 
-_SIMPLE: Final = (NoneType, str, bytes, bool, int, float, complex, type, torch.dtype, torch.device)
+_SIMPLE: Final = frozenset({NoneType, str, bytes, bool, int, float, complex, type, torch.dtype, torch.device})
 """Types of objects that have no tensors."""
 
 _OPAQUE: Final = (FunctionType, MethodType, ModuleType, Logger, Thread)
