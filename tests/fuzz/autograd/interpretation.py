@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from tests.fuzz.autograd.observations import Observed, Seen
 from tests.fuzz.autograd.operations import OPERATIONS
-from tests.fuzz.autograd.places import device
+from tests.fuzz.autograd.places import device, recorded
 from tests.fuzz.autograd.program import (
     LEAVES,
     Call,
@@ -238,7 +238,7 @@ def interpret(
     started: dict[int, tuple[Call, Future]] = {}
 
     def find(name: str) -> Any:
-        return run.slots[name] if name.startswith("slot") else values[name]
+        return recorded(run.slots[name] if name.startswith("slot") else values[name])
 
     def receive(what: str, names: tuple[str, ...], received: Values) -> None:
         run.arrived(what, received)

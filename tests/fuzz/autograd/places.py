@@ -10,7 +10,7 @@ from tests.support.device_groups import one_to_one
 from tests.support.devices import COUNT, KIND, use_device
 from tests.support.workers import Worker
 
-__all__ = ["device", "devices", "settle", "synchronize"]
+__all__ = ["device", "devices", "recorded", "settle", "synchronize"]
 
 _device = "cpu"
 
@@ -29,6 +29,15 @@ def synchronize() -> None:
     """Wait for what a program made on other streams, and keeps beside calls and references."""
     if _device != "cpu":
         torch.accelerator.synchronize(torch.device(_device))
+
+
+def recorded(value: Any) -> Any:
+    """A value that a program may have made on another stream; if it is a tensor, its memory is kept until the
+    current stream has used it, as a program must for what it keeps beside calls and references.
+    """
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        value.record_stream(torch.accelerator.current_stream(value.device))
+    return value
 
 
 def settle(worker: Worker, mode: str | None) -> dict[str, Any]:
