@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -128,6 +129,10 @@ def _decided(ranks: list[tuple[str, str | None]]) -> str:
     return "agreed" if alike else "staged"
 
 
+_UNSPLIT: Final = SimpleNamespace(supports_splitting=False)
+"""What c10d is told of a backend that is not split."""
+
+
 class VendorProcessGroup(FarcallProcessGroup):
     """A process group with a second one for the tensors on the vendor's devices.
 
@@ -158,7 +163,7 @@ class VendorProcessGroup(FarcallProcessGroup):
         with self._lock:
             formed = self._formed.get(kind)
             if formed is None:
-                if self._forming:  # c10d asks for a group to split, where a device is bound to this one
+                if self._forming:
                     return self
                 self.group.members.check()
                 seconds = self.group.timeout
@@ -175,6 +180,9 @@ class VendorProcessGroup(FarcallProcessGroup):
         return formed
 
     def get_backend(self, device: torch.device) -> Any:
+        with self._lock:
+            if self._forming:  # c10d asks for a backend to split, where a device is bound to this group
+                return _UNSPLIT
         kind = torch.device(device).type
         formed = self.of_device(kind)
         return super().get_backend(device) if formed is self else formed._get_backend(torch.device(kind))
