@@ -130,7 +130,7 @@ def _decided(ranks: list[tuple[str, str | None]]) -> str:
 
 
 _UNSPLIT: Final = SimpleNamespace(supports_splitting=False)
-"""What c10d is told of a backend that is not split."""
+"""A backend that c10d does not split."""
 
 
 class VendorProcessGroup(FarcallProcessGroup):
