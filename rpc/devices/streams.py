@@ -311,7 +311,7 @@ class Shared:
 def _weakly(value: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(value)
-    except TypeError:  # such as a list: only what makes it uses it in several steps
+    except TypeError:  # a list, for one thing, cannot be referred to weakly
         return _nothing
 
 

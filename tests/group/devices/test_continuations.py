@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -130,7 +129,6 @@ def fail() -> None:
 
 @on_devices
 def collect(worker: Worker) -> list[bool]:
-    theirs = torch._C._collect_all
     with worker.group(**one_to_one(worker)):
         if worker.rank:
             return []
@@ -149,8 +147,14 @@ def collect(worker: Worker) -> list[bool]:
         collected = torch.futures.collect_all(changed)
         changed.clear()
         found.append(len(collected.wait()) == 2)
-        found += [_is_freed_though_it_has_failed(), _has_own_function_after_fork(theirs)]
-    return [*found, torch._C._collect_all is theirs]
+        changed = list(collected.wait())
+        found += [_are_themselves(changed), _is_freed_though_it_has_failed(), _are_copied_in_a_child(changed)]
+    return [*found, not _are_themselves(changed)]
+
+
+def _are_themselves(calls: list[Any]) -> bool:
+    """Whether futures that are collected are those that were given, and no copies."""
+    return torch.futures.collect_all(calls).wait()[0] is calls[0]
 
 
 class _Noted:
@@ -160,26 +164,24 @@ class _Noted:
 def _is_freed_though_it_has_failed() -> bool:
     failing: list[Any] = [*_calls(), rpc.rpc_async("worker1", fail)]
     failing[-1].note = _Noted()
-    note = weakref.ref(failing[-1].note)
+    freed = threading.Event()
+    weakref.finalize(failing[-1].note, freed.set)
     with pytest.raises(LookupError, match="as it is told"):
         torch.futures.collect_all(failing).wait()
     del failing
-    end = time.monotonic() + 10
-    while note() is not None and time.monotonic() < end:
-        gc.collect()
-        time.sleep(0.01)
-    return note() is None
+    gc.collect()
+    return freed.wait(10)
 
 
-def _has_own_function_after_fork(theirs: Any) -> bool:
+def _are_copied_in_a_child(calls: list[Any]) -> bool:
     child = os.fork()
     if not child:
-        os._exit(torch._C._collect_all is not theirs)
+        os._exit(_are_themselves(calls))
     return os.waitpid(child, 0)[1] == 0
 
 
 def test_streams_wait_for_tensors_of_collected_calls(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(collect, 2, args=(mode,), time_limit=60)[0] == [True] * 18
+    assert run_workers(collect, 2, args=(mode,), time_limit=60)[0] == [True] * 19
 
 
 @rpc.functions.async_execution
