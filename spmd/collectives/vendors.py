@@ -163,8 +163,6 @@ class VendorProcessGroup(FarcallProcessGroup):
         with self._lock:
             formed = self._formed.get(kind)
             if formed is None:
-                if self._forming:
-                    return self
                 self.group.members.check()
                 seconds = self.group.timeout
                 self._forming = True
