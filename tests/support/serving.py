@@ -119,6 +119,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._open = threading.Event()
+        self._arrivals = threading.Semaphore(0)
 
     def open(self) -> None:
         """Lets everybody through, now and later."""
@@ -130,7 +131,13 @@ class Gate:
 
     def wait(self) -> None:
         """Waits until it is open."""
+        self._arrivals.release()
         assert self._open.wait(WAIT_SECONDS), "nobody opened the gate"
+
+    def wait_for_arrivals(self, count: int) -> None:
+        """Waits until ``count`` more threads have come to the gate."""
+        for arrived in range(count):
+            assert self._arrivals.acquire(timeout=WAIT_SECONDS), f"{arrived} of {count} came to the gate"
 
 
 _gates: dict[str, Gate] = {}
@@ -145,6 +152,11 @@ def wait_at_gate(name: str = "", value: Any = None) -> Any:
     current_worker().report("at the gate", name)
     _gate(name).wait()
     return value
+
+
+def wait_for_arrivals(count: int, name: str = "") -> None:
+    """To be called remotely: waits until ``count`` more threads have come to that gate."""
+    _gate(name).wait_for_arrivals(count)
 
 
 def open_gate(name: str = "") -> None:

@@ -18,7 +18,7 @@ from rpc.errors import (
 )
 from rpc.options import AgentOptions
 from tests.support.engine_environments import SRUN
-from tests.support.serving import in_all, in_group, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import in_all, in_group, in_worker0, open_gate, wait_at_gate, wait_for_arrivals
 from tests.support.workers import RunWorkers, Worker
 
 # ---- its size
@@ -232,6 +232,7 @@ def test_debug_info_counts_calls_threads_and_references() -> None:
     held = [rpc.rpc_async("worker1", wait_at_gate) for _ in range(3)]
     making = rpc.remote("worker1", wait_at_gate)
     assert debug_info("agent.pending_calls", "num_pending_futures") == [4, 1]
+    rpc.rpc_sync("worker1", wait_for_arrivals, args=(len([*held, making]),))
     assert rpc.rpc_sync("worker1", debug_info, args=("agent.active_tasks",))[0] >= 5
     rpc.rpc_sync("worker1", open_gate)
     for future in (*held, making._get_future()):
