@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from farcall import rpc
-from rpc.devices.ipc import SMALLEST_BYTES
 from rpc.errors import MessageLostError
-from rpc.runtime.current import current_agent
 from tests.support.certificates import Authority
 from tests.support.cutting import cutting, until_cut
-from tests.support.device_groups import one_to_one
+from tests.support.device_groups import LARGE, one_to_one, until_agreed
 from tests.support.devices import (
     FIRST,
     KIND,
@@ -37,7 +35,6 @@ from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
 
-LARGE = SMALLEST_BYTES // 2  # elements of four bytes: of tensors that are read in place, if they can be
 SMALL = 10_000
 NOTHING = Used(0, 0, 0)
 
@@ -84,20 +81,6 @@ def _begin(names: tuple[str, ...] = ("worker1",)) -> list[Any]:
         for name in names
         for size in (SMALL, LARGE, LARGE)
     ]
-
-
-def is_read_in_place(by: str) -> bool:
-    """Whether another worker reads large tensors in this one's memory."""
-    agent: Any = current_agent()
-    return bool(agent.calls.requests.devices.reads(by, torch.ones(LARGE, device=FIRST)))
-
-
-def until_agreed(here: str, there: str) -> None:
-    """Send tensors until both workers have agreed that they read them in place, if they can at all."""
-    end = time.monotonic() + 20
-    while not (is_read_in_place(there) and rpc.rpc_sync(there, is_read_in_place, args=(here,))):
-        rpc.rpc_sync(there, double, args=(torch.ones(LARGE, device=FIRST),))
-        assert time.monotonic() < end, "the workers do not read each other's memory"
 
 
 @on_devices

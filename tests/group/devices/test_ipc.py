@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
 from dist_autograd import backward, context, get_gradients
 from farcall import rpc
-from rpc.devices.ipc import SMALLEST_BYTES, Import
-from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, device_kind, is_all, late, mode, on_devices, used_bytes
+from rpc.devices.ipc import Import
+from tests.support.device_groups import LARGE, one_to_one, until_agreed
+from tests.support.devices import FIRST, Used, device_kind, is_all, late, left, mode, on_devices, used
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
-
-LARGE = SMALLEST_BYTES // 4  # elements of four bytes
 
 _opened: list[int] = []
 """Devices whose tensors this worker has read in place."""
@@ -40,24 +37,13 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
 
 
-def _until_agreed() -> None:
-    """Until both read each other's memory: the first tensors are copied."""
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        rpc.rpc_sync("worker1", double, args=(torch.zeros(LARGE, device=FIRST),))
-        if opened() and rpc.rpc_sync("worker1", opened):
-            return
-    raise AssertionError("the workers do not read each other's memory")
-
-
 @on_devices
 def exchange(worker: Worker) -> list[Any]:
     _count_imports()
     with worker.group(**one_to_one(worker)):
         if worker.rank:
             return []
-        _until_agreed()
-        before = opened()
+        until_agreed("worker0", "worker1")
         with torch.Stream(device=FIRST):
             result = rpc.rpc_sync("worker1", double, args=(late(3.0, FIRST, LARGE),))
             sync = is_all(result, 6.0)
@@ -76,7 +62,7 @@ def exchange(worker: Worker) -> list[Any]:
         with context() as number:
             backward(number, [rpc.rpc_sync("worker1", double, args=(leaf * leaf,)).sum()])
             same.append(is_all(get_gradients(number)[leaf], 8.0))
-        return [sync, asynchronous, is_all(again, 9.0), *same, opened() - before >= 6]
+        return [sync, asynchronous, is_all(again, 9.0), *same, opened() >= 6]
 
 
 def _same(value: Any) -> Any:
@@ -89,23 +75,19 @@ def test_memory_of_the_other_worker_is_read_in_order(run_workers: RunWorkers, mo
 
 
 @on_devices
-def give_back(worker: Worker) -> list[int]:
-    _count_imports()
+def give_back(worker: Worker) -> Used:
     with worker.group(**one_to_one(worker)):
         if worker.rank:
-            return []
-        _until_agreed()
-        before = used_bytes()
+            return used()
+        until_agreed("worker0", "worker1")
+        before = used()
         future = rpc.rpc_async("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
         future.cancel()
         for _ in range(5):
             rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
         del future
-        end = time.monotonic() + 10
-        while used_bytes() > before and time.monotonic() < end:
-            time.sleep(0.02)
-        return [used_bytes() - before]
+        return left(before)
 
 
 def test_memory_comes_back(run_workers: RunWorkers, device_kind: str) -> None:
-    assert run_workers(give_back, 2, args=("random",), time_limit=60)[0] == [0]
+    assert run_workers(give_back, 2, args=("random",), time_limit=60)[0] == Used(0, 0, 0)

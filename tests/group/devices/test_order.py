@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from farcall import rpc
-from rpc.devices.ipc import SMALLEST_BYTES
-from tests.support.device_groups import one_to_one
+from tests.support.device_groups import LARGE, one_to_one, until_agreed
 from tests.support.devices import (
     FIRST,
     SECOND,
@@ -109,10 +108,6 @@ def test_a_coroutine_may_begin_before_its_request_s_thread_is_done(
 
 def test_requests_on_one_object_follow_each_other(run_workers: RunWorkers, mode: str) -> None:
     assert run_workers(count_on_one_object, 2, args=(mode,), time_limit=60)[0] == [True] * 5
-
-
-# Elements of four bytes: of a tensor that is read in place, once the workers have agreed.
-LARGE = SMALLEST_BYTES // 4
 
 
 class Keeper:
@@ -209,23 +204,23 @@ def change_what_was_sent(worker: Worker) -> dict[str, bool]:
             found[f"remote on {name}"] = is_all(reference.to_here(), 4.0)
         keeper = rpc.remote("worker1", Keeper, args=(2.0, SIZE))
         found["in a request"] = is_all(keeper.rpc_sync().send_and_change("worker0").to_here(), 4.0)
+        until_agreed("worker0", "worker1")
         for size in (SIZE, LARGE):
-            for _ in range(3):  # large ones are read in place as soon as the workers have agreed
-                keeper = rpc.remote("worker1", Keeper, args=(2.0, size))
-                sent = late(3.0, size=size)
-                keeper.rpc_sync().keep(sent)
-                sent.fill_(9.0)
-                torch.accelerator.current_stream().synchronize()
-                found[f"after a call, {size}"] = is_all(keeper.rpc_sync().kept(), 3.0)
-                seen = keeper.rpc_sync().get()
+            keeper = rpc.remote("worker1", Keeper, args=(2.0, size))
+            sent = late(3.0, size=size)
+            keeper.rpc_sync().keep(sent)
+            sent.fill_(9.0)
+            torch.accelerator.current_stream().synchronize()
+            found[f"after a call, {size}"] = is_all(keeper.rpc_sync().kept(), 3.0)
+            seen = keeper.rpc_sync().get()
+            keeper.rpc_sync().change()
+            found[f"by a later request, {size}"] = is_all(seen, 2.0)
+            future = keeper.rpc_async().get()
+            with torch.Stream(device=FIRST):
+                seen = future.wait()
+                keeper.rpc_sync().keep(seen)
                 keeper.rpc_sync().change()
-                found[f"by a later request, {size}"] = is_all(seen, 2.0)
-                future = keeper.rpc_async().get()
-                with torch.Stream(device=FIRST):
-                    seen = future.wait()
-                    keeper.rpc_sync().keep(seen)
-                    keeper.rpc_sync().change()
-                    found[f"by a request after a future, {size}"] = is_all(seen, 9.0)
+                found[f"by a request after a future, {size}"] = is_all(seen, 9.0)
         return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +12,23 @@ import torch
 
 from farcall import rpc
 from rpc.devices import ipc
-from rpc.devices.ipc import SMALLEST_BYTES
-from tests.support.device_groups import one_to_one
-from tests.support.devices import COUNT, FIRST, KIND, Used, device_kind, left, on_devices, used
+from tests.support.device_groups import LARGE, is_read_in_place, one_to_one, until_agreed
+from tests.support.devices import (
+    COUNT,
+    FIRST,
+    KIND,
+    ONE_TO_ONE,
+    Used,
+    device_kind,
+    is_all,
+    left,
+    on_devices,
+    used,
+)
+from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind"]
-
-LARGE = SMALLEST_BYTES // 4  # elements of four bytes
 
 pytestmark = pytest.mark.skipif(KIND != "sim", reason="counts blocks that were handed over")
 
@@ -33,13 +41,6 @@ def _exported() -> int:
     from tests.accelerator import device
 
     return sum(device.exported_blocks(index) for index in range(COUNT))
-
-
-def _until_none_is_exported() -> int:
-    end = time.monotonic() + 10
-    while _exported() and time.monotonic() < end:
-        time.sleep(0.02)
-    return _exported()
 
 
 def _fail(*_: object) -> None:
@@ -70,21 +71,30 @@ def _fails_once(handles: Any) -> None:
 
 
 @on_devices
-def call(worker: Worker, hinder: Callable[[Any], None]) -> tuple[list[str], int]:
-    said = []
-    handles = ipc.handles_of(KIND)
+def offer(worker: Worker, hinder: Callable[[Any], None]) -> None:
+    handles: Any = type(ipc.handles_of(KIND))
+    offers = threading.Semaphore(0)
+    export = handles.export
+
+    def count(self: Any, tensor: torch.Tensor) -> Any:
+        try:
+            return export(self, tensor)
+        finally:
+            offers.release()
+
     if worker.rank:
-        hinder(type(handles))
+        hinder(handles)
+    else:
+        handles.export = count
     with worker.group(**one_to_one(worker)):
         if worker.rank:
-            return [], 0
-        for _ in range(5):  # the first are copied, until the workers have agreed how tensors travel
-            try:
-                rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
-            except RuntimeError as error:
-                said.append(str(error))
-            time.sleep(0.05)
-        return said, _until_none_is_exported()
+            return
+        rpc.rpc_sync("worker1", double, args=(torch.ones(1, device=FIRST),))
+        for _ in set(ONE_TO_ONE):
+            assert offers.acquire(timeout=20)
+        until(lambda: not _exported())
+        rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+        assert not is_read_in_place("worker1")
 
 
 @pytest.mark.parametrize(
@@ -95,16 +105,28 @@ def call(worker: Worker, hinder: Callable[[Any], None]) -> tuple[list[str], int]
 def test_what_was_offered_and_refused_comes_back(
     run_workers: RunWorkers, device_kind: str, hinder: Callable[[Any], None]
 ) -> None:
-    assert run_workers(call, 2, args=("random", hinder), time_limit=60)[0] == ([], 0)
+    run_workers(offer, 2, args=("random", hinder), time_limit=60)
+
+
+@on_devices
+def send_what_cannot_be_opened(worker: Worker) -> None:
+    if worker.rank:
+        _fails_once(type(ipc.handles_of(KIND)))
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return
+        until_agreed("worker0", "worker1")
+        sent = torch.ones(LARGE, device=FIRST)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            rpc.rpc_sync("worker1", double, args=(sent,))
+        assert is_all(rpc.rpc_sync("worker1", double, args=(sent,)), 2.0)
+        until(lambda: not _exported())
 
 
 def test_a_tensor_that_cannot_be_opened_fails_its_call_and_comes_back(
     run_workers: RunWorkers, device_kind: str
 ) -> None:
-    said, behind = run_workers(call, 2, args=("random", _fails_once), time_limit=60)[0]
-    assert len(said) == 1
-    assert "out of memory" in said[0]
-    assert behind == 0
+    run_workers(send_what_cannot_be_opened, 2, args=("random",), time_limit=60)
 
 
 def _never_end(*_: object) -> None:
@@ -112,7 +134,7 @@ def _never_end(*_: object) -> None:
 
 
 @on_devices
-def offer_to_the_dying(worker: Worker) -> tuple[bool, int]:
+def offer_to_the_dying(worker: Worker) -> bool:
     if worker.rank:
         handles: Any = type(ipc.handles_of(KIND))
         handles.open = _never_end
@@ -122,9 +144,9 @@ def offer_to_the_dying(worker: Worker) -> tuple[bool, int]:
     was_offered = _exported() > 0
     worker.report("offered")
     worker.wait_for("never" if worker.rank else "killed")
-    behind = _until_none_is_exported()
+    until(lambda: not _exported())
     rpc.shutdown(graceful=False)
-    return was_offered, behind
+    return was_offered
 
 
 @pytest.mark.nightly
@@ -133,15 +155,14 @@ def test_what_was_offered_to_a_worker_that_dies_comes_back(run_workers: RunWorke
     workers[0].wait_for("offered")
     workers[1].kill()
     workers[0].tell("killed")
-    assert workers[0].result() == (True, 0)
+    assert workers[0].result()
 
 
 @on_devices
-def leave_without_being_read(worker: Worker) -> tuple[bool, int]:
+def leave_without_being_read(worker: Worker) -> bool:
     worker.join(**one_to_one(worker))
-    for _ in range(3):  # until the workers have agreed how tensors travel
-        if worker.rank == 0:
-            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+    if worker.rank == 0:
+        until_agreed("worker0", "worker1")
     worker.report("agreed")
     worker.wait_for("never" if worker.rank else "stopped")
     futures = [rpc.rpc_async("worker1", double, args=(torch.ones(LARGE, device=FIRST),)) for _ in range(2)]
@@ -150,9 +171,9 @@ def leave_without_being_read(worker: Worker) -> tuple[bool, int]:
     for future in futures:
         with contextlib.suppress(RuntimeError):
             future.wait()
-    behind = _until_none_is_exported()
+    until(lambda: not _exported())
     worker.report("left")
-    return was_exported, behind
+    return was_exported
 
 
 @pytest.mark.nightly
@@ -165,7 +186,7 @@ def test_what_is_not_read_comes_back_when_this_worker_leaves(
     workers[0].tell("stopped")
     workers[0].wait_for("left")
     workers[1].kill()
-    assert workers[0].result() == (True, 0)
+    assert workers[0].result()
 
 
 _ran: list[int] = []
