@@ -1,4 +1,4 @@
-"""Finds a value's tensors on accelerators, in containers, dataclasses, modules and attributes of objects.
+"""Finds a value's tensors on accelerators, in containers, modules, attributes and slots of objects.
 
 Methods of the value's own classes are not called, but properties may be. Other threads may change the value
 meanwhile: each container is copied by one call of its base class, which holds the GIL.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from contextlib import suppress
 from functools import partial
 from logging import Logger
 from math import inf
 from threading import Thread
-from types import FunctionType, MethodType, ModuleType, NoneType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -99,6 +99,9 @@ class _Search:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._look_at_all(attributes.values(), depth, len(attributes))
+        slotted = [each for each in kind.__mro__ if "__slots__" in vars(each)]
+        slots = [part for each in slotted for part in _slots(each, value)]
+        self._look_at_all(slots, depth, len(slots))
         if issubclass(kind, dict):
             self._look_at_all(dict.keys(value), depth, dict.__len__(value))
             self._look_at_all(dict.values(value), depth, dict.__len__(value))
@@ -107,13 +110,11 @@ class _Search:
             if issubclass(kind, container):
                 self._look_at_all(container.__iter__(value), depth, container.__len__(value))
                 return
-        if is_dataclass(value):
-            self._look_at_all([getattr(value, each.name, None) for each in fields(value)], depth, 0)
-        elif issubclass(kind, partial):
+        if issubclass(kind, partial):
             self._look_at_all([value.func, *value.args, *value.keywords.values()], depth, len(value.args))
-        else:
-            has_slots = any(vars(each).get("__slots__") for each in kind.__mro__)
-            self.may_have_more |= has_slots or attributes is None
+        elif attributes is None:
+            is_of_slots_alone = len(slotted) == len(kind.__mro__) - 1  # without `object`
+            self.may_have_more |= not is_of_slots_alone
 
     def _look_at_all(self, parts: Iterable[Any], depth: int, count: int) -> None:
         if count > self._left:
@@ -138,6 +139,16 @@ class _Search:
             own = [attributes.get(name) for name in attributes.keys() - _OF_MODULES]
             self._look_at_all(own, depth, len(own))
             waiting += module._modules.values()
+
+
+def _slots(kind: type, value: Any) -> list[Any]:
+    """Return what is in the slots that a class has given its objects."""
+    members = [each for each in vars(kind).values() if isinstance(each, MemberDescriptorType)]
+    parts = []
+    for member in members:
+        with suppress(AttributeError):  # nothing is in it
+            parts.append(member.__get__(value))
+    return parts
 
 
 def _is_opaque(kind: type) -> bool:

@@ -51,6 +51,17 @@ class Slotted:
         self.value = value
 
 
+class SlottedList(list[Any]):
+    __slots__ = ("__hidden", "unset")
+
+    def __init__(self, value: Any) -> None:
+        self.__hidden = value
+
+
+class HalfSlotted(Slotted):
+    """Has attributes, too."""
+
+
 def module(value: Any) -> nn.Module:
     """One with a value as an attribute, in another one's module."""
     inner: Any = nn.Linear(2, 2)
@@ -88,6 +99,9 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "named tuple": Named,
     "dataclass": Data,
     "slotted dataclass": SlottedData,
+    "slot": Slotted,
+    "slot of a list": SlottedList,
+    "slot of a base class": HalfSlotted,
     "partial": lambda value: partial(torch.add, value),
     "module": module,
     "buffer": buffer,
@@ -105,7 +119,6 @@ def test_tensors_are_found(place: Callable[[Any], Any]) -> None:
 
 HIDDEN: dict[str, Callable[[Any], Any]] = {
     "function": lambda value: lambda: value,
-    "slots": Slotted,
     "ten deep": partial(nested, 10),
     "iterator": lambda value: iter([value]),
 }
@@ -117,7 +130,9 @@ def test_what_is_not_looked_into_may_have_tensors(place: Callable[[Any], Any]) -
     assert found == ([], True, False)
 
 
-@pytest.mark.parametrize("value", [None, 1, "text", [1, 2], {1: "one"}, Plain(), torch.ones(1), Data(2.0)])
+@pytest.mark.parametrize(
+    "value", [None, 1, "text", [1, 2], {1: "one"}, Plain(), torch.ones(1), Data(2.0), Slotted(1)]
+)
 def test_what_has_no_tensors_on_devices_is_known_to_have_none(value: Any) -> None:
     assert search(value) == ([], False, False)
 
