@@ -31,8 +31,10 @@ def use_spmd(
     machine, and end with the mode.
 
     Args:
-        workers: number of workers; for an RPC group also their names. Default: all of the group; on this
-            machine ``FARCALL_SPMD_WORKERS``, else one for each core.
+        workers: number of workers; for an RPC group also their names, with devices if a worker has several:
+            ``["worker1/cuda:0", "worker1/cuda:1"]``. Each name is a position of meshes, and computes on one
+            device. Default: all of the group; on this machine ``FARCALL_SPMD_WORKERS``, else one for each
+            core.
         auto: whether to choose shardings that the program does not specify, at the end of the first program
             that changes parameters; see :mod:`spmd.sharding.auto`.
         max_programs: maximum number of recorded programs that the driver and each worker keep, 2 or more. A
@@ -40,14 +42,14 @@ def use_spmd(
             several. The programs used last are kept; a program that was dropped is recorded and sent again.
         device: on which each worker computes, as ``"cuda"``; without an index, workers take the devices of
             their host in turn, and random numbers are those that one such device would draw. Default: the
-            CPU.
+            devices in ``workers``, or the CPU.
 
     Raises:
         ValueError: ``max_programs`` is less than 2.
         TypeError: ``workers`` is a bool: XLA's first argument is ``auto``.
         AlreadyInSpmdModeError: it has been called.
         SpmdError: there are not as many workers, or a worker has a process group of its own already, or no
-            such device.
+            such device; or devices are of several types.
 
     Example::
 

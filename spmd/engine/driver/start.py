@@ -33,6 +33,7 @@ from spmd.collectives.store import WorkerStore
 from spmd.engine.driver.current import DEVICE, set_engine
 from spmd.engine.driver.device import set_up
 from spmd.engine.driver.logical_tensor import LogicalTensor, in_message
+from spmd.engine.driver.places import WorkerPlace, on_device, places
 from spmd.engine.driver.report import LayoutReport, report_of
 from spmd.engine.driver.session import PROGRAMS, Session
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
@@ -90,20 +91,20 @@ class _Mode:
 
     def __init__(
         self,
-        names: Sequence[str],
+        places: Sequence[WorkerPlace],
         owns_agent: bool,
         processes: Sequence[subprocess.Popen[bytes]] = (),
         programs: int = PROGRAMS,
-        device: str | None = None,
     ) -> None:
         self.processes = processes
         self.owns_agent = owns_agent
         name = f"spmd-{secrets.token_hex(8)}"
         current_agent().serializer.register_reducer(LogicalTensor, in_message)
         own = rpc.get_worker_info().name
+        names = [each.worker for each in places]
         calls = [
-            rpc.rpc_async(each, make, args=(own, list(names), rank, name, device), timeout=0)
-            for rank, each in enumerate(names)
+            rpc.rpc_async(each.worker, make, args=(own, names, rank, name, each.device), timeout=0)
+            for rank, each in enumerate(places)
         ]
         try:
             made = wait_together(calls, partial(_give_up, names[0], name))
@@ -116,7 +117,7 @@ class _Mode:
         self.session = Session(self.ports, programs)
         self._extensions: dict[str, Any] = current_agent().extensions
         self._extensions[_EXTENSION] = self.session
-        self.session.on_accelerators = device is not None
+        self.session.on_accelerators = any(each.device is not None for each in places)
 
     def end(self) -> None:
         """Release the workers."""
@@ -168,7 +169,7 @@ def use_spmd(
     of_workers = None if device is None or str(device) == "cpu" else str(device)
     set_up()
     if is_initialized():
-        _mode = _Mode(_members(workers), owns_agent=False, programs=programs, device=of_workers)
+        _mode = _Mode(_members(workers, of_workers), owns_agent=False, programs=programs)
     elif "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
         _mode = _under_torchrun(workers, programs, of_workers)
     else:
@@ -179,8 +180,8 @@ def use_spmd(
     return _mode.session
 
 
-def _members(workers: int | Sequence[str] | None) -> list[str]:
-    """Return the workers of the RPC group."""
+def _members(workers: int | Sequence[str] | None, device: str | None) -> list[WorkerPlace]:
+    """Return the workers of the RPC group, and where they compute."""
     agent: Any = current_agent()
     own = agent.get_worker_info().name
     names = [each.name for each in agent.get_worker_infos() if each.name != own]
@@ -188,11 +189,8 @@ def _members(workers: int | Sequence[str] | None) -> list[str]:
         count = len(names) if workers is None else workers
         if not 0 < count <= len(names):
             raise SpmdError(f"expected up to {len(names)} workers, the others of this RPC group, got {count}")
-        return names[:count]
-    wrong = [each for each in workers if each not in names]
-    if wrong or not workers or len(set(workers)) != len(workers):
-        raise SpmdError(f"expected names of other workers of this RPC group, each once, got {list(workers)}")
-    return list(workers)
+        return on_device(names[:count], device)
+    return places(workers, names, device)
 
 
 def _on_this_machine(workers: int | Sequence[str] | None, programs: int, device: str | None) -> _Mode:
@@ -224,7 +222,7 @@ def _on_this_machine(workers: int | Sequence[str] | None, programs: int, device:
         _await_start(dict(zip(names, zip(processes, signs, strict=True), strict=True)))
         options = AgentOptions(init_method=init_method)
         rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
-        return _Mode(names, True, processes, programs, device)
+        return _Mode(on_device(names, device), True, processes, programs)
     except BaseException:
         for process in processes:
             process.kill()
@@ -281,7 +279,7 @@ def _under_torchrun(workers: int | Sequence[str] | None, programs: int, device: 
         serve(f"spmd{rank - 1}", rank)
     rpc.init_rpc(_DRIVER)
     names = [f"spmd{each}" for each in range(size - 1)]
-    return _Mode(names, owns_agent=True, programs=programs, device=device)
+    return _Mode(on_device(names, device), owns_agent=True, programs=programs)
 
 
 def shutdown() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from spmd.engine.program.program import Layout, MeshKey, Meta
 from spmd.torch_internals import StridedShard
 
-__all__ = ["Move", "chunks", "coordinates", "is_local", "is_shard", "local_shape", "plan"]
+__all__ = ["Move", "chunks", "coordinates", "is_local", "is_shard", "line", "local_shape", "plan"]
 
 
 def chunks(length: int, count: int) -> list[int]:
@@ -57,6 +57,16 @@ def coordinates(key: MeshKey, rank: int) -> tuple[int, ...]:
         place, at = divmod(place, size)
         found.insert(0, at)
     return tuple(found)
+
+
+def line(key: MeshKey, axis: int, rank: int) -> list[int]:
+    """The workers along an axis of a mesh, through one of them, in order."""
+
+    def others(worker: int) -> tuple[int, ...]:
+        at = coordinates(key, worker)
+        return (*at[:axis], *at[axis + 1 :])
+
+    return [each for each in key.devices if others(each) == others(rank)]
 
 
 def local_shape(meta: Meta, rank: int) -> tuple[int, ...]:

@@ -47,6 +47,7 @@ from spmd.engine.rules.catalog import (
 )
 from spmd.engine.rules.empty import zeros_instead
 from spmd.engine.worker.accelerated import CommonGenerator
+from spmd.engine.worker.default_dtype import DefaultDtype
 from spmd.engine.worker.passes import copied_outputs, may_alias, optimize, overlaps, overwriting
 from spmd.engine.worker.steps import Assembled, InstructionError, Step
 from spmd.torch_internals import AutoDispatchBelowAutograd
@@ -113,25 +114,22 @@ class LinkedProgram:
                 outputs.
         """
         assembled = self._assembled
-        default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self._program.default_dtype)
-        try:
-            with torch.no_grad(), AutoDispatchBelowAutograd(), self._on_device():
-                outputs = assembled.function(inputs, scalars)
-        except Exception as error:
-            stopped = assembled.stopped_at(error)
-            if stopped is None:
-                raise
-            place, values = stopped
-            step = assembled.step_at(place)
-            failure = InstructionError(step.index, error)
-            if failures is None or not step.alone:
-                raise failure from error
-            failures.append(failure)
-            with torch.no_grad(), AutoDispatchBelowAutograd(), self._on_device():
-                outputs = assembled.finish(place, values, scalars, self._zeros, failures)
-        finally:
-            torch.set_default_dtype(default_dtype)
+        with DefaultDtype(self._program.default_dtype):
+            try:
+                with torch.no_grad(), AutoDispatchBelowAutograd(), self._on_device():
+                    outputs = assembled.function(inputs, scalars)
+            except Exception as error:
+                stopped = assembled.stopped_at(error)
+                if stopped is None:
+                    raise
+                place, values = stopped
+                step = assembled.step_at(place)
+                failure = InstructionError(step.index, error)
+                if failures is None or not step.alone:
+                    raise failure from error
+                failures.append(failure)
+                with torch.no_grad(), AutoDispatchBelowAutograd(), self._on_device():
+                    outputs = assembled.finish(place, values, scalars, self._zeros, failures)
         if not self._has_run:
             self._has_run = True
             self._assembled = Assembled(self._program, optimize(self._program, self._steps, self._metas))

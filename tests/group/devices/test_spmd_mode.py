@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import spmd
 from farcall import rpc
 from spmd.engine.errors import SpmdError
-from tests.support.devices import KIND, device_kind, mode, use_device
+from tests.support.devices import FIRST, KIND, SECOND, device_kind, mode, use_device
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
@@ -85,15 +85,15 @@ def _without_device(worker: Worker) -> None:
     _serve(worker)
 
 
-def drive(worker: Worker, folder: str) -> None:
+def drive(worker: Worker, folder: str, begin: Callable[[], object]) -> None:
     worker.join()
     numbers, losses = rpc.rpc_sync("worker1", on_one_device, timeout=60)
-    spmd.use_spmd(device=KIND)
+    begin()
     device = spmd.device()
-    mesh = spmd.Mesh(range(2), (2,), ("x",))
+    mesh = spmd.Mesh(range(spmd.global_device_count()), (2, spmd.global_device_count() // 2), ("x", "y"))
 
     def mark(tensor: Tensor) -> None:
-        spmd.mark_sharding(tensor, mesh, ("x", None))
+        spmd.mark_sharding(tensor, mesh, ("x", "y"))
 
     for mine, theirs in zip(drawn(device), numbers, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -121,10 +121,21 @@ def drive(worker: Worker, folder: str) -> None:
     rpc.shutdown()
 
 
-def test_workers_compute_and_draw_as_one_device(run_workers: RunWorkers, mode: str, tmp_path: Path) -> None:
+def on_two_workers() -> None:
+    spmd.use_spmd(device=KIND)
+
+
+def on_two_devices_of_each_worker() -> None:
+    spmd.use_spmd([f"worker{rank}/{device}" for device in (FIRST, SECOND) for rank in (1, 2)])
+
+
+@pytest.mark.parametrize("begin", [on_two_workers, on_two_devices_of_each_worker])
+def test_workers_compute_and_draw_as_one_device(
+    run_workers: RunWorkers, mode: str, tmp_path: Path, begin: Callable[[], object]
+) -> None:
     workers = run_workers.start(
         [
-            lambda worker: drive(worker, str(tmp_path)),
+            lambda worker: drive(worker, str(tmp_path), begin),
             lambda worker: _worker(worker, mode),
             lambda worker: _worker(worker, mode),
         ],
