@@ -28,7 +28,7 @@ def gather() -> dict[str, str]:
     facts["event loop"] = "uvloop" if facts["uvloop"] != "not installed" else "asyncio's own"
     facts["platform"] = platform.platform()
     facts["cpus"] = f"{usable_cores()} usable of {os.cpu_count()}"
-    facts["cuda devices"] = str(_cuda_devices())
+    facts["accelerators"] = _accelerators()
     facts["loopback TCP"] = _attempt(lambda: _ping(socket.AF_INET, ("127.0.0.1", 0)))
     facts["abstract Unix sockets"] = _attempt(lambda: _ping(socket.AF_UNIX, ""))
     facts["host name"] = _attempt(
@@ -70,13 +70,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _cuda_devices() -> int | str:
+def _accelerators() -> str:
     try:
         import torch
-
-        return torch.cuda.device_count()
     except ImportError:
         return "unknown, torch cannot be imported"
+    if not torch.accelerator.is_available():
+        return "none"
+    return f"{torch.accelerator.device_count()} of type {torch.accelerator.current_accelerator()}"
 
 
 def _attempt(check: Any) -> str:

@@ -155,7 +155,7 @@ class ShardedModule:
             on_all_objects(others, "step", lambda local: local.step(context_id))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state, combined here from the shards' parts; it is whole nowhere else."""
+        """Return the state on the CPU, combined here from the shards' parts; it is whole nowhere else."""
         parts: list[dict[str, StatePart]] = self._of_all("parts")
         return {name: whole_of([each[name] for each in parts]) for name in parts[0]}
 

@@ -1,4 +1,6 @@
-"""The state of a model, and the part of it that each shard has."""
+"""The state of a model, and the part of it that each shard has. On its way it is on the CPU, as there need be
+no device maps between clients and shards.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def part_of(value: Tensor, rank: int) -> StatePart:
     if isinstance(value, DTensor):
         (placement,) = value.placements
         dim, local = placement.dim if isinstance(placement, Shard) else None, value.to_local()
-    return StatePart(None if dim is None and rank else local.detach(), dim, tuple(value.shape))
+    return StatePart(None if dim is None and rank else local.detach().cpu(), dim, tuple(value.shape))
 
 
 def whole_of(parts: Sequence[StatePart]) -> Tensor:
@@ -71,6 +73,6 @@ def _cut(whole: Tensor, part: StatePart, rank: int, count: int, name: str) -> Te
     if tuple(whole.shape) != part.shape:
         raise ParallelError(f"expected {name} of shape {[*part.shape]}, got {[*whole.shape]}")
     if part.dim is None:
-        return whole
+        return whole.cpu()
     length, offset = chunk(part.shape[part.dim], count, rank)
-    return whole.narrow(part.dim, offset, length).contiguous()
+    return whole.narrow(part.dim, offset, length).contiguous().cpu()

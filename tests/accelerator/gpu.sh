@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
 # Runs the tests of devices on CUDA, and prints figures beside TensorPipe; called by `make test-gpu`.
 #
-# Needs an interpreter ($GPU_PYTHON) with PyTorch 2.13 or newer with CUDA, pytest, pytest-timeout, hypothesis and
+# Needs an interpreter ($GPU_PYTHON) with PyTorch 2.11 or newer with CUDA, pytest, pytest-timeout, hypothesis and
 # what farcall depends on; expecttest for PyTorch's own tests. Nothing is downloaded: farcall is installed beside
 # it, in a folder of its own, so that its entry points are found. The whole takes about 8 minutes on one GPU.
 set -u
 python=${GPU_PYTHON:-python3}
 seconds=${GPU_SECONDS:-150}
 parts=" ${GPU_PARTS:-figures devices conformance} " # what is run; each part takes $seconds at most, the last twice that
+"$python" - <<'CHECK' || exit 2
+import sys
+try:
+    import torch
+except ImportError:
+    sys.exit(f"{sys.executable} has no PyTorch: name an interpreter that has, as in make test-gpu GPU_PYTHON=...")
+if not torch.cuda.is_available():
+    sys.exit(f"PyTorch {torch.__version__} of {sys.executable} finds no CUDA device: nothing was tested")
+CHECK
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --target "$site" . || exit 2

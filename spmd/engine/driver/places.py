@@ -21,7 +21,7 @@ class WorkerPlace:
 
 def on_device(workers: Sequence[str], device: str | None) -> list[WorkerPlace]:
     """Return workers that compute on the same device, or on devices of the same type."""
-    return [WorkerPlace(each, device) for each in workers]
+    return [WorkerPlace(each, _not_cpu(device)) for each in workers]
 
 
 def places(named: Sequence[str], members: Sequence[str], device: str | None) -> list[WorkerPlace]:
@@ -58,10 +58,14 @@ def places(named: Sequence[str], members: Sequence[str], device: str | None) -> 
 def _place(text: str, members: Sequence[str], device: str | None) -> WorkerPlace:
     worker, slash, own = text.rpartition("/")
     if text in members or not slash:
-        return WorkerPlace(text, device)
+        return WorkerPlace(text, _not_cpu(device))
     if device is not None:
         raise SpmdError(f"expected devices with the names of the workers or in device=, got both: '{text}'")
-    return WorkerPlace(worker, None if own == "cpu" else own)
+    return WorkerPlace(worker, _not_cpu(own))
+
+
+def _not_cpu(device: str | None) -> str | None:
+    return None if _split(device)[0] == "cpu" else device
 
 
 def _split(device: str | None) -> tuple[str, str]:

@@ -166,7 +166,7 @@ def use_spmd(
         )
     if dist.is_initialized() and dist.get_backend() == "farcall":
         raise SpmdError(f"this process is in a process group of farcall's already. {_ALONE}")
-    of_workers = None if device is None or str(device) == "cpu" else str(device)
+    of_workers = None if device is None else str(device)
     set_up()
     if is_initialized():
         _mode = _Mode(_members(workers, of_workers), owns_agent=False, programs=programs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -15,11 +16,12 @@ _MARK: Final = b"farcall\0"
 _SEED_BYTES: Final = 8
 
 
-def device_of_worker(asked: str, rank: int, worker: str) -> torch.device:
+def device_of_worker(asked: str, hosts: Sequence[str], rank: int, worker: str) -> torch.device:
     """Return the device on which a worker computes.
 
     Args:
-        asked: its name; without an index, workers use the devices of their host in turn, by rank.
+        asked: its name; without an index, the workers of a host use its devices in turn.
+        hosts: host of each worker, by rank.
         rank: rank of the worker.
         worker: name of the worker, for errors.
 
@@ -28,8 +30,12 @@ def device_of_worker(asked: str, rank: int, worker: str) -> torch.device:
     """
     mine = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = 0 if mine is None else torch.accelerator.device_count()
-    kind, _, index = asked.partition(":")
-    number = int(index) if index.isdecimal() else rank % count if count and not index else count
+    kind, colon, index = asked.partition(":")
+    number = count
+    if index.isdecimal():
+        number = int(index)
+    elif count and not colon:
+        number = hosts[:rank].count(hosts[rank]) % count
     if mine is None or mine.type != kind or number >= count:
         has = "has no accelerator" if mine is None else f"has {count} devices of type '{mine.type}'"
         raise SpmdError(f"worker '{worker}' was asked to compute on '{asked}', and its process {has}")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from rpc.functions import async_execution
+from rpc.runtime.current import current_agent
 from rref import RRef
 from spmd.engine.errors import SpmdError
 from spmd.engine.program.program import MeshKey
@@ -74,7 +75,11 @@ class ServedWorker:
         name: str,
         device: str | None = None,
     ) -> None:
-        self._device = None if device is None else device_of_worker(device, rank, workers[rank])
+        self._device: torch.device | None = None
+        if device is not None:
+            agent: Any = current_agent()
+            hosts = [agent.group.peers.find(each).member.host for each in workers]
+            self._device = device_of_worker(device, hosts, rank, workers[rank])
         kind = DefaultGroup if len(set(workers)) == len(workers) else SeparateGroups
         self._groups: WorkerGroups = kind(driver, workers, rank, name, self._device)
         self._groups.form(0)

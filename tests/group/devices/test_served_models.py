@@ -69,6 +69,8 @@ def compare_with_one_process(worker: Worker) -> None:
     crossed = {FIRST: SECOND, SECOND: FIRST}  # to and from worker2
     maps = one_to_one(worker)["device_maps"]
     maps = {to: crossed if "worker2" in (to, worker.name) else same for to, same in maps.items()}
+    if worker.rank == 0:
+        del maps["worker2"]  # clients need maps to the first worker alone
     with worker.group(device_maps=maps):
         if worker.rank:
             return

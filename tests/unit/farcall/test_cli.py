@@ -41,7 +41,7 @@ def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) ->
     assert facts["farcall"] == farcall.__version__
     assert facts["loopback TCP"] == "ok"
     assert facts["abstract Unix sockets"] == "ok"
-    assert facts.keys() >= {"python", "torch", "uvloop", "event loop", "platform", "cpus", "cuda devices"}
+    assert facts.keys() >= {"python", "torch", "uvloop", "event loop", "platform", "cpus", "accelerators"}
 
 
 def test_env_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:

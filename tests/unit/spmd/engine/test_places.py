@@ -25,6 +25,8 @@ MEMBERS = ("worker1", "worker2", "a/b")
         ),
         (["worker1/cuda:1", "worker1/cuda:0"], None, [At("worker1", "cuda:1"), At("worker1", "cuda:0")]),
         (["worker1/cpu", "worker2"], None, [At("worker1"), At("worker2")]),
+        (["worker1/cpu:0", "worker2"], None, [At("worker1"), At("worker2")]),
+        (["worker1"], "cpu:0", [At("worker1")]),
         (["a/b"], "cuda", [At("a/b", "cuda")]),
         (["a/b/cuda:0"], None, [At("a/b", "cuda:0")]),
     ],
