@@ -35,7 +35,7 @@ from rpc.runtime.modes import with_default_modes
 from rpc.runtime.tasks import Task
 from rpc.runtime.torch_internals import BaseFuture
 from rpc.serialization.exception_state import twin
-from rpc.serialization.failures import text_of
+from rpc.serialization.failures import text_of, without_frames
 
 __all__ = [
     "Completions",
@@ -146,7 +146,7 @@ class Future(torch.futures.Future[T]):
             try:
                 done.value()
             except BaseException as error:
-                _end(future, None, error.with_traceback(None))  # its frames refer to the future
+                _end(future, None, without_frames(error))
             else:
                 _end(future, futures, None)
 
@@ -179,7 +179,7 @@ class Future(torch.futures.Future[T]):
                     self._arrived = streams.ready()
                 self._ending = value, None
             except BaseException as error:
-                self._ending = None, error.with_traceback(None)  # its frames refer to this future
+                self._ending = None, without_frames(error)
                 if isinstance(error, KeyboardInterrupt):
                     interruption = error
             self._claim.release()
@@ -367,7 +367,7 @@ class _Continuation:
             if isinstance(error, Exception):
                 self._tell_of(error)
             if not _is_done(self.future):
-                error.with_traceback(None)  # its frames refer to the future
+                without_frames(error)
                 _fail(self.future, RuntimeError(f"{type(error).__name__}: {text_of(error)}"), error)
             if isinstance(error, KeyboardInterrupt):
                 _thread_state.interruption = error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rpc.errors import RpcError, SerializationError, with_article
 from rpc.serialization.functions import not_found
@@ -15,6 +16,9 @@ from rpc.serialization.payload import Destination
 Attempt = Callable[[Any], object]
 """Pickles an object without sending it, or raises."""
 
+E = TypeVar("E", bound=BaseException)
+
+_OWN_PACKAGES: Final = ("rpc.", "rref.")
 _MAX_DEPTH: Final = 12
 _MAX_TRIALS: Final = 1000
 _STATE_METHODS: Final = ("__getstate__", "__reduce__", "__reduce_ex__")
@@ -42,6 +46,29 @@ def text_of(error: BaseException) -> str:
         return encodable(cut(str(error), _MAX_TEXT))
     except BaseException:
         return "(its text is not available)"
+
+
+def without_frames(error: E) -> E:
+    """Remove the tracebacks of an error that a future keeps, and those of its causes. Their frames, and the
+    callers of these, would keep what is there: a message's buffers, and the future itself, which is a cycle
+    that the garbage collector cannot see. The places outside of farcall's code stay as text, in notes on the
+    causes.
+    """
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        places = each.__traceback__
+        while places is not None and places.tb_frame.f_globals.get("__name__", "").startswith(_OWN_PACKAGES):
+            places = places.tb_next
+        each.__traceback__ = None
+        if places is not None and each is not error:
+            each.add_note(f"Raised at:\n{''.join(traceback.format_tb(places)).rstrip()}")
+        waiting += [each.__cause__, each.__context__]
+    return error
 
 
 def cut(text: str, limit: int) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 import traceback
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -169,6 +171,43 @@ def test_an_exception_whose_class_is_missing_here_still_tells_all() -> None:
     printed = "".join(traceback.format_exception(caught.value))
     assert printed.count("Traceback on worker 'worker1':") == 1
     assert printed.count("in raise_unknown\n") == 1
+
+
+def fail_to_rebuild() -> None:
+    raise ValueError("not here")
+
+
+class Unreadable:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return fail_to_rebuild, ()
+
+
+def make_unreadable() -> Unreadable:
+    return Unreadable()
+
+
+class Held:
+    """What a caller has on its stack."""
+
+
+@in_worker0()
+def test_an_answer_that_cannot_be_read_keeps_nothing_of_its_caller_and_says_where_it_failed() -> None:
+    held = Held()
+    reference = weakref.ref(held)
+
+    def ask(_: Held) -> list[str]:
+        future = rpc.rpc_async("worker1", make_unreadable)
+        with pytest.raises(SerializationError, match="ValueError: not here") as caught:
+            future.wait()
+        return traceback.format_exception(caught.value)
+
+    printed = "".join(ask(held))
+    assert "in fail_to_rebuild\n" in printed
+    del held
+    gc.collect()
+    assert reference() is None
 
 
 def end_thread(kind: str) -> None:
