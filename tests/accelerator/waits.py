@@ -137,6 +137,12 @@ WAITS: Final = (
         which=1,
     ),
     Deletion(
+        "a backward within another is on the streams of the thread that begins it",
+        "dist_autograd/root.py",
+        "run = devices.current_streams().around(run)",
+        tests="test_a_backward_in_a_hook",
+    ),
+    Deletion(
         "memory that is read on another stream is recorded",
         "rpc/devices/streams.py",
         "tensor.record_stream(_current_stream(tensor.device))",
