@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -153,7 +154,11 @@ class Root:
         gradients = [torch.ones_like(root) for root in roots]
         try:
             if engine.is_running():
-                _on_another_thread(lambda: self.own.run(self, roots, gradients))
+                run: Callable[..., None] = self.own.run
+                devices = self.own.context.devices
+                if devices is not None:
+                    run = devices.current_streams().around(run)
+                _on_another_thread(partial(run, self, roots, gradients))
             else:
                 self.own.run(self, roots, gradients)
         except RpcError:
@@ -223,12 +228,15 @@ def _itself(error: BaseException) -> BaseException:
 
 
 def _on_another_thread(run: Callable[[], Any]) -> None:
-    """Run a pass from within another; on this thread, the engine would mix the nodes of the two."""
+    """Run a pass from within another; on this thread, the engine would mix the nodes of the two. Calls made
+    in the pass are in the context of this thread.
+    """
     errors: list[BaseException] = []
+    context = copy_context()
 
     def catch() -> None:
         try:
-            run()
+            context.run(run)
         except BaseException as error:
             errors.append(error)
 

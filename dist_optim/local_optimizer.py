@@ -67,8 +67,10 @@ class LocalOptimizer:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[torch.optim.Optimizer]:
-        """Hold the optimizer exclusively inside the block."""
-        with self._locks.held():
+        """Hold the optimizer exclusively inside the block, on devices as well: the work of the block follows
+        that of earlier holders, and later ones wait for it.
+        """
+        with self._locks.held(), _updates(self._optimizer):
             yield self._optimizer
 
     def step(self, context_id: int) -> None:
@@ -153,8 +155,8 @@ def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @contextlib.contextmanager
 def _updates(optimizer: object) -> Iterator[None]:
-    """Let an optimizer change its parameters and its state on devices inside the block, after earlier changes
-    and before later uses.
+    """Let an optimizer use and change its parameters and its state on devices inside the block, after earlier
+    changes and before later uses. Called with the locks held.
     """
     devices = autograd().contexts.devices
     if devices is None:

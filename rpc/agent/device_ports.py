@@ -68,6 +68,9 @@ class RequestDevices(Protocol):
     def streams(self) -> Any:
         """Return a context manager with separate streams on all devices that messages use."""
 
+    def current_streams(self) -> RequestStreams:
+        """Return the current streams of this thread, for another thread to run on."""
+
     def use(self, tensors: Iterable[Tensor | None], /) -> None:
         """Keep the memory of tensors on devices until the current streams have used it."""
 

@@ -140,6 +140,10 @@ class Devices:
         """Streams of their own on all devices that messages use."""
         return Streams(self.local, self.updates)
 
+    def current_streams(self) -> Streams:
+        """The current streams of this thread on these devices, for another thread to run on."""
+        return Streams.current(self.local, self.updates)
+
     def _ready_with(self, value: Any) -> Ready | None:
         """See ``PeerDevices``."""
         return Ready.with_tensors_in(value, self.local, self.updates)

@@ -37,7 +37,7 @@ def arrived(tensor: Tensor) -> None:
     """A tensor was read from a message on this thread's current streams."""
     streams = _thread_state.streams
     if streams is not None:
-        if not streams.arrived:
+        if not streams.arrived and not streams.has_device:
             torch.accelerator.set_device_index(tensor.device.index)
         streams.arrived.append(tensor)
 
@@ -46,8 +46,8 @@ class Streams:
     """Streams from PyTorch's pool, one for each of some devices. As a context manager, they are current, and
     wait for the updates so far, if there are any.
 
-    The first tensor that arrives makes its device the current one. May be entered again after it was left,
-    on any thread: the streams and the device are those that were current when it was left.
+    The first tensor that arrives makes its device the current one, before it was left. May be entered again
+    after that, on any thread: the streams and the device are those that were current when it was left.
 
     Args:
         devices: the devices.
@@ -68,6 +68,20 @@ class Streams:
         self._device: int | None = None
         self._keeps_used = False
         self._outer: tuple[int, list[torch.Stream], Streams | None] | None = None
+
+    @property
+    def has_device(self) -> bool:
+        """Whether it has a current device that tensors which arrive do not change."""
+        return self._device is not None
+
+    @classmethod
+    def current(cls, devices: Sequence[torch.device], updates: Shared | None) -> Streams:
+        """Return the current streams of this thread, with its current device."""
+        streams = cls((), updates)
+        streams._devices = list(devices)
+        streams._streams = [_current_stream(device) for device in streams._devices]
+        streams._device = _current_device()
+        return streams
 
     def __enter__(self) -> Self:
         before = _current_device()
@@ -118,10 +132,7 @@ class Streams:
         """Return the same streams for the coroutine of a request, with the objects that it uses. It may begin
         on another thread before this one leaves the context. Inside the context.
         """
-        other = Streams((), self._updates)
-        other._devices = self._devices
-        other._streams = [_current_stream(device) for device in self._devices]
-        other._device = _current_device()
+        other = Streams.current(self._devices, self._updates)
         other.arrived, other.used = self.arrived, dict(self.used)
         other._keeps_used = True
         return other

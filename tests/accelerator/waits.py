@@ -129,6 +129,20 @@ WAITS: Final = (
         tests="test_requests_after_a_step",
     ),
     Deletion(
+        "states and schedulers of an optimizer take turns with its steps",
+        "dist_optim/local_optimizer.py",
+        "with self._locks.held(), _updates(self._optimizer):",
+        "with self._locks.held():",
+        tests="test_a_step_has or test_a_state_is",
+        which=1,
+    ),
+    Deletion(
+        "a backward within another is on the streams of the thread that begins it",
+        "dist_autograd/root.py",
+        "run = devices.current_streams().around(run)",
+        tests="test_a_backward_in_a_hook",
+    ),
+    Deletion(
         "memory that is read on another stream is recorded",
         "rpc/devices/streams.py",
         "tensor.record_stream(_current_stream(tensor.device))",

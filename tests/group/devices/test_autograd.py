@@ -14,7 +14,18 @@ from dist_optim.local_optimizer import LocalOptimizer
 from farcall import rpc
 from rref.remote_module import RemoteModule
 from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, SECOND, LateSGD, device_kind, is_all, late, mode, on_devices, sleep
+from tests.support.devices import (
+    FIRST,
+    SECOND,
+    SIZE,
+    LateSGD,
+    device_kind,
+    is_all,
+    late,
+    mode,
+    on_devices,
+    sleep,
+)
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
@@ -355,3 +366,43 @@ def nest_backwards(worker: Worker) -> str:
 
 def test_a_backward_in_another_on_a_device_is_refused(run_workers: RunWorkers, mode: str) -> None:
     assert f"thread for backwards of {FIRST}" in run_workers(nest_backwards, 2, args=(mode,))[0]
+
+
+@on_devices
+def nest_in_a_hook(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        found: list[bool] = []
+        for elsewhere in (False, True):
+            leaf = torch.full((SIZE,), 2.0, device=FIRST, requires_grad=True)
+            product: Any = torch.ones(3, requires_grad=True) * 2
+            with context() as number:
+                square = leaf * leaf
+                tripled = rpc.rpc_sync("worker1", scaled, args=(square, 3.0)) if elsewhere else square * 3
+                loss = tripled.sum()
+                torch.accelerator.synchronize(0)
+
+                def begin(_: Tensor, number: int = number, loss: Tensor = loss, leaf: Tensor = leaf) -> None:
+                    sleep(FIRST)  # on the stream on which the gradient of the loss is made
+                    backward(number, [loss])
+                    found.append(is_all(get_gradients(number)[leaf], 12.0))
+
+                product.register_hook(begin)
+                with torch.Stream(device=FIRST):
+                    backward(number, [product.sum()])
+        with context() as number:
+            factor: Any = torch.ones((), requires_grad=True) * 1
+            moved = torch.ones(SIZE, device=SECOND) * factor.to(SECOND)
+            loss = rpc.rpc_sync("worker1", scaled, args=(moved, 3.0)).sum()
+            factor.register_hook(lambda _: found.append(torch.accelerator.current_device_index() == 0))
+            product = torch.ones(3, requires_grad=True) * 2
+            product.register_hook(lambda _: backward(number, [loss]))
+            backward(number, [product.sum()])
+        return found
+
+
+def test_a_backward_in_a_hook_is_on_the_streams_and_device_of_its_thread(
+    run_workers: RunWorkers, mode: str
+) -> None:
+    assert run_workers(nest_in_a_hook, 2, args=(mode,))[0] == [True] * 3

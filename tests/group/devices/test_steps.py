@@ -18,7 +18,17 @@ from dist_optim.local_optimizer import LocalOptimizer
 from farcall import rpc
 from rref.remote_module import RemoteModule
 from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, SIZE, LateSGD, device_kind, is_all, mode, on_devices, seen, sleep
+from tests.support.devices import (
+    FIRST,
+    SIZE,
+    LateSGD,
+    device_kind,
+    is_all,
+    mode,
+    on_devices,
+    seen,
+    sleep,
+)
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
@@ -298,3 +308,98 @@ def test_what_a_step_keeps_is_kept_until_the_next_one_that_waits_has_used_it(
     run_workers: RunWorkers, device_kind: str
 ) -> None:
     assert run_workers(step_at_once, 2, args=("eager",), time_limit=40)[0]
+
+
+class LateLinearLR(optim.lr_scheduler.LinearLR):
+    """Changes the learning rate late: when it is made, in steps, and when a state is loaded."""
+
+    def step(self, epoch: int | None = None) -> None:
+        sleep(FIRST)
+        super().step(epoch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        sleep(FIRST)
+        super().load_state_dict(state)
+        self.optimizer.param_groups[0]["lr"].copy_(self.base_lrs[0])
+
+
+@on_devices
+def schedule(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        parameter = rpc.rpc_sync("worker1", keep)
+        rate = torch.ones((), device=FIRST)
+        optimizer = DistributedOptimizer(optim.SGD, [parameter], lr=rate, foreach=False)
+        found: list[bool] = []
+
+        def step_to(value: float) -> None:
+            with context() as number:
+                ones = torch.ones(SIZE, device=FIRST)
+                backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
+                optimizer.step(number)
+            found.append(is_all(parameter.to_here(), value))
+
+        scheduler = optimizer.lr_scheduler(LateLinearLR, start_factor=0.5, total_iters=2)
+        step_to(2.5)
+        scheduler.step()
+        step_to(1.75)
+        scheduler.load_state_dict(scheduler.state_dict())
+        step_to(0.75)
+        return found
+
+
+def test_a_step_has_the_learning_rate_of_the_scheduler(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(schedule, 2, args=(mode,), time_limit=40)[0] == [True] * 3
+
+
+_locked = threading.Semaphore(0)
+
+
+def until_locked() -> None:
+    assert _locked.acquire(timeout=20)
+
+
+class Awaited(LateSGD):
+    """Its first step and its loading are in progress until another thread waits for their end."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.state:
+            _locked.release()
+            until(lambda: _threads_in(LocalOptimizer.state_dict) == 1)
+        super().step(closure)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        _locked.release()
+        until(lambda: _threads_in(LocalOptimizer.step) == 1)
+        sleep(FIRST)
+        super().load_state_dict(state)
+
+
+@on_devices
+def save_and_load_at_once(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        parameter = rpc.rpc_sync("worker1", keep)
+        optimizer = DistributedOptimizer(Awaited, [parameter], lr=1.0, momentum=0.5)
+        with ThreadPoolExecutor(1) as other, context() as number:
+            ones = torch.ones(SIZE, device=FIRST)
+            backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
+            stepping = other.submit(optimizer.step, number)
+            rpc.rpc_sync("worker1", until_locked)
+            state = optimizer.state_dict()
+            stepping.result()
+            found = [is_all(state["state"][0]["momentum_buffer"], 1.0)]
+            state["state"][0]["momentum_buffer"] = torch.full(
+                (SIZE,), 10.0, device=FIRST, dtype=torch.float64
+            )
+            loading = other.submit(optimizer.load_state_dict, state)
+            rpc.rpc_sync("worker1", until_locked)
+            optimizer.step(number)
+            loading.result()
+        return [*found, is_all(parameter.to_here(), 3.0 - 1.0 - (0.5 * 10.0 + 1.0))]
+
+
+def test_a_state_is_taken_and_loaded_between_two_steps(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(save_and_load_at_once, 2, args=(mode,), time_limit=40)[0] == [True] * 2

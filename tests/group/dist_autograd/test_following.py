@@ -99,6 +99,20 @@ def test_the_context_follows_calls_and_ends_with_its_block() -> None:
 
 
 @in_worker0()
+def test_the_context_follows_calls_of_a_backward_within_another() -> None:
+    found: list[int | None] = []
+    inner, outer = (torch.ones(3, requires_grad=True) for _ in range(2))
+    with dist_autograd.context() as context_id:
+        loss: Any = (inner * 2).sum()
+        product: Any = outer * 2
+        loss.register_hook(lambda _: found.append(rpc.rpc_sync(OTHER, known_context)))
+        product.register_hook(lambda _: dist_autograd.backward(context_id, [loss]))
+        dist_autograd.backward(context_id, [product.sum()])
+        assert found == [context_id]
+        torch.testing.assert_close(dist_autograd.get_gradients(context_id)[inner], torch.full((3,), 2.0))
+
+
+@in_worker0()
 def test_a_reply_belongs_to_the_context_of_its_call_whoever_reads_it() -> None:
     """Answers are read by threads in another context, and by threads in none."""
     x = torch.arange(1.0, 4.0, requires_grad=True)
