@@ -11,7 +11,7 @@ from torch import Tensor
 from rpc.agent.received_requests import Request
 from rpc.device_maps import DeviceMap
 from rpc.devices.collected_futures import replace_collect_all, restore_collect_all
-from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of
+from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of, refusing
 from rpc.devices.placements import Between, Placed, indexed
 from rpc.devices.staging import HostStaging
 from rpc.devices.streams import Ready, Shared, Streams, use_on_current_stream
@@ -56,9 +56,14 @@ class Devices:
             self._use(device_map)
         self.updates = Shared(self.local)
         self._met: dict[str, Peer] = {}
-        self._exchange = _exchange(control, executor) if options.shared_memory_bytes else None
-        if self._exchange is not None:
-            serializer.register_carrier(Export, self._exchange)
+        exchange = _exchange(control, executor) if options.shared_memory_bytes else None
+        self._exchange = exchange
+        if exchange is None:
+            why = "it cannot" if options.shared_memory_bytes else "shared_memory_bytes=0"
+            control.on(TOPIC, refusing(control.post, why))
+        else:
+            control.on(TOPIC, exchange.received)
+            serializer.register_carrier(Export, exchange)
         replace_collect_all(self)
 
     def gone(self, peer: Peer, reason: str) -> None:
@@ -179,6 +184,4 @@ def _exchange(control: Control, executor: Executor) -> Exchange | None:
     handles = None if accelerator is None else handles_of(accelerator.type)
     if accelerator is None or handles is None:
         return None
-    exchange = Exchange(accelerator.type, handles, control.post, executor.submit)
-    control.on(TOPIC, exchange.received)
-    return exchange
+    return Exchange(accelerator.type, handles, control.post, executor.submit)

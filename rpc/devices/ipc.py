@@ -27,7 +27,17 @@ from rpc.errors import ProtocolError, SerializationError
 from rpc.group.peer import Peer
 from rpc.runtime.tasks import Task
 
-__all__ = ["SMALLEST_BYTES", "TOPIC", "Exchange", "Export", "Handles", "Import", "handles_of", "register"]
+__all__ = [
+    "SMALLEST_BYTES",
+    "TOPIC",
+    "Exchange",
+    "Export",
+    "Handles",
+    "Import",
+    "handles_of",
+    "refusing",
+    "register",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +138,24 @@ class Import:
         finally:
             del opened
             self._done()
+
+
+def refusing(post: Callable[[Peer, str, Any], object], reason: str) -> Callable[[Peer, object], None]:
+    """Return a handler of control messages for a worker without an ``Exchange``: it refuses what is offered.
+
+    Args:
+        post: as for ``Exchange``.
+        reason: why it reads no memory of other workers.
+    """
+
+    def received(peer: Peer, body: object) -> None:
+        match body:
+            case ["offer", str(), int(index), str(), [*_]]:
+                post(peer, TOPIC, ["refuse", index, False, reason])
+            case _:
+                raise ProtocolError(f"a message about devices that cannot be: {str(body)[:80]}")
+
+    return received
 
 
 class Exchange:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from dist_autograd import backward, context, get_gradients
@@ -91,3 +92,25 @@ def give_back(worker: Worker) -> Used:
 
 def test_memory_comes_back(run_workers: RunWorkers, device_kind: str) -> None:
     assert run_workers(give_back, 2, args=("random",), time_limit=60)[0] == Used(0, 0, 0)
+
+
+@on_devices
+def exchange_without_shared_memory(worker: Worker, without: int) -> list[Any]:
+    options = {"shared_memory_bytes": 0} if worker.rank == without else {}
+    with worker.group(**one_to_one(worker), **options):
+        if worker.rank:
+            return []
+        before = used()
+        right = [
+            is_all(rpc.rpc_sync("worker1", double, args=(late(value, FIRST, LARGE),)), 2 * value)
+            for value in (1.0, 2.0, 3.0)
+        ]
+        return [*right, left(before)]
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_worker_without_shared_memory_is_sent_copies(
+    run_workers: RunWorkers, device_kind: str, without: int
+) -> None:
+    found = run_workers(exchange_without_shared_memory, 2, args=("random", without))[0]
+    assert found == [True] * 3 + [Used(0, 0, 0)]
