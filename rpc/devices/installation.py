@@ -119,7 +119,7 @@ class Devices:
         between = Between(
             Placed(name, calls, for_calls, self._staging, reads),
             Placed(name, answers, for_answers, self._staging, reads),
-            self.streams,
+            self._streams_of_message,
             self._ready_with,
             self.updates,
         )
@@ -139,6 +139,10 @@ class Devices:
     def streams(self) -> Streams:
         """Streams of their own on all devices that messages use."""
         return Streams(self.local, self.updates)
+
+    def _streams_of_message(self) -> Streams:
+        """As ``streams``, for a message that is read on them."""
+        return Streams(self.local, self.updates, reads=True)
 
     def _ready_with(self, value: Any) -> Ready | None:
         """See ``PeerDevices``."""
@@ -162,7 +166,7 @@ class Devices:
         """Run requests on streams of their own."""
 
         def run_on_streams(request: Request) -> None:
-            with self.streams() as streams:
+            with self._streams_of_message() as streams:
                 request.streams = streams
                 run(request)
 
