@@ -15,6 +15,7 @@ from tests.support.devices import (
     FIRST,
     SECOND,
     SIZE,
+    THIRD,
     device_kind,
     is_all,
     late,
@@ -111,6 +112,28 @@ def kept_of_nested_calls(name: str) -> int:
     for _ in range(3):
         rpc.rpc_sync(name, ones, args=(SIZE, FIRST))
     return used_bytes() - before
+
+
+def device_after_nested_call(name: str, *_: torch.Tensor) -> int:
+    """The number of the current device, after a call whose answer is on the second one."""
+    rpc.rpc_sync(name, ones, args=(1, SECOND))
+    return torch.accelerator.current_device_index()
+
+
+@on_devices
+def look_for_the_device(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        third = torch.ones(1, device=THIRD)
+        return [
+            rpc.rpc_sync("worker1", device_after_nested_call, args=("worker0",)) == 0,
+            rpc.rpc_sync("worker1", device_after_nested_call, args=("worker0", third)) == third.device.index,
+        ]
+
+
+def test_only_a_call_s_own_tensors_choose_its_device(run_workers: RunWorkers, device_kind: str) -> None:
+    assert run_workers(look_for_the_device, 2, args=("eager",))[0] == [True, True]
 
 
 @on_devices
