@@ -13,6 +13,9 @@ __all__ = ["ArrivedTensors", "Ready", "RequestDevices", "RequestStreams", "Share
 class RequestStreams(Protocol):
     """Streams of devices that a request runs on; see ``rpc.devices.streams``."""
 
+    def loaded(self) -> None:
+        """The request's message has been read."""
+
     def share(self) -> None:
         """Have later uses of the same objects wait for the work so far."""
 

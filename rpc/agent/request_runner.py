@@ -159,6 +159,9 @@ class RequestRunner:
             now = monotonic()
             taken = request.taken or now
             tell(request.peer.name, request.frame.call_id, function, taken - request.began, now - taken)
+        streams = request.streams
+        if streams is not None:
+            streams.loaded()
         try:
             if request.recording is None:
                 value = function(*args, **kwargs)
@@ -169,8 +172,8 @@ class RequestRunner:
             tell = self._events.run_ended
             if tell is not None:
                 tell(request.peer.name, request.frame.call_id)
-            if request.streams is not None:  # before the answer is out, and the next request comes
-                request.streams.share()
+            if streams is not None:  # before the answer is out, and the next request comes
+                streams.share()
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
             return self._later(function, value, request, answer or self._answers.replier(request, function))
         return value

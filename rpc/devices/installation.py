@@ -124,7 +124,7 @@ class Devices:
         between = Between(
             Placed(name, calls, for_calls, self._staging, reads),
             Placed(name, answers, for_answers, self._staging, reads),
-            self.streams,
+            self._streams_of_message,
             self._ready_with,
             self.updates,
         )
@@ -149,6 +149,10 @@ class Devices:
         """The current streams of this thread on these devices, for another thread to run on."""
         return Streams.current(self.local, self.updates)
 
+    def _streams_of_message(self) -> Streams:
+        """As ``streams``, for a message that is read on them."""
+        return Streams(self.local, self.updates, reads=True)
+
     def _ready_with(self, value: Any) -> Ready | None:
         """See ``PeerDevices``."""
         return Ready.with_tensors_in(value, self.local, self.updates)
@@ -171,7 +175,7 @@ class Devices:
         """Run requests on streams of their own."""
 
         def run_on_streams(request: Request) -> None:
-            with self.streams() as streams:
+            with self._streams_of_message() as streams:
                 request.streams = streams
                 run(request)
 

@@ -36,8 +36,8 @@ _thread_state: Final = _ThreadState()
 def arrived(tensor: Tensor) -> None:
     """A tensor was read from a message on this thread's current streams."""
     streams = _thread_state.streams
-    if streams is not None:
-        if not streams.arrived and not streams.has_device:
+    if streams is not None and streams.arrived is not None:
+        if not streams.arrived:
             torch.accelerator.set_device_index(tensor.device.index)
         streams.arrived.append(tensor)
 
@@ -46,21 +46,24 @@ class Streams:
     """Streams from PyTorch's pool, one for each of some devices. As a context manager, they are current, and
     wait for the updates so far, if there are any.
 
-    The first tensor that arrives makes its device the current one, before it was left. May be entered again
-    after that, on any thread: the streams and the device are those that were current when it was left.
+    May be entered again after it was left, on any thread: the streams and the device are those that were
+    current when it was left.
 
     Args:
         devices: the devices.
         updates: the work that changes parameters in place; None if there is none.
+        reads: whether they are made for a message. The first tensor in it makes its device the current one.
 
     Attributes:
-        arrived: the tensors that were read from a message on these streams.
+        arrived: the tensors that were read from the message; None if there is none, or it is ``loaded``.
         used: the objects of this worker that are used on these streams: of a coroutine since it began,
             otherwise since they were last entered.
     """
 
-    def __init__(self, devices: Sequence[torch.device], updates: Shared | None = None) -> None:
-        self.arrived: list[Tensor] = []
+    def __init__(
+        self, devices: Sequence[torch.device], updates: Shared | None = None, *, reads: bool = False
+    ) -> None:
+        self.arrived: list[Tensor] | None = [] if reads else None
         self.used: dict[Shared, Use] = {}
         self._devices = list(devices)  # those of an agent may become more
         self._updates = updates
@@ -68,11 +71,6 @@ class Streams:
         self._device: int | None = None
         self._keeps_used = False
         self._outer: tuple[int, list[torch.Stream], Streams | None] | None = None
-
-    @property
-    def has_device(self) -> bool:
-        """Whether it has a current device that tensors which arrive do not change."""
-        return self._device is not None
 
     @classmethod
     def current(cls, devices: Sequence[torch.device], updates: Shared | None) -> Streams:
@@ -113,6 +111,10 @@ class Streams:
         self._streams = [_current_stream(each) for each in self._devices]
         _make_current(streams, device)
 
+    def loaded(self) -> None:
+        """The message is read: what arrives from now on is not part of it, and its tensors may be freed."""
+        self.arrived = None
+
     def share(self) -> None:
         """Have what uses the same objects of this worker from now on wait for the work so far."""
         for shared, use in list(self.used.items()):
@@ -122,7 +124,7 @@ class Streams:
         """What other streams must ``join`` before they use the tensors that have arrived, or parameters that
         were changed; None if there are none. Inside the context.
         """
-        return Ready.if_needed(self.arrived, self._devices, self._updates)
+        return Ready.if_needed(self.arrived or (), self._devices, self._updates)
 
     def ready_with(self, value: Any) -> Ready | None:
         """As ``ready``, for the tensors in a value."""
@@ -133,7 +135,7 @@ class Streams:
         on another thread before this one leaves the context. Inside the context.
         """
         other = Streams.current(self._devices, self._updates)
-        other.arrived, other.used = self.arrived, dict(self.used)
+        other.used = dict(self.used)
         other._keeps_used = True
         return other
 

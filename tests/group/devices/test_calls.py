@@ -14,12 +14,15 @@ from tests.support.device_groups import one_to_one
 from tests.support.devices import (
     FIRST,
     SECOND,
+    SIZE,
+    THIRD,
     device_kind,
     is_all,
     late,
     mode,
     on_devices,
     sleep,
+    used_bytes,
 )
 from tests.support.workers import RunWorkers, Worker
 
@@ -97,6 +100,58 @@ def call_and_wait(worker: Worker) -> dict[str, bool]:
 def test_streams_wait_for_what_they_use(run_workers: RunWorkers, mode: str) -> None:
     found = run_workers(call_and_wait, 3, args=(mode,))[0]
     assert [what for what, right in found.items() if not right] == []
+
+
+def ones(size: int, device: str) -> torch.Tensor:
+    return torch.ones(size, device=device)
+
+
+def kept_of_nested_calls(name: str) -> int:
+    """The device memory that is kept, in bytes, when the answers to some calls have been dropped."""
+    before = used_bytes()
+    for _ in range(3):
+        rpc.rpc_sync(name, ones, args=(SIZE, FIRST))
+    return used_bytes() - before
+
+
+def device_after_nested_call(name: str, *_: torch.Tensor) -> int:
+    """The number of the current device, after a call whose answer is on the second one."""
+    rpc.rpc_sync(name, ones, args=(1, SECOND))
+    return torch.accelerator.current_device_index()
+
+
+@on_devices
+def look_for_the_device(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        third = torch.ones(1, device=THIRD)
+        return [
+            rpc.rpc_sync("worker1", device_after_nested_call, args=("worker0",)) == 0,
+            rpc.rpc_sync("worker1", device_after_nested_call, args=("worker0", third)) == third.device.index,
+        ]
+
+
+def test_only_a_call_s_own_tensors_choose_its_device(run_workers: RunWorkers, device_kind: str) -> None:
+    assert run_workers(look_for_the_device, 2, args=("eager",))[0] == [True, True]
+
+
+@on_devices
+def call_from_a_call(worker: Worker) -> dict[str, int]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return {}
+        found = {"in a call": rpc.rpc_sync("worker1", kept_of_nested_calls, args=("worker0",))}
+        future = rpc.rpc_async("worker1", ones, args=(1, FIRST))
+        found["in a callback"] = future.then(lambda _: kept_of_nested_calls("worker1")).wait()
+        return found
+
+
+def test_answers_are_not_kept_until_the_request_that_called_ends(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    found = run_workers(call_from_a_call, 2, args=("eager",))[0]
+    assert found == {"in a call": 0, "in a callback": 0}
 
 
 @on_devices
