@@ -76,6 +76,11 @@ INTERNALS.expect(
     "torch.distributed:ProcessGroup._get_backend",
     without="the backend of a group of a vendor's cannot be returned to callers that ask for it",
 )
+INTERNALS.expect(
+    "torch.distributed:ProcessGroup._start_coalescing",
+    "torch.distributed:ProcessGroup._end_coalescing",
+    without="batches of sends and receives cannot be coalesced by a vendor's backend",
+)
 
 begin_event: Final[Callable[..., object]] = _find(
     "torch._C:_autograd._record_function_with_args_enter", _UNPROFILED, instead=None

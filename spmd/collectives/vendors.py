@@ -195,6 +195,12 @@ class VendorProcessGroup(FarcallProcessGroup):
 
     _get_backend = get_backend
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.of_device(device.type)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self.of_device(device.type)._end_coalescing(device)
+
     def shutdown(self) -> None:
         super().shutdown()
         formed, self._formed = self._formed, {}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 import spmd
 from rpc.runtime.current import current_agent
@@ -432,6 +433,37 @@ def test_a_group_with_a_bound_device_forms_the_vendors(run_workers: RunWorkers, 
     if KIND != "sim":
         pytest.skip("a GPU has a vendor's backend already")
     assert run_workers(bind_a_device, 2, args=("lazy",), time_limit=60) == [[True, ["allreduce"]]] * 2
+
+
+@on_devices
+def exchange_coalesced(worker: Worker) -> list[Any]:
+    _of_a_vendor()
+    device, calls = torch.device(FIRST), list[Any]()
+    with worker.group():
+        spmd.init_process_group()
+        world: Any = dist.group.WORLD
+        vendors = world.of_device(KIND)
+        vendors.supports_coalescing = True
+        vendors._start_coalescing = lambda device: calls.append(("start", device.type))
+        vendors._end_coalescing = lambda device: calls.append(("end", device.type))
+        assert world._get_backend(device).supports_coalescing
+        tensor, received = late(worker.rank + 1.0), torch.zeros(SIZE, device=device)
+        # PyTorch 2.13 does not ask a group of Python whether it coalesces a batch_isend_irecv.
+        with distributed_c10d._coalescing_manager(world, device, async_ops=True):
+            works: list[Any] = [dist.isend(tensor, 1 - worker.rank), dist.irecv(received, 1 - worker.rank)]
+        for work in works:
+            work.wait()
+        dist.destroy_process_group()
+    return [is_all(received, 2.0 - worker.rank), *calls]
+
+
+def test_a_batch_of_sends_and_receives_is_coalesced_by_the_vendor(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    if KIND != "sim":
+        pytest.skip("a GPU has a vendor's backend already")
+    expected = [True, ("start", "sim"), ("end", "sim")]
+    assert run_workers(exchange_coalesced, 2, args=("lazy",), time_limit=60) == [expected] * 2
 
 
 @on_devices
