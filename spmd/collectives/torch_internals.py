@@ -12,6 +12,9 @@ suffice if another one, a vendor's, serves a group's devices.
 *The timeout of a group.* Up to 2.13, ``_set_pg_timeout`` knows gloo and NCCL only. It is replaced by a
 function that calls ``set_timeout`` of our groups and leaves all others to the original.
 
+*Groups that c10d does not count.* ``new_group`` names some groups by the number of groups that this process
+has. ``form_uncounted`` forms one under a name that is given, and removes it from that number.
+
 *Resharding.* On the CPU, DTensor gathers a whole tensor to move its shards from one dimension to another,
 since gloo once had no all-to-all. It is replaced for meshes whose groups are of the backend ``farcall``.
 """
@@ -19,17 +22,18 @@ since gloo once had no all-to-all. It is replaced for meshes whose groups are of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 
 from rpc.runtime.internals import Internals
 from rpc.runtime.torch_internals import is_profiler_enabled
 
-__all__ = ["INTERNALS", "begin_event", "end_event", "is_profiled", "prepare"]
+__all__ = ["INTERNALS", "begin_event", "end_event", "form_uncounted", "is_profiled", "prepare"]
 
 INTERNALS: Final = Internals()
 _find: Final = INTERNALS.find
@@ -37,6 +41,10 @@ _find: Final = INTERNALS.find
 _BACKEND: Final = "farcall"
 _UNPROFILED: Final = "PyTorch's profiler does not show collectives"
 _GATHERED: Final = "DTensor gathers a tensor whenever it moves its shards to another dimension"
+
+_UNFORMED: Final = (
+    "tensors on an accelerator cannot go to the backend of its vendor; pass staged=True to init_process_group"
+)
 
 _attach_recorder: Final[Callable[..., None] | None] = _find(
     "torch.distributed.distributed_c10d:_maybe_attach_flight_recorder",
@@ -50,6 +58,12 @@ _set_timeout: Final[Callable[..., object] | None] = _find(
     instead=None,
     until=(2, 13),
 )
+_form: Final[Callable[..., Any]] = _find(
+    "torch.distributed.distributed_c10d:_new_process_group_helper", _UNFORMED
+)
+_uncount: Final[Callable[[dist.ProcessGroup], object]] = _find(
+    "torch.distributed.distributed_c10d:_cleanup_process_group_global_state", _UNFORMED
+)
 _reshard: Final = INTERNALS.later(
     "torch.distributed.tensor.placement_types:shard_dim_alltoall", _GATHERED, instead=None
 )
@@ -61,6 +75,11 @@ INTERNALS.expect(
 INTERNALS.expect(
     "torch.distributed:ProcessGroup._get_backend",
     without="the backend of a group of a vendor's cannot be returned to callers that ask for it",
+)
+INTERNALS.expect(
+    "torch.distributed:ProcessGroup._start_coalescing",
+    "torch.distributed:ProcessGroup._end_coalescing",
+    without="batches of sends and receives cannot be coalesced by a vendor's backend",
 )
 
 begin_event: Final[Callable[..., object]] = _find(
@@ -92,6 +111,27 @@ def prepare() -> None:
         _replace_set_timeout(_set_timeout)
     if reshard is not None and exchange is not None:
         _replace_resharding(reshard, exchange)
+
+
+def form_uncounted(
+    name: str, backend: str, rank: int, ranks: Sequence[int], store: Store, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Form a process group that c10d does not know: it is not counted, and not destroyed with the others.
+
+    Args:
+        name: its name, the same on all ranks, and of no other group of theirs.
+        backend: in c10d's notation, such as ``cuda:nccl``.
+        rank: rank of this process in the group.
+        ranks: ranks of the group in the default group, in order; all, if that is not formed yet.
+        store: store of the ranks.
+        timeout: timeout of forming the group, and of each operation.
+    """
+    of_world = list(ranks) if dist.is_initialized() else []  # which c10d takes for the default group
+    # With a tag of its own it is not found by its ranks, either.
+    formed, _ = _form(len(ranks), rank, of_world, backend, store, name, timeout=timeout, pg_tag=name)
+    _uncount(formed)
+    group: dist.ProcessGroup = formed
+    return group
 
 
 def _replace_attach_recorder(original: Callable[..., None]) -> None:

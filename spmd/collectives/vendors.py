@@ -2,8 +2,12 @@
 
 c10d replaces its group, which could hold several backends, by one that is written in Python. So a group of
 ``farcall`` holds a second one, of the vendor's backend, and passes it the operations whose tensors are on its
-devices. That group has the same ranks and the same store, and is formed by the first such operation. When a
-rank is gone, the other group is aborted as well.
+devices. When a rank is gone, the other group is aborted as well.
+
+The second group has the same ranks and the same store, and is formed along with ours, as c10d forms all
+backends of a group: if an operation formed it, a send would wait for ranks that take no part in it. Its name
+is made from the name of ours. c10d's ``new_group`` would make it from the number of groups that this process
+has, which may differ between the ranks, so it is formed without ``new_group``, and c10d does not count it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Backend, DistStoreError, Store, default_pg_timeout  # type: ignore[attr-defined]
 
 from rpc.errors import RendezvousTimeoutError
+from spmd.collectives import torch_internals
 from spmd.collectives.arguments import accelerator
 from spmd.collectives.errors import StoreGivenUpError
 from spmd.collectives.group import Group
@@ -129,12 +134,20 @@ def _decided(ranks: list[tuple[str, str | None]]) -> str:
     return "agreed" if alike else "staged"
 
 
+class _Forming(threading.local):
+    """Whether this thread forms a vendor's group."""
+
+    now = False
+
+
+_forming: Final = _Forming()
+
 _UNSPLIT: Final = SimpleNamespace(supports_splitting=False)
 """A backend that c10d does not split."""
 
 
 class VendorProcessGroup(FarcallProcessGroup):
-    """A process group with a second one for the tensors on the vendor's devices.
+    """A process group with a second one for the tensors on the vendor's devices. All ranks make it together.
 
     Args:
         group: the group, formed.
@@ -142,58 +155,57 @@ class VendorProcessGroup(FarcallProcessGroup):
         vendors: the backends.
     """
 
-    def __init__(self, group: Group, store: Store | None, vendors: Vendors) -> None:
+    def __init__(self, group: Group, store: Store, vendors: Vendors) -> None:
         super().__init__(group, store)
         self.vendors = vendors
-        self._lock = threading.RLock()
-        self._forming = False
         self._formed: dict[str, Any] = {}
         group.members.watch(self._abort_others)
+        _forming.now = True
+        try:
+            for kind, name in vendors.backends.items():
+                self._formed[kind] = torch_internals.form_uncounted(
+                    f"{group.members.name}:{kind}",
+                    f"{kind}:{name}",
+                    group.members.rank,
+                    group.ranks,
+                    store,
+                    timedelta(seconds=group.timeout) if group.timeout else default_pg_timeout,
+                )
+        except BaseException:
+            self.shutdown()
+            raise
+        finally:
+            _forming.now = False
+        self._abort_others()  # if a rank is gone since
 
     def _part(self, group: Group, store: Store | None) -> VendorProcessGroup:
+        assert store is not None
         return type(self)(group, store, self.vendors)
 
     def of_device(self, kind: str) -> Any:
-        """Return the group for a type of device: the one of the vendor's backend, or this one. All ranks ask
-        for it.
-        """
-        name = self.vendors.backends.get(kind)
-        if name is None:
-            return self
-        with self._lock:
-            formed = self._formed.get(kind)
-            if formed is None:
-                self.group.members.check()
-                seconds = self.group.timeout
-                self._forming = True
-                try:
-                    formed = self._formed[kind] = dist.new_group(
-                        list(self.group.ranks),
-                        timeout=timedelta(seconds=seconds) if seconds else None,
-                        backend=f"{kind}:{name}",
-                        use_local_synchronization=True,
-                    )
-                finally:
-                    self._forming = False
-        return formed
+        """Return the group for a type of device: the one of the vendor's backend, or this one."""
+        return self._formed.get(kind, self)
 
     def get_backend(self, device: torch.device) -> Any:
-        with self._lock:
-            if self._forming:  # c10d asks for a backend to split, where a device is bound to this group
-                return _UNSPLIT
+        if _forming.now:  # c10d asks for a backend to split, where a device is bound to this group
+            return _UNSPLIT
         kind = torch.device(device).type
         formed = self.of_device(kind)
         return super().get_backend(device) if formed is self else formed._get_backend(torch.device(kind))
 
     _get_backend = get_backend
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.of_device(device.type)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self.of_device(device.type)._end_coalescing(device)
+
     def shutdown(self) -> None:
         super().shutdown()
-        with self._lock:
-            formed, self._formed = self._formed, {}
+        formed, self._formed = self._formed, {}
         for each in formed.values():
-            if _is_registered(each):  # otherwise all groups are being destroyed
-                dist.destroy_process_group(each)
+            each.shutdown()
 
     def _abort_others(self) -> None:
         """End the other groups, on another thread, as their backends may take long."""
@@ -204,15 +216,6 @@ class VendorProcessGroup(FarcallProcessGroup):
     def _abort(self, _: None) -> None:
         for each in list(self._formed.values()):
             each.abort()
-
-
-def _is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether c10d has the group; it has none any more once all groups are destroyed."""
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:
-        return False
-    return True
 
 
 def _first_tensor(arguments: Any) -> torch.Tensor | None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 import spmd
+from rpc.runtime.current import current_agent
 from spmd.collectives.errors import CollectiveError
 from spmd.collectives.group import Group
 from spmd.collectives.process_group import FarcallProcessGroup
@@ -286,9 +289,13 @@ def _of_a_vendor() -> list[str]:
     done: list[str] = []
 
     def make(options: Any, _: Any) -> Any:
-        world: Any = dist.group.WORLD
-        ranks, seconds = options.global_ranks_in_group, options.timeout.total_seconds()
-        part = Group(world.group.node, ranks, options.group_rank, options.group_id, seconds)
+        agent: Any = current_agent()
+        if dist.is_initialized():  # c10d may ask for a backend that NCCL would split
+            world: Any = dist.group.WORLD
+            assert not world.get_backend(torch.device(FIRST)).supports_splitting
+        ranks = options.global_ranks_in_group or range(options.group_size)
+        seconds = options.timeout.total_seconds()
+        part = Group(agent.extensions["spmd.node"], ranks, options.group_rank, options.group_id, seconds)
         group: Any = FarcallProcessGroup(part, options.store)
         reduce = group.allreduce
 
@@ -334,6 +341,81 @@ def test_the_vendors_backend_gets_the_tensors_of_its_devices(
 
 
 @on_devices
+def send_first(worker: Worker) -> bool:
+    _of_a_vendor()
+    tensor = late(worker.rank + 1.0)
+    with worker.group():
+        spmd.init_process_group(timedelta(seconds=20))
+        if worker.rank == 0:
+            dist.send(tensor, 1)
+        elif worker.rank == 1:
+            dist.recv(tensor, 0)
+        dist.barrier()
+        dist.destroy_process_group()
+    return is_all(tensor, [1.0, 1.0, 3.0][worker.rank])
+
+
+def test_the_vendors_first_send_needs_two_ranks_only(run_workers: RunWorkers, device_kind: str) -> None:
+    if KIND != "sim":
+        pytest.skip("a GPU has a vendor's backend already")
+    assert run_workers(send_first, 3, args=("lazy",), time_limit=60) == [True] * 3
+
+
+@on_devices
+def use_groups_unevenly(worker: Worker) -> list[bool]:
+    _of_a_vendor()
+    with worker.group():
+        spmd.init_process_group(timedelta(seconds=20))
+        pair, _ = dist.new_group([0, 1]), dist.new_group([2])
+        found = []
+        if worker.rank < 2:
+            tensor = late(worker.rank + 1.0)
+            dist.all_reduce(tensor, group=pair)
+            found.append(is_all(tensor, 3.0))
+        counted = dist.new_group([0, 1, 2], use_local_synchronization=True)
+        more = [None, dist.new_group([0, 1])]  # which the third rank is not in
+        for group in (*more, counted):
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                tensor = late(worker.rank + 1.0)
+                dist.all_reduce(tensor, group=group)
+                found.append(is_all(tensor, 3.0 if group is more[1] else 6.0))
+        dist.destroy_process_group()
+    return found
+
+
+def test_vendors_groups_meet_whatever_others_a_rank_is_in(run_workers: RunWorkers, device_kind: str) -> None:
+    if KIND != "sim":
+        pytest.skip("a GPU has a vendor's backend already")
+    found = run_workers(use_groups_unevenly, 3, args=("lazy",), time_limit=60)
+    assert found == [[True] * 4, [True] * 4, [True] * 2]
+
+
+@on_devices
+def use_groups_in_any_order(worker: Worker) -> list[bool]:
+    _of_a_vendor()
+    with worker.group():
+        spmd.init_process_group(timedelta(seconds=20))
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        tensors = [late(worker.rank + 1.0), late(worker.rank + 3.0)]
+        works: list[Any] = [None, None]
+        for which in (0, 1) if worker.rank else (1, 0):
+            works[which] = dist.all_reduce(tensors[which], group=groups[which], async_op=True)
+        for work in works:
+            work.wait()
+        found = [is_all(tensors[0], 3.0), is_all(tensors[1], 7.0)]
+        dist.destroy_process_group()
+    return found
+
+
+def test_groups_of_the_same_ranks_have_vendors_groups_of_their_own(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    if KIND != "sim":
+        pytest.skip("a GPU has a vendor's backend already")
+    assert run_workers(use_groups_in_any_order, 2, args=("lazy",), time_limit=60) == [[True] * 2] * 2
+
+
+@on_devices
 def bind_a_device(worker: Worker) -> list[Any]:
     done = _of_a_vendor()
     with worker.group():
@@ -341,7 +423,7 @@ def bind_a_device(worker: Worker) -> list[Any]:
         world: Any = dist.group.WORLD
         world.bound_device_id = torch.device(FIRST)  # as of init_process_group(device_id=)
         tensor = late(worker.rank + 1.0)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
         found = [is_all(tensor, 3.0), list(done)]
         dist.destroy_process_group()
     return found
@@ -351,6 +433,37 @@ def test_a_group_with_a_bound_device_forms_the_vendors(run_workers: RunWorkers, 
     if KIND != "sim":
         pytest.skip("a GPU has a vendor's backend already")
     assert run_workers(bind_a_device, 2, args=("lazy",), time_limit=60) == [[True, ["allreduce"]]] * 2
+
+
+@on_devices
+def exchange_coalesced(worker: Worker) -> list[Any]:
+    _of_a_vendor()
+    device, calls = torch.device(FIRST), list[Any]()
+    with worker.group():
+        spmd.init_process_group()
+        world: Any = dist.group.WORLD
+        vendors = world.of_device(KIND)
+        vendors.supports_coalescing = True
+        vendors._start_coalescing = lambda device: calls.append(("start", device.type))
+        vendors._end_coalescing = lambda device: calls.append(("end", device.type))
+        assert world._get_backend(device).supports_coalescing
+        tensor, received = late(worker.rank + 1.0), torch.zeros(SIZE, device=device)
+        # PyTorch 2.13 does not ask a group of Python whether it coalesces a batch_isend_irecv.
+        with distributed_c10d._coalescing_manager(world, device, async_ops=True):
+            works: list[Any] = [dist.isend(tensor, 1 - worker.rank), dist.irecv(received, 1 - worker.rank)]
+        for work in works:
+            work.wait()
+        dist.destroy_process_group()
+    return [is_all(received, 2.0 - worker.rank), *calls]
+
+
+def test_a_batch_of_sends_and_receives_is_coalesced_by_the_vendor(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    if KIND != "sim":
+        pytest.skip("a GPU has a vendor's backend already")
+    expected = [True, ("start", "sim"), ("end", "sim")]
+    assert run_workers(exchange_coalesced, 2, args=("lazy",), time_limit=60) == [expected] * 2
 
 
 @on_devices
