@@ -20,6 +20,7 @@ from farcall.serving.slots import Slots
 from farcall.serving.tensors import DTYPES
 from rpc.errors import RRefError
 from rref import RemoteModule, RRef
+from rref.remote_module.owner import call_on_device
 
 __all__ = ["Batching", "Endpoint", "TensorSpec"]
 
@@ -192,15 +193,14 @@ class Endpoint:
 
         Cancelling it cancels an ``async def`` and a remote call; a function in a thread runs to its end.
         """
-        call = self.call.get_module_rref() if isinstance(self.call, RemoteModule) else self.call
-        if isinstance(call, RRef):
+        if isinstance(self.call, (RRef, RemoteModule)):
             async with slots:
-                return await _run_at_owner(call, args, kwargs, seconds)
+                return await _run_at_owner(self.call, args, kwargs, seconds)
         if self._is_async:
             async with slots:
                 with contained():
-                    return await call(*args, **kwargs)
-        return await slots.in_thread(_called, call, args, kwargs)
+                    return await self.call(*args, **kwargs)
+        return await slots.in_thread(_called, self.call, args, kwargs)
 
     async def stream(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Slots
@@ -263,13 +263,26 @@ def _call_referenced(reference: RRef[Any], args: Sequence[Any], kwargs: Mapping[
     return _called(reference.local_value(), args, kwargs)
 
 
+def _call_module_on_device(*how: Any) -> Any:
+    with torch.inference_mode():
+        return call_on_device(*how)
+
+
 async def _run_at_owner(
-    reference: RRef[Any], args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None
+    called: RRef[Any] | RemoteModule, args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None
 ) -> Any:
     timeout = rpc.UNSET_RPC_TIMEOUT if seconds is None else max(seconds, 0.001)
+    function: Callable[..., Any] = _call_referenced
+    where: tuple[Any, ...] = ()
+    if isinstance(called, RRef):
+        reference = called
+    else:
+        reference = called.get_module_rref()
+        if called.device != "cpu":
+            function, where = _call_module_on_device, (called.device, called.is_device_map_set)
     owner = reference.owner()
     try:
-        call = rpc.rpc_async(owner, _call_referenced, args=(reference, args, kwargs), timeout=timeout)
+        call = rpc.rpc_async(owner, function, args=(reference, *where, args, kwargs), timeout=timeout)
         try:
             return await call
         except asyncio.CancelledError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import profile
@@ -12,9 +13,10 @@ from torch.profiler import profile
 import farcall
 from farcall import client as clients
 from farcall import rpc
+from farcall.serving import Batching, Endpoint
 from rref.remote_module import RemoteModule
 from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, device_kind, late, mode, on_devices, sleep
+from tests.support.devices import FIRST, ONE_TO_ONE, device_kind, late, mode, on_devices, sleep
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
@@ -29,6 +31,14 @@ class LateScale(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         rows = rows.to(FIRST)
+        sleep(FIRST)
+        return rows * self.by
+
+
+class WhereItIs(LateScale):
+    """Multiplies where its weight is: it takes no rows that are elsewhere."""
+
+    def forward(self, rows: Tensor) -> Tensor:
         sleep(FIRST)
         return rows * self.by
 
@@ -65,6 +75,30 @@ def serve_modules(worker: Worker) -> dict[str, list[float]]:
 def test_modules_on_devices_are_served(run_workers: RunWorkers, mode: str) -> None:
     found = run_workers(serve_modules, 2, args=(mode,), time_limit=60)[0]
     assert found == {"here": [0.0, 3.0, 6.0], "both": [0.0, 12.0, 24.0], "rows": [0.0, 5.0, 10.0]}
+
+
+@on_devices
+def serve_a_remote_module(worker: Worker, options: dict[str, Any]) -> list[Any]:
+    with worker.group(**options):
+        if worker.rank:
+            return []
+        remote = RemoteModule(f"worker1/{FIRST}", WhereItIs, args=(5.0,))
+        server = farcall.serve({"alone": remote, "batched": Endpoint(remote, batching=Batching())})
+        rows = np.arange(3, dtype=np.float32)
+        try:
+            with clients.connect(f"localhost:{server.port}") as client:
+                several = client.batch([("batched", (rows,)), ("batched", (rows + 1,))])
+                return [each.tolist() for each in (client.call("alone", rows), *several)]
+        finally:
+            server.stop(0.0)
+
+
+@pytest.mark.parametrize("maps", [{}, {"device_maps": {"worker1": ONE_TO_ONE}}], ids=["unmapped", "mapped"])
+def test_a_remote_module_on_a_device_is_served(
+    run_workers: RunWorkers, mode: str, maps: dict[str, Any]
+) -> None:
+    found = run_workers(serve_a_remote_module, 2, args=(mode, maps), time_limit=60)[0]
+    assert found == [[0.0, 5.0, 10.0], [0.0, 5.0, 10.0], [5.0, 10.0, 15.0]]
 
 
 @on_devices
