@@ -345,7 +345,7 @@ class ModelShard:
         found = torch.autograd.grad(
             tape.outputs,
             [*tape.inputs, *parameters],
-            list(gradients),
+            pytree.tree_map_only(Tensor, self._here, list(gradients)),
             retain_graph=keep,
             allow_unused=True,
         )
