@@ -53,6 +53,9 @@ class _Silent:
     def abort(self, reason: str) -> None:
         pass
 
+    def skip(self, number: int) -> None:
+        pass
+
     def regroup(self, generation: int) -> Any:
         return self.send(EngineStep(0, 0))
 

@@ -32,7 +32,7 @@ def make_module(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
             f"but it returns an instance of {type(module)}."
         )
-    module.to(device)
+    module.to(_indexed(device))
     if interface is None or isinstance(module, torch.jit.ScriptModule):
         return module
     scripted: nn.Module = torch.jit.script(module)
@@ -54,6 +54,14 @@ def check_device(device: str) -> None:
         )
 
 
+def _indexed(device: str) -> torch.device:
+    """Return a device of this worker with its index, 0 unless it is given: the current device is that of the
+    first tensor in a request.
+    """
+    found = torch.device(device)
+    return found if found.type in ("cpu", "meta") else torch.device(found.type, found.index or 0)
+
+
 def call_on_device(
     module: RRef[nn.Module],
     device: str,
@@ -72,12 +80,12 @@ def call_on_device(
         kwargs: keyword arguments of ``forward``.
     """
     callable_here = module.local_value()
-    args, kwargs = _moved((args, kwargs), device)
+    args, kwargs = _moved((args, kwargs), _indexed(device))
     answer = callable_here(*args, **kwargs)
     return answer if answers_from_device else _moved(answer, "cpu")
 
 
-def _moved(tree: T, device: str) -> T:
+def _moved(tree: T, device: torch.device | str) -> T:
     """Move all tensors in nested tuples, lists and dicts to a device."""
     moved: T = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
     return moved

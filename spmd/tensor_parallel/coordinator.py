@@ -198,7 +198,7 @@ class Coordinator:
             seed = int(torch.randint(2**62, (), device="cpu").item())
             args = (replace(args[0], number=next(self._numbers), seed=seed),)
         task = Task(self._set.number, name, args)
-        values, failed = self._set.wait(self._set.send([task] * len(self._workers)))
+        values, failed = self._set.wait(task.sequence, self._set.send([task] * len(self._workers)))
         if failed:
             raise self._failed(name, failed)
         return values[0]

@@ -267,6 +267,11 @@ class ModelShard:
         agent: Any = current_agent()
         return self._steps.put(_Arrived(task, agent.calls.requests.ready()))
 
+    def skip(self, number: int) -> None:
+        """Do not wait for a task, which rank 0 could not send."""
+        if self._steps is not None:
+            self._steps.skip(number)
+
     def _do(self, arrived: _Arrived) -> Any:
         task = arrived.task
         if arrived.work is not None:
@@ -340,7 +345,7 @@ class ModelShard:
         found = torch.autograd.grad(
             tape.outputs,
             [*tape.inputs, *parameters],
-            list(gradients),
+            pytree.tree_map_only(Tensor, self._here, list(gradients)),
             retain_graph=keep,
             allow_unused=True,
         )

@@ -14,6 +14,7 @@ from rpc.agent.futures import Future
 from rpc.group.workers import WorkerInfo
 from rpc.runtime.current import current_agent
 from rpc.runtime.modes import with_default_modes
+from rpc.serialization.failures import text_of
 
 __all__ = ["StepQueue"]
 
@@ -47,7 +48,7 @@ class StepQueue:
     ) -> None:
         self._run, self._driver, self._abort = run, driver, abort
         self._ended, self._release = ended, release
-        self._waiting: dict[int, tuple[_Numbered, Context, Future[Any]]] = {}
+        self._waiting: dict[int, tuple[_Numbered, Context, Future[Any]] | None] = {}
         self._next = 0
         self._stopped = False
         self._changed = threading.Condition()
@@ -70,6 +71,13 @@ class StepQueue:
                 return future
         future.set_exception(self._ended())
         return future
+
+    def skip(self, number: int) -> None:
+        """Do not wait for a step, which the driver could not send. If it has come, it is done."""
+        with self._changed:
+            if number >= self._next and not self._stopped:
+                self._waiting.setdefault(number, None)
+                self._changed.notify()
 
     def stop(self) -> None:
         """Do no further step. Idempotent."""
@@ -94,19 +102,33 @@ class StepQueue:
                 self._changed.wait_for(lambda: self._next in self._waiting or self._stopped)
                 if self._stopped:
                     break
-                step, context, future = self._waiting.pop(self._next)
+                arrived = self._waiting.pop(self._next)
                 self._next += 1
+            if arrived is None:
+                continue
+            step, context, future = arrived
             try:
                 answer = context.run(with_default_modes, self._run, step)
-            except Exception as error:
-                future.set_exception(error)
+            except BaseException as error:  # SystemExit: it ends the step, not this thread
+                future.set_exception(_as_exception(error))
             else:
                 future.set_result(answer)
-            del step, context, future
-        for _, _, future in self._waiting.values():
-            future.set_exception(self._ended())
+            del arrived, step, context, future
+        for left in self._waiting.values():
+            if left is not None:
+                _, _, future = left
+                future.set_exception(self._ended())
         self._waiting.clear()
         self._release()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return an error as a future accepts it."""
+    if isinstance(error, Exception):
+        return error
+    wrapped = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def _stop(reference: weakref.ref[StepQueue]) -> None:

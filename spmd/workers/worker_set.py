@@ -36,13 +36,17 @@ class Port(Protocol):
         """End the collective that it may wait in. Returns at once."""
         ...
 
+    def skip(self, number: int) -> None:
+        """Have it not wait for a step, if it has not got that. Returns at once."""
+        ...
+
 
 class RemotePort:
     """A worker behind calls.
 
     Args:
         name: of the worker.
-        worker: a reference to an object there that has ``do`` and ``abort``.
+        worker: a reference to an object there that has ``do``, ``abort`` and ``skip``.
     """
 
     def __init__(self, name: str, worker: Any) -> None:
@@ -50,12 +54,19 @@ class RemotePort:
         self.worker = worker
 
     def send(self, step: Any) -> Any:
-        """Have it do a step; a future of its answer."""
-        return self.worker.rpc_async(timeout=0).do(step)
+        """Have it do a step; a future of its answer. Raises if the step cannot be sent."""
+        answer = self.worker.rpc_async(timeout=0).do(step)
+        if answer.done():
+            answer.value()
+        return answer
 
     def abort(self, reason: str) -> None:
         """End the collective that it may wait in. Returns at once."""
         self.worker.rpc_async(timeout=0).abort(reason)
+
+    def skip(self, number: int) -> None:
+        """Have it not wait for a step, if it has not got that. Returns at once."""
+        self.worker.rpc_async(timeout=0).skip(number)
 
 
 class OwnPort:
@@ -63,12 +74,12 @@ class OwnPort:
 
     Args:
         name: of the worker.
-        worker: the object that has ``do`` and ``abort``.
+        worker: the object that has ``do``, ``abort`` and ``skip``.
     """
 
     def __init__(self, name: str, worker: Any) -> None:
         self.name = name
-        self.send, self.abort = worker.do, worker.abort
+        self.send, self.abort, self.skip = worker.do, worker.abort, worker.skip
 
 
 class WorkerSet:
@@ -112,6 +123,7 @@ class WorkerSet:
         Returns:
             A future of each worker's answer. If a worker cannot be sent the step, its future has that error.
             The others do the step; but if it is the first, no worker does, and all futures have the error.
+            ``wait`` has those without the step continue with the next one.
         """
         answers: list[Any] = [None] * len(steps)
         for place, worker in enumerate(self._order):
@@ -120,14 +132,18 @@ class WorkerSet:
             except Exception as error:
                 answers[worker] = _failed(error)
                 if place == 0:
-                    return [answers[worker]] * len(steps)
+                    answers = [answers[worker]] * len(steps)
+                    break
         self.number += 1
         return answers
 
-    def wait(self, answers: Sequence[Any], **details: Any) -> tuple[list[Any], dict[int, Exception]]:
+    def wait(
+        self, number: int, answers: Sequence[Any], **details: Any
+    ) -> tuple[list[Any], dict[int, Exception]]:
         """Wait until all workers have ended a step.
 
         Args:
+            number: of the step.
             answers: what ``send`` has returned.
             details: facts about the step, for observers.
 
@@ -145,8 +161,13 @@ class WorkerSet:
                     values[worker] = each.wait()
                 except Exception as error:
                     failed[worker] = error
+                    self._skip(worker, number)  # it may not have got the step
         grace.end()
         return values, failed
+
+    def _skip(self, worker: int, number: int) -> None:
+        with suppress(RpcError):  # it is gone
+            self._ports[worker].skip(number)
 
     def _awaited(self, answers: Sequence[Any]) -> list[str]:
         return [port.name for port, answer in zip(self._ports, answers, strict=True) if not answer.done()]

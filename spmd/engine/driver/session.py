@@ -330,7 +330,7 @@ class Session:
     def _settle(self, step: _UnderWay) -> list[Answer]:
         """Wait for a step, and record what has failed."""
         details = {"lines": step.described()} if spans.is_listened_to() else {}
-        answers, failed = self._set.wait(step.answers, **details)
+        answers, failed = self._set.wait(step.number, step.answers, **details)
         for worker, error in failed.items():
             self._broken = self._broken or _unanswered(step.described(), error)
             answers[worker] = Answer()

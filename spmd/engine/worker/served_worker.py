@@ -95,6 +95,10 @@ class ServedWorker:
         """Do a step when the earlier ones are done."""
         return self._steps.put(step)
 
+    def skip(self, number: int) -> None:
+        """Do not wait for a step, which the driver could not send."""
+        self._steps.skip(number)
+
     def abort(self, reason: str) -> None:
         """End the collectives in progress, and the forming of a group, here and on the others."""
         self._groups.abort(reason)

@@ -10,6 +10,7 @@ import torch
 
 from farcall import rpc
 from farcall.accelerator_trial import exchange
+from rref.remote_module import RemoteModule
 from tests.support.device_groups import one_to_one
 from tests.support.devices import (
     FIRST,
@@ -262,3 +263,19 @@ def measure_as_the_doctor(worker: Worker) -> str:
 def test_the_doctor_says_how_tensors_travel_and_how_fast(run_workers: RunWorkers, device_kind: str) -> None:
     said = run_workers(measure_as_the_doctor, 2, args=("eager",), time_limit=60)[0]
     assert re.fullmatch(r"(read in place|copied through pinned memory), \d+\.\d\d GB/s there and back", said)
+
+
+@on_devices
+def call_module_without_index(worker: Worker) -> list[str]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        kind = torch.device(FIRST).type
+        module = RemoteModule(f"worker1/{kind}", torch.nn.Linear, args=(3, 2))
+        with torch.no_grad():
+            return [str(module(torch.ones(1, 3, device=each)).device) for each in (SECOND, FIRST, "cpu")]
+
+
+def test_a_remote_module_without_an_index_is_on_the_first_device(run_workers: RunWorkers, mode: str) -> None:
+    found = run_workers(call_module_without_index, 2, args=(mode,))[0]
+    assert found == [FIRST] * 3

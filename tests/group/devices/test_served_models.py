@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 
 from dist_autograd import backward, context, get_gradients
 from dist_optim import DistributedOptimizer
 from farcall import rpc
+from rpc.errors import SerializationError
 from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, ShardedModule, parallelize_module
 from tests.support.device_groups import one_to_one
 from tests.support.devices import FIRST, SECOND, LateSGD, device_kind, mode, on_devices, seen, sleep
@@ -110,6 +112,52 @@ def compare_with_one_process(worker: Worker) -> None:
         model.load_state_dict(before)  # after the step
         torch.testing.assert_close(model.state_dict(), on_host(before))
         model.close()
+
+
+@on_devices
+def compare_between_devices(worker: Worker) -> None:
+    """Tensors for the second worker arrive on the device of the first, and are moved."""
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return
+        model, alone = made(), mlp()
+        for parameter in alone.parameters():
+            nn.init.ones_(parameter)
+        x = torch.arange(4.0 * WIDTH).view(4, WIDTH) / 10
+        x.requires_grad_()
+        torch.autograd.backward(alone(x).square().sum())
+        for place in (FIRST, "cpu"):
+            given = x.detach().to(place).requires_grad_()
+            with context() as number:
+                backward(number, [model(given).square().sum()])
+                torch.testing.assert_close(get_gradients(number)[given].cpu(), x.grad)
+        model.close()
+
+
+def test_gradients_are_moved_to_the_device_of_each_part(run_workers: RunWorkers, mode: str) -> None:
+    run_workers(compare_between_devices, 3, args=(mode,), time_limit=40)
+
+
+@on_devices
+def call_without_a_map(worker: Worker) -> None:
+    """The workers of the model cannot send each other tensors on devices."""
+    maps = one_to_one(worker)["device_maps"]
+    if worker.rank:
+        maps = {"worker0": maps["worker0"]}
+    with worker.group(device_maps=maps):
+        if worker.rank:
+            return
+        model = made()
+        x = torch.ones(4, WIDTH)
+        for _ in range(2):
+            with pytest.raises(SerializationError, match=f"set_device_map.'worker2', {{'{FIRST}'"):
+                model(x.to(FIRST))
+        assert seen(model(x)).shape == x.shape
+        model.close()
+
+
+def test_a_call_that_no_part_was_sent_leaves_the_model_in_order(run_workers: RunWorkers, mode: str) -> None:
+    run_workers(call_without_a_map, 3, args=(mode,), time_limit=40)
 
 
 def test_a_model_of_several_workers_is_that_of_one_process(run_workers: RunWorkers, mode: str) -> None:

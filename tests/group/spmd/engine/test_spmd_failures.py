@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 import rpc
 import spmd
-from rpc.errors import WorkerLostError
+from rpc.errors import SerializationError, WorkerLostError
 from rpc.runtime import notices
 from spmd.engine.api import constrain, value_layout
 from spmd.engine.driver import start
@@ -144,6 +144,32 @@ def test_a_dead_worker_is_named_with_the_step_that_it_did_not_answer(run_workers
     assert f"{__file__}:" in said
     assert "in <lambda>" in said
     assert "RRef" not in said
+
+
+def current_mode() -> Any:
+    return start._current()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@in_worker0(3)
+def test_after_a_step_that_a_worker_was_not_sent_the_mode_can_be_left_and_begun_again(number: int) -> None:
+    spmd.use_spmd()
+    x = there([1.0, 2.0], ROWS)
+    spmd.sync()
+    mode = current_mode()
+    with mock.patch.object(mode.ports[number], "send", side_effect=SerializationError("not sent")):
+        y = x * 2
+        mode.session.recorder.flush()
+    for _ in range(2):  # sent before the driver knows
+        y = y + 1
+        mode.session.recorder.flush()
+    for _ in range(2):
+        with pytest.raises(SerializationError, match="not sent"):
+            spmd.sync()
+    spmd.shutdown()
+    spmd.use_spmd()
+    assert there([1.0, 2.0], ROWS).sum().item() == 3.0
+    spmd.shutdown()
 
 
 def begin_without_a_worker(worker: Worker) -> str:
@@ -330,7 +356,7 @@ def die_between_sends(worker: Worker) -> None:
         rpc.rpc_sync("worker1", ask)  # it has what was sent before
         worker.die()
 
-    last = start._current().ports[1]
+    last = current_mode().ports[1]
     with mock.patch.object(last, "send", die):
         rows.sum().item()
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rpc
-from rpc.errors import WorkerLostError
+from rpc.errors import SerializationError, WorkerLostError
 from spmd.tensor_parallel import coordinator, parallelize_module
 from spmd.tensor_parallel.errors import ParallelError, ShardLostError
 from spmd.tensor_parallel.shard import ModelShard
@@ -66,6 +70,95 @@ def test_an_error_on_one_shard_ends_the_model(worker: Worker) -> None:
             model(torch.ones(2, WIDTH))
     model.close()
     assert rpc.rpc_sync("worker1", groups_named_served) == 0
+
+
+class Passed:
+    """An argument that calls a function when a worker sends it, and one when a worker has received it."""
+
+    def __init__(self, sent: Callable[[], object] = int, received: Callable[[], object] = int) -> None:
+        self.sent, self.received = sent, received
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.sent()
+        return _received, (self.sent, self.received)
+
+
+def _received(sent: Callable[[], object], received: Callable[[], object]) -> Passed:
+    received()
+    return Passed(sent, received)
+
+
+class TakesMore(Mlp):
+    def forward(self, x: Tensor, *more: object) -> Tensor:
+        for each in self:
+            x = each(x)
+        return x
+
+
+_sent_times = itertools.count(1)
+
+
+def fail_at_rank_0(time: int) -> None:
+    """Fail when rank 0 sends this for the given time in the process."""
+    if current_worker().rank == 1 and next(_sent_times) == time:
+        raise ValueError("not sent")
+
+
+def fail_at(rank: int) -> None:
+    if current_worker().rank == rank + 1:
+        raise ValueError("not received")
+
+
+@in_worker0(3)
+def test_a_call_that_no_shard_was_sent_is_raised_and_the_model_goes_on(worker: Worker) -> None:
+    model, alone = served_and_alone(worker, TakesMore, MLP_PLAN)
+    x = torch.ones(2, WIDTH)
+    with pytest.raises(SerializationError, match="not sent"):
+        model(x, Passed(sent=partial(fail_at_rank_0, 1)))
+    torch.testing.assert_close(model(x, Passed()), alone(x))
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "said", "passed"),
+    [
+        (2, "not sent", {"sent": partial(fail_at_rank_0, 2)}),
+        (1, "not received", {"received": partial(fail_at, 1)}),
+    ],
+    ids=["not sent", "not received"],
+)
+@in_worker0(4)
+def test_a_call_that_one_shard_does_not_get_ends_the_model_and_it_can_be_closed(
+    worker: Worker, rank: int, said: str, passed: dict[str, Any]
+) -> None:
+    rpc.rpc_sync("worker1", be_impatient)  # where rank 0 is
+    model = served(worker, TakesMore, MLP_PLAN)
+    for _ in range(2):
+        with pytest.raises(ParallelError, match=rf"rank {rank} \(worker 'worker{rank + 1}'\).*{said}"):
+            model(torch.ones(2, WIDTH), Passed(**passed))
+    model.close()
+    assert [rpc.rpc_sync(each, groups_named_served) for each in names(worker)] == [0, 0, 0]
+
+
+class Exits(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            sys.exit("at once")
+        return x
+
+
+def _exits() -> nn.Module:
+    return nn.Sequential(Exits(), Mlp())
+
+
+@in_worker0(3)
+def test_a_call_that_exits_fails_and_the_model_goes_on(worker: Worker) -> None:
+    model = served(worker, _exits, {"1": MLP_PLAN})
+    x = torch.ones(2, WIDTH)
+    with pytest.raises(RuntimeError, match="SystemExit: at once"):
+        model(x / 0 * 0)
+    assert model(x).shape == x.shape
+    model.close()
 
 
 @in_worker0(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,30 @@ def test_steps_are_done_in_their_order_and_in_the_context_of_their_callers() -> 
             last = future
     last.wait()
     assert done == [(0, "user 0"), (1, "user 1"), (2, "user 2")]
+    steps.close()
+
+
+@in_worker0(1)
+def test_a_step_that_will_not_come_is_not_waited_for() -> None:
+    steps = queue()
+    assert steps.put(Step(0, lambda: "done")).wait() == "done"
+    steps.skip(0)  # it has come
+    after = steps.put(Step(3, lambda: "after"))
+    steps.skip(2)
+    steps.skip(1)
+    assert after.wait() == "after"
+    steps.skip(4)
+    steps.skip(6)
+    steps.close()
+    steps.skip(5)
+
+
+@in_worker0(1)
+def test_a_step_that_ends_its_thread_ends_itself_alone() -> None:
+    steps = queue()
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        steps.put(Step(0, lambda: sys.exit(3))).wait()
+    assert steps.put(Step(1, lambda: "done")).wait() == "done"
     steps.close()
 
 

@@ -23,6 +23,7 @@ class MemoryPort:
         self.name, self._sent, self._error = name, sent, error
         self.answer: Future[Any] = Future()
         self.aborted = threading.Event()
+        self.skipped: list[int] = []
 
     def send(self, step: Any) -> Future[Any]:
         if self._error is not None:
@@ -34,6 +35,9 @@ class MemoryPort:
         self.aborted.set()
         if not self.answer.done():
             self.answer.set_exception(CollectiveError(reason))
+
+    def skip(self, number: int) -> None:
+        self.skipped.append(number)
 
 
 def ports(*errors: Exception | None) -> tuple[list[MemoryPort], list[str]]:
@@ -49,30 +53,32 @@ def test_all_workers_get_a_step_and_the_given_one_last() -> None:
     assert workers.number == 1
     for number, port in enumerate(made):
         port.answer.set_result(number)
-    assert workers.wait(answers) == ([0, 1, 2], {})
-    assert not any(port.aborted.is_set() for port in made)
+    assert workers.wait(0, answers) == ([0, 1, 2], {})
+    assert not any(port.aborted.is_set() or port.skipped for port in made)
 
 
 def test_a_step_that_the_first_worker_cannot_be_sent_is_sent_to_none() -> None:
     error = TypeError("cannot be sent")
     made, sent = ports(None, error, None)
     workers = WorkerSet(made, "a step", NEVER, last=0)
-    _, failed = workers.wait(workers.send(["step"] * 3))
+    _, failed = workers.wait(0, workers.send(["step"] * 3))
     assert {worker: str(each) for worker, each in failed.items()} == dict.fromkeys(range(3), str(error))
     assert not sent
-    assert workers.number == 0
+    assert workers.number == 1
+    assert [port.skipped for port in made] == [[0]] * 3
 
 
 def test_a_step_that_another_worker_cannot_be_sent_is_done_by_the_rest_until_they_are_aborted() -> None:
     error = TypeError("cannot be sent")
     made, sent = ports(None, error, None)
     workers = WorkerSet(made, "a step", grace=0.0)
-    _, failed = workers.wait(workers.send(["step"] * 3))
+    _, failed = workers.wait(0, workers.send(["step"] * 3))
     assert sent == ["w0 step", "w2 step"]
     assert isinstance(failed[1], TypeError)
     assert isinstance(failed[0], CollectiveError)
     assert cause_of(failed) == 1
     assert workers.number == 1
+    assert made[1].skipped == [0]
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["raises", "answers"])
@@ -84,7 +90,7 @@ def test_workers_that_wait_for_one_that_has_failed_are_aborted(answers: bool) ->
         made[1].answer.set_result("failed")
     else:
         made[1].answer.set_exception(ValueError("failed"))
-    values, failed = workers.wait(under_way)
+    values, failed = workers.wait(0, under_way)
     assert made[0].aborted.is_set()
     assert isinstance(failed[0], CollectiveError)
     assert values == ([None, "failed"] if answers else [None, None])
@@ -96,7 +102,7 @@ def test_workers_that_end_in_time_are_not_aborted() -> None:
     under_way = workers.send(["step"] * 2)
     made[1].answer.set_exception(ValueError("failed"))
     made[0].answer.set_result("done")
-    values, failed = workers.wait(under_way)
+    values, failed = workers.wait(0, under_way)
     assert values == ["done", None]
     assert list(failed) == [1]
     assert not made[0].aborted.is_set()
