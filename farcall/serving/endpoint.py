@@ -19,6 +19,7 @@ from farcall.serving.errors import BadArguments, contained
 from farcall.serving.slots import Slots
 from farcall.serving.tensors import DTYPES
 from rpc.errors import RRefError
+from rpc.runtime.own_streams import OwnStreams
 from rref import RemoteModule, RRef
 from rref.remote_module.owner import call_on_device
 
@@ -198,9 +199,8 @@ class Endpoint:
                 return await _run_at_owner(self.call, args, kwargs, seconds)
         if self._is_async:
             async with slots:
-                with contained():
-                    return await self.call(*args, **kwargs)
-        return await slots.in_thread(_called, self.call, args, kwargs)
+                return await OwnStreams().follow(_awaited(self.call, args, kwargs))
+        return await slots.in_thread(OwnStreams().around(_called), self.call, args, kwargs)
 
     async def stream(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Slots
@@ -208,26 +208,29 @@ class Endpoint:
         """Yield the results of a generator, which is closed when no more results are requested.
 
         Each step takes a slot. A plain generator has a thread of its own, which ends with the executor:
-        PyTorch's modes, such as ``torch.no_grad``, belong to a thread, and last from step to step.
+        PyTorch's modes, such as ``torch.no_grad``, belong to a thread, and last from step to step. So do
+        current streams.
         """
+        streams = OwnStreams()
         if _is(inspect.isasyncgenfunction, self.call):
             results = self.call(*args, **kwargs)
             try:
-                while (each := await _next(results, slots)) is not _END:
+                while (each := await streams.follow(_next(results, slots))) is not _END:
                     yield each
             finally:
                 with contained():
-                    await results.aclose()
+                    await streams.follow(results.aclose())
             return
         generator: Generator[Any, Any, Any] = self.call(*args, **kwargs)
         own = ThreadPoolExecutor(1, thread_name_prefix="farcall stream")
         own.submit(int)  # a stream for which no thread can be started fails here, before it has a slot
-        in_own = partial(slots.in_thread, abandoned=generator.close, executor=own)
-        while (each := await in_own(next, generator, _END)) is not _END:
+        step, close = streams.around(next), streams.around(generator.close)
+        in_own = partial(slots.in_thread, abandoned=close, executor=own)
+        while (each := await in_own(step, generator, _END)) is not _END:
             try:
                 yield each
             except GeneratorExit:
-                await in_own(generator.close)
+                await in_own(close)
                 raise
 
 
@@ -240,6 +243,11 @@ def _check_names(inputs: Mapping[str, TensorSpec], signature: inspect.Signature)
             f"inputs has {', '.join(map(repr, unknown))}, but the parameters are called "
             f"{', '.join(map(repr, parameters)) or 'nothing: there are none'}"
         )
+
+
+async def _awaited(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with contained():
+        return await call(*args, **kwargs)
 
 
 async def _next(results: AsyncIterator[Any], slots: Slots) -> Any:

@@ -1,9 +1,9 @@
-"""Coroutines and pool threads with separate modes.
+"""Coroutines and pool threads with separate modes, and separate current streams.
 
 All coroutines of a loop share one thread, whose modes (``modes``) a coroutine may change for a block that
 awaits. So each task of an isolating loop is a ``StepwiseCoroutine``: the modes at the end of one of its
-steps are saved, and restored for its next step. Context variables need nothing of the kind: asyncio gives
-each task a context.
+steps are saved, and restored for its next step, as are the current streams (``own_streams``). Context
+variables need nothing of the kind: asyncio gives each task a context.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import Context
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from rpc.runtime.modes import SavedModes, copy_of_modes, modes_changed, reset_modes
+from rpc.runtime.own_streams import OwnStreams
 from rpc.runtime.stepwise import StepwiseCoroutine
 
 __all__ = ["IsolatingThreadPool", "isolate_tasks"]
@@ -38,6 +41,8 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **arguments: Any) -> 
     if asyncio.iscoroutine(coroutine):  # otherwise asyncio refuses it
         modes = _OwnModes(copy_of_modes() if asyncio.current_task(loop) else None)
         coroutine = StepwiseCoroutine(coroutine, modes.step)
+        if torch.accelerator.current_accelerator() is not None:
+            coroutine = OwnStreams.of_this_thread().follow(coroutine)
     return asyncio.Task(coroutine, loop=loop, **arguments)
 
 
@@ -50,7 +55,7 @@ class IsolatingThreadPool(ThreadPoolExecutor):
 
 def _isolated(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
     try:
-        return Context().run(function, *args, **kwargs)
+        return OwnStreams().around(Context().run)(function, *args, **kwargs)
     finally:
         if modes_changed():
             reset_modes()

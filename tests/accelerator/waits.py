@@ -186,6 +186,12 @@ WAITS: Final = (
         tests="test_operations_wait",
     ),
     Deletion(
+        "what comes after a step of a served function waits for its streams",
+        "rpc/runtime/own_streams.py",
+        "stream.wait_event(left.record_event())",
+        tests="test_what_is_left_on_streams",
+    ),
+    Deletion(
         "an operation of a model of several workers waits for its inputs",
         "spmd/tensor_parallel/coordinator.py",
         "operation.work.join(operation.args)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,10 @@ from torch.profiler import profile
 import farcall
 from farcall import client as clients
 from farcall import rpc
-from farcall.serving import Batching, Endpoint
+from farcall.serving import Batching, Endpoint, Limits
 from rref.remote_module import RemoteModule
 from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, ONE_TO_ONE, device_kind, late, mode, on_devices, sleep
+from tests.support.devices import FIRST, ONE_TO_ONE, SECOND, device_kind, late, mode, on_devices, sleep
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
@@ -99,6 +101,92 @@ def test_a_remote_module_on_a_device_is_served(
 ) -> None:
     found = run_workers(serve_a_remote_module, 2, args=(mode, maps), time_limit=60)[0]
     assert found == [[0.0, 5.0, 10.0], [0.0, 5.0, 10.0], [5.0, 10.0, 15.0]]
+
+
+def doubled(rows: Tensor) -> Tensor:
+    rows = rows.to(FIRST)
+    sleep(FIRST)
+    return rows * 2
+
+
+def one_by_one_on_a_side_stream(rows: Tensor) -> Iterator[Tensor]:
+    with torch.Stream(device=FIRST) as own:
+        for row in rows:
+            assert torch.accelerator.current_stream(FIRST) == own
+            yield doubled(row)
+
+
+async def current_stream() -> torch.Stream:
+    return torch.accelerator.current_stream(FIRST)
+
+
+async def each_after_others_on_a_side_stream(rows: Tensor) -> AsyncIterator[Tensor]:
+    with torch.Stream(device=FIRST) as own:
+        for row in rows:
+            assert await asyncio.create_task(current_stream()) == own
+            yield doubled(row)
+
+
+def set_stream_and_device(rows: Tensor) -> Tensor:
+    torch.accelerator.set_stream(torch.Stream(device=FIRST))
+    found = doubled(rows)
+    torch.accelerator.set_device_index(torch.device(SECOND).index)
+    return found
+
+
+async def set_in_a_task(rows: Tensor) -> Tensor:
+    return set_stream_and_device(rows)
+
+
+async def set_in_tasks(rows: Tensor) -> Tensor:
+    await asyncio.gather(asyncio.to_thread(set_stream_and_device, rows), set_in_a_task(rows))
+    return set_stream_and_device(rows)
+
+
+def current_device(_: Tensor) -> int:
+    return torch.accelerator.current_device_index()
+
+
+@on_devices
+def serve_on_side_streams(_: Worker) -> dict[str, list[Any]]:
+    endpoints = {each.__name__: each for each in (set_stream_and_device, set_in_tasks)}
+    streams = {
+        each.__name__: each for each in (one_by_one_on_a_side_stream, each_after_others_on_a_side_stream)
+    }
+    plain = {each.__name__: each for each in (doubled, current_device)}
+    server = farcall.serve(endpoints | streams | plain, limits=Limits(in_flight=1))  # a single thread
+    small, large = np.arange(3, dtype=np.float32), np.ones(1 << 15, dtype=np.float32)
+    try:
+        with clients.connect(f"localhost:{server.port}") as client:
+            found: dict[str, list[Any]] = {}
+            for name in endpoints:
+                mine = client.call(name, small).tolist()
+                is_right = bool((client.call(name, large) == 2).all())
+                others = (
+                    client.call("doubled", small).tolist(),
+                    bool((client.call("doubled", large) == 2).all()),
+                )
+                found[name] = [mine, is_right, *others, client.call("current_device", small)]
+            for name in streams:
+                found[name] = [each.item() for each in client.stream(name, small)]
+                found[name].append(all((each == 2).all() for each in client.stream(name, large[None])))
+            return found
+    finally:
+        server.stop(0.0)
+
+
+def test_what_is_left_on_streams_is_waited_for_and_is_not_left_to_others(
+    run_workers: RunWorkers, mode: str
+) -> None:
+    found = run_workers(serve_on_side_streams, 1, args=(mode,), time_limit=60)[0]
+    doubles = [0.0, 2.0, 4.0]
+    alone, one_by_one = [doubles, True, doubles, True, 0], [*doubles, True]
+    assert found == {
+        "set_stream_and_device": alone,
+        "set_in_tasks": alone,
+        "one_by_one_on_a_side_stream": one_by_one,
+        "each_after_others_on_a_side_stream": one_by_one,
+    }
 
 
 @on_devices
