@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rpc.devices.tensor_search import search
+from rpc.runtime.isolation import this_thread as _thread_state
 from rpc.runtime.stepwise import StepwiseCoroutine
 from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
@@ -23,14 +24,6 @@ _current_stream = torch.accelerator.current_stream
 _current_device = torch.accelerator.current_device_index
 _MOST_PARTS: Final = 10_000
 """Maximum number of parts of an object that each use of it searches for tensors."""
-
-
-class _ThreadState(threading.local):
-    streams: Streams | None = None
-    """The innermost that this thread is inside of."""
-
-
-_thread_state: Final = _ThreadState()
 
 
 def arrived(tensor: Tensor) -> None:
@@ -131,11 +124,13 @@ class Streams:
         return Ready.with_tensors_in(value, self._devices, self._updates)
 
     def of_coroutine(self) -> Streams:
-        """Return the same streams for the coroutine of a request, with the objects that it uses. It may begin
-        on another thread before this one leaves the context. Inside the context.
+        """Return the same streams, with the objects that are used, for the coroutine of a request, or for
+        what that starts: a task, or a function on a thread. Each may make other streams current for itself;
+        they have the used objects in common, as one may change what another has found. Each may begin on
+        another thread before this one leaves the context. Inside the context.
         """
         other = Streams.current(self._devices, self._updates)
-        other.used = dict(self.used)
+        other.used = self.used if self._keeps_used else dict(self.used)
         other._keeps_used = True
         return other
 
@@ -290,9 +285,10 @@ class Shared:
 
     def use_again(self, use: Use) -> None:
         """As ``join``, for streams whose request has used the object before, and may have waited since."""
-        if use.renewals != self.renewals:
-            use.renewals = self.renewals
+        renewals = self.renewals
+        if use.renewals != renewals:
             self.wait(use.value())
+            use.renewals = renewals  # not before: another thread may be on the same streams
 
     def wait(self, value: Any = None) -> None:
         """As ``join``, but what the current streams do afterwards is not added to the work."""

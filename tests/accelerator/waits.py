@@ -73,6 +73,19 @@ WAITS: Final = (
         tests="test_what_coroutines_do",
     ),
     Deletion(
+        "a task that a coroutine creates is on its streams",
+        "rpc/runtime/isolation.py",
+        "coroutine = this_thread.streams.of_coroutine().follow(coroutine)",
+        tests="test_what_a_coroutine_starts",
+    ),
+    Deletion(
+        "a function that a coroutine runs on a thread is on its streams",
+        "rpc/runtime/isolation.py",
+        "run = _isolated if streams is None else streams.of_coroutine().around(_isolated)",
+        instead="run = _isolated",
+        tests="test_what_a_coroutine_starts",
+    ),
+    Deletion(
         "gradients that are held back wait for the device's thread",
         "dist_autograd/participant.py",
         "work.join(gradients)",
