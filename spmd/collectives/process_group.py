@@ -15,8 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from rpc.errors import InvalidOptionError
 from spmd.collectives.algorithms import Algorithms
 from spmd.collectives.arguments import Arguments, describe, seconds_of
 from spmd.collectives.backend_face import BackendFace
@@ -49,6 +51,7 @@ class FarcallProcessGroup(BackendFace):
         super().__init__(group, store)
         self._name, self._desc = group.members.name, "undefined"
         self._arguments = Arguments(group.members.name, group.members.rank, group.members.size)
+        self._stages: set[str] = set()
 
     def __repr__(self) -> str:
         return f"process group '{self._name}' of {self.getSize()} ranks"
@@ -387,7 +390,8 @@ class FarcallProcessGroup(BackendFace):
         tensor = self._arguments.one(tensors, "send")
         self._arguments.check_rank(to, "send to")
         self._arguments.check_tag(tag, "send")
-        self._arguments.check_tensors("send", [tensor])
+        if self._arguments.check_tensors("send", [tensor]):
+            self._check_staged(tensor.device.type)
         return self.group.messages.send(_flat(tensor), to, tag, self.group.timeout)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> GroupWork:
@@ -399,7 +403,8 @@ class FarcallProcessGroup(BackendFace):
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> GroupWork:
         self._arguments.check_tag(tag, "receive")
-        self._arguments.check_tensors("receive", [tensor])
+        if self._arguments.check_tensors("receive", [tensor]):
+            self._check_staged(tensor.device.type)
         self._arguments.check_writable("receive", [tensor])
         staged = None if tensor.is_cpu else _staged([tensor])
         flat = _room(tensor)
@@ -412,6 +417,28 @@ class FarcallProcessGroup(BackendFace):
         return work
 
     # ---- arguments
+
+    def _check_staged(self, kind: str) -> None:
+        """Raise if c10d was asked for another backend for this type of device.
+
+        c10d makes a group that is written in Python the group of all devices, whatever their backends.
+        """
+        self.group.members.check()
+        if kind in self._stages:
+            return
+        try:
+            config = dist.get_backend_config(self)
+        except TypeError:  # c10d does not know the group: it was split from another one
+            config = ""
+        backends = dict(pair.split(":") for pair in config.split(",") if pair)
+        if backends.get(kind, "farcall") != "farcall":
+            raise InvalidOptionError(
+                f"{self} has the backend '{config}', but torch.distributed.init_process_group cannot pair "
+                f"'farcall' with '{backends[kind]}'. Call rpc.init_rpc and spmd.init_process_group(), "
+                "which can; or torch.distributed.init_process_group('farcall'), which stages tensors on "
+                f"{kind} through the host"
+            )
+        self._stages.add(kind)
 
     def _run(
         self,
@@ -429,7 +456,9 @@ class FarcallProcessGroup(BackendFace):
         timeout = self._limit(getattr(opts, "timeout", _UNSET), field) or None
         staged = None
         if on_accelerator:
-            staged = _staged([*outputs, *(inputs or ())])
+            tensors = [*outputs, *(inputs or ())]
+            self._check_staged(next(each.device.type for each in tensors if not each.is_cpu))
+            staged = _staged(tensors)
             perform = _on_streams(staged, perform)
         return self.group.run(
             field, outputs, perform, blocks=blocks, timeout=timeout, inputs=inputs, staged=staged

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 import spmd
+from rpc.errors import InvalidOptionError
 from rpc.runtime.current import current_agent
 from spmd.collectives.errors import CollectiveError
 from spmd.collectives.group import Group
@@ -442,11 +443,12 @@ def exchange_coalesced(worker: Worker) -> list[Any]:
     with worker.group():
         spmd.init_process_group()
         world: Any = dist.group.WORLD
-        vendors = world.of_device(KIND)
-        vendors.supports_coalescing = True
-        vendors._start_coalescing = lambda device: calls.append(("start", device.type))
-        vendors._end_coalescing = lambda device: calls.append(("end", device.type))
-        assert world._get_backend(device).supports_coalescing
+        vars(world.of_device(KIND)).update(
+            supports_coalescing=True,
+            _start_coalescing=lambda device: calls.append(("start", device.type)),
+            _end_coalescing=lambda device: calls.append(("end", device.type)),
+        )
+        assert world.get_backend(device).supports_coalescing
         tensor, received = late(worker.rank + 1.0), torch.zeros(SIZE, device=device)
         # PyTorch 2.13 does not ask a group of Python whether it coalesces a batch_isend_irecv.
         with distributed_c10d._coalescing_manager(world, device, async_ops=True):
@@ -484,6 +486,39 @@ def test_ranks_with_different_backends_stage_tensors(run_workers: RunWorkers, de
     found = run_workers(have_a_vendor_at_one_rank, 2, args=("lazy",), time_limit=60)
     assert found[0] == found[1]
     assert found[0][1:] == [True, []]
+
+
+@on_devices
+def name_the_vendors_backend(worker: Worker) -> list[str]:
+    _of_a_vendor()
+    said = []
+    with worker.group():
+        store = dist.FileStore(f"{worker.folder}/store", 2)  # type: ignore[attr-defined]
+        dist.init_process_group(f"cpu:farcall,{KIND}:vendor", store=store, rank=worker.rank, world_size=2)
+        tensor, part = late(worker.rank + 1.0), dist.new_group([0, 1])
+        for refused in (
+            lambda: dist.all_reduce(tensor),
+            lambda: dist.all_reduce(tensor, group=part),
+            lambda: dist.send(tensor, 1 - worker.rank),
+            lambda: dist.recv(tensor, 1 - worker.rank),
+        ):
+            with pytest.raises(InvalidOptionError) as caught:
+                refused()
+            said.append(str(caught.value))
+        dist.barrier()
+        dist.destroy_process_group()
+    return said
+
+
+def test_a_vendors_backend_that_only_c10d_was_given_is_refused(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    if KIND != "sim":
+        pytest.skip("a GPU has a vendor's backend already")
+    for said in run_workers(name_the_vendors_backend, 2, args=("lazy",), time_limit=60):
+        assert len(said) == 4
+        assert all("'cpu:farcall,sim:vendor'" in each for each in said)
+        assert all("spmd.init_process_group()" in each for each in said)
 
 
 @on_devices
