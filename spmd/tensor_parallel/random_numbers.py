@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from spmd.tensor_parallel.errors import ParallelError
 from spmd.tensor_parallel.resharding import chunk
@@ -43,6 +43,8 @@ _IN_PLACE: Final = (
 _NEW: Final = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
 _DROPOUT: Final = ("native_dropout",)
 """Operators of dropout on accelerators."""
+_ASKING: Final = ("any",)
+"""Operators by whose results ``nn.init`` decides whether to draw again."""
 
 _STREAM: Final = 0x9E3779B97F4A7C15
 
@@ -121,9 +123,10 @@ def draw_as_one_process() -> None:
 
     ``parallelize_module`` calls it. It makes ``init.normal_(parameter)`` right for a model that was
     parallelized on the meta device, and dropout on ``DTensor`` s, wherever PyTorch has no handler of its own.
+    ``any`` of a ``DTensor`` is that of the whole on all ranks from now on, which communicates.
     """
     handlers: Any = dtensor_operators._custom_op_handlers
-    of_operators = ((_IN_PLACE, _draw_in_place), (_NEW, _draw_new), (_DROPOUT, _drop_out))
+    of_operators = ((_IN_PLACE, _draw_in_place), (_NEW, _draw_new), (_DROPOUT, _drop_out), (_ASKING, _any))
     for names, handler in of_operators:
         for name in names:
             packet, _, overload = name.partition(".")
@@ -177,6 +180,22 @@ def _drop_out(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> tuple[
         )
 
     return sharded(local * _shard_of(factors, dropped._spec)), sharded(_shard_of(kept, dropped._spec))
+
+
+def _any(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> DTensor:
+    """Return whether any element is true, as a replicated tensor.
+
+    PyTorch leaves it partial, and ``bool`` of it is about this rank's shard: ``nn.init.trunc_normal_`` would
+    draw again on some ranks only, and their generators would differ.
+    """
+    (asked,) = args
+    mesh = asked.device_mesh
+    replicated = (Replicate(),) * mesh.ndim
+    if any(placement.is_partial() for placement in asked.placements):
+        asked = asked.redistribute(placements=replicated)
+    found = [Replicate() if placement.is_replicate() else Partial() for placement in asked.placements]
+    part = DTensor.from_local(operator(asked._local_tensor), mesh, found, run_check=False)
+    return part.redistribute(placements=replicated)
 
 
 def _whole_of(sharded: DTensor) -> Tensor:

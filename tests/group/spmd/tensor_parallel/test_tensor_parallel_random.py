@@ -72,19 +72,27 @@ def test_independent_dropout_differs_between_ranks_and_keeps_generators_together
     assert following == other
 
 
-@pytest.mark.parametrize("name", ["normal_", "uniform_", "exponential_", "bernoulli_", "random_", "trunc"])
+@pytest.mark.parametrize(
+    "name",
+    ["normal_", "uniform_", "exponential_", "bernoulli_", "random_", "trunc", "trunc, by rejection"],
+)
 def test_numbers_drawn_in_place(run_workers: RunWorkers, name: str) -> None:
     def task(mesh: DeviceMesh) -> None:
         draw_as_one_process()
         for placement in (Shard(0), Shard(1), Replicate()):
             expected, drawn = torch.zeros(5, 7), distribute_tensor(torch.zeros(5, 7), mesh, [placement])
+            following: list[Tensor] = []
             for tensor in (expected, drawn):
                 torch.manual_seed(1)
                 if name == "trunc":
                     nn.init.trunc_normal_(tensor)
+                elif name == "trunc, by rejection":  # with bounds that leave little
+                    nn.init.trunc_normal_(tensor, a=0.3, b=0.7)
                 else:
                     getattr(tensor, name)()
+                following.append(torch.rand(2))
             torch.testing.assert_close(whole(drawn), expected, rtol=0, atol=0)
+            assert torch.equal(*following)
 
     run_workers(in_mesh(task), 2)
 
