@@ -78,7 +78,7 @@ def _locally(flow: SequenceFlow, module: nn.Module, given: Tensor, dim: int) -> 
         local, shape = given, global_shape(given.shape, sharding, flow.site.size)
         strides = None
     if isinstance(module, nn.Dropout):
-        result = _dropped(flow, module, local, dim, shape)
+        result = _dropped(flow, module, local, dim, shape, strides)
     else:
         result = _normed(flow.site, cast("nn.LayerNorm | nn.RMSNorm", module), local)
     if flow.local_output:
@@ -91,13 +91,18 @@ def _locally(flow: SequenceFlow, module: nn.Module, given: Tensor, dim: int) -> 
 
 
 def _dropped(
-    flow: SequenceFlow, module: nn.Dropout, local: Tensor, dim: int, shape: tuple[int, ...]
+    flow: SequenceFlow,
+    module: nn.Dropout,
+    local: Tensor,
+    dim: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
 ) -> Tensor:
     if not module.training or module.p == 0 or local.numel() == 0 == torch.Size(shape).numel():
         return local
     if module.p == 1:  # nothing is drawn
         return local * 0
-    return local * dropout_mask(local, module.p, dim, shape, flow.site, independent=flow.independent)
+    return local * dropout_mask(local, module.p, dim, shape, strides, flow.site, independent=flow.independent)
 
 
 def _normed(site: Site, module: nn.LayerNorm | nn.RMSNorm, local: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from spmd.tensor_parallel.errors import ParallelError
 from spmd.tensor_parallel.resharding import chunk
@@ -43,12 +43,21 @@ _IN_PLACE: Final = (
 _NEW: Final = ("rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
 _DROPOUT: Final = ("native_dropout",)
 """Operators of dropout on accelerators."""
+_ASKING: Final = ("any",)
+"""Operators by whose results ``nn.init`` decides whether to draw again."""
 
 _STREAM: Final = 0x9E3779B97F4A7C15
 
 
 def dropout_mask(
-    local: Tensor, p: float, dim: int, shape: tuple[int, ...], site: Site, *, independent: bool
+    local: Tensor,
+    p: float,
+    dim: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    site: Site,
+    *,
+    independent: bool,
 ) -> Tensor:
     """This rank's part of a dropout mask: 0 with probability ``p``, else ``1 / (1 - p)``.
 
@@ -57,6 +66,7 @@ def dropout_mask(
         p: in ``[0, 1)``.
         dim: the dimension along which the activations are sharded.
         shape: of the whole.
+        strides: of the whole; None if it has no gaps, and its dimensions are in the order of the part's.
         site: of the dropout.
         independent: draw only the part, from a stream that is this rank's own. One number is drawn from the
             generator for it, so that recomputation in backward gives the same mask again.
@@ -65,10 +75,19 @@ def dropout_mask(
         mask = torch.empty_like(local).bernoulli_(1 - p, generator=_own_stream(site.rank, local.device))
     else:
         # As the device does it: not every one draws a dropout's mask by bernoulli_.
-        whole = nn.functional.dropout(torch.ones(shape, dtype=local.dtype, device=local.device), p)
+        strides = strides or _strides_without_gaps(shape, torch.empty_like(local, device="meta").stride())
+        whole = nn.functional.dropout(local.new_empty_strided(shape, strides).fill_(1), p)
         length, offset = chunk(shape[dim], site.size, site.rank)
         return whole.narrow(dim, offset, length)
     return mask.div_(1 - p)
+
+
+def _strides_without_gaps(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor of this shape whose dimensions lie in memory in the order of other strides."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (order[dim], -dim)):
+        strides[dim], step = step, step * max(shape[dim], 1)
+    return tuple(strides)
 
 
 def _own_stream(part: int, device: torch.device) -> torch.Generator:
@@ -104,9 +123,10 @@ def draw_as_one_process() -> None:
 
     ``parallelize_module`` calls it. It makes ``init.normal_(parameter)`` right for a model that was
     parallelized on the meta device, and dropout on ``DTensor`` s, wherever PyTorch has no handler of its own.
+    ``any`` of a ``DTensor`` is that of the whole on all ranks from now on, which communicates.
     """
     handlers: Any = dtensor_operators._custom_op_handlers
-    of_operators = ((_IN_PLACE, _draw_in_place), (_NEW, _draw_new), (_DROPOUT, _drop_out))
+    of_operators = ((_IN_PLACE, _draw_in_place), (_NEW, _draw_new), (_DROPOUT, _drop_out), (_ASKING, _any))
     for names, handler in of_operators:
         for name in names:
             packet, _, overload = name.partition(".")
@@ -137,31 +157,54 @@ def _draw_in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         part = drawn.device_mesh.get_local_rank() if placement.is_shard() else 0
         operator(local, *rest, **kwargs | {"generator": _own_stream(part, local.device)})
     elif not local.is_meta:
-        whole = operator(local.new_empty(drawn.shape), *rest, **kwargs)
+        whole = operator(_whole_of(drawn), *rest, **kwargs)
         local.copy_(_shard_of(whole, drawn._spec))
     return cast("DTensor", drawn)
 
 
 def _draw_new(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     like, *rest = args
-    kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
-    whole = operator(like._local_tensor.new_empty(like.shape), *rest, **kwargs)
+    whole = operator(_whole_of(like), *rest, **kwargs)
     return distribute_tensor(whole, like.device_mesh, _placements(like._spec), src_data_rank=None)
 
 
 def _drop_out(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> tuple[DTensor, DTensor]:
     dropped, *rest = args
     local = dropped._local_tensor
-    factors, kept = operator(local.new_ones(dropped.shape), *rest)
-    result = local * _shard_of(factors, dropped._spec)
-    return _laid_out_as(dropped, result), _laid_out_as(dropped, _shard_of(kept, dropped._spec))
+    factors, kept = operator(_whole_of(dropped).fill_(1), *rest)
+    placements, strides = _placements(dropped._spec), factors.stride()
+
+    def sharded(part: Tensor) -> DTensor:
+        return DTensor.from_local(
+            part, dropped.device_mesh, placements, run_check=False, shape=dropped.shape, stride=strides
+        )
+
+    return sharded(local * _shard_of(factors, dropped._spec)), sharded(_shard_of(kept, dropped._spec))
 
 
-def _laid_out_as(other: DTensor, local: Tensor) -> DTensor:
-    mesh, placements = other.device_mesh, _placements(other._spec)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=other.shape, stride=other.stride()
-    )
+def _any(operator: Any, args: tuple[Any, ...], _: dict[str, Any]) -> DTensor:
+    """Return whether any element is true, as a replicated tensor.
+
+    PyTorch leaves it partial, and ``bool`` of it is about this rank's shard: ``nn.init.trunc_normal_`` would
+    draw again on some ranks only, and their generators would differ.
+    """
+    (asked,) = args
+    mesh = asked.device_mesh
+    replicated = (Replicate(),) * mesh.ndim
+    if any(placement.is_partial() for placement in asked.placements):
+        asked = asked.redistribute(placements=replicated)
+    found = [Replicate() if placement.is_replicate() else Partial() for placement in asked.placements]
+    part = DTensor.from_local(operator(asked._local_tensor), mesh, found, run_check=False)
+    return part.redistribute(placements=replicated)
+
+
+def _whole_of(sharded: DTensor) -> Tensor:
+    """Return a new tensor with the memory layout of the whole.
+
+    Which number an element gets depends on it: most operators draw in the order of memory, and some, such as
+    CUDA's dropout of memory with gaps, in the order of the shape.
+    """
+    return sharded._local_tensor.new_empty_strided(sharded.shape, sharded.stride())
 
 
 def _shard_of(whole: Tensor, spec: DTensorSpec) -> Tensor:

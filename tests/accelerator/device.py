@@ -218,10 +218,17 @@ generate_methods_for_privateuse1_backend(for_storage=True)
 
 
 def _native_dropout(given: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dropout by the device's generator: the CPU's kernel takes no other than the CPU's own."""
+    """Dropout by the device's generator: the CPU's kernel takes no other than the CPU's own.
+
+    It draws in the order of memory where the tensor has no gaps, else in the order of its shape.
+    """
     if train is False:
         return given.clone(), torch.ones_like(given, dtype=torch.bool)
-    kept = torch.empty_like(given).bernoulli_(1 - p)
+    kept = torch.empty_like(given)
+    if kept.stride() == given.stride():
+        kept.bernoulli_(1 - p)
+    else:
+        kept.copy_(given.new_empty(given.shape).bernoulli_(1 - p))
     return given * kept * (0.0 if p == 1 else 1 / (1 - p)), kept.bool()
 
 

@@ -80,6 +80,18 @@ def _whole_in_place(site: Site) -> Tensor:
     return _whole(site) if is_dense(whole) else whole
 
 
+def _ones_as_given(site: Site) -> Tensor:
+    """Like ``_whole``, with ones, for operators of a device that read a tensor.
+
+    They see whether its elements are spread or repeated in memory. Assumed of CUDA's dropout: it draws in the
+    order of memory, several elements at a time, where there are no gaps, and else in the order of the shape;
+    and the tensor on one device would begin where aligned memory does, as this one.
+    """
+    meta = site.call.tensors[0]
+    given = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+    return (_whole(site, meta.dtype) if is_dense(given) else given).fill_(1)
+
+
 @local_rule(*_FILLS)
 def _fill(site: Site) -> Local:
     layout = site.call.tensors[0].layout
@@ -121,7 +133,7 @@ def _dropout(site: Site) -> Local:
             return torch.zeros_like(local), torch.zeros_like(local, dtype=torch.bool)
         if not local.is_cpu:  # whose own operator draws otherwise
             with _as_default(generator):
-                factors, kept = aten.native_dropout(torch.ones(meta.shape, dtype=meta.dtype), p, True)
+                factors, kept = aten.native_dropout(_ones_as_given(site), p, True)
             return (
                 local * take_shard(factors, meta.layout, site.rank),
                 take_shard(kept, meta.layout, site.rank),

@@ -59,7 +59,13 @@ def drawn(device: Any) -> list[Tensor]:
     torch.manual_seed(9)
     found = [torch.rand(4, 6, device=device), torch.randn(8, device=device)]
     found.append(nn.init.uniform_(torch.empty(6, 4, device=device)))
-    found.append(nn.functional.dropout(torch.ones(4, 8, device=device), 0.5))
+    x = torch.ones(4, 8, device=device)
+    for given in (x, x.t(), x.t()[:6], x.t()[:, :1].expand(8, 3), x.view(2, 4, 4).transpose(1, 2)):
+        found.append(nn.functional.dropout(given, 0.5))
+        found.append(torch.rand_like(given))
+        found.append(torch.randn_like(given))
+    found.append(x.t().normal_())
+    found.append(x.t()[:6].normal_())
     found.append(torch.randperm(12, device=device))
     return [each.cpu() for each in found]
 

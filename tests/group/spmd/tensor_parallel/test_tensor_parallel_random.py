@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Final
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
@@ -70,19 +72,27 @@ def test_independent_dropout_differs_between_ranks_and_keeps_generators_together
     assert following == other
 
 
-@pytest.mark.parametrize("name", ["normal_", "uniform_", "exponential_", "bernoulli_", "random_", "trunc"])
+@pytest.mark.parametrize(
+    "name",
+    ["normal_", "uniform_", "exponential_", "bernoulli_", "random_", "trunc", "trunc, by rejection"],
+)
 def test_numbers_drawn_in_place(run_workers: RunWorkers, name: str) -> None:
     def task(mesh: DeviceMesh) -> None:
         draw_as_one_process()
         for placement in (Shard(0), Shard(1), Replicate()):
             expected, drawn = torch.zeros(5, 7), distribute_tensor(torch.zeros(5, 7), mesh, [placement])
+            following: list[Tensor] = []
             for tensor in (expected, drawn):
                 torch.manual_seed(1)
                 if name == "trunc":
                     nn.init.trunc_normal_(tensor)
+                elif name == "trunc, by rejection":  # with bounds that leave little
+                    nn.init.trunc_normal_(tensor, a=0.3, b=0.7)
                 else:
                     getattr(tensor, name)()
+                following.append(torch.rand(2))
             torch.testing.assert_close(whole(drawn), expected, rtol=0, atol=0)
+            assert torch.equal(*following)
 
     run_workers(in_mesh(task), 2)
 
@@ -98,6 +108,56 @@ def test_tensors_drawn_like_sharded_ones(run_workers: RunWorkers, function: obje
         drawn = function(distribute_tensor(torch.zeros(5, 7), mesh, [Shard(1)]))
         assert drawn.placements == (Shard(1),)
         torch.testing.assert_close(whole(drawn), expected, rtol=0, atol=0)
+
+    run_workers(in_mesh(task), 2)
+
+
+NOT_CONTIGUOUS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "transposed": lambda x: x.t(),
+    "gaps": lambda x: x[:, :5],
+    "transposed gaps": lambda x: x.t()[:5],
+    "permuted": lambda x: x.view(6, 2, 4).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("layout", NOT_CONTIGUOUS)
+def test_tensors_that_are_not_contiguous_are_drawn_as_by_one_process(
+    run_workers: RunWorkers, layout: str
+) -> None:
+    def draw(x: Tensor) -> list[Tensor]:
+        torch.manual_seed(1)
+        found = [functional.dropout(x), torch.rand_like(x), torch.randn_like(x), torch.randint_like(x, 99)]
+        found.append(torch.rand_like(x, memory_format=torch.contiguous_format))
+        found += [each(x).clone() for each in (Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_)]
+        found.append(found[0].normal_())
+        return [whole(each) for each in found] + [torch.rand(2)]
+
+    def task(mesh: DeviceMesh) -> None:
+        draw_as_one_process()
+        expected = draw(NOT_CONTIGUOUS[layout](torch.ones(6, 8)))
+        for placement in (Shard(0), Replicate()):
+            sharded = distribute_tensor(torch.ones(6, 8), mesh, [placement])
+            drawn = draw(NOT_CONTIGUOUS[layout](sharded))
+            torch.testing.assert_close(drawn, expected, rtol=0, atol=0)
+
+    run_workers(in_mesh(task), 2)
+
+
+def test_dropout_on_shards_that_are_not_contiguous(run_workers: RunWorkers) -> None:
+    def task(mesh: DeviceMesh) -> None:
+        module = parallelize_module(
+            nn.Dropout(0.5), mesh, SequenceParallel(sequence_dim=0, use_local_output=True)
+        )
+        for x in (torch.ones(5, 8).t(), torch.ones(2, 3, 4).permute(2, 0, 1), torch.ones(4, 1).expand(4, 3)):
+            torch.manual_seed(1)
+            expected = functional.dropout(x)
+            following = torch.rand(2)
+            given = part(x, 0, mesh)
+            strided = distribute_tensor(x, mesh, [Shard(0)])
+            for each in (given, given.clone(), strided):
+                torch.manual_seed(1)
+                torch.testing.assert_close(module(each), part(expected, 0, mesh), rtol=0, atol=0)
+                assert torch.equal(torch.rand(2), following)
 
     run_workers(in_mesh(task), 2)
 
