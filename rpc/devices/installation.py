@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rpc.agent.device_ports import Attempt
 from rpc.agent.received_requests import Request
 from rpc.device_maps import DeviceMap
 from rpc.devices.collected_futures import replace_collect_all, restore_collect_all
@@ -167,8 +168,10 @@ class Devices:
         """Run requests on streams of their own."""
 
         def run_on_streams(request: Request) -> None:
-            with self.streams() as streams:
-                request.streams = streams
+            with Attempt(self.streams) as attempt:
+                request.streams = attempt.streams
+                if attempt.error is not None:
+                    request.fail(attempt.error)
                 run(request)
 
         return run_on_streams
