@@ -63,8 +63,8 @@ class Member:
         max_message_bytes: maximum size in bytes of a message that it accepts.
         safe: whether it refuses to load pickles.
         device_maps: for each callee with a device map, pairs of its device and the callee's.
-        devices: if it has device maps, or selected devices: the type of its accelerator, the number of its
-            devices, and the names of those that it uses; no names for all.
+        devices: if it has devices, or device maps: the type of its accelerator, the number of its devices,
+            and the names of those that it uses; no names for all.
     """
 
     info: WorkerInfo
