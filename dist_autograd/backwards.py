@@ -23,6 +23,7 @@ from dist_autograd.progress import Action, Error, Event
 from dist_autograd.root import Root
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.activity import Activity
+from rpc.agent.device_ports import Attempt
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import Kinds
 from rpc.agent.received_requests import Request
@@ -177,12 +178,16 @@ class Backwards:
         if self._requests.devices is None:
             self._run_and_answer(*part)
         else:
-            with self._requests.devices.streams():
-                self._run_and_answer(*part)
+            with Attempt(self._requests.devices.streams) as attempt:
+                self._run_and_answer(*part, attempt.error)
 
-    def _run_and_answer(self, running: Participant, call_id: int, marks: list[Any]) -> None:
+    def _run_and_answer(
+        self, running: Participant, call_id: int, marks: list[Any], failure: BaseException | None = None
+    ) -> None:
         kind = Kind.REPLY
         try:
+            if failure is not None:
+                raise failure
             with spans.span("part of a distributed backward", source=running.peer.name, call=call_id):
                 payload = running.run(marks)
         except BaseException as error:

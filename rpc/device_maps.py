@@ -13,25 +13,36 @@ DeviceMap = dict[torch.device, torch.device]
 
 
 def to_device_map(device_map: Mapping[DeviceLike, DeviceLike]) -> DeviceMap:
-    """Turn a map between anything that names a device into a map between ``torch.device`` objects.
+    """Turn a map between anything that names a device into a map between ``torch.device`` objects, which have
+    indices, except the CPU.
 
     Raises:
-        ValueError: two devices are mapped to one.
+        ValueError: two devices are mapped to one, or one to two.
         RuntimeError: from ``torch.device``, for something that names no device.
     """
     source_of: DeviceMap = {}
-    for source, target in ((torch.device(a), torch.device(b)) for a, b in device_map.items()):
+    target_of: DeviceMap = {}
+    for source, target in ((_indexed(a), _indexed(b)) for a, b in device_map.items()):
+        if target_of.setdefault(source, target) != target:
+            raise ValueError(
+                f"`device_map` only supports 1-to-1 mapping: "
+                f"{source} is mapped to both {target_of[source]} and {target}"
+            )
         if source_of.setdefault(target, source) != source:
             raise ValueError(
                 f"`device_map` only supports 1-to-1 mapping: "
                 f"{source_of[target]} and {source} are both mapped to {target}"
             )
-    return {source: target for target, source in source_of.items()}
+    return target_of
 
 
 def to_device_list(devices: Iterable[DeviceLike]) -> list[torch.device]:
-    """Turn names of accelerators into ``torch.device`` objects; ``ValueError`` for another kind of device."""
-    normalized = [torch.device(device) for device in devices]
+    """Turn names of accelerators into ``torch.device`` objects, which have indices.
+
+    Raises:
+        ValueError: another kind of device.
+    """
+    normalized = [_indexed(device) for device in devices]
     for device in normalized:
         if device.type in ("cpu", "meta"):
             raise ValueError(
@@ -111,6 +122,13 @@ def check_targets(
             f"Node {name} has target devices with invalid indices {where}: {_listed(targets)}; {callee} sees "
             f"{device_count} devices of type '{kind}'"
         )
+
+
+def _indexed(name: DeviceLike) -> torch.device:
+    """The device of a name; without an index, it is the first one of its type."""
+    device = torch.device(name)
+    index: int | None = device.index
+    return torch.device(device.type, 0) if index is None and device.type not in ("cpu", "meta") else device
 
 
 def _all_exist(devices: Iterable[torch.device], device_count: int, kind: str) -> bool:

@@ -6,11 +6,13 @@ are there: the references that came with it are confirmed, and the object that i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
 from rpc.agent.activity import Activity
 from rpc.agent.answer_sender import Answer
+from rpc.agent.device_ports import Attempt
 from rpc.agent.ports import Kinds
 from rpc.agent.received_requests import Request
 from rpc.agent.request_runner import LATER, Call
@@ -40,6 +42,8 @@ from rref.turns import Turns
 from rref.value import Fetch, Value
 
 __all__ = ["ReferenceServer"]
+
+logger = logging.getLogger(__name__)
 
 _GIVEN_UP: Final = "its creator gave it up"
 
@@ -217,7 +221,12 @@ class ReferenceServer:
         peer, frame = request.peer, request.frame
 
         def answer(content: Any, error: BaseException | None) -> None:
-            made = self._requests.object_ready() if error is None else None
+            made = None
+            if error is None:
+                try:
+                    made = self._requests.object_ready()
+                except BaseException as raised:
+                    error = raised
             parked = value.set(content, made) if error is None else value.fail(error)
             if on is not None and on.turns is not None:
                 on.turns.leave()
@@ -237,16 +246,22 @@ class ReferenceServer:
         for peer, call_id in parked:
             try:
                 self._answer_fetch((peer, call_id, value))
+            except Exception:  # which must not keep the others from being answered
+                logger.exception("sending an object to worker '%s' failed", peer.name)
             finally:
                 self._activity.postponed_ended()
 
     def _answer_fetch(self, fetch: tuple[Peer, int, Value]) -> None:
         devices = fetch[0].devices
-        if devices is not None:
-            with devices.streams():
-                self._send_object(*fetch)
-        else:
+        if devices is None:
             self._send_object(*fetch)
+            return
+        with Attempt(devices.streams) as attempt:
+            if attempt.error is None:
+                self._send_object(*fetch)
+            else:
+                peer, call_id, _ = fetch
+                self._answers.fail(peer, call_id, attempt.error)
 
     def _send_object(self, peer: Peer, call_id: int, value: Value) -> None:
         try:

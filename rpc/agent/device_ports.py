@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-__all__ = ["ArrivedTensors", "Ready", "RequestDevices", "RequestStreams", "SharedWork"]
+__all__ = ["ArrivedTensors", "Attempt", "Ready", "RequestDevices", "RequestStreams", "SharedWork"]
 
 
-class RequestStreams(Protocol):
+class RequestStreams(AbstractContextManager[Any], Protocol):
     """Streams of devices that a request runs on; see ``rpc.devices.streams``."""
 
     def loaded(self) -> None:
@@ -22,11 +23,45 @@ class RequestStreams(Protocol):
     def of_coroutine(self) -> RequestStreams:
         """Return the same streams for the request's coroutine, which another thread may begin at once."""
 
+    def around(self, function: Callable[..., Any], /) -> Callable[..., Any]:
+        """Return a function that runs on these streams."""
+
     def follow(self, coroutine: Coroutine[Any, Any, Any], /) -> Coroutine[Any, Any, Any]:
         """Return a coroutine whose every step is on these streams."""
 
-    def around(self, function: Callable[..., Any], /) -> Callable[..., Any]:
-        """Return a function that runs on these streams."""
+
+class Attempt:
+    """Streams on which something is answered, as a context manager. If a device does not work, the block runs
+    without them, and answers with the error.
+
+    Args:
+        make: makes the streams.
+
+    Attributes:
+        streams: the streams; None if they cannot be used.
+        error: why they cannot be used.
+    """
+
+    __slots__ = ("_make", "error", "streams")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.streams: Any = None
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            streams = self._make()
+            streams.__enter__()
+        except BaseException as error:
+            self.error = error
+        else:
+            self.streams = streams
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.streams is not None:
+            self.streams.__exit__(*raised)
 
 
 class Ready(Protocol):

@@ -24,7 +24,7 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 import torch
 
 from rpc.agent.calls import PendingCall, name_of
-from rpc.agent.device_ports import ArrivedTensors
+from rpc.agent.device_ports import ArrivedTensors, Attempt
 from rpc.errors import NotInitializedError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for, wait_for_event
@@ -162,21 +162,23 @@ class Future(torch.futures.Future[T]):
         if call.peer.devices is None:
             self._complete(call)
         else:
-            with call.peer.devices.streams() as streams:
-                self._complete(call, streams)
+            with Attempt(call.peer.devices.streams) as attempt:
+                self._complete(call, attempt)
 
     @protected
-    def _complete(self, call: PendingCall, streams: Any = None) -> None:
-        """See ``complete``; ``streams`` are current, if messages use devices."""
+    def _complete(self, call: PendingCall, attempt: Attempt | None = None) -> None:
+        """See ``complete``; the streams of ``attempt`` are current, if messages use devices."""
         interruption: KeyboardInterrupt | None = None
         while (ending := self._ending) is None:
             if not self._claim.acquire(blocking=False):
                 _until_free(self._claim)  # another thread is decoding
                 continue
             try:
+                if attempt is not None and attempt.error is not None:
+                    raise attempt.error
                 value = call.result()
-                if streams is not None:
-                    self._arrived = streams.ready()
+                if attempt is not None:
+                    self._arrived = attempt.streams.ready()
                 self._ending = value, None
             except BaseException as error:
                 self._ending = None, without_frames(error)
@@ -413,7 +415,7 @@ def _called_back(
         if source._arrived is None:
             with_default_modes(context.run, callback, future)
         else:
-            with source._arrived.streams():
+            with Attempt(source._arrived.streams):  # without them, it waits on the current streams
                 with_default_modes(context.run, callback, source)
     except KeyboardInterrupt as error:
         _thread_state.interruption = error

@@ -34,12 +34,24 @@ class Request:
     """A call that has arrived: its caller, its message, and the objects beside the pickle.
 
     ``recording`` is its recording, once it is loaded; ``task`` runs its coroutine, if it has one.
-    ``cancelled``: whether its caller has cancelled it. ``began``: when it arrived, on the monotonic clock.
+    ``cancelled``: whether its caller has cancelled it, or it has failed. ``failure``: why it cannot begin.
+    ``began``: when it arrived, on the monotonic clock.
     ``streams``: the device streams that it runs on; None if messages use no devices.
     ``taken``: when a thread began to load it, if there is a listener for runs.
     """
 
-    __slots__ = ("arrivals", "began", "cancelled", "frame", "peer", "recording", "streams", "taken", "task")
+    __slots__ = (
+        "arrivals",
+        "began",
+        "cancelled",
+        "failure",
+        "frame",
+        "peer",
+        "recording",
+        "streams",
+        "taken",
+        "task",
+    )
 
     def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
         self.peer = peer
@@ -47,6 +59,7 @@ class Request:
         self.arrivals = arrivals
         self.recording: Recording | Observation | None = None
         self.cancelled = False
+        self.failure: BaseException | None = None
         self.began = monotonic()
         self.taken = 0.0
         self.task: asyncio.Task[None] | None = None
@@ -61,6 +74,11 @@ class Request:
         if task is not None:
             with suppress(RuntimeError):  # the loop has ended
                 task.get_loop().call_soon_threadsafe(task.cancel)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep it from beginning: it is answered with an error."""
+        self.failure = error
+        self.cancelled = True
 
 
 class ReceivedRequests:

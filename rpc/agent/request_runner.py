@@ -16,6 +16,7 @@ import torch
 
 from rpc.agent.activity import Activity
 from rpc.agent.answer_sender import Answer, AnswerSender
+from rpc.agent.device_ports import Attempt, RequestStreams
 from rpc.agent.received_requests import Request
 from rpc.agent.tape import Observation, Tracing
 from rpc.errors import NotInitializedError, RpcError, WorkerLostError, with_article
@@ -113,11 +114,13 @@ class RequestRunner:
         Raises:
             CancelledError: it has been cancelled.
             WorkerLostError: it has been cancelled since its caller is lost.
-            Exception: the error of unpickling.
+            Exception: the error of unpickling, or that which keeps it from beginning.
         """
         if request.cancelled:
             request.arrivals = None  # a reference that is never confirmed keeps the request
             request.frame.buffers.clear()
+            if request.failure is not None:
+                raise request.failure
             if request.peer.lost is not None:
                 raise WorkerLostError(f"its caller is gone: {request.peer.lost}", request.peer.name)
             raise asyncio.CancelledError
@@ -190,7 +193,7 @@ class RequestRunner:
             if request.streams is not None:
                 streams = request.streams.of_coroutine()
                 value = streams.follow(value)
-                answer = streams.around(answer)
+                answer = _on_streams(streams, answer)
             coroutine = self._finish(value, request, answer)
             postponed.begin()
             try:
@@ -266,6 +269,17 @@ class RequestRunner:
             coroutines, self._coroutines = self._coroutines, None
         if coroutines is not None:
             coroutines.stop()
+
+
+def _on_streams(streams: RequestStreams, answer: Answer) -> Answer:
+    def answer_there(value: Any, error: BaseException | None) -> None:
+        with Attempt(lambda: streams) as attempt:
+            if attempt.error is None:
+                answer(value, error)
+            else:
+                answer(None, attempt.error)
+
+    return answer_there
 
 
 def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:

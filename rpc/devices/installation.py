@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rpc.agent.device_ports import Attempt
 from rpc.agent.received_requests import Request
 from rpc.device_maps import DeviceMap
 from rpc.devices.collected_futures import replace_collect_all, restore_collect_all
 from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of, refusing
-from rpc.devices.placements import Between, Placed, indexed
+from rpc.devices.placements import Between, Placed
 from rpc.devices.staging import HostStaging
 from rpc.devices.streams import Ready, Shared, Streams, use_on_current_stream
 from rpc.group.control import Control
@@ -83,8 +84,8 @@ class Devices:
         accelerator = torch.accelerator.current_accelerator()
         count = torch.accelerator.device_count()
         known = {*self.local}
-        for device in map(indexed, devices):
-            if accelerator is not None and device.type == accelerator.type and (device.index or 0) < count:
+        for device in devices:
+            if accelerator is not None and device.type == accelerator.type and device.index < count:
                 known.add(device)
         self.local[:] = sorted(known, key=lambda device: device.index)
 
@@ -175,8 +176,10 @@ class Devices:
         """Run requests on streams of their own."""
 
         def run_on_streams(request: Request) -> None:
-            with self._streams_of_message() as streams:
-                request.streams = streams
+            with Attempt(self._streams_of_message) as attempt:
+                request.streams = attempt.streams
+                if attempt.error is not None:
+                    request.fail(attempt.error)
                 run(request)
 
         return run_on_streams

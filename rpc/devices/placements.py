@@ -38,7 +38,7 @@ class Placed:
         in_place: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
         self._receiver = receiver
-        self._devices = {indexed(source): indexed(target) for source, target in devices.items()}
+        self._devices = dict(devices)
         self._remedy = remedy
         self.staging = staging
         self._in_place = in_place
@@ -105,9 +105,3 @@ class Between:
         self.streams = streams
         self.ready_with = ready_with
         self.updates = updates
-
-
-def indexed(device: torch.device) -> torch.device:
-    """The device that a name without an index means: the first of its type."""
-    index: int | None = device.index
-    return torch.device(device.type, 0) if index is None and device.type != "cpu" else device

@@ -21,7 +21,6 @@ from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceab
 __all__ = ["Ready", "Shared", "Streams", "arrived", "use_on_current_stream"]
 
 _current_stream = torch.accelerator.current_stream
-_current_device = torch.accelerator.current_device_index
 _MOST_PARTS: Final = 10_000
 """Maximum number of parts of an object that each use of it searches for tensors."""
 
@@ -71,11 +70,11 @@ class Streams:
         streams = cls((), updates)
         streams._devices = list(devices)
         streams._streams = [_current_stream(device) for device in streams._devices]
-        streams._device = _current_device()
+        streams._device = _current_device(streams._devices)
         return streams
 
     def __enter__(self) -> Self:
-        before = _current_device()
+        before = _current_device(self._devices)
         self._outer = before, [_current_stream(device) for device in self._devices], _thread_state.streams
         _make_current(self._streams, before if self._device is None else self._device)
         _thread_state.streams = self
@@ -100,7 +99,7 @@ class Streams:
     def _leave(self) -> None:
         assert self._outer is not None
         device, streams, _thread_state.streams = self._outer
-        self._device = _current_device()
+        self._device = _current_device(self._devices)
         self._streams = [_current_stream(each) for each in self._devices]
         _make_current(streams, device)
 
@@ -134,15 +133,6 @@ class Streams:
         other._keeps_used = True
         return other
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs inside the context."""
-
-        def run(*args: Any) -> Any:
-            with self:
-                return function(*args)
-
-        return run
-
     def follow(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
         """A coroutine whose every step is inside the context."""
         return StepwiseCoroutine(coroutine, self._step)
@@ -152,10 +142,15 @@ class Streams:
             return advance(*args)
 
 
+def _current_device(devices: Sequence[torch.device]) -> int:
+    return torch.accelerator.current_device_index() if devices else 0  # this process may have no accelerator
+
+
 def _make_current(streams: Sequence[torch.Stream], device: int) -> None:
     for stream in streams:
         torch.accelerator.set_stream(stream)
-    torch.accelerator.set_device_index(device)  # the line above has changed it
+    if streams:
+        torch.accelerator.set_device_index(device)  # the line above has changed it
 
 
 class Ready:

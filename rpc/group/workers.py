@@ -63,8 +63,8 @@ class Member:
         max_message_bytes: maximum size in bytes of a message that it accepts.
         safe: whether it refuses to load pickles.
         device_maps: for each callee with a device map, pairs of its device and the callee's.
-        devices: if it has device maps, or selected devices: the type of its accelerator, the number of its
-            devices, and the names of those that it uses; no names for all.
+        devices: if it has devices, or device maps: the type of its accelerator, the number of its devices,
+            and the names of those that it uses; no names for all.
     """
 
     info: WorkerInfo
@@ -123,10 +123,10 @@ class Member:
             raise TypeError(f"not a member description: {fields!r}")
         info = WorkerInfo(name, worker_id)
         described = (info, incarnation, host, tuple(addresses), main, max_message_bytes, safe)
-        return cls(*described, *_devices_from_wire(devices))
+        return cls(*described, *_devices_from_wire(name, devices))
 
 
-def _devices_from_wire(fields: Sequence[Any]) -> tuple[Any, ...]:
+def _devices_from_wire(worker: str, fields: Sequence[Any]) -> tuple[Any, ...]:
     """Decode the last two attributes of a member; those of a worker without devices are not sent."""
     match fields:
         case []:
@@ -136,15 +136,19 @@ def _devices_from_wire(fields: Sequence[Any]) -> tuple[Any, ...]:
                 (str(callee), tuple((str(source), str(target)) for source, target in pairs))
                 for callee, pairs in maps
             )
-            for name in (name for _, pairs in device_maps for pair in pairs for name in pair):
-                _check_device(name)
+            for callee, pairs in device_maps:
+                for name in (name for pair in pairs for name in pair):
+                    _check_device(name, f"the device map of worker '{worker}' for '{callee}'")
             return device_maps, devices and (devices[0], devices[1], tuple(map(str, devices[2])))
         case _:
             raise TypeError(f"not a description of devices: {str(fields)[:80]}")
 
 
-def _check_device(name: str) -> None:
+def _check_device(name: str, where: str) -> None:
     try:
         torch.device(name)
     except RuntimeError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(
+            f"{where} names the device {name[:40]!r}, which PyTorch does not know here; if a package brings "
+            f"devices of this type, import it before init_rpc ({error})"
+        ) from None

@@ -7,7 +7,7 @@ before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["agree", "check", "described"]
 
+_NO_DEVICES: Final = ("cuda", 0, ())
+"""What a worker has that says nothing of devices."""
+
 
 def described(options: AgentOptions) -> tuple[Any, Any]:
     """Return what other workers must know: the last two attributes of a ``Member``."""
     maps, devices = options.device_maps, options.devices
-    if not maps and not devices:
+    kind, count = accelerator()
+    if not maps and not devices and not count:
         return (), None
     pairs = tuple(
         (callee, tuple((str(source), str(target)) for source, target in each.items()))
         for callee, each in maps.items()
     )
-    kind, count = accelerator()
     return pairs, (kind, count, tuple(map(str, devices)))
 
 
@@ -41,7 +44,12 @@ def accelerator() -> tuple[str, int]:
     there is none.
     """
     device = torch.accelerator.current_accelerator()
-    return ("cuda", 0) if device is None else (device.type, torch.accelerator.device_count())
+    if device is None:
+        return "cuda", 0
+    try:
+        return device.type, torch.accelerator.device_count()
+    except RuntimeError:  # nothing in this process brings devices of this type
+        return device.type, 0
 
 
 def check(name: str, options: AgentOptions, members: Sequence[Member], *, static: bool) -> None:
@@ -53,22 +61,20 @@ def check(name: str, options: AgentOptions, members: Sequence[Member], *, static
         static: whether no worker can join later, so that maps may only name these.
     """
     names = [member.name for member in members] if static else None
-    by_name = {member.name: member for member in members}
+    devices_of = {member.name: member.devices or _NO_DEVICES for member in members}
+    kind, count = accelerator()
+    devices_of[name] = (kind, count, tuple(map(str, options.devices)))
     for member in sorted(members, key=lambda member: member.id):
         if member.name == name:
-            kind, count = accelerator() if options.device_maps or options.devices else ("cuda", 0)
-            maps, devices = options.device_maps, options.devices
-        elif member.devices is not None:
-            kind, count, used = member.devices
-            maps = {callee: member.maps_for(callee) for callee, _ in member.device_maps}
-            devices = [torch.device(device) for device in used]
+            maps = options.device_maps
         else:
-            continue
+            maps = {callee: member.maps_for(callee) for callee, _ in member.device_maps}
+        kind, count, used = devices_of[member.name]
+        devices = [torch.device(device) for device in used]
         check_device_maps(member.name, maps, devices, count, names, kind)
         for callee, device_map in maps.items():
-            described = by_name[callee].devices if callee in by_name else None
-            if described is not None:
-                check_targets(member.name, callee, device_map, *described)
+            if callee in devices_of:
+                check_targets(member.name, callee, device_map, *devices_of[callee])
 
 
 def agree(agent: Agent) -> Callable[[Peer], None]:

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 import pytest
 import torch
 from torch import optim
+from torch.utils.backend_registration import rename_privateuse1_backend
 
 from tests.support.workers import Worker
 
@@ -86,6 +87,14 @@ def use_device(mode: str = "eager", seed: int = 7) -> None:
     from tests.accelerator import device
 
     device.schedule(mode, 1000 * SEED + seed)
+
+
+def hide_devices() -> None:
+    """Have this process see no devices, before it uses any."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if KIND == "sim":
+        rename_privateuse1_backend(KIND)  # it knows the name alone
+        torch.accelerator.current_accelerator = lambda check_available=False: None
 
 
 def allow_reads_of_freed() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 from typing import Any
 
+import pytest
 import torch
 
 from farcall import rpc
@@ -18,11 +19,13 @@ from tests.support.devices import (
     SIZE,
     THIRD,
     device_kind,
+    hide_devices,
     is_all,
     late,
     mode,
     on_devices,
     sleep,
+    use_device,
     used_bytes,
 )
 from tests.support.workers import RunWorkers, Worker
@@ -253,6 +256,34 @@ def _device_and_value(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 def test_maps_from_and_to_the_cpu(run_workers: RunWorkers, mode: str) -> None:
     found = run_workers(move_to_and_from_cpu, 3, args=(mode,))[0]
     assert found == [FIRST, "cpu", "cpu", FIRST, True]
+
+
+def call_without_an_accelerator(worker: Worker, source: str) -> list[bool]:
+    if worker.rank:
+        hide_devices()
+    elif source != "cpu":
+        use_device("lazy")
+    with worker.group(**({"device_maps": {"worker1": {source: "cpu"}}} if not worker.rank else {})):
+        if worker.rank:
+            return []
+        argument = torch.ones(SIZE) if source == "cpu" else late(1.0, source)
+        found = [
+            rpc.rpc_sync("worker1", double, args=(argument,)),
+            rpc.rpc_async("worker1", double_on_the_cpu, args=(argument,)).wait(),
+            rpc.remote("worker1", double, args=(argument,)).to_here(),
+        ]
+        return [bool((each == 2).all()) if source == "cpu" else is_all(each, 2.0) for each in found]
+
+
+async def double_on_the_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu() * 2
+
+
+@pytest.mark.parametrize("source", ["cpu", FIRST])
+def test_a_worker_without_an_accelerator_can_be_called(
+    run_workers: RunWorkers, device_kind: str, source: str
+) -> None:
+    assert run_workers(call_without_an_accelerator, 2, args=(source,))[0] == [True] * 3
 
 
 @on_devices

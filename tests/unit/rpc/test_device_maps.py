@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rpc.device_maps import DeviceMap, check_device_maps, check_targets, to_device_list, to_device_map
+from rpc.device_maps import (
+    DeviceLike,
+    DeviceMap,
+    check_device_maps,
+    check_targets,
+    to_device_list,
+    to_device_map,
+)
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", index) for index in range(4)]
@@ -91,3 +98,16 @@ def test_targets_that_the_callee_does_not_have_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         check_targets("worker0", "worker1", {CUDA[0]: target}, "cuda", 2, devices)
+
+
+def test_a_name_without_an_index_is_the_first_device() -> None:
+    assert to_device_map({"cuda": "xpu", "cuda:1": "cpu"}) == {CUDA[0]: torch.device("xpu:0"), CUDA[1]: CPU}
+    assert to_device_list(["cuda"]) == [CUDA[0]]
+
+
+@pytest.mark.parametrize(
+    "device_map", [{"cuda:0": "cuda", "cuda:1": "cuda:0"}, {"cuda": "cuda:0", "cuda:0": "cuda:1"}]
+)
+def test_names_without_an_index_are_one_to_one(device_map: dict[DeviceLike, DeviceLike]) -> None:
+    with pytest.raises(ValueError, match="1-to-1 mapping"):
+        to_device_map(device_map)

@@ -108,3 +108,12 @@ def test_a_request_that_has_been_read_keeps_no_reference_alive() -> None:
     request = Request(peer, Frame(Kind.CALL, 1, {}, [b""], 0), {"rref": [reference]})
     assert callee.load(request)[1] == (reference,)
     assert request.arrivals is None
+
+
+def test_a_request_that_cannot_begin_raises_its_error() -> None:
+    callee, _ = make()
+    peer: Any = SimpleNamespace(name="worker1", lost=None)
+    request = Request(peer, Frame(Kind.CALL, 1, {}, [b""], 0))
+    request.fail(OSError("no device"))
+    with pytest.raises(OSError, match="no device"):
+        callee.load(request)

@@ -39,3 +39,11 @@ def test_device_maps_arrive_as_they_were() -> None:
 def test_malformed_devices_are_refused(devices: list[object]) -> None:
     with pytest.raises((TypeError, ValueError)):
         Member.from_wire([*_member().to_wire(), *devices])
+
+
+def test_a_device_that_pytorch_does_not_know_here_is_named_with_its_map() -> None:
+    maps = (("worker1", (("npu:0", "cpu"),)),)
+    with pytest.raises(
+        ValueError, match=r"of worker 'worker0' for 'worker1' names the device 'npu:0'.*import"
+    ):
+        _sent(_member(device_maps=maps))
