@@ -63,7 +63,7 @@ WAITS: Final = (
     Deletion(
         "a reference's value waits for what other requests did to it",
         "rpc/devices/streams.py",
-        "shared.renew(use)",
+        "Shared.renew_all([(shared, use) for shared, use in uses if shared is not None])",
         tests="test_requests_on_one_object",
     ),
     Deletion(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from farcall import rpc
+from rpc.devices.streams import Ready, Use
 from tests.support.device_groups import LARGE, one_to_one, until_agreed
 from tests.support.devices import (
     FIRST,
@@ -367,6 +368,42 @@ def ask_to_use_and_drop(worker: Worker) -> int:
 
 def test_a_coroutine_does_not_keep_what_it_has_used(run_workers: RunWorkers, device_kind: str) -> None:
     assert run_workers(ask_to_use_and_drop, 2, args=("eager",), time_limit=30)[0] == 20
+
+
+async def use_many(count: int, kind: str) -> int:
+    """The number of objects that a coroutine still waits for; of ``kept`` ones, that of events for them."""
+    kept = []
+    for _ in range(count):
+        content: Any = [Summing()] if kind == "lists" else Summing()
+        rpc.RRef(content).local_value()
+        if kind == "kept":
+            kept.append(content)
+        await asyncio.sleep(0)
+    del content
+    counted = Ready if kind == "kept" else Use
+    for _ in range(200):
+        await asyncio.sleep(0.05)
+        gc.collect()
+        number = sum(type(each) is counted for each in gc.get_objects())
+        if number < count // 2:
+            break
+    return number
+
+
+@on_devices
+def ask_to_use_many(worker: Worker) -> dict[str, int]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return {}
+        kinds = ("dropped", "lists", "kept")
+        return {kind: rpc.rpc_sync("worker1", use_many, args=(40, kind)) for kind in kinds}
+
+
+def test_steps_of_a_coroutine_wait_no_longer_for_each_object_that_it_has_used(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    found = run_workers(ask_to_use_many, 2, args=("eager",), time_limit=60)[0]
+    assert max(found.values()) < 20, found
 
 
 @on_devices
