@@ -17,7 +17,7 @@ from rpc.devices.tensor_search import search
 from rpc.runtime.stepwise import StepwiseCoroutine
 from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
-__all__ = ["Ready", "Shared", "Streams", "arrived", "use_on_current_stream"]
+__all__ = ["Ready", "Shared", "Streams", "arrived", "share", "use_on_current_stream"]
 
 _current_stream = torch.accelerator.current_stream
 _current_device = torch.accelerator.current_device_index
@@ -40,6 +40,13 @@ def arrived(tensor: Tensor) -> None:
         if not streams.arrived:
             torch.accelerator.set_device_index(tensor.device.index)
         streams.arrived.append(tensor)
+
+
+def share() -> None:
+    """Have what uses the objects of this thread's request, if it has one, wait for its work so far."""
+    streams = _thread_state.streams
+    if streams is not None:
+        streams.share()
 
 
 class Streams:

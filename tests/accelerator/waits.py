@@ -67,6 +67,12 @@ WAITS: Final = (
         tests="test_requests_on_one_object",
     ),
     Deletion(
+        "a request's own calls wait for what it did to its objects",
+        "rpc/devices/codecs.py",
+        "share()",
+        tests="test_a_request_s_own_calls",
+    ),
+    Deletion(
         "a coroutine waits for what others did to its object meanwhile",
         "rpc/devices/streams.py",
         "shared.use_again(use)",

@@ -65,6 +65,19 @@ class Counter:
         await this.rpc_async().add(value)  # as another request
         return self.get()
 
+    def add_and_ask(self, value: float, this: rpc.RRef[Counter]) -> Tensor:
+        self.add(value)
+        return ask(this)
+
+    def add_and_have_asked(self, value: float, this: rpc.RRef[Counter]) -> Tensor:
+        self.add(value)
+        return rpc.remote("worker0", ask, args=(this,)).to_here()
+
+    async def add_and_await(self, value: float, this: rpc.RRef[Counter]) -> Tensor:
+        self.add(value)
+        seen: Tensor = await this.rpc_async().get()
+        return seen
+
     def add_and_look(self, value: float, this: rpc.RRef[Counter]) -> Look:
         self.add(value)
         return Look(this)
@@ -78,6 +91,39 @@ class Look:
 
     def __reduce__(self) -> tuple[type, tuple[bool]]:
         return bool, (is_all(self.counter.rpc_sync().get(), 9.0),)
+
+
+def ask(counter: rpc.RRef[Counter]) -> Tensor:
+    seen: Tensor = counter.rpc_sync().get()
+    return seen
+
+
+def add_here_and_ask(counter: rpc.RRef[Counter], value: float) -> Tensor:
+    counter.local_value().add(value)
+    return ask(counter)
+
+
+@on_devices
+def ask_for_what_was_added(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        counter = rpc.remote("worker1", Counter)
+        found = []
+        for number, tell in enumerate(
+            (
+                counter.rpc_sync().add_and_ask,
+                counter.rpc_sync().add_and_have_asked,
+                counter.rpc_sync().add_and_await,
+            )
+        ):
+            found.append(is_all(tell(1.0, counter), number + 1.0))
+        answer = rpc.rpc_sync("worker1", add_here_and_ask, args=(counter, 1.0))
+        return [*found, is_all(answer, 4.0)]
+
+
+def test_a_request_s_own_calls_see_what_it_did(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(ask_for_what_was_added, 2, args=(mode,), time_limit=60)[0] == [True] * 4
 
 
 @on_devices
