@@ -11,6 +11,7 @@ from torch import Tensor
 from rpc.agent.device_ports import Attempt
 from rpc.agent.received_requests import Request
 from rpc.device_maps import DeviceMap
+from rpc.devices.codecs import CpuToDeviceCodec, SharingCodec
 from rpc.devices.collected_futures import replace_collect_all, restore_collect_all
 from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of, refusing
 from rpc.devices.placements import Between, Placed
@@ -21,7 +22,6 @@ from rpc.group.peer import Peer
 from rpc.options import AgentOptions
 from rpc.runtime.executor import Executor
 from rpc.serialization.codecs import PICKLE
-from rpc.serialization.pickle_codec import DevicePickleCodec
 from rpc.serialization.serializer import Serializer
 
 __all__ = ["Devices"]
@@ -57,6 +57,7 @@ class Devices:
             self._use(device_map)
         self.updates = Shared(self.local)
         self._met: dict[str, Peer] = {}
+        self._takes_cpu = False
         exchange = _exchange(control, executor) if options.shared_memory_bytes else None
         self._exchange = exchange
         if exchange is None:
@@ -130,8 +131,9 @@ class Devices:
             self.updates,
         )
         codec = peer.codec
-        if codec.id == PICKLE and (between.calls.takes_cpu or between.answers.takes_cpu):
-            codec = self._serializer.pickles_as(DevicePickleCodec)
+        self._takes_cpu = self._takes_cpu or between.calls.takes_cpu or between.answers.takes_cpu
+        if codec.id == PICKLE:
+            codec = self._serializer.pickles_as(CpuToDeviceCodec if self._takes_cpu else SharingCodec)
         peer.agree_on_devices(between, codec)
 
     def _staging(self, *, alone: bool = False) -> HostStaging:

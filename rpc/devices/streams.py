@@ -18,7 +18,7 @@ from rpc.runtime.isolation import this_thread as _thread_state
 from rpc.runtime.stepwise import StepwiseCoroutine
 from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
-__all__ = ["Ready", "Shared", "Streams", "arrived", "use_on_current_stream"]
+__all__ = ["Ready", "Shared", "Streams", "arrived", "share", "use_on_current_stream"]
 
 _current_stream = torch.accelerator.current_stream
 _MOST_PARTS: Final = 10_000
@@ -32,6 +32,13 @@ def arrived(tensor: Tensor) -> None:
         if not streams.arrived:
             torch.accelerator.set_device_index(tensor.device.index)
         streams.arrived.append(tensor)
+
+
+def share() -> None:
+    """Have what uses the objects of this thread's request, if it has one, wait for its work so far."""
+    streams = _thread_state.streams
+    if streams is not None:
+        streams.share()
 
 
 class Streams:
@@ -48,15 +55,15 @@ class Streams:
 
     Attributes:
         arrived: the tensors that were read from the message; None if there is none, or it is ``loaded``.
-        used: the objects of this worker that are used on these streams: of a coroutine since it began,
-            otherwise since they were last entered.
+        used: the uses of objects of this worker on these streams since they were last entered; of a
+            coroutine also earlier ones, as long as it may still use the object.
     """
 
     def __init__(
         self, devices: Sequence[torch.device], updates: Shared | None = None, *, reads: bool = False
     ) -> None:
         self.arrived: list[Tensor] | None = [] if reads else None
-        self.used: dict[Shared, Use] = {}
+        self.used: dict[weakref.ref[Shared], Use] = {}
         self._devices = list(devices)  # those of an agent may become more
         self._updates = updates
         self._streams = [torch.Stream(device) for device in self._devices]
@@ -81,7 +88,11 @@ class Streams:
         try:
             if self._updates is not None:
                 self._updates.wait()
-            for shared, use in list(self.used.items()):
+            for reference, use in list(self.used.items()):
+                shared = None if use.is_freed else reference()
+                if shared is None:
+                    self.used.pop(reference, None)
+                    continue
                 shared.use_again(use)
         except BaseException:
             self._leave()
@@ -109,8 +120,8 @@ class Streams:
 
     def share(self) -> None:
         """Have what uses the same objects of this worker from now on wait for the work so far."""
-        for shared, use in list(self.used.items()):
-            shared.renew(use)
+        uses = [(reference(), use) for reference, use in list(self.used.items())]
+        Shared.renew_all([(shared, use) for shared, use in uses if shared is not None])
 
     def ready(self) -> Ready | None:
         """What other streams must ``join`` before they use the tensors that have arrived, or parameters that
@@ -132,6 +143,15 @@ class Streams:
         other.used = self.used if self._keeps_used else dict(self.used)
         other._keeps_used = True
         return other
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs inside the context."""
+
+        def run(*args: Any) -> Any:
+            with self:
+                return function(*args)
+
+        return run
 
     def follow(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
         """A coroutine whose every step is inside the context."""
@@ -223,12 +243,19 @@ class Use:
     """A use of an object by a request.
 
     Attributes:
-        value: returns the object, or None once it is freed.
+        value: returns the object, or None once it is freed; None if it cannot be referred to weakly.
+        shared: kept as long as this is; None if ``value`` is. Then the use ends with the object's references.
         renewals: how often work had been added to the object's when the request last waited for it.
     """
 
-    value: Callable[[], Any]
+    value: Callable[[], Any] | None
+    shared: Shared | None
     renewals: int
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether the object is known to be freed."""
+        return self.value is not None and self.value() is None
 
 
 class Shared:
@@ -245,7 +272,16 @@ class Shared:
         renewals: how often work was added.
     """
 
-    __slots__ = ("_devices", "_lock", "_most_parts", "_ready", "_searches", "_updates", "renewals")
+    __slots__ = (
+        "__weakref__",
+        "_devices",
+        "_lock",
+        "_most_parts",
+        "_ready",
+        "_searches",
+        "_updates",
+        "renewals",
+    )
 
     def __init__(
         self, devices: Sequence[torch.device], updates: Shared | None = None, most_parts: float = inf
@@ -276,13 +312,15 @@ class Shared:
         self.wait(value)
         streams = _thread_state.streams
         if streams is not None:
-            streams.used[self] = Use(_weakly(value), renewals)
+            weakly = _weakly(value)
+            kept = None if weakly is None else self
+            streams.used[weakref.ref(self)] = Use(weakly, kept, renewals)
 
     def use_again(self, use: Use) -> None:
         """As ``join``, for streams whose request has used the object before, and may have waited since."""
         renewals = self.renewals
         if use.renewals != renewals:
-            self.wait(use.value())
+            self.wait(None if use.value is None else use.value())
             use.renewals = renewals  # not before: another thread may be on the same streams
 
     def wait(self, value: Any = None) -> None:
@@ -298,28 +336,41 @@ class Shared:
             for tensor in found.tensors:
                 use_on_current_stream(tensor)
 
-    def renew(self, use: Use | None = None) -> None:
-        """Add the work that is on the current streams now, as of a request that is over, or pauses.
+    def renew(self) -> None:
+        """Add the work that is on the current streams now."""
+        Shared.renew_all([(self, None)])
+
+    @staticmethod
+    def renew_all(uses: Sequence[tuple[Shared, Use | None]]) -> None:
+        """Add the work that is on the current streams now to several: that of a request that ends or pauses.
 
         Args:
-            use: the request's use of the object.
+            uses: objects of one worker, each with the request's use of it.
         """
-        with self._lock:
-            self._ready.join()
-            self._ready = Ready((), self._devices)
-            if use is not None and use.renewals == self.renewals:  # no other request has added work since
-                use.renewals += 1
-            self.renewals += 1
+        if not uses:
+            return
+        before = [shared._ready for shared, _ in uses]
+        for each in set(before):  # one for all that a step of a coroutine shared
+            each.join()
+        now = Ready((), uses[0][0]._devices)
+        missed: list[tuple[Shared, Use | None]] = []
+        for (shared, use), joined in zip(uses, before, strict=True):
+            with shared._lock:
+                if shared._ready is not joined:  # another request has added work just now
+                    missed.append((shared, use))
+                    continue
+                shared._ready = now
+                if use is not None and use.renewals == shared.renewals:  # no other has added work since
+                    use.renewals += 1
+                shared.renewals += 1
+        Shared.renew_all(missed)
 
 
-def _weakly(value: Any) -> Callable[[], Any]:
+def _weakly(value: Any) -> Callable[[], Any] | None:
     try:
         return weakref.ref(value)
     except TypeError:  # a list, for one thing, cannot be referred to weakly
-        return _nothing
-
-
-def _nothing() -> None: ...
+        return None
 
 
 def use_on_current_stream(tensor: Tensor) -> None:

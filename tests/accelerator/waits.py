@@ -63,8 +63,14 @@ WAITS: Final = (
     Deletion(
         "a reference's value waits for what other requests did to it",
         "rpc/devices/streams.py",
-        "shared.renew(use)",
+        "Shared.renew_all([(shared, use) for shared, use in uses if shared is not None])",
         tests="test_requests_on_one_object",
+    ),
+    Deletion(
+        "a request's own calls wait for what it did to its objects",
+        "rpc/devices/codecs.py",
+        "share()",
+        tests="test_a_request_s_own_calls",
     ),
     Deletion(
         "a coroutine waits for what others did to its object meanwhile",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from farcall import rpc
+from rpc.devices.streams import Ready, Use
 from tests.support.device_groups import LARGE, one_to_one, until_agreed
 from tests.support.devices import (
     FIRST,
@@ -64,6 +65,19 @@ class Counter:
         await this.rpc_async().add(value)  # as another request
         return self.get()
 
+    def add_and_ask(self, value: float, this: rpc.RRef[Counter]) -> Tensor:
+        self.add(value)
+        return ask(this)
+
+    def add_and_have_asked(self, value: float, this: rpc.RRef[Counter]) -> Tensor:
+        self.add(value)
+        return rpc.remote("worker0", ask, args=(this,)).to_here()
+
+    async def add_and_await(self, value: float, this: rpc.RRef[Counter]) -> Tensor:
+        self.add(value)
+        seen: Tensor = await this.rpc_async().get()
+        return seen
+
     def add_and_look(self, value: float, this: rpc.RRef[Counter]) -> Look:
         self.add(value)
         return Look(this)
@@ -77,6 +91,39 @@ class Look:
 
     def __reduce__(self) -> tuple[type, tuple[bool]]:
         return bool, (is_all(self.counter.rpc_sync().get(), 9.0),)
+
+
+def ask(counter: rpc.RRef[Counter]) -> Tensor:
+    seen: Tensor = counter.rpc_sync().get()
+    return seen
+
+
+def add_here_and_ask(counter: rpc.RRef[Counter], value: float) -> Tensor:
+    counter.local_value().add(value)
+    return ask(counter)
+
+
+@on_devices
+def ask_for_what_was_added(worker: Worker) -> list[bool]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return []
+        counter = rpc.remote("worker1", Counter)
+        found = []
+        for number, tell in enumerate(
+            (
+                counter.rpc_sync().add_and_ask,
+                counter.rpc_sync().add_and_have_asked,
+                counter.rpc_sync().add_and_await,
+            )
+        ):
+            found.append(is_all(tell(1.0, counter), number + 1.0))
+        answer = rpc.rpc_sync("worker1", add_here_and_ask, args=(counter, 1.0))
+        return [*found, is_all(answer, 4.0)]
+
+
+def test_a_request_s_own_calls_see_what_it_did(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(ask_for_what_was_added, 2, args=(mode,), time_limit=60)[0] == [True] * 4
 
 
 @on_devices
@@ -367,6 +414,42 @@ def ask_to_use_and_drop(worker: Worker) -> int:
 
 def test_a_coroutine_does_not_keep_what_it_has_used(run_workers: RunWorkers, device_kind: str) -> None:
     assert run_workers(ask_to_use_and_drop, 2, args=("eager",), time_limit=30)[0] == 20
+
+
+async def use_many(count: int, kind: str) -> int:
+    """The number of objects that a coroutine still waits for; of ``kept`` ones, that of events for them."""
+    kept = []
+    for _ in range(count):
+        content: Any = [Summing()] if kind == "lists" else Summing()
+        rpc.RRef(content).local_value()
+        if kind == "kept":
+            kept.append(content)
+        await asyncio.sleep(0)
+    del content
+    counted = Ready if kind == "kept" else Use
+    for _ in range(200):
+        await asyncio.sleep(0.05)
+        gc.collect()
+        number = sum(type(each) is counted for each in gc.get_objects())
+        if number < count // 2:
+            break
+    return number
+
+
+@on_devices
+def ask_to_use_many(worker: Worker) -> dict[str, int]:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return {}
+        kinds = ("dropped", "lists", "kept")
+        return {kind: rpc.rpc_sync("worker1", use_many, args=(40, kind)) for kind in kinds}
+
+
+def test_steps_of_a_coroutine_wait_no_longer_for_each_object_that_it_has_used(
+    run_workers: RunWorkers, device_kind: str
+) -> None:
+    found = run_workers(ask_to_use_many, 2, args=("eager",), time_limit=60)[0]
+    assert max(found.values()) < 20, found
 
 
 @on_devices
