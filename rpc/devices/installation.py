@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -101,11 +101,17 @@ class Devices:
             calls = theirs = calls or {device: device for device in self.local}
         answers = {target: source for source, target in theirs.items()}
 
+        def free(device: torch.device, used: Collection[torch.device]) -> torch.device:
+            """A device of the other worker's to map ``device`` to, or from."""
+            kind, count, _ = peer.member.devices or (device.type, 0, ())
+            others = (torch.device(kind, index) for index in range(count))
+            return next((each for each in (device, *others) if each not in used), device)
+
         def for_calls(device: torch.device) -> str:
             return (
                 f"Request device mapping is not available for destination '{name}': call `set_device_map` "
                 f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{name}', "
-                f"{{'{device}': '{device}'}}), or pass it as device_maps"
+                f"{{'{device}': '{free(device, calls.values())}'}}), or pass it as device_maps"
             )
 
         def for_answers(device: torch.device) -> str:
@@ -113,7 +119,7 @@ class Devices:
                 f"Response device mapping is not available for destination '{name}': answers go by the "
                 f"reverse of its device map, so have '{name}' call `set_device_map` "
                 f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{me}', "
-                f"{{'{device}': '{device}'}}), or pass it as device_maps"
+                f"{{'{free(device, theirs)}': '{device}'}}), or pass it as device_maps"
             )
 
         exchange = self._exchange

@@ -235,6 +235,8 @@ def test_without_device_map_the_error_says_what_to_write(run_workers: RunWorkers
     assert len(said) == (4 if SECOND != FIRST else 3)
     for text in said[:-1]:
         assert "set_device_map(" in text, text
+    if SECOND != FIRST:
+        assert f"{{'{SECOND}': '{FIRST}'}}" in said[1], "the target is free"
     assert said[-1] == "True"
 
 
