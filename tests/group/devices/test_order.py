@@ -41,6 +41,10 @@ def occupy_streams() -> None:
             sleep(FIRST)
 
 
+_has_paused: Final = threading.Event()
+"""Set once the step of a coroutine is over."""
+
+
 class Counter:
     """Changes a tensor in place."""
 
@@ -62,8 +66,13 @@ class Counter:
         return self.tensor * 1
 
     async def get_after_adding(self, value: float, this: rpc.RRef[Counter]) -> Tensor:
-        await this.rpc_async().add(value)  # as another request
+        asyncio.get_running_loop().call_soon(_has_paused.set)
+        await this.rpc_async().add_in_a_pause(value)  # as another request
         return self.get()
+
+    def add_in_a_pause(self, value: float) -> None:
+        _has_paused.wait(30)
+        self.add(value)
 
     def add_and_ask(self, value: float, this: rpc.RRef[Counter]) -> Tensor:
         self.add(value)
