@@ -145,7 +145,7 @@ WAITS: Final = (
         "a step is part of what later requests wait for",
         "dist_optim/local_optimizer.py",
         "devices.updates.renew()",
-        tests="test_requests_after_a_step",
+        tests="test_requests_after_a_step or test_a_step_has or test_a_state_is",
     ),
     Deletion(
         "states and schedulers of an optimizer take turns with its steps",
