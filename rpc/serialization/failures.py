@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import traceback
-from collections.abc import Callable, Iterable
-from types import FunctionType
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, FunctionType
 from typing import Any, Final, TypeVar
 
 from rpc.errors import RpcError, SerializationError, with_article
@@ -52,23 +53,31 @@ def without_frames(error: E) -> E:
     """Remove the tracebacks of an error that a future keeps, and those of its causes. Their frames, and the
     callers of these, would keep what is there: a message's buffers, and the future itself, which is a cycle
     that the garbage collector cannot see. The places outside of farcall's code stay as text, in notes on the
-    causes.
+    causes. Errors that a caller is handling meanwhile are left as they are.
     """
-    waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    running = set(_callers(sys._getframe()))
+    waiting: list[BaseException | None] = [error.__cause__, error.__context__]
+    seen = {id(error)}
+    error.__traceback__ = None
     while waiting:
         each = waiting.pop()
-        if each is None or id(each) in seen:
+        places = None if each is None else each.__traceback__
+        if each is None or id(each) in seen or (places is not None and places.tb_frame in running):
             continue
         seen.add(id(each))
-        places = each.__traceback__
         while places is not None and places.tb_frame.f_globals.get("__name__", "").startswith(_OWN_PACKAGES):
             places = places.tb_next
-        each.__traceback__ = None
-        if places is not None and each is not error:
+        if places is not None:
             each.add_note(f"Raised at:\n{''.join(traceback.format_tb(places)).rstrip()}")
+        each.__traceback__ = None
         waiting += [each.__cause__, each.__context__]
     return error
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def cut(text: str, limit: int) -> str:

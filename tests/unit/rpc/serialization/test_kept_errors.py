@@ -1,0 +1,46 @@
+"""Errors that futures keep, without the frames of their causes."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpc.serialization.failures import without_frames
+
+
+def fail() -> None:
+    raise KeyError("inner")
+
+
+def wrapped() -> ValueError:
+    """An error with a cause, as a caller has caught it."""
+    try:
+        try:
+            fail()
+        except KeyError as error:
+            raise ValueError("outer") from error
+    except ValueError as error:
+        return error
+
+
+def test_causes_have_notes_in_place_of_their_frames() -> None:
+    error = wrapped()
+    cause = error.__cause__
+    assert cause is not None
+    assert without_frames(error) is error
+    assert error.__traceback__ is None
+    assert cause.__traceback__ is None
+    (note,) = cause.__notes__
+    assert note.startswith("Raised at:\n")
+    assert "in fail\n" in note
+
+
+def test_an_error_that_a_caller_is_handling_is_left_as_it_is() -> None:
+    with pytest.raises(RuntimeError) as handled:
+        try:
+            raise RuntimeError("is handled")
+        finally:
+            kept = without_frames(wrapped())  # the first error is the context of its cause
+    assert kept.__cause__ is not None
+    assert kept.__cause__.__context__ is handled.value
+    assert not hasattr(handled.value, "__notes__")
+    assert handled.value.__traceback__ is not None
