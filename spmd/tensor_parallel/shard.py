@@ -384,9 +384,8 @@ class ModelShard:
         with torch.no_grad():
             for name, part in parts.items():
                 value = own[name]
-                (value.to_local() if isinstance(value, DTensor) else value).copy_(part)
-        if self._device.type != "cpu":  # operations are not on the streams of this request
-            torch.accelerator.current_stream(self._device).synchronize()
+                # From the CPU, this returns when it is there: operations are not on this request's streams.
+                (value.to_local() if isinstance(value, DTensor) else value).copy_(part.cpu())
 
     def save(self, directory: str) -> None:
         """Write the state into a distributed checkpoint; all shards at once."""

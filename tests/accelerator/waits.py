@@ -145,7 +145,7 @@ WAITS: Final = (
         "a step is part of what later requests wait for",
         "dist_optim/local_optimizer.py",
         "devices.updates.renew()",
-        tests="test_requests_after_a_step or test_a_step_has or test_a_state_is",
+        tests="test_a_step_without_a_request",
     ),
     Deletion(
         "states and schedulers of an optimizer take turns with its steps",
@@ -220,12 +220,6 @@ WAITS: Final = (
         "a part of a model waits for what it is sent",
         "spmd/tensor_parallel/shard.py",
         "arrived.work.join(task.args)",
-        tests="test_a_model_of_several_workers",
-    ),
-    Deletion(
-        "operations come after a state was loaded",
-        "spmd/tensor_parallel/shard.py",
-        "torch.accelerator.current_stream(self._device).synchronize()",
         tests="test_a_model_of_several_workers",
     ),
 )

@@ -143,6 +143,27 @@ def test_a_reference_shows_the_steps_on_its_value(run_workers: RunWorkers, mode:
     assert run_workers(look_at_a_reference, 3, args=(mode,), time_limit=40)[0] == [True]
 
 
+def see_kept(value: float) -> bool:
+    return is_all(_kept[0], value)
+
+
+@on_devices
+def step_on_the_main_thread(worker: Worker) -> bool:
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return True
+        parameter = keep().local_value()
+        optimizer = LocalOptimizer(LateSGD, [parameter], (), {"lr": 1.0})
+        with context() as number:
+            backward(number, [parameter.sum()])
+            optimizer.step(number)
+            return rpc.rpc_sync("worker0", see_kept, args=(2.0,))
+
+
+def test_a_step_without_a_request_is_seen_by_requests(run_workers: RunWorkers, mode: str) -> None:
+    assert run_workers(step_on_the_main_thread, 2, args=(mode,))[0]
+
+
 class Product(nn.Module):
     """The gradient of the first parameter needs the second."""
 

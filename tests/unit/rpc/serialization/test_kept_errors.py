@@ -13,13 +13,16 @@ def fail() -> None:
 
 def wrapped() -> ValueError:
     """An error with a cause, as a caller has caught it."""
+    with pytest.raises(ValueError, match="outer") as caught:
+        wrap()
+    return caught.value
+
+
+def wrap() -> None:
     try:
-        try:
-            fail()
-        except KeyError as error:
-            raise ValueError("outer") from error
-    except ValueError as error:
-        return error
+        fail()
+    except KeyError as error:
+        raise ValueError("outer") from error
 
 
 def test_causes_have_notes_in_place_of_their_frames() -> None:
@@ -35,12 +38,12 @@ def test_causes_have_notes_in_place_of_their_frames() -> None:
 
 
 def test_an_error_that_a_caller_is_handling_is_left_as_it_is() -> None:
-    with pytest.raises(RuntimeError) as handled:
-        try:
-            raise RuntimeError("is handled")
-        finally:
-            kept = without_frames(wrapped())  # the first error is the context of its cause
+    handled = RuntimeError("is handled")
+    try:
+        raise handled
+    except RuntimeError:
+        kept = without_frames(wrapped())  # the first error is the context of its cause
+        assert handled.__traceback__ is not None
     assert kept.__cause__ is not None
-    assert kept.__cause__.__context__ is handled.value
-    assert not hasattr(handled.value, "__notes__")
-    assert handled.value.__traceback__ is not None
+    assert kept.__cause__.__context__ is handled
+    assert not hasattr(handled, "__notes__")
