@@ -55,7 +55,7 @@ def without_frames(error: E) -> E:
     that the garbage collector cannot see. The places outside of farcall's code stay as text, in notes on the
     causes. Errors that a caller is handling meanwhile are left as they are.
     """
-    running = set(_callers(sys._getframe()))
+    running = set(_callers(sys._getframe(1)))  # not of this frame, which would be a cycle
     waiting: list[BaseException | None] = [error.__cause__, error.__context__]
     seen = {id(error)}
     error.__traceback__ = None
