@@ -16,6 +16,7 @@ from rpc.errors import AutogradError, ProtocolError
 from rpc.runtime.current import current_agent
 from rref.requests import FETCH, fetch
 from tests.support import default_device
+from tests.support.default_device import not_on_devices
 from tests.support.serving import WAIT_SECONDS, in_worker0, open_gate, wait_at_gate
 
 OTHER = "worker1"
@@ -98,6 +99,7 @@ def test_the_context_follows_calls_and_ends_with_its_block() -> None:
     assert rpc.rpc_sync(OTHER, known_context) is None
 
 
+@not_on_devices("a backward that begins on a device's thread is refused")
 @in_worker0()
 def test_the_context_follows_calls_of_a_backward_within_another() -> None:
     found: list[int | None] = []

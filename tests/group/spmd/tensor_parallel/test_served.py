@@ -84,7 +84,7 @@ def test_training_gives_what_it_does_in_one_process(
             torch.autograd.backward(expected)
             theirs.step()
             torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(model.state_dict(), dict(alone.state_dict()))
+        torch.testing.assert_close(model.state_dict(), state_of(alone))
         torch.testing.assert_close(before.weight, theirs_before.weight)
 
     first_of(run_workers, task, world_size=shards + 1)
@@ -108,7 +108,7 @@ def test_clipping_counts_replicated_parameters_once(worker: Worker) -> None:
     expected = nn.utils.clip_grad_norm_([*alone.parameters(), *twin.parameters()], 0.5)
     theirs.step()
     torch.testing.assert_close(norm, expected, check_device=False)
-    torch.testing.assert_close(model.state_dict(), dict(alone.state_dict()))
+    torch.testing.assert_close(model.state_dict(), state_of(alone))
     torch.testing.assert_close(own.weight, twin.weight)
 
 
@@ -248,6 +248,11 @@ def test_a_step_comes_between_two_calls_of_other_clients(worker: Worker) -> None
     assert model(torch.ones(1, WIDTH))[0, 0] == WIDTH * (1 - 10)
 
 
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a module on the CPU, where that of a served model is."""
+    return {name: value.cpu() for name, value in module.state_dict().items()}
+
+
 class Recording:
     """In place of a shard: notes how many rows each call has, and lets the first one wait."""
 
@@ -320,7 +325,7 @@ def test_calls_that_wait_are_done_together() -> None:
 def test_the_state_comes_whole_and_goes_back(run_workers: RunWorkers, shards: int) -> None:
     def task(worker: Worker) -> None:
         model, alone = served_and_alone(worker)
-        torch.testing.assert_close(model.state_dict(), dict(alone.state_dict()), rtol=0, atol=0)
+        torch.testing.assert_close(model.state_dict(), state_of(alone), rtol=0, atol=0)
         with pytest.raises(ParallelError, match=r"w1\.weight"):
             model.load_state_dict(dict(alone.state_dict()) | {"w1.weight": torch.ones(3, 3)})
         with pytest.raises(ParallelError, match="other"):
@@ -336,7 +341,7 @@ def test_a_checkpoint_is_read_by_other_shards(worker: Worker) -> None:
     model.close()
     fewer = parallelize_module(Net, workers=[placed("worker3"), placed("worker1")], parallelize_plan=PLAN)
     fewer.load_state_dict("checkpoint")
-    torch.testing.assert_close(fewer.state_dict(), dict(alone.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(fewer.state_dict(), state_of(alone), rtol=0, atol=0)
     torch.testing.assert_close(fewer(words()), alone(words()))
 
 
@@ -346,7 +351,7 @@ def test_a_checkpoint_is_read_by_other_shards(worker: Worker) -> None:
 @in_worker0(3)
 def test_parameters_are_filled_as_their_modules_do(worker: Worker) -> None:
     state = served(worker).state_dict()
-    assert torch.equal(state["norm.weight"], torch.ones(WIDTH))
+    assert torch.equal(state["norm.weight"], torch.ones(WIDTH, device="cpu"))
     bound = WIDTH**-0.5
     assert state["w1.weight"].abs().max() <= bound
     assert len(set(state["w1.weight"].flatten().tolist())) == state["w1.weight"].numel()
