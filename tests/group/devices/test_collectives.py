@@ -39,6 +39,8 @@ __all__ = ["device_kind", "mode"]
 LARGE = 100_000
 """Elements of a message that is offered before it is sent."""
 
+with_a_vendor_of_ours = pytest.mark.skipif(KIND != "sim", reason="a GPU has a vendor's backend already")
+
 
 @contextlib.contextmanager
 def collectives(worker: Worker) -> Iterator[str]:
@@ -219,6 +221,7 @@ def run_all_operations(worker: Worker) -> list[str]:
     return wrong
 
 
+@with_a_vendor_of_ours
 def test_operations_wait_for_the_streams_of_their_tensors(run_workers: RunWorkers, mode: str) -> None:
     assert run_workers(run_all_operations, 2, args=(mode,), time_limit=60) == [[], []]
 
@@ -334,8 +337,6 @@ def use_a_vendor(worker: Worker) -> list[Any]:
 def test_the_vendors_backend_gets_the_tensors_of_its_devices(
     run_workers: RunWorkers, device_kind: str
 ) -> None:
-    if KIND != "sim":
-        pytest.skip("a GPU has a vendor's backend already")
     once, twice = ["allreduce"], ["allreduce"] * 2
     expected = ["cpu:farcall,sim:vendor", True, once, True, twice]
     assert run_workers(use_a_vendor, 2, args=("lazy",), time_limit=60) == [expected] * 2
@@ -356,9 +357,8 @@ def send_first(worker: Worker) -> bool:
     return is_all(tensor, [1.0, 1.0, 3.0][worker.rank])
 
 
+@with_a_vendor_of_ours
 def test_the_vendors_first_send_needs_two_ranks_only(run_workers: RunWorkers, device_kind: str) -> None:
-    if KIND != "sim":
-        pytest.skip("a GPU has a vendor's backend already")
     assert run_workers(send_first, 3, args=("lazy",), time_limit=60) == [True] * 3
 
 
@@ -384,9 +384,8 @@ def use_groups_unevenly(worker: Worker) -> list[bool]:
     return found
 
 
+@with_a_vendor_of_ours
 def test_vendors_groups_meet_whatever_others_a_rank_is_in(run_workers: RunWorkers, device_kind: str) -> None:
-    if KIND != "sim":
-        pytest.skip("a GPU has a vendor's backend already")
     found = run_workers(use_groups_unevenly, 3, args=("lazy",), time_limit=60)
     assert found == [[True] * 4, [True] * 4, [True] * 2]
 
@@ -408,11 +407,10 @@ def use_groups_in_any_order(worker: Worker) -> list[bool]:
     return found
 
 
+@with_a_vendor_of_ours
 def test_groups_of_the_same_ranks_have_vendors_groups_of_their_own(
     run_workers: RunWorkers, device_kind: str
 ) -> None:
-    if KIND != "sim":
-        pytest.skip("a GPU has a vendor's backend already")
     assert run_workers(use_groups_in_any_order, 2, args=("lazy",), time_limit=60) == [[True] * 2] * 2
 
 
@@ -430,9 +428,8 @@ def bind_a_device(worker: Worker) -> list[Any]:
     return found
 
 
+@with_a_vendor_of_ours
 def test_a_group_with_a_bound_device_forms_the_vendors(run_workers: RunWorkers, device_kind: str) -> None:
-    if KIND != "sim":
-        pytest.skip("a GPU has a vendor's backend already")
     assert run_workers(bind_a_device, 2, args=("lazy",), time_limit=60) == [[True, ["allreduce"]]] * 2
 
 
@@ -459,11 +456,10 @@ def exchange_coalesced(worker: Worker) -> list[Any]:
     return [is_all(received, 2.0 - worker.rank), *calls]
 
 
+@with_a_vendor_of_ours
 def test_a_batch_of_sends_and_receives_is_coalesced_by_the_vendor(
     run_workers: RunWorkers, device_kind: str
 ) -> None:
-    if KIND != "sim":
-        pytest.skip("a GPU has a vendor's backend already")
     expected = [True, ("start", "sim"), ("end", "sim")]
     assert run_workers(exchange_coalesced, 2, args=("lazy",), time_limit=60) == [expected] * 2
 
@@ -480,9 +476,8 @@ def have_a_vendor_at_one_rank(worker: Worker) -> list[Any]:
     return found
 
 
+@with_a_vendor_of_ours
 def test_ranks_with_different_backends_stage_tensors(run_workers: RunWorkers, device_kind: str) -> None:
-    if KIND != "sim":
-        pytest.skip("a GPU has a vendor's backend already")
     found = run_workers(have_a_vendor_at_one_rank, 2, args=("lazy",), time_limit=60)
     assert found[0] == found[1]
     assert found[0][1:] == [True, []]
@@ -510,11 +505,10 @@ def name_the_vendors_backend(worker: Worker) -> list[str]:
     return said
 
 
+@with_a_vendor_of_ours
 def test_a_vendors_backend_that_only_c10d_was_given_is_refused(
     run_workers: RunWorkers, device_kind: str
 ) -> None:
-    if KIND != "sim":
-        pytest.skip("a GPU has a vendor's backend already")
     for said in run_workers(name_the_vendors_backend, 2, args=("lazy",), time_limit=60):
         assert len(said) == 4
         assert all("'cpu:farcall,sim:vendor'" in each for each in said)
@@ -537,9 +531,8 @@ def lose_a_rank_of_the_vendors(worker: Worker) -> str:
     return "ended"
 
 
+@with_a_vendor_of_ours
 def test_the_death_of_a_rank_ends_the_vendors_operations(run_workers: RunWorkers, device_kind: str) -> None:
-    if KIND != "sim":
-        pytest.skip("a GPU has a vendor's backend already")
     workers = run_workers.start(lose_a_rank_of_the_vendors, 2, args=("eager",))
     workers.wait_for("reduced")
     workers[1].kill()
