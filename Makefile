@@ -32,9 +32,11 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 CONSTRAINTS := requirements/constraints.txt
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+# Downloads show their progress on a terminal; what pip says otherwise is left out.
+PIP := $(BIN)/python -m pip --disable-pip-version-check $(if $(MAKE_TERMOUT),,--quiet --quiet)
 PYTEST_ARGS ?=
 BACKEND ?=
 GPU_PYTHON ?= python3
@@ -46,7 +48,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 
 .PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures trace-processor bench clean distclean setup
 
-demo: $(READY)
+demo: $(RUNS)
 	@$(BIN)/python examples/parameter_server.py
 
 # Shares of the tests run side by side, as groups of processes often wait; each is printed when it has ended.
@@ -132,21 +134,27 @@ bench: $(READY)
 
 setup: $(READY)
 
-# PyTorch goes first, alone and pinned: anything that asks for "torch" later finds it there. The stamp
-# is written last, so that an installation that failed or was interrupted is done again.
-$(READY): pyproject.toml $(CONSTRAINTS)
-	@rm -f $(READY)
+# What the demo needs. PyTorch goes first, alone and pinned: anything that asks for "torch" later finds it there. The
+# stamp is written last, so that an installation that failed or was interrupted is done again.
+$(RUNS): pyproject.toml $(CONSTRAINTS)
+	@rm -f $(RUNS) $(READY)
 	@python='$(PYTHON)'; \
 	if [ -z "$$python" ] || ! "$$python" -c '$(SUITABLE)'; then \
 		echo "farcall needs Python 3.11 or newer, with the module venv; $${python:-none} will not do." >&2; \
 		echo "Name another: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
 		exit 1; \
 	fi; \
-	echo "Setting up $(VENV) with $$("$$python" --version) (once; a few minutes at most) ..."; \
+	echo "Setting up $(VENV) with $$("$$python" --version) (once; a few minutes at most)"; \
 	"$$python" -m venv --clear $(VENV)
-	@echo "  PyTorch"
+	@echo "  1. PyTorch"
 	@$(PIP) install --constraint $(CONSTRAINTS) setuptools torch
-	@echo "  everything else"
+	@echo "  2. farcall, and scikit-learn for the examples' data"
+	@$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable . scikit-learn
+	@touch $(RUNS)
+
+# The rest of what development needs.
+$(READY): $(RUNS)
+	@echo "  3. the tools for tests"
 	@$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[dev]'
 	@$(BIN)/python -m pip --disable-pip-version-check check
 	@touch $(READY)
