@@ -94,10 +94,6 @@ def test_headings_that_a_document_links_to_exist(document: Path) -> None:
     assert [heading for page, heading in targets if heading not in anchors(page)] == []
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
 def test_modules_and_targets_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text()
