@@ -11,8 +11,8 @@ import json
 import os
 import re
 import signal
-import sys
 import sysconfig
+import textwrap
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +28,9 @@ __all__ = ["Failure", "record", "signal_name"]
 
 _FILE: Final = "FARCALL_ERROR_FILE"
 """Environment variable that names the file for the record."""
+
+_SHOWN: Final = 120
+"""Maximum number of characters of an exception in the summary; the process has printed all of them."""
 
 _LOSS: Final = "WorkerLostError"
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
@@ -108,7 +111,8 @@ class Failure:
     def what(self) -> str:
         """Text that says what happened to the process."""
         if self.message:
-            return f"raised {self.message}"
+            error = textwrap.shorten(self.message, _SHOWN, placeholder=" ...")
+            return f"raised {error}{f' ({self.place})' if self.place else ''}"
         if self.wants_requeue:
             return f"has saved its state, to be run again later (status {self.status})"
         if self.status < 0:
@@ -116,13 +120,13 @@ class Failure:
         return f"ended with status {self.status}"
 
     def sum_up(self, remark: str = "") -> None:
-        """Print the one summary of a job that has failed, or is preempted."""
+        """Print the one summary of a job that has failed, or is preempted. The process itself has printed its
+        traceback.
+        """
         if self.wants_requeue:
             say(f"preempted: {self.process} {self.what}")
             return
         say(f"{self.process} failed first{remark}: it {self.what}")
-        if self.trace:
-            print(self.trace.rstrip(), file=sys.stderr, flush=True)
 
 
 def record(error: BaseException, trace: str) -> None:

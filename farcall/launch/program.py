@@ -27,11 +27,14 @@ from farcall import compat
 from farcall.compat import lending
 from farcall.compat.own_source import imports_at_the_top
 from rpc.runtime.process_one import end_at_sigterm
+from rpc.runtime.tracebacks import folded
 
 __all__ = ["run_module", "run_script"]
 
-OnError = Callable[[Exception], object]
-"""Receives the exception that the program has raised."""
+OnError = Callable[[Exception], str | None]
+"""Receives the exception that the program has raised; returns a line to print in place of its traceback, or
+None.
+"""
 
 
 def run_script(
@@ -159,10 +162,12 @@ def _run(
         exec(get_code(), main.__dict__)
     except Exception as error:
         error.__traceback__ = _without_ours(error.__traceback__)
-        if on_error is not None:
-            on_error(error)
+        line = None if on_error is None else on_error(error)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter does
+        if sys.excepthook is sys.__excepthook__ and sys.stderr is not None:
+            sys.stderr.write(line or folded(error))  # in one piece: other workers write to the same terminal
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
 

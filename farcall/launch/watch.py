@@ -117,14 +117,12 @@ class JobWatch:
         self._noted, self._at_failure = False, None
 
     def explain(self, failure: Failure) -> None:
-        """Print where a worker failed, and what the others waited for then."""
+        """Print where a worker was that left no record, and what the others waited for then."""
         if self._at_failure is None:
             return
         job = self._at_failure.as_of(failure.at)
         worker = next((each for each in job if each.rank == failure.rank), None)
-        if worker is not None and (place := failure.place) is not None:
-            say(f"{worker.name} failed in {place.function}, at {place}")
-        elif worker is not None and (place := last_place(worker)) is not None:
+        if worker is not None and failure.place is None and (place := last_place(worker)) is not None:
             say(f"{worker.name} was last seen in {place.function}, at {place}")
         ended = [replace(each, process=Process(alive=False)) if each is worker else each for each in job]
         for line in waiting_in_words(analyze(replace(job, workers=tuple(ended))), {failure.rank}):

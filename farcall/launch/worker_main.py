@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import traceback
 
 if __name__ == "__main__":
     gc.disable()  # while packages are imported; main() turns it on
@@ -22,6 +21,8 @@ farcall_guard.prefer()  # before any import of packages that the program's folde
 from farcall.launch.failures import record
 from farcall.launch.program import run_module, run_script
 from farcall.observe.installation import begin
+from rpc.errors import WorkerLostError
+from rpc.runtime.tracebacks import folded, in_one_line
 
 __all__ = ["main"]
 
@@ -41,8 +42,10 @@ def main() -> int:
     return run(target, rest, lend_names="--lend-names" in flags, xla="--xla" in flags, on_error=_record)
 
 
-def _record(error: Exception) -> None:
-    record(error, "".join(traceback.format_exception(error)))
+def _record(error: Exception) -> str | None:
+    """Leave a record for the launcher. The loss of another worker, which says why itself, is one line."""
+    record(error, folded(error))
+    return f"{in_one_line(error)}\n" if isinstance(error, WorkerLostError) else None
 
 
 if __name__ == "__main__":

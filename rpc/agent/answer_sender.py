@@ -7,9 +7,7 @@ by its description.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
@@ -25,8 +23,9 @@ from rpc.runtime.current import is_initialized
 from rpc.runtime.events import Events
 from rpc.runtime.stacks import OURS
 from rpc.runtime.tasks import Task
+from rpc.runtime.tracebacks import place_of
 from rpc.serialization.failures import text_of
-from rpc.serialization.payload import EXCEPTION, Payload
+from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Kind
 
@@ -141,19 +140,18 @@ class AnswerSender:
         )
         logger.log(
             logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
-            "worker '%s': %s, called by worker '%s', raised %s%s: %s",
+            "worker '%s': %s, called by worker '%s', raised %s%s%s: %s",
             self._peers.own.name,
             _raised_in(error) if of is None else name_of(of),
             peer.name,
             type(error).__name__,
             "" if request is None else f" after {monotonic() - request.began:.4f} s",
+            place_of(error),
             text_of(error),
             exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
         )
         serializer, codec = self._serializer, peer.codec.id
         payload = serializer.dump_exception(error, self._peers.own.name, peer, codec=codec)
-        if not (wanted or consequence):
-            _print_traceback(self._peers.own.name, payload.header[EXCEPTION][2])
         self.answer(peer, Kind.FAILURE, call_id, payload)
 
     def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
@@ -184,15 +182,6 @@ class AnswerSender:
         """
         error = MessageLostError(f"the call ran, and its answer was lost: {what}", peer.name)
         self._run_soon([(lambda _: self.fail(peer, call_id, error), None)])
-
-
-def _print_traceback(worker: str, traceback: str) -> None:
-    """Write a callee's traceback to standard error, as PyTorch does, wherever the program's log goes. Nothing
-    is written if the log is disabled, or contains the traceback itself.
-    """
-    if logger.isEnabledFor(logging.WARNING) and not logger.isEnabledFor(logging.DEBUG):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
-            sys.stderr.write(f"On worker '{worker}':\n{traceback}\n")
 
 
 def _raised_in(error: BaseException) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import cloudpickle
 
 from rpc.errors import RpcError
+from rpc.runtime.tracebacks import folded
 from rpc.serialization.failures import text_of
 
 __all__ = ["Outcome", "failed", "failure", "pack", "returned"]
@@ -22,9 +22,8 @@ def returned(value: Any) -> Outcome:
 
 
 def failed(error: BaseException) -> Outcome:
-    """Make the outcome of a function that has raised, inside the ``except`` block of its caller."""
-    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the caller's
-    return error, "".join(traceback.format_exception(type(error), error, frames))
+    """Make the outcome of a function that has raised."""
+    return error, folded(error)
 
 
 def pack(outcome: Outcome) -> bytes:

@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import sys
+import textwrap
 import weakref
 from importlib.metadata import entry_points
 from typing import Final
@@ -63,7 +64,7 @@ _REACH_SECONDS: Final = 1.0
 _ID_BITS: Final = 53
 """Size in bits of the random ids of workers in a storeless group, which makes duplicates unlikely."""
 
-_SHOWN_OF_ERROR: Final = 200
+_SHOWN_OF_ERROR: Final = 80
 """Maximum number of characters of a program's last exception that the other workers are sent."""
 
 
@@ -216,8 +217,8 @@ def _why_the_process_ends() -> str:
     error = getattr(sys, "last_value", None)  # the exception whose traceback Python has printed
     if not isinstance(error, Exception) or hasattr(sys, "ps1"):
         return "its process ended without shutdown()"
-    said = " ".join(text_of(error).split())
-    return f"{CRASHED}, {type(error).__name__}: {said}"[:_SHOWN_OF_ERROR]
+    said = f"{type(error).__name__}: {text_of(error)}"
+    return f"{CRASHED}, {textwrap.shorten(said, _SHOWN_OF_ERROR, placeholder=' ...')}"
 
 
 def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:

@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -33,6 +31,7 @@ from typing import Any, Final
 import torch
 
 from rpc.errors import RemoteError, RpcError, SerializationError
+from rpc.runtime.tracebacks import folded
 from rpc.serialization.exception_state import Partly, add_note, new_exception, restore
 from rpc.serialization.failures import cut, encodable, text_of, type_name
 from rpc.serialization.functions import MAIN_NAMES
@@ -43,10 +42,6 @@ _MAX_TYPE_ALONE: Final = 512
 _MAX_TEXT_ALONE: Final = 2 << 10
 _MAX_TRACEBACK_ALONE: Final = 8 << 10
 """Maximum number of characters, of at most four bytes, such that every worker accepts the header."""
-_OWN_FOLDERS: Final = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), package, "")
-    for package in ("rpc", "rref")
-)
 
 
 def dump_exception(
@@ -121,7 +116,8 @@ def load_exception(
             kind,
             remote_traceback,
         )
-    add_note(error, f"\nTraceback on worker '{worker}':\n\n{remote_traceback}")
+    if remote_traceback != text:  # an error of ours, which was raised in no function of the program's
+        add_note(error, f"\nTraceback on worker '{worker}':\n{remote_traceback}")
     return error
 
 
@@ -168,24 +164,8 @@ def _reason(error: BaseException) -> str:
 
 def _traceback(error: BaseException) -> str:
     try:
-        described = traceback.TracebackException.from_exception(error)
         # Notes travel with the exception; those from other workers would otherwise be printed twice.
-        described.__notes__ = None
-        _leave_out_own_frames(described, isinstance(error, RpcError))
-        text = "".join(described.format()).rstrip()
+        text = folded(error, for_caller=True).rstrip()
     except BaseException:
         return f"{type_name(type(error))} (its traceback cannot be formatted)"
     return encodable(cut(text, _MAX_TRACEBACK))
-
-
-def _leave_out_own_frames(described: traceback.TracebackException | None, raised_by_us: bool) -> None:
-    """Leave out leading frames in our own files; for errors that we raise ourselves, in their causes too, and
-    all frames if there are no others.
-    """
-    while described is not None:
-        frames = described.stack
-        theirs = (at for at, frame in enumerate(frames) if not frame.filename.startswith(_OWN_FOLDERS))
-        del frames[: next(theirs, len(frames) if raised_by_us else 0)]
-        if not frames:
-            described.stack = None  # type: ignore[assignment]  # and so no headline either
-        described = (described.__cause__ or described.__context__) if raised_by_us else None

@@ -207,7 +207,7 @@ def unreadable(error: Exception, what: str) -> RpcError:
     """Return the error to raise for an exception of the unpickler."""
     if isinstance(error, AttributeError) and (missing := _MISSING.match(text_of(error))):
         module, name = missing["module"], missing["name"]
-        return not_found(module, name, f"module '{module}' has no '{name}'")
+        return not_found(module, name, f"module '{module}' has no attribute '{name}'")
     if isinstance(error, ModuleNotFoundError) and error.name:
         return not_found(error.name, "", f"there is no module named '{error.name}'")
     return SerializationError(f"{what} cannot be unpickled here: {type(error).__name__}: {text_of(error)}")

@@ -183,7 +183,7 @@ def resolve(module: str, name: str) -> Any:
             raise
         raise not_found(module, name, f"there is no module named '{error.name}'") from error
     except AttributeError as error:
-        raise not_found(module, name, f"module '{module}' has no '{name}'") from error
+        raise not_found(module, name, str(error)) from error
     return found
 
 

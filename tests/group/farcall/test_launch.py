@@ -51,8 +51,8 @@ def test_the_first_failure_is_summed_up_and_the_others_are_ended(tmp_path: Path)
     done = launch(tmp_path, "raise")
     assert done.returncode == 1
     summary = done.stderr.partition("farcall: rank 1 (process ")[2]
-    assert "failed first: it raised LookupError: bad luck\nTraceback" in summary
-    assert "in fail\n" in summary
+    assert "failed first: it raised LookupError: bad luck (program.py:" in summary
+    assert done.stderr.count("in fail\n") == 1, "one traceback, of the process itself"
 
 
 @pytest.mark.nightly
@@ -123,6 +123,6 @@ def test_of_a_dynamic_group_only_who_was_killed_is_started_again(tmp_path: Path)
 def test_when_no_restart_is_left_the_failure_is_summed_up_and_the_others_are_ended(tmp_path: Path) -> None:
     done = launch_dynamic(tmp_path, "raise", 2)
     assert done.returncode == 1
-    assert done.stderr.count("raised LookupError: bad luck; it is started again (1 of 1 restarts)") == 1
+    assert done.stderr.count("raised LookupError: bad luck (program.py:37); it is started again (1 of 1") == 1
     summary = done.stderr.partition(") failed first, and no restart of 1 is left: it raised ")[2]
-    assert summary.startswith("LookupError: bad luck\nTraceback")
+    assert summary.startswith("LookupError: bad luck (program.py:")

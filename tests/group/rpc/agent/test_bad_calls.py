@@ -194,7 +194,10 @@ def test_a_function_or_class_that_the_callee_lacks_is_named() -> None:
     newer = types.FunctionType(my_name.__code__, {}, "newer")
     newer.__module__, newer.__qualname__ = __name__, "newer"
     globals()["newer"] = newer
-    no_module, no_name = "there is no module named 'only_here'", f"module '{__name__}' has no 'newer'"
+    no_module, no_name = (
+        "there is no module named 'only_here'",
+        f"module '{__name__}' has no attribute 'newer'",
+    )
     cases: list[tuple[Any, tuple[Any, ...], str]] = [
         (module.work, (), f"'only_here.work' .*{no_module}"),
         (my_name, (module.Thing(),), f"'only_here' .*{no_module}"),

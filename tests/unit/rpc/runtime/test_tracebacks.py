@@ -1,0 +1,103 @@
+"""Tracebacks keep the program's frames and leave out this distribution's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+import pytest
+
+from rpc.api import rpc_sync
+from rpc.errors import NotInitializedError, SerializationError
+from rpc.runtime.tracebacks import folded, in_one_line, place_of
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except type(error) as caught:
+        return caught
+
+
+def files(text: str) -> set[str]:
+    return {line.split('"')[1] for line in text.splitlines() if line.startswith("  File ")}
+
+
+def call_without_a_group() -> None:
+    rpc_sync("worker1", print)
+
+
+def test_frames_of_this_distribution_are_left_out() -> None:
+    with pytest.raises(NotInitializedError) as caught:
+        call_without_a_group()
+    text = folded(caught.value)
+    assert files(text) == {__file__}
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert text.endswith(f"NotInitializedError: {caught.value}\n")
+
+
+def test_nothing_is_left_out_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARCALL_TRACEBACKS", "full")
+    with pytest.raises(NotInitializedError) as caught:
+        call_without_a_group()
+    assert len(files(folded(caught.value))) > 1
+
+
+def test_an_error_without_a_frame_of_the_program_keeps_its_frames() -> None:
+    with pytest.raises(NotInitializedError) as caught:
+        rpc_sync("worker1", print)
+    caught.value.__traceback__ = caught.value.__traceback__ and caught.value.__traceback__.tb_next
+    assert files(folded(caught.value)) - {__file__}
+
+
+def test_a_users_callback_between_frames_of_ours_is_kept() -> None:
+    def user_reducer() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        concurrent.futures.ThreadPoolExecutor(1).submit(user_reducer).result()
+    text = folded(caught.value)
+    assert "in user_reducer" in text
+    assert concurrent.futures.__name__.replace(".", "/") in text, "called by the program, not by us"
+
+
+def inner_cause(text: str) -> BaseException:
+    """An error whose traceback has frames of this distribution only."""
+    with pytest.raises(NotInitializedError) as caught:
+        rpc_sync("worker1", print)
+    trace = caught.value.__traceback__
+    return TypeError(text).with_traceback(trace and trace.tb_next)
+
+
+def test_a_cause_within_this_distribution_is_left_out_if_the_error_says_it() -> None:
+    error = raised(
+        SerializationError("argument 0: cannot pickle a lock"), inner_cause("cannot pickle a lock")
+    )
+    assert folded(error).count("cannot pickle a lock") == 1
+    assert "direct cause" not in folded(error)
+
+
+def test_a_cause_within_this_distribution_is_shown_without_frames_otherwise() -> None:
+    text = folded(raised(SerializationError("argument 0"), inner_cause("cannot pickle a lock")))
+    assert "TypeError: cannot pickle a lock\n\nThe above exception was the direct cause" in text
+    assert files(text) == {__file__}
+
+
+def test_a_cause_of_the_program_keeps_its_frames() -> None:
+    text = folded(raised(RuntimeError("outer"), raised(ValueError("inner"))))
+    assert text.count("in raised\n") == 2
+
+
+def test_a_group_of_errors_is_folded_in_each_member() -> None:
+    with pytest.raises(NotInitializedError) as caught:
+        call_without_a_group()
+    text = folded(raised(ExceptionGroup("two", [caught.value, ValueError("b")])))
+    assert "rpc/api.py" not in text
+
+
+def test_an_error_in_one_line_names_the_programs_line() -> None:
+    with pytest.raises(NotInitializedError) as caught:
+        call_without_a_group()
+    line = call_without_a_group.__code__.co_firstlineno + 1
+    assert place_of(caught.value) == f" at {__file__}:{line}"
+    assert in_one_line(caught.value).startswith(f"NotInitializedError at {__file__}:{line}: ")
+    assert "\n" not in in_one_line(ValueError("a\nb"))
