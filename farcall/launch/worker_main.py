@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+from typing import Final
+
+_ON_INTERRUPT: Final = signal.getsignal(signal.SIGINT)
 
 if __name__ == "__main__":
     gc.disable()  # while packages are imported; main() turns it on
+    if _ON_INTERRUPT is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, without their traceback
 
 import farcall_guard
 
@@ -39,7 +45,14 @@ def main() -> int:
     gc.enable()
     begin(os.environ, os.path.basename(target))
     run = run_module if "-m" in flags else run_script
-    return run(target, rest, lend_names="--lend-names" in flags, xla="--xla" in flags, on_error=_record)
+    signal.signal(signal.SIGINT, _ON_INTERRUPT)
+    try:
+        return run(target, rest, lend_names="--lend-names" in flags, xla="--xla" in flags, on_error=_record)
+    except KeyboardInterrupt as error:  # Python prints it and ends the process by SIGINT
+        if sys.excepthook is sys.__excepthook__ and sys.stderr is not None:
+            line = f"{in_one_line(error)}\n"
+            sys.excepthook = lambda *_: sys.stderr.write(line)
+        raise
 
 
 def _record(error: Exception) -> str | None:

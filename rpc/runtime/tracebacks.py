@@ -46,8 +46,8 @@ def folded(error: BaseException, *, for_caller: bool = False) -> str:
 
 def in_one_line(error: BaseException) -> str:
     """Return an error and the innermost line of the program that it was raised through, as one line."""
-    text = str(traceback.TracebackException.from_exception(error))
-    return f"{type(error).__name__}{place_of(error)}: {' '.join(text.split())}"
+    text = " ".join(str(traceback.TracebackException.from_exception(error)).split())
+    return f"{type(error).__name__}{place_of(error)}{text and ': '}{text}"
 
 
 def place_of(error: BaseException) -> str:

@@ -119,6 +119,15 @@ def test_a_worker_that_does_not_end_is_killed_after_the_grace_and_named(
     assert "farcall: rank 0 still ran 0.3 s after SIGTERM (--grace): killed" in launcher.lines
 
 
+def test_ctrl_c_shows_a_line_of_each_worker(launchers: Launchers) -> None:
+    launcher = launchers("import signal\nprint('ready')\nwhile True:\n    signal.pause()", "-n 2")
+    launcher.wait_for("ready", times=2)
+    launcher.send(signal.SIGINT)
+    assert launcher.end() == 128 + signal.SIGINT
+    said = {line for line in launcher.lines if line.startswith("[") and not line.endswith("ready")}
+    assert said == {f"[{rank}] KeyboardInterrupt at program.py:4" for rank in (0, 1)}
+
+
 @pytest.mark.nightly
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(launchers: Launchers) -> None:
     launcher = launchers(IGNORES.replace("SIGTERM", "SIGINT"), "-n 1 --grace 600")
