@@ -19,6 +19,7 @@ from rpc.runtime.current import check_not_forked, extension
 from rpc.runtime.interrupts import ensure_deferred, protected
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
+from rref.operators import without_operators
 from rref.protocol.messages import CREATOR_LOST, Ref, RRefId, State
 from rref.proxy import RRefProxy
 from rref.references import References
@@ -39,6 +40,9 @@ def references() -> References:
     return found
 
 
+@without_operators(
+    "fetch the object by rref.to_here(), or call a method of it, such as rref.rpc_sync().__len__()"
+)
 class RRef(Generic[T]):
     """A reference to an object of type ``T`` on some worker, the *owner*.
 

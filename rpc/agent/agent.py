@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import functools
 import secrets
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rpc.agent.activity import Activity
 from rpc.agent.answer_sender import AnswerSender
@@ -62,23 +60,6 @@ __all__ = ["UNSET_TIMEOUT", "Agent", "Calls"]
 
 _SHOWN: Final = 5
 """Maximum number of calls named in one log line."""
-
-_MOVED: Final = {
-    "bulk": "messages.bulk",
-    "caller": "calls.caller",
-    "control": "messages.control",
-    "fail": "calls.answers.fail",
-    "on": "messages.on",
-    "on_close": "lifecycle.hooks.close.append",
-    "on_closed": "lifecycle.hooks.closed.append",
-    "on_forked": "lifecycle.hooks.forked.append",
-    "on_gone": "lifecycle.hooks.gone.append",
-    "on_joined": "lifecycle.hooks.joined.append",
-    "peer": "group.peers.find",
-    "reply": "calls.answers.reply",
-    "send": "messages.sender.send",
-}
-"""Earlier names that extensions may use, with their present locations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,15 +268,6 @@ class Agent:
         except BaseException:
             self.close("it cannot listen")
             raise
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in _MOVED:
-                raise AttributeError(f"an agent has no attribute {name!r}", name=name, obj=self)
-            text = f"agent.{name} is deprecated: use agent.{_MOVED[name]}"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-            return attrgetter(_MOVED[name])(self)
 
     def join(self, me: Member, members: Sequence[Member], group: str, *, static: bool) -> None:
         """Join a group: from now on calls can be made and are answered.

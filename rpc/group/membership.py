@@ -7,12 +7,16 @@ refused. A worker that returns under its old name is a new incarnation and takes
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Final
 
 from rpc.errors import GroupMismatchError, UnknownWorkerError, WorkerLostError
 from rpc.group.workers import Member, WorkerInfo
 
 __all__ = ["Membership", "WorkerReference"]
+
+_NAMED: Final = 8
+"""Maximum number of workers named in an error about an unknown one."""
 
 MAX_GONE: Final = 1 << 16
 """Maximum number of incarnations that are remembered as gone. One that is forgotten would be accepted as a
@@ -122,8 +126,16 @@ class Membership:
         if member is None:
             raise UnknownWorkerError(
                 f"Unknown destination worker: could not find destination {callee!r}. "
-                f"The group of '{self.me.name}' has "
-                + ", ".join(f"'{info.name}' (id {info.id})" for info in self.infos())
-                + "."
+                + self._alternatives(callee)
             )
         return member
+
+    def _alternatives(self, callee: WorkerReference) -> str:
+        """Describe the workers that there are, for the error about one that there is not."""
+        infos = self.infos()
+        name = callee if isinstance(callee, str) else getattr(callee, "name", "")
+        close = get_close_matches(name, [info.name for info in infos], 1)
+        meant = f"Did you mean '{close[0]}'? " if close else ""
+        named = ", ".join(f"'{info.name}' (id {info.id})" for info in infos[:_NAMED])
+        more = f" and {len(infos) - _NAMED} more" if len(infos) > _NAMED else ""
+        return f"{meant}The group of '{self.me.name}' has {named}{more}."

@@ -29,6 +29,12 @@ def test_an_unknown_callee_is_refused_naming_who_is_there(callee: str | int | Wo
     assert "The group of 'me' has 'me' (id 0), 'first' (id 1)." in str(caught.value)
 
 
+def test_a_misspelled_callee_is_told_what_was_probably_meant_and_few_of_the_others() -> None:
+    group = view(*(member(f"trainer{rank}", rank) for rank in range(1, 20)))
+    with pytest.raises(UnknownWorkerError, match=r"Did you mean 'trainer7'\? .* and 12 more\.$"):
+        group.resolve("trainr7")
+
+
 @pytest.mark.parametrize("callee", [None, 1.0, True, b"first", ["first"]])
 def test_a_callee_of_another_type_is_refused(callee: object) -> None:
     with pytest.raises((TypeError, ValueError), match=r"name|id|WorkerInfo"):

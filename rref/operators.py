@@ -1,0 +1,43 @@
+"""Operators that references and proxies do not have: the error says what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NoReturn, TypeVar
+
+__all__ = ["without_operators"]
+
+K = TypeVar("K", bound=type)
+
+_OPERATORS: Final = {
+    "len()": ("__len__",),
+    "[]": ("__getitem__", "__setitem__"),
+    "iteration": ("__iter__",),
+    "'with'": ("__enter__", "__exit__"),
+    "+": ("__add__", "__radd__"),
+    "-": ("__sub__", "__rsub__", "__neg__"),
+    "*": ("__mul__", "__rmul__"),
+    "/": ("__truediv__", "__rtruediv__"),
+    "@": ("__matmul__", "__rmatmul__"),
+    "**": ("__pow__", "__rpow__"),
+}
+
+
+def without_operators(hint: str) -> Callable[[K], K]:
+    """Return a decorator of a class: operators on its instances raise ``TypeError`` with a hint."""
+
+    def decorate(kind: K) -> K:
+        for operator, names in _OPERATORS.items():
+            for name in names:
+                setattr(kind, name, _refusal(f"{kind.__name__} has no {operator}: {hint}"))
+        setattr(kind, "__bool__", lambda _: True)  # noqa: B010  # otherwise its length would be asked for
+        return kind
+
+    return decorate
+
+
+def _refusal(text: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any) -> NoReturn:
+        raise TypeError(text)
+
+    return refuse
