@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,6 +27,7 @@ from farcall.observe.launches import log_ends
 from farcall.observe.reader import read_job
 from farcall.observe.stacks import chosen
 from farcall.page.access import Access, Refusal
+from farcall.page.connecting import connecting_users
 from farcall.page.history import History, PastJob
 from farcall.page.view import past_job
 from farcall.page.watcher import Watcher
@@ -42,7 +44,9 @@ _unheard.propagate = False
 _unheard.disabled = True
 
 _MAX_CONNECTIONS: Final = 64
-"""Maximum number of connections at a time."""
+"""Maximum number of connections with the token at a time. Connections of which no request had it have as many
+places of their own, and the oldest of them gives way to a new one.
+"""
 
 _MAX_STREAMS: Final = 12
 """Maximum number of event streams at a time."""
@@ -111,10 +115,13 @@ class Server:
         self._watchers: dict[str, Watcher] = {}
         self._streams = 0
         self._stopping = False
-        self._silent: set[object] = set()
-        """Connections that have made no request yet that was answered."""
+        self._unknown: dict[web.RequestHandler, None] = {}
+        """Connections of which no request has shown the token, the oldest first."""
+        self._known: set[web.RequestHandler] = set()
+        """Connections of which one has; those that have ended since are removed when there is a new one."""
         self._news: asyncio.Condition
         self._access: Access
+        self._port = 0
         self._recorded = (0.0, 0.0)
         self._pruned = 0.0
         self._files = {
@@ -134,7 +141,7 @@ class Server:
             OSError: the port cannot be listened on.
         """
         listener = socket.create_server(("127.0.0.1", port), backlog=_MAX_CONNECTIONS)
-        port = listener.getsockname()[1]
+        port = self._port = listener.getsockname()[1]
         self._access = Access(self._token, port)
         self._news = asyncio.Condition()
         self._loop = asyncio.get_running_loop()
@@ -183,19 +190,39 @@ class Server:
             self._history.close()
 
     def _connected(self, server: web.Server) -> asyncio.BaseProtocol:
-        """The protocol of a new connection: one that closes it, if there are too many."""
-        if len(server.connections) >= _MAX_CONNECTIONS:
-            return _Closing()
+        """The protocol of a new connection."""
+        if len(self._unknown) >= _MAX_CONNECTIONS:
+            self._make_place()
         handler = server()
-        self._silent.add(handler)
-        self._loop.call_later(_FIRST_REQUEST_SECONDS, self._end_if_silent, handler)
+        self._unknown[handler] = None
+        self._loop.call_later(_FIRST_REQUEST_SECONDS, self._end_if_unknown, handler)
         return handler
 
-    def _end_if_silent(self, handler: web.RequestHandler) -> None:
-        if handler in self._silent:
-            self._silent.discard(handler)
-            if handler.transport is not None:
-                handler.transport.abort()
+    def _make_place(self) -> None:
+        """End a connection that has shown no token: the oldest of another user, or the oldest of all."""
+        owners = connecting_users(self._port)
+        oldest = next(iter(self._unknown))
+        for each in self._unknown:
+            at = None if each.transport is None else each.transport.get_extra_info("peername")
+            if at is None or owners.get(at[1], os.getuid()) != os.getuid():
+                oldest = each
+                break
+        self._end_if_unknown(oldest)
+
+    def _end_if_unknown(self, handler: web.RequestHandler) -> None:
+        self._unknown.pop(handler, None)
+        if handler not in self._known and handler.transport is not None:
+            handler.transport.abort()
+
+    def _has_place(self, handler: web.RequestHandler) -> bool:
+        """Whether a connection, of which a request has shown the token, may stay."""
+        if handler not in self._known:
+            self._known = {each for each in self._known if each.transport is not None}
+            if len(self._known) >= _MAX_CONNECTIONS:
+                return False
+            self._known.add(handler)
+        self._unknown.pop(handler, None)
+        return True
 
     # ---- who may ask
 
@@ -206,7 +233,8 @@ class Server:
             refusal = self._without_token(request)
         if refusal is not None:
             return _answer(refusal)
-        self._silent.discard(request.protocol)
+        if not self._has_place(request.protocol):
+            return _answer(Refusal(503, f"the page has {_MAX_CONNECTIONS} connections, all that it may have"))
         try:
             response = await handler(request)
         except web.HTTPException as error:
@@ -422,10 +450,3 @@ def _answer(refusal: Refusal) -> web.Response:
     response = web.Response(status=refusal.status, text=f"{refusal.why}\n", headers=_HEADERS)
     response.force_close()
     return response
-
-
-class _Closing(asyncio.Protocol):
-    """A connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
