@@ -18,6 +18,7 @@ import zipfile
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Final
 
+import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint import filesystem, metadata
@@ -87,7 +88,7 @@ class RestrictedReader(FsspecReader):
         files = {} if found.storage_data is None else found.storage_data
         if type(files) is not dict or any(type(each) is not _FileRange for each in files.values()):
             raise pickle.UnpicklingError(f"{path} is damaged: it does not say in which files its tensors are")
-        names = [getattr(each, "relative_path", None) for each in files.values()]
+        names: list[Any] = [getattr(each, "relative_path", None) for each in files.values()]
         if not all(type(each) is str for each in names):
             raise pickle.UnpicklingError(f"{path} is damaged: it names files by what is no text")
         for name in dict.fromkeys(names):
@@ -102,9 +103,10 @@ class RestrictedReader(FsspecReader):
 
     def _check_file(self, name: str) -> None:
         """Check where a file of a local checkpoint is, and that reading it does not wait for a writer."""
-        if not isinstance(self.fs.fs, LocalFileSystem):
+        found_by, local = fsspec.core.url_to_fs(str(self.path))
+        if not isinstance(found_by, LocalFileSystem):
             return
-        folder = os.path.realpath(self.fs.fs._strip_protocol(str(self.path)))
+        folder = os.path.realpath(local)
         path = os.path.join(folder, name)
         found = os.path.realpath(path)
         if os.path.commonpath([folder, found]) != folder:

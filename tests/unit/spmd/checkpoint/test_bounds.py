@@ -76,8 +76,16 @@ def test_what_does_harm_is_refused(packed: bytes) -> None:
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_what_programs_write_is_admitted(protocol: int) -> None:
-    shared = [{"a": (1, 2.5, b"x", "y", None)}] * 500
-    for value in (shared, {1, 2}, frozenset("ab"), OrderedDict(a=1), 1 << 2000, [[]] * 3, ((),) * 3):
+    values: list[Any] = [
+        [{"a": (1, 2.5, b"x", "y", None)}] * 500,
+        {1, 2},
+        frozenset("ab"),
+        OrderedDict(a=1),
+        1 << 2000,
+        [[]] * 3,
+        ((),) * 3,
+    ]
+    for value in values:
         check_pickle(pickle.dumps(value, protocol))
 
 
