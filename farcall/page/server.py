@@ -43,7 +43,7 @@ _unheard.addHandler(logging.NullHandler())
 _unheard.propagate = False
 _unheard.disabled = True
 
-_MAX_CONNECTIONS: Final = 64
+MAX_CONNECTIONS: Final = 64
 """Maximum number of connections with the token at a time. Connections of which no request had it have as many
 places of their own, and the oldest of them gives way to a new one.
 """
@@ -140,7 +140,7 @@ class Server:
         Raises:
             OSError: the port cannot be listened on.
         """
-        listener = socket.create_server(("127.0.0.1", port), backlog=_MAX_CONNECTIONS)
+        listener = socket.create_server(("127.0.0.1", port), backlog=MAX_CONNECTIONS)
         port = self._port = listener.getsockname()[1]
         self._access = Access(self._token, port)
         self._news = asyncio.Condition()
@@ -191,7 +191,7 @@ class Server:
 
     def _connected(self, server: web.Server) -> asyncio.BaseProtocol:
         """The protocol of a new connection."""
-        if len(self._unknown) >= _MAX_CONNECTIONS:
+        if len(self._unknown) >= MAX_CONNECTIONS:
             self._make_place()
         handler = server()
         self._unknown[handler] = None
@@ -218,7 +218,7 @@ class Server:
         """Whether a connection, of which a request has shown the token, may stay."""
         if handler not in self._known:
             self._known = {each for each in self._known if each.transport is not None}
-            if len(self._known) >= _MAX_CONNECTIONS:
+            if len(self._known) >= MAX_CONNECTIONS:
                 return False
             self._known.add(handler)
         self._unknown.pop(handler, None)
@@ -234,7 +234,7 @@ class Server:
         if refusal is not None:
             return _answer(refusal)
         if not self._has_place(request.protocol):
-            return _answer(Refusal(503, f"the page has {_MAX_CONNECTIONS} connections, all that it may have"))
+            return _answer(Refusal(503, f"the page has {MAX_CONNECTIONS} connections, all that it may have"))
         try:
             response = await handler(request)
         except web.HTTPException as error:

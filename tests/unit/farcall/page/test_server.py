@@ -234,7 +234,7 @@ def test_events_hold_no_number_that_json_lacks() -> None:
 def test_connections_without_the_token_give_way_and_the_owner_always_gets_in(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(server_module, "_FIRST_REQUEST_SECONDS", 0.5)
     for words in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n"):
         silent = [socket.create_connection(("127.0.0.1", page.port), timeout=20) for _ in range(8)]
@@ -249,7 +249,7 @@ def test_connections_without_the_token_give_way_and_the_owner_always_gets_in(
 
 
 def test_connections_of_other_users_give_way_first(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 2)
     own, other = [socket.create_connection(("127.0.0.1", page.port), timeout=20) for _ in range(2)]
     users = {own.getsockname()[1]: os.getuid(), other.getsockname()[1]: os.getuid() + 1}
     monkeypatch.setattr(server_module, "connecting_users", lambda _: users)
