@@ -60,6 +60,9 @@ _MAX_FIELD_BYTES: Final = 16384
 _FIRST_REQUEST_SECONDS: Final = 10.0
 """Time in which a connection must have made a request, in seconds."""
 
+_BEGIN_SECONDS: Final = 1.0
+"""Time in which an accepted connection begins, in seconds: one without a transport after that has ended."""
+
 _WRITE_SECONDS: Final = 20.0
 """Time after which an event that the browser does not take ends its stream, in seconds."""
 
@@ -115,8 +118,8 @@ class Server:
         self._watchers: dict[str, Watcher] = {}
         self._streams = 0
         self._stopping = False
-        self._unknown: dict[web.RequestHandler, None] = {}
-        """Connections of which no request has shown the token, the oldest first."""
+        self._unknown: dict[web.RequestHandler, float] = {}
+        """Connections of which no request has shown the token, the oldest first, and when they came."""
         self._known: set[web.RequestHandler] = set()
         """Connections of which one has; those that have ended since are removed when there is a new one."""
         self._news: asyncio.Condition
@@ -194,20 +197,23 @@ class Server:
         if len(self._unknown) >= MAX_CONNECTIONS:
             self._make_place()
         handler = server()
-        self._unknown[handler] = None
+        self._unknown[handler] = self._loop.time()
         self._loop.call_later(_FIRST_REQUEST_SECONDS, self._end_if_unknown, handler)
         return handler
 
     def _make_place(self) -> None:
-        """End a connection that has shown no token: the oldest of another user, or the oldest of all."""
-        owners = connecting_users(self._port)
-        oldest = next(iter(self._unknown))
-        for each in self._unknown:
-            at = None if each.transport is None else each.transport.get_extra_info("peername")
-            if at is None or owners.get(at[1], os.getuid()) != os.getuid():
-                oldest = each
-                break
-        self._end_if_unknown(oldest)
+        """End a connection that has shown no token: one that has ended by itself, one of another user, one
+        that has not begun or may have ended, or else the oldest.
+        """
+        owners, long_ago = connecting_users(self._port), self._loop.time() - _BEGIN_SECONDS
+
+        def rank(handler: web.RequestHandler) -> int:
+            if handler.transport is None:
+                return 0 if self._unknown[handler] < long_ago else 2
+            at = handler.transport.get_extra_info("peername")
+            return 1 if at is not None and owners.get(at[1], os.getuid()) != os.getuid() else 3
+
+        self._end_if_unknown(min(self._unknown, key=rank))
 
     def _end_if_unknown(self, handler: web.RequestHandler) -> None:
         self._unknown.pop(handler, None)
