@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from rpc import TlsOptions
@@ -18,6 +20,15 @@ __all__ = ["OPTIONS", "Probes", "bind", "server_credentials"]
 
 OPTIONS: Final = (("grpc.so_reuseport", 0),)
 """Makes binding fail if another process has the port."""
+
+_REQUEST_BYTES: Final = 4096
+"""Maximum size of a request for the health of a service."""
+
+_WATCHES_OF_ONE: Final = 16
+_WATCHES: Final = 256
+"""Maximum numbers of health watches on one connection, of which the next is refused, and in all, of which the
+oldest ends.
+"""
 
 
 def server_credentials(tls: TlsOptions, client_certificates: bool = True) -> Any:
@@ -66,22 +77,92 @@ def _try(host: str, port: int) -> None:
 class Probes:
     """Answers health and reflection requests.
 
+    A stranger may ask for the health, so that costs little: what is kept of a request is nothing, and only so
+    many watches last, on one connection and in all. All services of the server have the same health.
+
     Args:
-        server: a server that has not started yet.
         services: full names of its services; their schemas are imported.
+        reads: whether the request of a call, by its context, is read. gRPC limits the size of a message only
+            for all methods together. A request that is not read asks for the server as a whole.
     """
 
-    def __init__(self, server: Any, services: Sequence[str]) -> None:
+    def __init__(self, services: Sequence[str], reads: Callable[[Any], bool]) -> None:
         self._services = services
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        self._reads = reads
+        self._status = health_pb2.HealthCheckResponse.SERVING
+        self._watches: dict[asyncio.Future[Any], str] = {}
+        answers = {"Check": self._check, "Watch": self._watch}
+        self._methods = {name: grpc.stream_stream_rpc_method_handler(each) for name, each in answers.items()}
 
-    async def serving(self) -> None:
-        """Report that the server serves from now on."""
-        for name in ("", *self._services):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    @property
+    def health(self) -> dict[str, Any]:
+        """Handlers of the methods for the health, by their full names."""
+        return {f"/{health.SERVICE_NAME}/{name}": each for name, each in self._methods.items()}
 
-    async def ending(self) -> None:
+    def add_to(self, server: Any) -> None:
+        """Answer the requests to a server that has not started yet."""
+        handlers = grpc.method_handlers_generic_handler(health.SERVICE_NAME, self._methods)
+        server.add_generic_rpc_handlers((handlers,))
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+    def ending(self) -> None:
         """Report that the server accepts no more calls, for good."""
-        await self._health.enter_graceful_shutdown()
+        self._status = health_pb2.HealthCheckResponse.NOT_SERVING
+        for each in list(self._watches):
+            if not each.done():
+                each.set_result(None)
+
+    async def _check(self, _: Any, context: Any) -> None:
+        if not await self._is_known(context):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service here")
+        await context.write(self._answer(self._status))
+
+    async def _watch(self, _: Any, context: Any) -> None:
+        is_known, connection = await self._is_known(context), context.peer()
+        if list(self._watches.values()).count(connection) >= _WATCHES_OF_ONE:
+            text = f"{_WATCHES_OF_ONE} watches are under way on this connection, all that it may have"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        if len(self._watches) >= _WATCHES:
+            oldest = next(iter(self._watches))
+            del self._watches[oldest]
+            if not oldest.done():
+                oldest.set_exception(_TooMany())
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watches[changed] = connection
+        unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        try:
+            before = self._status
+            await context.write(self._answer(before if is_known else unknown))
+            if before == self._status:
+                await changed
+            if is_known:
+                await context.write(self._answer(self._status))
+            await asyncio.get_running_loop().create_future()  # until the caller, or the server, ends the call
+        except _TooMany:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "there are newer watches")
+        finally:
+            self._watches.pop(changed, None)
+
+    async def _is_known(self, context: Any) -> bool:
+        """Whether a call asks for a service that is here, or for the server as a whole."""
+        if not self._reads(context):
+            return True
+        request = await context.read()
+        if request is grpc.aio.EOF:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no request")
+        if len(request) > _REQUEST_BYTES:
+            text = f"the request has {len(request)} bytes; it may have {_REQUEST_BYTES}"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        try:
+            asked = health_pb2.HealthCheckRequest.FromString(request).service
+        except (DecodeError, UnicodeDecodeError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no HealthCheckRequest")
+        return asked in ("", *self._services)
+
+    def _answer(self, status: Any) -> bytes:
+        return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
+
+
+class _TooMany(Exception):
+    """A watch ends, since there are too many newer ones."""

@@ -107,7 +107,8 @@ class GrpcTransport:
 
         method = grpc.stream_stream_rpc_method_handler(connect)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
-        probes = Probes(server, (SERVICE,))
+        probes = Probes((SERVICE,), lambda _: True)
+        probes.add_to(server)
         tls = self._context.tls
         port = bind(server, str(bound), port, None if tls is None else server_credentials(tls.options))
         own = f"[{bound}]:{port}" if family == socket.AF_INET6 else f"{bound}:{port}"
@@ -251,7 +252,6 @@ class GrpcListener:
         self._task = loop.create_task(self._begin())
 
     async def _begin(self) -> None:
-        await self._probes.serving()
         await self._server.start()
 
     def close(self) -> None:
@@ -263,7 +263,7 @@ class GrpcListener:
     async def _end(self, beginning: asyncio.Task[None]) -> None:
         try:
             await beginning
-            await self._probes.ending()
+            self._probes.ending()
         finally:  # also when the agent's loop ends
             await self._server.stop(_GRACE_SECONDS)
 

@@ -4,11 +4,13 @@ The launcher on the machine at ``--rdzv`` serves the store and is the coordinato
 launchers by rank, its orders, and its heartbeat there. The others write their arrival, their reports, and
 their heartbeats. Each reads several times a second, on a thread of its own; none blocks in the store.
 
-With a token in the environment, records are sealed with it, so that no other process can give orders.
+With a token in the environment, records are sealed with it, so that no other process can give orders;
+``records`` has what happens to those of other processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -21,7 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NoReturn
 
 from farcall.launch.job import Job
-from farcall.launch.liveness import Heard, Quiet
+from farcall.launch.liveness import Quiet
+from farcall.launch.records import Arrivals, Heard, Notice, Post, Records, Unreadable, keep, read, unpacked
 from farcall.launch.rounds import (
     SILENT_SECONDS,
     Coordinator,
@@ -51,6 +54,15 @@ _BEAT_SECONDS: Final = 1.0
 _MARGIN_SECONDS: Final = 2 * SILENT_SECONDS
 """Time in seconds that a launcher has to stop, beyond its workers' grace period."""
 
+_FOREIGN_SECONDS: Final = 2.0
+"""Time in seconds for which a coordinator's record with another token is there, and none with this one, until
+that is believed: anyone can write one.
+"""
+
+_NOTE_BYTES: Final = 1000
+_MAX_REFUSED: Final = 20
+"""Maximum number of refused launchers that are named in the log."""
+
 
 class Lost(Exception):
     """This launcher has no part in the job, or no longer; the text has the reason."""
@@ -75,6 +87,31 @@ class Plan:
     job_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run of a job, as its coordinator announces it in the store.
+
+    Attributes:
+        board: prefix of its records; a random name.
+        job: name of the job.
+        coordinator: the launcher that gives the orders.
+    """
+
+    board: str
+    job: str
+    coordinator: Launcher
+
+    def pack(self) -> bytes:
+        """Return a record for the store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> _Run:
+        """Parse a record."""
+        found = json.loads(packed)
+        return cls(str(found["board"]), str(found["job"]), Launcher(**found["coordinator"]))
+
+
 class Link:
     """One launcher's end of the messages.
 
@@ -92,7 +129,9 @@ class Link:
         self._waiting = StoreWait(job.timeout)
         self._exchanged_at: float | None = None
         self._quiet = Quiet()
-        self._refused = b""
+        self._refused: list[str] = []
+        self._foreign_since: float | None = None
+        self._notice = Notice(job.rdzv)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="farcall-link", daemon=True)
         self._thread.start()
@@ -149,7 +188,8 @@ class Link:
 
     def _take_part(self) -> None:
         job = self._job
-        me = Launcher(0, job.nodes, job.workers, socket.gethostname(), os.getpid(), job.node_rank)
+        host, name = socket.gethostname(), secrets.token_hex(8)
+        me = Launcher(0, job.nodes, job.workers, host, os.getpid(), job.node_rank, name=name)
         credential = find_credential(AgentOptions(), self._environ) if job.nodes > 1 else Credential(None)
         token = None if credential.automatic else credential.token
         rank = 0 if job.nodes == 1 else job.node_rank
@@ -170,11 +210,6 @@ class Link:
                 if self._follow(store, me):
                     return
                 reason = "no launcher of this job serves the store there yet"
-            except ForeignRecordError as error:
-                assert store is not None
-                reason = f"the launcher that serves the store has another token than {me}"
-                store.set("refused", reason.encode())
-                raise Lost(f"refused at {job.rdzv}: {reason}. {WAYS}") from error
             except StoreLost as error:
                 if self._exchanged_at is not None:
                     raise
@@ -188,57 +223,62 @@ class Link:
         """Give the orders, until all launchers have left."""
         assert isinstance(store.store, ServedTCPStore)
         job, alone = self._job, self._job.nodes == 1
-        board = store.under(name := secrets.token_hex(8))
-        if not alone:
-            about = {"board": name, "job": job.name, **asdict(me)}
-            store.set("coordinator", json.dumps(about).encode())
+        run = _Run(secrets.token_hex(8), job.name, me)
+        announced, board = run.pack(), store.under(run.board)
         others: dict[int, Heard] = {}
-        came, refusal = self._meet(store, board, me, others)
-        if not alone:
-            board.set("plan", json.dumps([asdict(each) for each in came]).encode())
+        came, refusal = self._meet(store, board, announced, me, others)
+        plan = json.dumps([asdict(each) for each in came]).encode()
         coordinator = Coordinator(came, job.restarts, job.grace + _MARGIN_SECONDS)
         if refusal:
             coordinator.end(refusal, time.monotonic())
         else:
             self._news.put(_plan(me, came, job.rdzv or f"127.0.0.1:{store.store.port}"))
-        told: Order | None = None
-        beat, beat_at, over = 0, 0.0, False
+        orders, told, over = Post(board, "order"), None, False
         while not over:
-            now = self._exchanged_at = time.monotonic()
+            self._exchanged_at = time.monotonic()
             if told != coordinator.order:
-                told, beat_at = coordinator.order, 0.0
+                told = coordinator.order
                 self._news.put(told)
-            if not alone and now >= beat_at:
-                beat, beat_at = beat + 1, now + _BEAT_SECONDS
-                board.set("order", json.dumps({"beat": beat, "said": told.to_json()}).encode())
-                self._tell_of_refused(store)
+            if not alone:
+                keep(store, "coordinator", announced)
+                keep(board, "plan", plan)
+                if orders.keep(told.to_json()):
+                    self._tell_of_refused(store)
             self._wake.wait(_LOOK_SECONDS)
             self._wake.clear()
-            for index, each in others.items():
-                each.hear(board.get(f"report/{index}"))
-            reports = {index: Report.from_json(each.said) for index, each in others.items() if each.said}
+            for each in others.values():
+                each.look()
+            reports = {index: each.report for index, each in others.items() if each.report is not None}
             silent = {index: each.silent_for for index, each in others.items()}
             over = coordinator.step({**reports, me.index: self._report}, silent, time.monotonic())
 
     def _meet(
-        self, store: SharedStore, board: SharedStore, me: Launcher, others: dict[int, Heard]
+        self,
+        store: SharedStore,
+        board: SharedStore,
+        announced: bytes,
+        me: Launcher,
+        others: dict[int, Heard],
     ) -> tuple[tuple[Launcher, ...], str]:
         """Return the launchers that make up the job, placed; or those that have come and the reason why they
         are no job.
         """
         job, notices = self._job, Notices()
-        came, arrivals, since = {me.index: me}, 0, 0.0
+        arrivals, known, since = Arrivals(board, self._notice), {me.name}, 0.0
+        came = {me.index: me}
         while True:
             if self._report.leaves:
                 return tuple(came.values()), f"{me} {self._report.leaves}"
             if job.nodes > 1:
-                if (packed := board.get(f"launcher/{arrivals + 1}")) is not None:
-                    arrivals, since = arrivals + 1, time.monotonic()
-                    came[arrivals], others[arrivals] = Launcher.unpack(packed), Heard()
-                    continue
+                keep(store, "coordinator", announced)
+                for each in arrivals.new(known):
+                    index, since = len(known), time.monotonic()
+                    known.add(each.name)
+                    came[index] = replace(each, index=index)
+                    others[index] = Heard(board, f"report/{each.name}", self._notice)
                 self._tell_of_refused(store)
                 for index in list(others):
-                    others[index].hear(board.get(f"report/{index}"))
+                    others[index].look()
                     if others[index].has_left:
                         say(f"{came.pop(index)} has left again")
                         del others[index]
@@ -266,10 +306,35 @@ class Link:
             note = store.get("refused") or b""
         except ForeignRecordError as error:
             note = error.claimed
-        if note != self._refused:
-            self._refused = note
-            why = legible(note.decode(errors="replace"))
+        why = legible(note[:_NOTE_BYTES].decode(errors="replace"))
+        if why and why not in self._refused and len(self._refused) < _MAX_REFUSED:
+            self._refused.append(why)
             say(f"a launcher has come to {self._job.rdzv} and was refused: {why}")
+
+    def _run_of_job(self, store: SharedStore, me: Launcher) -> _Run | None:
+        """Return the run that the coordinator has announced; None if there is none.
+
+        Raises:
+            Lost: the coordinator has another token.
+        """
+        try:
+            packed, is_foreign = store.get("coordinator"), False
+        except ForeignRecordError as error:
+            packed, is_foreign = error.claimed, True
+        try:
+            run = None if packed is None else unpacked(packed, _Run.unpack)
+        except Unreadable as error:
+            self._notice("coordinator", str(error))
+            run = None
+        if run is None or not is_foreign:
+            self._foreign_since = None
+            return run
+        self._foreign_since = self._foreign_since or time.monotonic()
+        if time.monotonic() - self._foreign_since >= _FOREIGN_SECONDS:
+            self._refuse(
+                store, f"the launcher that serves the store has another token than {me}", f". {WAYS}"
+            )
+        return None
 
     def _follow(self, store: SharedStore, me: Launcher) -> bool:
         """Follow the orders, until this launcher has left.
@@ -277,59 +342,72 @@ class Link:
         Returns:
             False if there is no coordinator, or it is about to end.
         """
-        packed = store.get("coordinator")
-        if packed is None:
+        run = self._run_of_job(store, me)
+        if run is None:
             return False
-        found = json.loads(packed)
-        board, name = store.under(found.pop("board")), found.pop("job")
-        coordinator = Launcher(**found)
-        if name != self._job.name:
+        board, coordinator = store.under(run.board), run.coordinator
+        if run.job != self._job.name:
             self._refuse(
                 store,
-                f"{coordinator} is of the job {name!r}, {me} of the job {self._job.name!r}. "
+                f"{coordinator} is of the job {run.job!r}, {me} of the job {self._job.name!r}. "
                 "Each needs a port of its own",
             )
         if coordinator.nodes != me.nodes:
             self._refuse(
                 store, f"{coordinator} was started with --nnodes {coordinator.nodes}, {me} with {me.nodes}"
             )
-        me = replace(me, index=board.add("arrivals", 1))
-        board.set(f"launcher/{me.index}", me.pack())
-        heard, told, notices, place = Heard(), None, Notices(), self._job.rdzv
-        sent, beat, beat_at = None, 0, 0.0
+        arrivals, reports = Arrivals(board, self._notice), Post(board, f"report/{me.name}")
+        orders = Records(board, "order", Order.from_json, self._notice)
+        told, notices, place = None, Notices(), self._job.rdzv
         while True:
-            report, now = self._report, time.monotonic()
-            if report is not sent or now >= beat_at:
-                sent, beat, beat_at = report, beat + 1, now + _BEAT_SECONDS
-                board.set(f"report/{me.index}", json.dumps({"beat": beat, "said": report.to_json()}).encode())
+            report = self._report
+            reports.keep(report.to_json())
             if report.state is State.LEFT:
                 return True
-            heard.hear(board.get("order"))
-            if heard.said:
-                order = Order.from_json(heard.said)
-                if told is None and not self._takes_its_place(store, board, me, order):
+            if told is None:
+                arrivals.keep(me)
+            with contextlib.suppress(Unreadable):  # the order before it holds
+                orders.look()
+            # The coordinator serves the store: as long as that answers, it is not gone.
+            self._exchanged_at = self._exchanged_at and time.monotonic()
+            order = orders.said
+            if told is None and order is not None:
+                launchers = self._launchers(board)
+                if launchers is None:
+                    order = None
+                elif not self._takes_its_place(store, launchers, me, order):
                     return False
-                self._exchanged_at = time.monotonic()
-                if order != told:
-                    told = order
-                    self._news.put(order)
-                if heard.silent_for > SILENT_SECONDS:
+            if order is not None and order != told:
+                self._exchanged_at, told = time.monotonic(), order
+                self._news.put(order)
+            if told is None:
+                if self._run_of_job(store, me) not in (None, run):
+                    return False  # the one that was found before was an earlier run's, written again
+                if not self._waiting.remaining:
                     raise Lost(
-                        f"{coordinator} is gone: nothing has been heard of it for {SILENT_SECONDS:g} s"
+                        f"not all {me.nodes} launchers have come to {place} within {self._job.timeout:g} s"
                     )
-            elif not self._waiting.remaining:
-                raise Lost(
-                    f"not all {me.nodes} launchers have come to {place} within {self._job.timeout:g} s"
-                )
-            elif notices.due():
-                say(f"waiting at {place} for all launchers for {notices.waited}; {coordinator} is there")
+                if notices.due():
+                    say(f"waiting at {place} for all launchers for {notices.waited}; {coordinator} is there")
             self._wake.wait(_LOOK_SECONDS)
             self._wake.clear()
 
-    def _takes_its_place(self, store: SharedStore, board: SharedStore, me: Launcher, order: Order) -> bool:
+    def _launchers(self, board: SharedStore) -> list[Launcher] | None:
+        """Return the launchers of the job; None while that is not known."""
+        try:
+            packed = read(board, "plan")
+            if packed is None:
+                return None
+            return unpacked(packed, lambda plan: [Launcher(**each) for each in json.loads(plan)])
+        except Unreadable as error:
+            self._notice("plan", str(error))
+            return None
+
+    def _takes_its_place(
+        self, store: SharedStore, launchers: Sequence[Launcher], me: Launcher, order: Order
+    ) -> bool:
         """Find the place of this launcher; false if the job at the store is about to end."""
-        launchers = [Launcher(**each) for each in json.loads(board.get("plan") or b"[]")]
-        if not any(each.index == me.index for each in launchers):
+        if not any(each.name == me.name for each in launchers):
             if order.kind is Kind.END:
                 return False
             there = ", ".join(map(str, launchers))
@@ -338,14 +416,14 @@ class Link:
             self._news.put(_plan(me, launchers, self._job.rdzv))
         return True
 
-    def _refuse(self, store: SharedStore, reason: str) -> NoReturn:
+    def _refuse(self, store: SharedStore, reason: str, advice: str = "") -> NoReturn:
         """Refuse: this launcher is not of the job at the store, and notifies the coordinator there."""
         store.set("refused", reason.encode())
-        raise Lost(f"refused at {self._job.rdzv}: {reason}")
+        raise Lost(f"refused at {self._job.rdzv}: {reason}{advice}")
 
 
 def _plan(me: Launcher, launchers: Sequence[Launcher], place: str) -> Plan:
-    mine = next(each for each in launchers if each.index == me.index)
+    mine = next(each for each in launchers if each.name == me.name)
     coordinator = min(launchers, key=lambda each: each.index)
     name = job_id(place, coordinator.host, coordinator.pid)
     return Plan(mine, sum(each.workers for each in launchers), len(launchers), place, name)

@@ -1,14 +1,11 @@
-"""Whether another launcher lives: what it has written last, and for how long it has written nothing new."""
+"""The time for which another launcher has written nothing, as far as this process was running."""
 
 from __future__ import annotations
 
-import json
 import time
-from typing import Any, Final
+from typing import Final
 
-from farcall.launch.rounds import SILENT_SECONDS, State
-
-__all__ = ["Heard", "Quiet"]
+__all__ = ["Quiet"]
 
 _LONGEST_LOOK_SECONDS: Final = 1.0
 """Maximum time in seconds between two looks that counts as silence."""
@@ -31,30 +28,3 @@ class Quiet:
         self.seconds = self.seconds + passed if value == self._value else 0.0
         self._value = value
         return self.seconds
-
-
-class Heard:
-    """The records of another launcher, and for how long it has written nothing."""
-
-    def __init__(self) -> None:
-        self.said: dict[str, Any] = {}
-        self._beat = 0
-        self._quiet = Quiet()
-
-    def hear(self, packed: bytes | None) -> None:
-        """Handle what it has written last."""
-        if packed is not None:
-            found = json.loads(packed)
-            self.said, self._beat = found["said"], found["beat"]
-        self._quiet.look(self._beat)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether it is gone, or leaving, before the job has begun."""
-        leaves = bool(self.said) and (self.said["leaves"] or self.said["state"] == State.LEFT)
-        return bool(leaves) or self.silent_for > SILENT_SECONDS
-
-    @property
-    def silent_for(self) -> float:
-        """Time in seconds since its last sign of life."""
-        return self._quiet.seconds

@@ -16,7 +16,7 @@ END      all are DONE; no restart is left; a worker is       LEFT
 =======  ==================================================  ====================================
 
 *The job ends.* It does not wait for a launcher that is silent, or that follows STOP or END too late. A
-launcher that receives nothing from the coordinator ends its workers. RUN alone has no limit; it is over as
+launcher that cannot reach the coordinator's store ends its workers. RUN alone has no limit; it is over as
 soon as one worker fails, whatever the others have returned: a launcher that is DONE waits for the rest, and
 runs its workers again if it is ordered to.
 """
@@ -49,6 +49,7 @@ class Launcher:
         pid: process number.
         node_rank: rank of its machine; None until it is known.
         first_rank: rank of its first worker, once placed.
+        name: a random name, which no other launcher has.
     """
 
     index: int
@@ -58,6 +59,7 @@ class Launcher:
     pid: int
     node_rank: int | None = None
     first_rank: int = 0
+    name: str = ""
 
     def __str__(self) -> str:
         rank = "" if self.node_rank is None else f"node {self.node_rank}, "

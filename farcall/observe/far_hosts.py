@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from farcall.observe.counters import COUNT
 from farcall.observe.gathered import GATHERED, ORDER, pack_states
+from farcall.observe.job_files import write_private
 from farcall.observe.jobs import JobFolder, job_id
 from farcall.observe.observer import Observer
 from farcall.observe.orders import give_order
@@ -102,11 +103,7 @@ class FarHosts:
         """Write an answer to the folder of the job. On the observing thread."""
         path = self._observer.path
         if path is not None:
-            written = path.parent / f".{host_key(peer)}.{os.getpid()}"
-            file = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with open(file, "wb") as target:
-                target.write(packed)
-            written.replace(path.parent / f"{host_key(peer)}{GATHERED}")
+            write_private(path.parent / f"{host_key(peer)}{GATHERED}", packed)
 
 
 def one_of_each_host(peers: Iterable[Peer]) -> list[Peer]:

@@ -8,6 +8,7 @@ removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -15,12 +16,22 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["JOB", "JobFolder", "find_job", "job_id", "jobs", "jobs_folder", "make_private", "remove_old"]
+__all__ = [
+    "JOB",
+    "JobFolder",
+    "find_job",
+    "job_id",
+    "jobs",
+    "jobs_folder",
+    "make_private",
+    "own_folder",
+    "remove_old",
+]
 
 JOB: Final = "FARCALL_JOB_ID"
 """Environment variable with which ``farcall launch`` names the job of its workers."""
@@ -36,6 +47,8 @@ _MAX_JOBS: Final = 200
 
 _MAX_BYTES: Final = 1 << 30
 """Maximum size of all files that are kept, in bytes."""
+
+_WRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 _RECENT_SECONDS: Final = 60.0
 """Time in seconds since its last write for which a job is not removed."""
@@ -88,20 +101,48 @@ def make_private(folder: Path) -> None:
     """
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a mode is not that of missing parents
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} is not a folder of this user")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        os.chmod(folder, 0o700)
+    with own_folder(folder, writable_by_others=True) as descriptor:
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
+            os.fchmod(descriptor, 0o700)
+
+
+@contextlib.contextmanager
+def own_folder(folder: Path, *, writable_by_others: bool = False) -> Iterator[int]:
+    """Open a folder; yields its descriptor. What is opened by it is in this folder, even if another user puts
+    another one in its place.
+
+    Args:
+        folder: the folder; the last part of its path is no link.
+        writable_by_others: whether other users may be able to write there.
+
+    Raises:
+        OSError: it cannot be opened, or is not a folder of this user alone.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError as error:
+        raise PermissionError(errno.EPERM, f"{folder} is not a folder of this user") from error
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, f"{folder} is not a folder of this user")
+        if not writable_by_others and found.st_mode & _WRITABLE:
+            mode = stat.S_IMODE(found.st_mode)
+            raise PermissionError(errno.EPERM, f"other users can write to {folder}, which has mode {mode:o}")
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def jobs(folder: Path) -> list[JobFolder]:
-    """Return all jobs, the one that was written to last first."""
+    """Return all jobs of this user, the one that was written to last first. Several users may share the
+    folder: what is another one's, or what others can write to, is passed over.
+    """
     found: list[JobFolder] = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
-            if _ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):
+            if _ID.fullmatch(entry.name):
+                with contextlib.suppress(OSError), own_folder(Path(entry.path)):
                     found.append(_measured(Path(entry.path)))
     return sorted(found, key=lambda job: job.written, reverse=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from farcall.observe.job_files import read_facts, write_facts
+from farcall.observe.job_files import open_file, read_facts, write_facts
 from farcall.observe.jobs import make_private
 from farcall.observe.state import WorkerState
 
@@ -43,7 +43,7 @@ def log_ends(folder: Path, workers: Sequence[WorkerState], count: int) -> Iterat
     for worker in workers:
         path = Path(kept) / f"rank{worker.rank}.log"
         try:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
                 ends = deque(file.read(_TAIL_BYTES).decode(errors="replace").splitlines(), count)
         except OSError as error:

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from farcall.observe.counters import COUNT, EXTENSION
 from farcall.observe.gathered import gather
+from farcall.observe.job_files import write_private
 from farcall.observe.jobs import JobFolder
 from farcall.observe.metric_families import families
 from farcall.observe.orders import give_order
@@ -77,11 +78,7 @@ def bearer_token(environ: Mapping[str, str]) -> str:
 def token_file(folder: JobFolder, token: str) -> Path:
     """Write the token to the folder of the job, for ``credentials_file`` of Prometheus."""
     path = folder.path / "metrics.token"
-    written = folder.path / f".metrics.{os.getpid()}"
-    file = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with open(file, "w") as target:
-        target.write(token)
-    written.replace(path)
+    write_private(path, token.encode())
     return path
 
 

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, Final
 
 import msgpack
 
+from farcall.observe.job_files import open_file
+
 __all__ = ["LENGTHS", "Part", "open_part", "read_part"]
 
 _MAX_BYTES: Final = 1 << 30
@@ -108,7 +110,7 @@ def open_part(path: Path) -> Part:
     Raises:
         OSError: it cannot be read.
     """
-    return _read(lambda: open(path, "rb"))
+    return _read(lambda: open_file(path))
 
 
 def _read(open_file: Callable[[], BinaryIO]) -> Part:

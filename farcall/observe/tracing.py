@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from farcall.observe.jobs import make_private
 from farcall.observe.trace_merge import Trace, merge
 from farcall.observe.trace_parts import Part, open_part, read_part
 from farcall.observe.trace_recorder import Recorder
@@ -125,10 +126,10 @@ def end_tracing(identity: str) -> bytes:
 
 def write_trace(path: Path, made: Trace) -> int:
     """Write a trace, whole or not at all; returns the number of its events."""
-    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     count = 0
     try:
-        with open(written, "w", encoding="ascii") as file:
+        with open(written, "x", encoding="ascii") as file:  # not a link that another user has put there
             about = json.dumps(made.metadata)
             file.write(f'{{"displayTimeUnit": "ns", "metadata": {about}, "traceEvents": [\n')
             for count, event in enumerate(made.events(), 1):
@@ -182,9 +183,10 @@ def install(agent: Agent) -> None:
 def _leave_whole(path: Path, recorder: Recorder) -> None:
     folder = path.with_name(f"{path.name}.parts")
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         _leave_part(folder, recorder)
-        with open(folder / ".lock", "w", encoding="ascii") as lock:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(folder / ".lock", flags, 0o600), "w", encoding="ascii") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             write_trace(path, merge(parts_in(folder)))
     except OSError as error:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,6 +27,7 @@ from farcall.observe.launches import log_ends
 from farcall.observe.reader import read_job
 from farcall.observe.stacks import chosen
 from farcall.page.access import Access, Refusal
+from farcall.page.connecting import connecting_users
 from farcall.page.history import History, PastJob
 from farcall.page.view import past_job
 from farcall.page.watcher import Watcher
@@ -41,8 +43,10 @@ _unheard.addHandler(logging.NullHandler())
 _unheard.propagate = False
 _unheard.disabled = True
 
-_MAX_CONNECTIONS: Final = 64
-"""Maximum number of connections at a time."""
+MAX_CONNECTIONS: Final = 64
+"""Maximum number of connections with the token at a time. Connections of which no request had it have as many
+places of their own, and the oldest of them gives way to a new one.
+"""
 
 _MAX_STREAMS: Final = 12
 """Maximum number of event streams at a time."""
@@ -55,6 +59,9 @@ _MAX_FIELD_BYTES: Final = 16384
 
 _FIRST_REQUEST_SECONDS: Final = 10.0
 """Time in which a connection must have made a request, in seconds."""
+
+_BEGIN_SECONDS: Final = 1.0
+"""Time in which an accepted connection begins, in seconds: one without a transport after that has ended."""
 
 _WRITE_SECONDS: Final = 20.0
 """Time after which an event that the browser does not take ends its stream, in seconds."""
@@ -111,10 +118,13 @@ class Server:
         self._watchers: dict[str, Watcher] = {}
         self._streams = 0
         self._stopping = False
-        self._silent: set[object] = set()
-        """Connections that have made no request yet that was answered."""
+        self._unknown: dict[web.RequestHandler, float] = {}
+        """Connections of which no request has shown the token, the oldest first, and when they came."""
+        self._known: set[web.RequestHandler] = set()
+        """Connections of which one has; those that have ended since are removed when there is a new one."""
         self._news: asyncio.Condition
         self._access: Access
+        self._port = 0
         self._recorded = (0.0, 0.0)
         self._pruned = 0.0
         self._files = {
@@ -133,8 +143,8 @@ class Server:
         Raises:
             OSError: the port cannot be listened on.
         """
-        listener = socket.create_server(("127.0.0.1", port), backlog=_MAX_CONNECTIONS)
-        port = listener.getsockname()[1]
+        listener = socket.create_server(("127.0.0.1", port), backlog=MAX_CONNECTIONS)
+        port = self._port = listener.getsockname()[1]
         self._access = Access(self._token, port)
         self._news = asyncio.Condition()
         self._loop = asyncio.get_running_loop()
@@ -183,19 +193,42 @@ class Server:
             self._history.close()
 
     def _connected(self, server: web.Server) -> asyncio.BaseProtocol:
-        """The protocol of a new connection: one that closes it, if there are too many."""
-        if len(server.connections) >= _MAX_CONNECTIONS:
-            return _Closing()
+        """The protocol of a new connection."""
+        if len(self._unknown) >= MAX_CONNECTIONS:
+            self._make_place()
         handler = server()
-        self._silent.add(handler)
-        self._loop.call_later(_FIRST_REQUEST_SECONDS, self._end_if_silent, handler)
+        self._unknown[handler] = self._loop.time()
+        self._loop.call_later(_FIRST_REQUEST_SECONDS, self._end_if_unknown, handler)
         return handler
 
-    def _end_if_silent(self, handler: web.RequestHandler) -> None:
-        if handler in self._silent:
-            self._silent.discard(handler)
-            if handler.transport is not None:
-                handler.transport.abort()
+    def _make_place(self) -> None:
+        """End a connection that has shown no token: one that has ended by itself, one of another user, one
+        that has not begun or may have ended, or else the oldest.
+        """
+        owners, long_ago = connecting_users(self._port), self._loop.time() - _BEGIN_SECONDS
+
+        def rank(handler: web.RequestHandler) -> int:
+            if handler.transport is None:
+                return 0 if self._unknown[handler] < long_ago else 2
+            at = handler.transport.get_extra_info("peername")
+            return 1 if at is not None and owners.get(at[1], os.getuid()) != os.getuid() else 3
+
+        self._end_if_unknown(min(self._unknown, key=rank))
+
+    def _end_if_unknown(self, handler: web.RequestHandler) -> None:
+        self._unknown.pop(handler, None)
+        if handler not in self._known and handler.transport is not None:
+            handler.transport.abort()
+
+    def _has_place(self, handler: web.RequestHandler) -> bool:
+        """Whether a connection, of which a request has shown the token, may stay."""
+        if handler not in self._known:
+            self._known = {each for each in self._known if each.transport is not None}
+            if len(self._known) >= MAX_CONNECTIONS:
+                return False
+            self._known.add(handler)
+        self._unknown.pop(handler, None)
+        return True
 
     # ---- who may ask
 
@@ -206,7 +239,8 @@ class Server:
             refusal = self._without_token(request)
         if refusal is not None:
             return _answer(refusal)
-        self._silent.discard(request.protocol)
+        if not self._has_place(request.protocol):
+            return _answer(Refusal(503, f"the page has {MAX_CONNECTIONS} connections, all that it may have"))
         try:
             response = await handler(request)
         except web.HTTPException as error:
@@ -422,10 +456,3 @@ def _answer(refusal: Refusal) -> web.Response:
     response = web.Response(status=refusal.status, text=f"{refusal.why}\n", headers=_HEADERS)
     response.force_close()
     return response
-
-
-class _Closing(asyncio.Protocol):
-    """A connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()

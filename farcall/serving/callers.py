@@ -19,9 +19,6 @@ _SCHEME: Final = "bearer "
 _NAMES: Final = ("x509_common_name", "x509_subject_alternative_name")
 """Keys under which gRPC has the names in a certificate; the first is often empty."""
 
-OPEN: Final = ("/grpc.health.v1.Health/", "/inference.GRPCInferenceService/Server")
-"""Methods that need no token: probes call them, and they only reveal that the server lives."""
-
 
 class Callers:
     """Identifies callers.
@@ -78,20 +75,28 @@ class Callers:
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Refuses calls without a token before their message is read, and logs them."""
+    """Refuses calls without a token before their message is read, and logs them.
 
-    def __init__(self, callers: Callers, metrics: Metrics) -> None:
+    Args:
+        callers: identifies callers.
+        metrics: counts what is refused.
+        probes: handlers of methods that need no token, by their full names. They read no request of a caller
+            without one: gRPC takes as large a message for one method as for all others.
+    """
+
+    def __init__(self, callers: Callers, metrics: Metrics, probes: Mapping[str, Any]) -> None:
         self._callers = callers
         self._metrics = metrics
+        self._probes = probes
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
         """Continue the call, or answer that it is refused."""
-        method: str = handler_call_details.method
-        if method.startswith(OPEN) or self._callers.known(handler_call_details.invocation_metadata or ()):
+        if self._callers.known(handler_call_details.invocation_metadata or ()):
             return await continuation(handler_call_details)
-        return grpc.stream_stream_rpc_method_handler(self._refuse)
+        probe = self._probes.get(handler_call_details.method)
+        return grpc.stream_stream_rpc_method_handler(self._refuse) if probe is None else probe
 
     async def _refuse(self, _: Any, context: Any) -> None:
         came = any(key == _HEADER for key, _ in context.invocation_metadata() or ())

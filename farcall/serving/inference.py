@@ -26,7 +26,7 @@ from farcall.serving.errors import Unknown
 from farcall.serving.host import Host
 from farcall.serving.tensors import TorchTensors
 
-__all__ = ["handlers"]
+__all__ = ["handlers", "probes"]
 
 SERVICE: Final = "inference.GRPCInferenceService"
 
@@ -71,6 +71,21 @@ def handlers(host: Host, calls: Calls) -> Any:
     return grpc.method_handlers_generic_handler(
         SERVICE, {name: calls.unary(answer) for name, answer in methods.items()}
     )
+
+
+def probes(host: Host) -> dict[str, Any]:
+    """Return handlers for the methods that need no token, by their full names, which read no request."""
+
+    async def live(_: Any, context: Any) -> None:
+        await context.write(pb.ServerLiveResponse(live=True).SerializeToString())
+
+    async def ready(_: Any, context: Any) -> None:
+        await context.write(pb.ServerReadyResponse(ready=not host.admission.draining).SerializeToString())
+
+    answers = {"ServerLive": live, "ServerReady": ready}
+    return {
+        f"/{SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(each) for name, each in answers.items()
+    }
 
 
 class _Service:

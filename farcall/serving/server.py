@@ -49,6 +49,11 @@ _UNCOMPRESSED: Final = (("grpc.compression_enabled_algorithms_bitset", 1),)
 decompressed.
 """
 
+_UNREAD: Final = (("grpc.http2.bdp_probe", 0), ("grpc.server_handshake_timeout_ms", 10_000))
+"""Limits for strangers: of a message that is not read, 64 KB arrive, not several MB, as gRPC would take on
+a fast network; and a connection has this time to speak HTTP/2.
+"""
+
 _STREAMS: Final = 1000
 """Maximum number of calls that one connection may have under way."""
 
@@ -238,26 +243,35 @@ class Server:
     async def _serve_calls(
         self, served: Host, host: str, port: int, credentials: Any, begun: Future[None]
     ) -> None:
+        callers = self._callers
+        probes = Probes(
+            _SERVICES,
+            lambda context: not callers.have_tokens or callers.known(context.invocation_metadata() or ()),
+        )
+        interceptors = []
+        if callers.have_tokens:
+            open_to_all = probes.health | inference.probes(served)
+            interceptors = [BearerTokens(callers, served.metrics, open_to_all)]
         server = grpc.aio.server(
-            interceptors=[BearerTokens(self._callers, served.metrics)] if self._callers.have_tokens else [],
+            interceptors=interceptors,
             options=[
                 ("grpc.max_receive_message_length", self._limits.message_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_concurrent_streams", _STREAMS),
                 *(() if self._limits.compressed else _UNCOMPRESSED),
+                *_UNREAD,
                 *OPTIONS,
             ],
         )
         calls = Calls(served, self._callers, tracebacks=self._tracebacks)
         server.add_generic_rpc_handlers((service.handlers(served, calls), inference.handlers(served, calls)))
-        probes = Probes(server, _SERVICES)
-        await probes.serving()
+        probes.add_to(server)
         self.port = bind(server, host, port, credentials)
         await server.start()
         begun.set_result(None)
         grace = await asyncio.wrap_future(self._grace)
         served.admission.draining = True
-        await probes.ending()
+        probes.ending()
         deadline = math.inf if grace is None else self._loop.time() + grace
         with contextlib.suppress(TimeoutError):  # new calls still arrive, and are refused
             async with asyncio.timeout(grace):

@@ -58,10 +58,13 @@ class Devices:
         self.updates = Shared(self.local)
         self._met: dict[str, Peer] = {}
         self._takes_cpu = False
-        exchange = _exchange(control, executor) if options.shared_memory_bytes else None
+        # Drivers check little of a handle, so a worker in safe mode opens none that a member names.
+        why = "it is in safe mode" if serializer.allow is not None else ""
+        why = why or ("" if options.shared_memory_bytes else "shared_memory_bytes=0")
+        exchange = None if why else _exchange(control, executor)
         self._exchange = exchange
         if exchange is None:
-            why = "it cannot" if options.shared_memory_bytes else "shared_memory_bytes=0"
+            why = why or "it cannot"
             control.on(TOPIC, refusing(control.post, why))
         else:
             control.on(TOPIC, exchange.received)

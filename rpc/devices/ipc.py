@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rpc.errors import ProtocolError, SerializationError
+from rpc.group.handshake import legible
 from rpc.group.peer import Peer
 from rpc.runtime.tasks import Task
 
@@ -49,6 +50,9 @@ later messages: the owner could not return it to the device until every reader h
 TOPIC: Final = "devices"
 _PROBE: Final = 64
 """Elements of the tensor that is opened to try."""
+
+_MAX_DEVICES: Final = 256
+"""Maximum number of devices that a worker may offer."""
 
 Handle = Sequence[Any]
 """What names memory of another process: anything that msgpack can encode."""
@@ -133,6 +137,11 @@ class Import:
         opened = self._handles.open(self._handle, self._index)  # if it fails, the handle is released unread
         self._unread.detach()
         try:
+            if opened.shape != target.shape or opened.dtype != target.dtype:
+                raise SerializationError(
+                    f"a tensor of a device has {target.numel()} bytes, and the memory that came with it "
+                    f"{opened.nbytes}"
+                )
             target.copy_(opened, non_blocking=True)
             torch.accelerator.current_stream(target.device).synchronize()
         finally:
@@ -184,6 +193,8 @@ class Exchange:
         self._numbers = itertools.count(1)
         self._probes: dict[Peer, dict[int, Handle]] = {}
         """By worker, for each device that was offered to it, the tensor to try, until it has answered."""
+        self._tried: dict[Peer, set[int]] = {}
+        """By worker, the devices that it has offered."""
         self._taken: dict[Peer, set[int]] = {}
         """By worker, the devices of this worker that it reads."""
         self._found: dict[Peer, dict[int, int]] = {}
@@ -216,14 +227,15 @@ class Exchange:
     def received(self, peer: Peer, body: object) -> None:
         """A control message; on the loop's thread."""
         match body:
-            case ["offer", str(kind), int(index), str(identity), [*handle]]:
+            case ["offer", str(kind), int(index), str(identity), [*handle]] if self._is_new(peer, index):
+                self._tried.setdefault(peer, set()).add(index)
                 self._submit((self._try, (peer, kind, index, identity, handle)))
-            case ["take", int(index)]:
+            case ["take", int(index)] if index in self._probes.get(peer, {}):
                 self._taken.setdefault(peer, set()).add(index)
-                self._probes.get(peer, {}).pop(index, None)
-            case ["refuse", int(index), bool(opened), str(reason)]:
-                unread = self._probes.get(peer, {}).pop(index, None)
-                if unread is not None and not opened:
+                del self._probes[peer][index]
+            case ["refuse", int(index), bool(opened), str(reason)] if index in self._probes.get(peer, {}):
+                unread = self._probes[peer].pop(index)
+                if not opened:
                     self._give_up([unread])
                 logger.info(
                     "worker '%s' does not read the memory of %s:%d, so tensors there are copied through "
@@ -231,12 +243,16 @@ class Exchange:
                     peer.name,
                     self._type,
                     index,
-                    reason,
+                    legible(reason),
                 )
             case ["done", int(number)]:
                 self._under_way.get(peer, {}).pop(number, None)
             case _:
                 raise ProtocolError(f"a message about devices that cannot be: {str(body)[:80]}")
+
+    def _is_new(self, peer: Peer, index: int) -> bool:
+        """Whether a worker may offer a device, which it does once."""
+        return 0 <= index < _MAX_DEVICES and index not in self._tried.get(peer, ())
 
     def _try(self, offered: tuple[Peer, str, int, str, Handle]) -> None:
         peer, kind, index, identity, handle = offered
@@ -251,6 +267,8 @@ class Exchange:
             with torch.accelerator.device_index(mine):
                 opened = self._handles.open(handle, mine)
                 has_opened = True
+                if opened.shape != (_PROBE,) or opened.dtype != torch.uint8:
+                    raise SerializationError("it found memory of another size there")
                 found = opened.cpu().tolist()
                 del opened
             if found != list(range(_PROBE)):
@@ -271,6 +289,7 @@ class Exchange:
 
     def gone(self, peer: Peer, _: str) -> None:
         """A worker is gone: give up what it has not read."""
+        self._tried.pop(peer, None)
         self._taken.pop(peer, None)
         self._found.pop(peer, None)
         self._give_up([*self._probes.pop(peer, {}).values(), *self._under_way.pop(peer, {}).values()])
@@ -314,6 +333,8 @@ class Exchange:
         return [self._arrived(source, *descriptor) for descriptor in descriptors]
 
     def _arrived(self, source: Peer, number: int, index: int, handle: Handle) -> Import:
+        if type(number) is not int or type(index) is not int or not isinstance(handle, list | tuple):
+            raise SerializationError("a malformed handle")
         mine = self._found.get(source, {}).get(index)
         if mine is None:
             raise SerializationError(f"a tensor of device {index}, which this worker did not agree to read")

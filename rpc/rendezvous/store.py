@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -34,6 +35,9 @@ _GRACE_SECONDS: Final = 2.0
 _SLICE_SECONDS: Final = 0.2
 
 _END_BYTES: Final = 256
+
+_MISSING: Final = secrets.token_hex(16)
+"""Value that a store returns in place of one that is missing; no process writes it."""
 
 _LINE_SECONDS: Final = 2.0
 """Timeout in seconds for a TCP store to accept a connection."""
@@ -252,8 +256,14 @@ class SharedStore:
         sealed = self._get(key)
         return None if sealed is None else self.seal.open(self.prefix + key, sealed)
 
+    def remove(self, key: str) -> None:
+        """Delete a value, if there is one."""
+        self._ask(lambda store: store.delete_key(self.prefix + key))
+
     def _get(self, key: str) -> bytes | None:
-        return self._ask(lambda store: store.get(self.prefix + key)) if self.has(key) else None
+        # ``get`` of PyTorch's stores waits for a key that is missing, and a key may be deleted at any time.
+        found = self._ask(lambda store: store.compare_set(self.prefix + key, _MISSING, _MISSING))
+        return None if found == _MISSING.encode() else bytes(found)
 
     def has(self, *keys: str) -> bool:
         """Whether all these keys have values."""

@@ -4,27 +4,36 @@ A checkpoint of ``torch.distributed.checkpoint`` consists of tensors, which PyTo
 ``weights_only``, and of
 pickles: its ``.metadata``, and one for each entry of the state dict that is not a tensor. Loading a pickle
 can run any code that it names. So ``.metadata`` is loaded here by an unpickler that only knows the classes
-that PyTorch writes there, and other entries are loaded with ``weights_only``.
+that PyTorch writes there, and other entries are loaded with ``weights_only``; ``bounds`` has what neither
+limits. Files are regular ones in the checkpoint's own folder, also through links.
 """
 
 from __future__ import annotations
 
 import enum
 import io
+import os
 import pickle
+import zipfile
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Final
 
+import fsspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from spmd.checkpoint.bounds import check_pickle
 from spmd.checkpoint.torch_internals import FileRange, FsspecReader
 
 __all__ = ["RestrictedReader", "load_data"]
 
 _METADATA: Final = ".metadata"
+
+_MAX_METADATA_BYTES: Final = 1 << 29
+"""Maximum size of the metadata. That of a model with 100,000 tensors on 8 ranks has about 100 MB."""
 
 _CLASSES: Final[dict[str, type]] = {
     name: value
@@ -59,8 +68,19 @@ class RestrictedReader(FsspecReader):
         return self._metadata
 
     def _read(self, path: Any) -> Metadata:
+        self._check_file(_METADATA)
         with self.fs.create_stream(path, "rb") as file:
-            found = _MetadataUnpickler(file, str(path)).load()
+            packed = file.read(_MAX_METADATA_BYTES + 1)
+        if len(packed) > _MAX_METADATA_BYTES:
+            raise pickle.UnpicklingError(f"{path} has more than {_MAX_METADATA_BYTES} bytes")
+        try:
+            check_pickle(packed)
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(
+                f"{path} is damaged, or made to do harm: {error}. If you trust whoever wrote it, use "
+                "restore(..., weights_only=False)"
+            ) from error
+        found = _MetadataUnpickler(io.BytesIO(packed), str(path)).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(
                 f"{path} is no metadata of a checkpoint, but a {type(found).__name__}"
@@ -68,14 +88,31 @@ class RestrictedReader(FsspecReader):
         files = {} if found.storage_data is None else found.storage_data
         if type(files) is not dict or any(type(each) is not _FileRange for each in files.values()):
             raise pickle.UnpicklingError(f"{path} is damaged: it does not say in which files its tensors are")
-        for each in files.values():
-            place = PurePosixPath(str(each.relative_path))
+        names: list[Any] = [getattr(each, "relative_path", None) for each in files.values()]
+        if not all(type(each) is str for each in names):
+            raise pickle.UnpicklingError(f"{path} is damaged: it names files by what is no text")
+        for name in dict.fromkeys(names):
+            place = PurePosixPath(name)
             if place.is_absolute() or ".." in place.parts:
                 raise pickle.UnpicklingError(f"{path} names a file outside the checkpoint: {place}")
+            self._check_file(name)
         if found.storage_meta is None:
             found.storage_meta = StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
+
+    def _check_file(self, name: str) -> None:
+        """Check where a file of a local checkpoint is, and that reading it does not wait for a writer."""
+        found_by, local = fsspec.core.url_to_fs(str(self.path))
+        if not isinstance(found_by, LocalFileSystem):
+            return
+        folder = os.path.realpath(local)
+        path = os.path.join(folder, name)
+        found = os.path.realpath(path)
+        if os.path.commonpath([folder, found]) != folder:
+            raise pickle.UnpicklingError(f"{path} is a link to {found}, outside the checkpoint")
+        if os.path.lexists(found) and not os.path.isfile(found):
+            raise pickle.UnpicklingError(f"{path} is not a regular file")
 
 
 def load_data(entry: str, pickled: io.BytesIO) -> object:
@@ -89,6 +126,13 @@ def load_data(entry: str, pickled: io.BytesIO) -> object:
         pickle.UnpicklingError: it has objects of classes or functions that were not declared as safe.
     """
     try:
+        _check_entry(pickled)
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(
+            f"the entry {entry!r} of the checkpoint is damaged, or made to do harm: {error}. If you trust "
+            "whoever wrote it, use restore(..., weights_only=False)"
+        ) from error
+    try:
         return torch.load(pickled, weights_only=True)
     except pickle.UnpicklingError as error:
         pickled.seek(0)
@@ -99,6 +143,20 @@ def load_data(entry: str, pickled: io.BytesIO) -> object:
             "torch.serialization.add_safe_globals; if you trust whoever wrote the checkpoint, use "
             "restore(..., weights_only=False)"
         ) from error
+
+
+def _check_entry(pickled: io.BytesIO) -> None:
+    """Check the pickles of an entry, which ``torch.save`` has put into an archive."""
+    if not zipfile.is_zipfile(pickled):
+        raise pickle.UnpicklingError("it is no archive of torch.save")
+    pickled.seek(0)
+    with zipfile.ZipFile(pickled) as archive:
+        for each in archive.infolist():
+            if each.compress_type != zipfile.ZIP_STORED:
+                raise pickle.UnpicklingError("it is compressed, as torch.save never does")
+            if each.filename.endswith(".pkl"):
+                check_pickle(archive.read(each))
+    pickled.seek(0)
 
 
 class _MetadataUnpickler(pickle._Unpickler):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from farcall.launch.failures import Failure
 from farcall.launch.job import Job
@@ -154,3 +158,99 @@ def test_a_coordinator_that_does_not_come_is_not_waited_for_longer_than_asked(
     lost = start(free_port, 1, timeout=0.5).next()
     assert isinstance(lost, Lost)
     assert f"the rendezvous at {place} has not been reachable for 0.5 s: " in str(lost)
+
+
+class Stranger:
+    """A process that reaches the store of a job, and has no token."""
+
+    def __init__(self, port: int) -> None:
+        self._store = TCPStore(
+            "127.0.0.1", port, None, False, timeout=timedelta(seconds=SECONDS), wait_for_workers=False
+        )
+
+    def records(self) -> dict[str, bytes]:
+        return {key: self._store.get(key) for key in self._store.list_keys() if "launch/" in key}
+
+    def write(self, records: dict[str, bytes]) -> None:
+        for key, value in records.items():
+            self._store.set(key, value)  # type: ignore[arg-type]
+
+    def delete(self, records: dict[str, bytes]) -> None:
+        for key in records:
+            self._store.delete_key(key)
+
+
+def _junk(junk: bytes) -> Callable[[Stranger, dict[str, bytes]], None]:
+    return lambda stranger, records: stranger.write(dict.fromkeys(records, junk))
+
+
+def _truncate(stranger: Stranger, records: dict[str, bytes]) -> None:
+    stranger.write({key: value[:-1] for key, value in records.items()})
+
+
+def _exchange(stranger: Stranger, records: dict[str, bytes]) -> None:
+    stranger.write(dict(zip(records, reversed(records.values()), strict=True)))
+
+
+ATTACKS = {
+    "junk": _junk(b"x"),
+    "nothing": _junk(b""),
+    "a number": _junk(b"9223372036854775807"),
+    "unsealed": _junk(b'{"beat": 99, "said": {"kind": "end", "status": 3}}'),
+    "nested": _junk(b"[" * 100_000),
+    "large": _junk(b"x" * (1 << 20)),
+    "truncated": _truncate,
+    "under other keys": _exchange,
+    "deleted": Stranger.delete,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+def test_a_stranger_in_the_store_ends_no_job(
+    start: Start, free_port: int, attack: Callable[[Stranger, dict[str, bytes]], None]
+) -> None:
+    first = start(free_port, 0)
+    stranger = _stranger(free_port)
+    attack(stranger, stranger.records())  # while launchers are waited for
+    both = [first, start(free_port, 1)]
+    assert [type(each.next()) for each in both] == [Plan] * 2
+    assert [each.order() for each in both] == [Order(Kind.RUN)] * 2
+    attack(stranger, stranger.records())
+    for each in both:
+        each.link.report(Report(State.DONE))
+    assert [each.order() for each in both] == [Order(Kind.END)] * 2
+
+
+def test_records_written_again_by_a_stranger_are_not_obeyed(
+    start: Start, free_port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    both = [start(free_port, rank, restarts=1) for rank in (0, 1)]
+    for each in both:
+        each.next()
+        assert each.order() == Order(Kind.RUN)
+    stranger = _stranger(free_port)
+    old = stranger.records()
+    both[0].link.report(Report(State.STOPPED))
+    both[1].link.report(Report(State.FAILED, 0, (KILLED,)))
+    assert [each.order() for each in both] == [Order(Kind.STOP, 0, KILLED)] * 2
+    stranger.write(old)
+    both[1].link.report(Report(State.STOPPED, 0, (KILLED,)))
+    assert [each.order() for each in both] == [Order(Kind.RUN, 1, KILLED)] * 2
+    stranger.write(old)
+    for each in both:
+        each.link.report(Report(State.DONE, 1))
+    assert [each.order() for each in both] == [Order(Kind.END)] * 2
+    assert capfd.readouterr().err.count("another process writes to the store") <= 2  # once for each launcher
+
+
+def _stranger(port: int) -> Stranger:
+    """A stranger, once the store is served and a launcher has written to it."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        with contextlib.suppress(RuntimeError, OSError):
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            stranger = Stranger(port)
+            if stranger.records():
+                return stranger
+        time.sleep(0.01)
+    raise AssertionError("no launcher serves the store")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 
 from farcall.observe import reader
+from farcall.observe.job_files import write_private
 from farcall.observe.jobs import JobFolder, find_job, jobs, make_private, remove_old
+from farcall.observe.launches import log_ends, note_launch
 from farcall.observe.layout import FILE_BYTES, SNAPSHOT_BYTES, Beat
+from farcall.observe.orders import give_order
 from farcall.observe.reader import read_job
 from farcall.observe.state_file import StateFile
+from farcall.page.token_file import page_token
 from rpc.runtime.process_signs import process_signs
 
 
@@ -124,6 +129,58 @@ def test_folder_of_others_is_refused(tmp_path: Path) -> None:
         make_private(tmp_path / "link")
     make_private(tmp_path / "target")
     assert os.stat(tmp_path / "target").st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user")
+def test_job_of_another_user_is_none(tmp_path: Path) -> None:
+    write(tmp_path, "mine", "w", name="w")
+    path = write(tmp_path, "other", "w", name="w")
+    for each in (path.parent, path):
+        os.chown(each, 65534, 65534)
+    assert find_job(tmp_path, None).id == "mine"
+    with pytest.raises(LookupError, match="no job 'other'"):
+        find_job(tmp_path, "other")
+    with pytest.raises(PermissionError, match="not a folder of this user"):
+        write_private(path.parent / "metrics.token", b"a token")
+    assert not (path.parent / "metrics.token").exists()
+    assert remove_old(tmp_path, "mine", time.time() + 1e9) == []
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777])
+def test_job_to_which_others_can_write_is_none(tmp_path: Path, mode: int) -> None:
+    path = write(tmp_path, "open", "w", name="w")
+    path.parent.chmod(mode)
+    (tmp_path / "link").symlink_to(path.parent)
+    with pytest.raises(LookupError, match="no job of this user"):
+        find_job(tmp_path, None)
+    with pytest.raises(PermissionError, match=f"other users can write to .*mode {mode:o}"):
+        give_order(path.parent, "count")
+    with pytest.raises(PermissionError):
+        page_token(path.parent)
+
+
+def test_private_file_replaces_what_is_there_and_writes_into_no_other(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "job", tmp_path / "outside"
+    make_private(folder)
+    outside.write_text("unchanged")
+    for make in (os.symlink, os.link):
+        make(outside, folder / "token")
+        write_private(folder / "token", b"a token")
+        assert (folder / "token").read_bytes() == b"a token"
+        assert os.stat(folder / "token").st_mode & 0o777 == 0o600
+        assert outside.read_text() == "unchanged"
+        (folder / "token").unlink()
+    assert list(folder.iterdir()) == []
+
+
+def test_output_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank0.log")
+    note_launch(tmp_path / "j", log_dir=str(tmp_path))
+    write(tmp_path, "j", "w", name="w", rank=0)
+    (worker,) = read_job(job_at(tmp_path, "j"))
+    assert list(log_ends(tmp_path / "j", [worker], 5)) == [
+        f"w: {tmp_path / 'rank0.log'}: it is not a regular file"
+    ]
 
 
 @pytest.mark.parametrize(("waited", "asked"), [(0.0, 1), (0.14, 0), (None, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import logging
@@ -23,6 +24,7 @@ from farcall.observe.launches import note_launch
 from farcall.observe.layout import Beat
 from farcall.observe.state_file import StateFile
 from farcall.page import server as server_module
+from farcall.page.connecting import connecting_users
 from farcall.page.server import Server
 from farcall.page.token_file import page_token
 
@@ -229,15 +231,43 @@ def test_events_hold_no_number_that_json_lacks() -> None:
     assert json.loads(packed, parse_constant=pytest.fail) == {"a": [0.0, [0.0, 1.5]], "b": "x"}
 
 
-def test_connections_too_many_are_closed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 3)
+def test_connections_without_the_token_give_way_and_the_owner_always_gets_in(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(server_module, "_FIRST_REQUEST_SECONDS", 0.5)
-    silent = [socket.create_connection(("127.0.0.1", page.port), timeout=20) for _ in range(4)]
-    # The fourth is closed at once, the others when they have asked nothing for a while.
-    assert [each.recv(1) for each in reversed(silent)] == [b""] * 4
-    for each in silent:
+    for words in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n"):
+        silent = [socket.create_connection(("127.0.0.1", page.port), timeout=20) for _ in range(8)]
+        for each in silent:
+            with contextlib.suppress(OSError):
+                each.sendall(words)
+        assert page.data("jobs")[0] == 200
+        for each in silent:  # the oldest at once, the last when they have shown no token for a while
+            with contextlib.suppress(ConnectionError):
+                assert each.recv(1) == b""
+            each.close()
+
+
+def test_connections_of_other_users_give_way_first(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = [socket.create_connection(("127.0.0.1", page.port), timeout=20) for _ in range(2)]
+    users = {own.getsockname()[1]: os.getuid(), other.getsockname()[1]: os.getuid() + 1}
+    monkeypatch.setattr(server_module, "connecting_users", lambda _: users)
+    assert page.data("jobs")[0] == 200  # the two have begun
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 2)
+    assert page.data("jobs")[0] in (200, 503)
+    with contextlib.suppress(ConnectionError):
+        assert other.recv(1) == b""
+    own.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n\r\n".encode())
+    assert own.recv(12) == b"HTTP/1.1 401"
+    for each in (own, other):
         each.close()
-    assert page.data("jobs")[0] == 200
+
+
+def test_users_that_have_connected_are_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            assert connecting_users(port) == {connection.getsockname()[1]: os.getuid()}
 
 
 def test_event_streams_too_many_are_refused(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

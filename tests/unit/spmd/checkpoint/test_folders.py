@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from spmd.checkpoint import CheckpointManager
+from tests.unit.spmd.checkpoint.test_bounds import HARMFUL
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -202,6 +203,37 @@ def test_metadata_that_names_a_file_elsewhere_is_refused(tmp_path: Path, other: 
     next(iter(metadata.storage_data.values())).relative_path = other
     (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(pickle.UnpicklingError, match="a file outside the checkpoint"):
+        saving.restore(1, state())
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_link_to_a_file_elsewhere_and_a_pipe_are_refused(tmp_path: Path, name: str) -> None:
+    saving = manager(tmp_path / "all")
+    saving.save(1, state())
+    file = tmp_path / "all" / "1" / name
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(pickle.UnpicklingError, match=r"is a link to .*elsewhere, outside the checkpoint"):
+        saving.restore(1, state())
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(pickle.UnpicklingError, match="is not a regular file"):
+        saving.restore(1, state())
+
+
+def test_a_checkpoint_whose_folder_is_a_link_is_restored(tmp_path: Path) -> None:
+    manager(tmp_path / "there").save(1, state(2.0))
+    (tmp_path / "here").symlink_to(tmp_path / "there")
+    restored = state()
+    manager(tmp_path / "here").restore(1, restored)
+    assert restored["x"].tolist() == [2.0, 2.0]
+
+
+def test_metadata_that_builds_more_than_it_should_is_refused(tmp_path: Path) -> None:
+    saving = manager(tmp_path)
+    saving.save(1, state())
+    (tmp_path / "1" / ".metadata").write_bytes(HARMFUL["as a key"])
+    with pytest.raises(pickle.UnpicklingError, match=r"damaged, or made to do harm: its \d+ bytes build"):
         saving.restore(1, state())
 
 
