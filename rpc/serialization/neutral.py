@@ -162,8 +162,8 @@ class Writer(Departing):
         return msgpack.ExtType(_OBJECT, self.write([made_by, list(arguments), state, *listed, set_by]))
 
     def _memory(self, memory: memoryview) -> Any:
-        if memory.nbytes <= INLINE_BYTES:
-            return bytes(memory)
+        if memory.readonly and memory.nbytes <= INLINE_BYTES:
+            return bytes(memory)  # what the reader makes of it is read-only, too
         self.buffers.append(memory)
         return msgpack.ExtType(_BUFFER, self.write(len(self.buffers)))
 

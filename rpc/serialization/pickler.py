@@ -18,12 +18,14 @@ from types import FunctionType, MethodType
 from typing import Any, Final, Protocol
 
 import cloudpickle
+import numpy as np
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
 from rpc.errors import SerializationError, with_article
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.torch_internals import OpOverload, OpOverloadPacket
+from rpc.serialization.arrays import reduce_array
 from rpc.serialization.carriers import Carrier, arrived, receiving
 from rpc.serialization.exception_state import Partly, reduce_exception, reduce_partly
 from rpc.serialization.functions import (
@@ -82,6 +84,7 @@ _BUILT_IN: Final[dict[type, Reducer]] = _by_cloudpickle() | {
     type: reduce_importable,
     MethodType: reduce_method,
     enum.Enum: _reduce_enum,
+    np.ndarray: reduce_array,
     torch.Tensor: reduce_tensor,
     UntypedStorage: reduce_storage,
     TypedStorage: reduce_storage,
