@@ -46,6 +46,7 @@ from rpc.serialization.payload import (
     Staging,
     Tracked,
 )
+from rpc.serialization.process_bound import reducer_of
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
 
 PROTOCOL: Final = 5
@@ -116,7 +117,8 @@ class Reducers(dict[type, Reducer | None]):
         if len(self) >= _MAX_FOUND:
             self.clear()
         registered = self._registered
-        reducer = self[kind] = next((registered[base] for base in kind.__mro__ if base in registered), None)
+        found = (registered.get(base) or reducer_of(base) for base in kind.__mro__)
+        reducer = self[kind] = next(filter(None, found), None)
         return reducer
 
 

@@ -138,12 +138,13 @@ _TENSOR_DATA: Final[Any] = vars(BaseTensor).get("data")
 
 def in_message(tensor: LogicalTensor) -> tuple[Any, ...]:
     """Return the reduction of a tensor in a message, whose receiver need not have the device."""
-    return _received, (tensor.detach().cpu(), tensor.requires_grad)
+    return _received, (tensor.detach().cpu(), tensor.requires_grad, isinstance(tensor, Parameter))
 
 
-def _received(data: Tensor, requires_grad: bool) -> Tensor:
+def _received(data: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
     """Return a tensor on the device, if there is one; otherwise on the CPU."""
-    return (data.to(DEVICE) if is_running() else data).requires_grad_(requires_grad)
+    tensor = data.to(DEVICE) if is_running() else data
+    return Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
 def wrap(alias: Alias) -> LogicalTensor:
