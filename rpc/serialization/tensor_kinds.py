@@ -46,7 +46,7 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
     """
     kind = type(tensor)
     tracked = getattr(pickler, "tracked", None)
-    if tracked is not None and is_tracked(tensor):
+    if tracked is not None and is_tracked(tensor, pickler.owned):
         if tensor.is_nested:
             return _reduce_nested_with_history(tensor)
         if isinstance(tensor, MaskedTensor):
