@@ -44,7 +44,7 @@ def is_tracked(tensor: Tensor, owned: Owned) -> bool:
     """
     if not tensor.requires_grad or not isinstance(tensor, Parameter):
         return tensor.requires_grad
-    usual = type(tensor).__reduce_ex__ is Parameter.__reduce_ex__
+    usual = type(tensor).__reduce_ex__ in (Parameter.__reduce_ex__, Tensor.__reduce_ex__)
     return usual and id(tensor) not in owned and torch.is_grad_enabled()
 
 

@@ -102,6 +102,14 @@ class Scale(nn.Parameter):
     """A parameter of a class of its own."""
 
 
+class Marked(Tensor):
+    """A tensor of a class of its own."""
+
+
+def marked(data: Tensor) -> nn.Parameter:
+    return nn.Parameter(data.as_subclass(Marked))
+
+
 def squared(holder: Any) -> Tensor:
     while not isinstance(holder, Tensor):
         if isinstance(holder, Weights | Pair):
@@ -127,7 +135,7 @@ WRAPS: list[Callable[[Any], Any]] = [
 
 @in_worker0()
 def test_at_any_depth_it_gets_its_gradient() -> None:
-    for kind in (nn.Parameter, Scale):
+    for kind in (nn.Parameter, Scale, marked):
         for wrap in WRAPS:
             weight = kind(torch.tensor([2.0, 3.0]))
             for again in (lambda x: x, lambda x: [x, x]):
