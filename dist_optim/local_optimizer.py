@@ -206,7 +206,7 @@ def make_local_optimizer(
 
     Raises:
         TypeError: a reference is to something other than a tensor.
-        ValueError: a parameter is in several groups.
+        ValueError: a tensor is no leaf, or a parameter is in several groups.
     """
     found: dict[Tensor, tuple[int, int]] = {}
     following = iter(references)
@@ -238,5 +238,12 @@ def _parameter(reference: RRef[Tensor], where: str) -> Tensor:
             f"{where} refers to {with_article(type(parameter))} on worker "
             f"'{get_worker_info().name}': DistributedOptimizer takes references to tensors, such as those of "
             "RemoteModule.remote_parameters()"
+        )
+    if not parameter.is_leaf:  # of a copy that shares its memory, torch.optim does not see it
+        raise ValueError(
+            f"can't optimize a non-leaf Tensor: {where} refers to a tensor of shape {tuple(parameter.shape)} "
+            f"on worker '{get_worker_info().name}' that is the result of an operation "
+            f"({type(parameter.grad_fn).__name__}), and gradients are kept for leaves only: pass a reference "
+            "to the parameter that it is computed from, or make it a leaf, with .detach().requires_grad_()"
         )
     return parameter

@@ -56,7 +56,8 @@ class DistributedOptimizer:
         TypeError: one of ``params_rref`` is not a reference, or refers to something other than a tensor; or
             each step of ``optimizer_class`` needs a closure that recomputes the loss, as that of ``LBFGS``
             does.
-        ValueError: there are no parameters, or none in some group, or one is in several groups.
+        ValueError: there are no parameters, or none in some group, or one is in several groups, or one is
+            the result of an operation, of which no gradients are kept.
         WorkerLostError: an owner is gone.
         Exception: the error that ``optimizer_class`` raised on an owner, which the exception's notes name.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from rpc.runtime.internals import Internals
+from rpc.runtime.torch_internals import async_collective_tensor
 
 __all__ = [
     "DISTRIBUTED",
@@ -93,9 +94,7 @@ if TYPE_CHECKING:
     from torch.nn.modules.dropout import _DropoutNd as DropoutNd
     from torch.utils._python_dispatch import TorchDispatchMode
 else:
-    AsyncCollectiveTensor = _find(
-        "torch.distributed._functional_collectives:AsyncCollectiveTensor", NO_TENSOR_PARALLELISM
-    )
+    AsyncCollectiveTensor = async_collective_tensor()
     DTensorSpec = _find("torch.distributed.tensor._dtensor_spec:DTensorSpec", _NO_DTENSOR)
     TensorMeta = _find("torch.distributed.tensor._dtensor_spec:TensorMeta", _NO_DTENSOR)
     OpSchema = _find("torch.distributed.tensor._op_schema:OpSchema", NO_SPMD_MODE)

@@ -122,7 +122,11 @@ class AnswerSender:
         if tape is None:
             return serializer.dumps(value, peer, what=of)
         tensors: list[torch.Tensor] = []
-        payload = serializer.dumps(value, peer, what=of, tracked=tensors)
+        if recording.tracks:
+            payload = serializer.dumps(value, peer, what=of, tracked=tensors)
+        else:
+            with torch.no_grad():
+                payload = serializer.dumps(value, peer, what=of, tracked=tensors)
         if tensors:
             note(tape, recording, tensors, payload.header, peer, self._serializer)
         return payload

@@ -15,13 +15,16 @@ import torch
 from rpc.runtime.internals import Internals
 
 __all__ = [
+    "ASYNC_COLLECTIVE_TENSOR",
     "FUNCTIONS_ENABLED",
     "INTERNALS",
+    "SHARDED_TENSOR",
     "BaseFuture",
     "DisableTorchFunctionSubclass",
     "InferenceMode",
     "OpOverload",
     "OpOverloadPacket",
+    "async_collective_tensor",
     "collect_all",
     "default_device_of_thread",
     "disable_legacy_profiler",
@@ -214,6 +217,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     """Whether this is a fake tensor. Does not import slow modules."""
     return "torch._subclasses.fake_tensor" in sys.modules and isinstance(tensor, _fake_tensor())
 
+
+_OF_ONE_PROCESS: Final = "shards, and results of collectives under way, are sent as if they were whole"
+
+ASYNC_COLLECTIVE_TENSOR: Final = "torch.distributed._functional_collectives:AsyncCollectiveTensor"
+SHARDED_TENSOR: Final = "torch.distributed._shard.sharded_tensor:ShardedTensor"
+async_collective_tensor: Final = INTERNALS.later(ASYNC_COLLECTIVE_TENSOR, _OF_ONE_PROCESS)
+INTERNALS.later(SHARDED_TENSOR, _OF_ONE_PROCESS)
 
 neg_view: Final[Callable[[torch.Tensor], torch.Tensor]] = _find(
     "torch:_neg_view", "tensors whose negative bit is set cannot be sent to other workers"

@@ -48,6 +48,7 @@ from rpc.serialization.memory import INLINE_BYTES
 from rpc.serialization.payload import TRACKED, Buffer, Destination, Payload, Tracked
 from rpc.serialization.pickler import Departing, Reducers
 from rpc.serialization.tensors import dense, elements, placed
+from rpc.serialization.tracked import separate, tell_of_copies
 from rpc.wire.header_check import check_entries
 
 __all__ = ["Admits", "dump", "read"]
@@ -162,8 +163,8 @@ class Writer(Departing):
         return msgpack.ExtType(_OBJECT, self.write([made_by, list(arguments), state, *listed, set_by]))
 
     def _memory(self, memory: memoryview) -> Any:
-        if memory.nbytes <= INLINE_BYTES:
-            return bytes(memory)
+        if memory.readonly and memory.nbytes <= INLINE_BYTES:
+            return bytes(memory)  # what the reader makes of it is read-only, too
         self.buffers.append(memory)
         return msgpack.ExtType(_BUFFER, self.write(len(self.buffers)))
 
@@ -204,16 +205,18 @@ def dump(
         tracked: collects the tensors that require grad, which are written separately: see ``tracked``.
     """
     writer = Writer(reducers, to)
-    writer.trial, writer.tracked = trial, tracked
+    writer.trial, writer.tracked, writer.owned = trial, tracked, {}
     header: dict[str, Any] = {}
     try:
         buffers = [_write(writer, record), *writer.buffers]
         if writer.carried:
             header = {kind: descriptors for kind, (_, descriptors) in writer.carried.items()}
+        if tracked is not None:
+            tell_of_copies(writer.owned)
         if tracked:
             header[TRACKED] = len(buffers)
             apart = Writer(reducers, to)
-            buffers += [_write(apart, tuple([tensor.detach() for tensor in tracked])), *apart.buffers]
+            buffers += [_write(apart, separate(tracked, writer.owned)), *apart.buffers]
     except BaseException:
         for carrier, descriptors in (writer.carried or {}).values():
             carrier.take_back(descriptors, to)

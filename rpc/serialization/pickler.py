@@ -18,12 +18,14 @@ from types import FunctionType, MethodType
 from typing import Any, Final, Protocol
 
 import cloudpickle
+import numpy as np
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
 from rpc.errors import SerializationError, with_article
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.torch_internals import OpOverload, OpOverloadPacket
+from rpc.serialization.arrays import reduce_array
 from rpc.serialization.carriers import Carrier, arrived, receiving
 from rpc.serialization.exception_state import Partly, reduce_exception, reduce_partly
 from rpc.serialization.functions import (
@@ -44,7 +46,9 @@ from rpc.serialization.payload import (
     Staging,
     Tracked,
 )
+from rpc.serialization.process_bound import reducer_of
 from rpc.serialization.tensor_kinds import reduce_constant, reduce_storage, reduce_tensor
+from rpc.serialization.tracked import Owned, note_module, note_optimizer, separate, tell_of_copies
 
 PROTOCOL: Final = 5
 
@@ -82,6 +86,7 @@ _BUILT_IN: Final[dict[type, Reducer]] = _by_cloudpickle() | {
     type: reduce_importable,
     MethodType: reduce_method,
     enum.Enum: _reduce_enum,
+    np.ndarray: reduce_array,
     torch.Tensor: reduce_tensor,
     UntypedStorage: reduce_storage,
     TypedStorage: reduce_storage,
@@ -93,6 +98,8 @@ _BUILT_IN: Final[dict[type, Reducer]] = _by_cloudpickle() | {
     torch.jit.ScriptModule: reduce_script_module,
     OpOverload: reduce_operator,
     OpOverloadPacket: reduce_operator,
+    torch.nn.Module: note_module,
+    torch.optim.Optimizer: note_optimizer,
     BaseException: reduce_exception,
     Partly: reduce_partly,
 }
@@ -113,7 +120,8 @@ class Reducers(dict[type, Reducer | None]):
         if len(self) >= _MAX_FOUND:
             self.clear()
         registered = self._registered
-        reducer = self[kind] = next((registered[base] for base in kind.__mro__ if base in registered), None)
+        found = (registered.get(base) or reducer_of(base) for base in kind.__mro__)
+        reducer = self[kind] = next(filter(None, found), None)
         return reducer
 
 
@@ -124,6 +132,7 @@ class Departing:
     to: Destination | None = None
     trial = False  # nothing will be sent, so no object departs
     tracked: Tracked = None  # collects tensors that require grad, if they do not stay in the message
+    owned: Owned | None = None  # collects parameters of modules and optimizers
     carried: dict[str, tuple[Carrier, list[Any]]] | None = None  # by kind: its carrier, and the descriptors
     rebuilds_exceptions = False  # the receiver rebuilds exceptions from their state
     sends_chains = False  # exceptions are sent with their causes and contexts
@@ -249,7 +258,7 @@ def dump(
     pickler = pickler_to(stream)
     pickler.trial = trial
     pickler.sends_chains = not trial
-    pickler.tracked = tracked
+    pickler.tracked, pickler.owned = tracked, {}
     header: dict[str, Any] = {}
     outer, sending.pickler = sending.pickler, pickler
     try:
@@ -262,12 +271,13 @@ def dump(
             stream = io.BytesIO()
             apart = pickler_to(stream)
             apart.carried = pickler.carried
-            _pickle(apart, tuple([tensor.detach() for tensor in tracked]))
+            _pickle(apart, separate(tracked, pickler.owned))
             buffers[place] = stream.getvalue()
-        if pickler.carried:
-            header = {kind: descriptors for kind, (_, descriptors) in pickler.carried.items()}
-        if tracked:
             header[TRACKED] = place
+        if tracked is not None:
+            tell_of_copies(pickler.owned)
+        if pickler.carried:
+            header |= {kind: descriptors for kind, (_, descriptors) in pickler.carried.items()}
         if staging is not None and not staging.begin():
             staging = None
     except BaseException:

@@ -94,6 +94,7 @@ class PortablePickler:
         host = messages.sending.pickler
         if host is not None:
             pickler.host, pickler.to, pickler.trial = host, host.to, host.trial
+            pickler.owned = host.owned
         pickler.reducers = messages.Reducers() if host is None else host.reducers
         pickler.table = []
         pickler.own_reducers = self.reducers

@@ -28,6 +28,7 @@ from rpc.runtime.torch_internals import (
     make_per_tensor_quantized_tensor,
     nested_view_from_buffer_copy,
 )
+from rpc.serialization.carriers import arrived
 from rpc.serialization.memory import memory_at
 from rpc.serialization.tensors import dense, plain, reduce_strided
 from rpc.serialization.tracked import is_tracked, take_out
@@ -36,6 +37,9 @@ _COMPRESSED_BY_ROW: Final = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_BY_COLUMN: Final = (torch.sparse_csc, torch.sparse_bsc)
 _WHOLE_BYTES: Final = (torch.quint8, torch.qint8, torch.qint32)
 Shape = tuple[int, ...]
+
+_IS_PARAMETER: Final = "_is_param"
+"""What makes a tensor of a subclass a parameter."""
 
 _OWN_REDUCE: Final = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 
@@ -46,7 +50,7 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
     """
     kind = type(tensor)
     tracked = getattr(pickler, "tracked", None)
-    if tracked is not None and is_tracked(tensor):
+    if tracked is not None and is_tracked(tensor, pickler.owned):
         if tensor.is_nested:
             return _reduce_nested_with_history(tensor)
         if isinstance(tensor, MaskedTensor):
@@ -72,6 +76,8 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
                 return _reduce_dispatching(tensor)
             reduced = subclassed, (kind, tensor.detach().as_subclass(Tensor), tensor.requires_grad)
     attributes = tensor.__dict__
+    if reduced[0] is arrived and _IS_PARAMETER in attributes:  # as a part of a graph it is none
+        attributes = {name: value for name, value in attributes.items() if name != _IS_PARAMETER}
     if attributes:
         return (*reduced, attributes, None, None, set_attributes)
     return reduced

@@ -5,34 +5,90 @@ has all of them as outputs. So they are pickled separately: in the main pickle e
 travelled beside it. Calls and results that consist of usual tensors only need no second pickle
 (``pickle_codec``).
 
-A parameter arrives as a separate parameter, since modules consist of them. One that is itself an argument of
-a call, or in a list, tuple or dict there, does not belong to a module that is sent: a tensor replaces it
-(``stand_ins``).
+A parameter that requires grad is tracked like any other tensor, and so arrives as a tensor, unless a module
+or an optimizer in the message has it (``Owned``): these must consist of parameters, so it arrives as a
+separate parameter. A message may refer to a parameter before it comes to the module; so this is decided when
+the tracked tensors are pickled, after the rest. A parameter that is itself an argument of a call, or in a
+list, tuple or dict there, is tracked in any case: a tensor replaces it (``stand_ins``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from rpc.errors import SerializationError
 from rpc.serialization.carriers import arrived, receiving
 from rpc.serialization.memory import settle
 from rpc.serialization.payload import TRACKED, Arrivals, Connect
 
+logger = logging.getLogger(__name__)
+
 _NO_PARAMETERS: Final = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 """Types of usual arguments."""
 
+Owned = dict[int, Tensor]
+"""Parameters of modules and optimizers in a message, by id."""
 
-def is_tracked(tensor: Tensor) -> bool:
-    """Whether a tensor stays part of the sender's graph: any that requires grad, other than a parameter,
-    which arrives as a separate parameter.
+
+def is_tracked(tensor: Tensor, owned: Owned) -> bool:
+    """Whether a tensor stays part of the sender's graph, as far as the message has been pickled: any that
+    requires grad, other than a parameter of a module, and other than any parameter if gradients are disabled.
     """
-    return tensor.requires_grad and not isinstance(tensor, Parameter)
+    if not tensor.requires_grad or not isinstance(tensor, Parameter):
+        return tensor.requires_grad
+    usual = type(tensor).__reduce_ex__ in (Parameter.__reduce_ex__, Tensor.__reduce_ex__)
+    return usual and id(tensor) not in owned and torch.is_grad_enabled()
+
+
+def note_module(module: Module, pickler: Any) -> Any:
+    """Note the parameters that a module has itself; leaves its reduction to pickle."""
+    return _note(module.__dict__.get("_parameters", {}).values(), pickler)
+
+
+def note_optimizer(optimizer: Optimizer, pickler: Any) -> Any:
+    """Note the parameters of an optimizer; leaves its reduction to pickle."""
+    groups = optimizer.__dict__.get("param_groups", ())
+    return _note((each for group in groups for each in group.get("params", ())), pickler)
+
+
+def _note(parameters: Iterable[Any], pickler: Any) -> Any:
+    if pickler.owned is not None:
+        pickler.owned.update({id(each): each for each in parameters if isinstance(each, Parameter)})
+    return NotImplemented
+
+
+def separate(tracked: list[Tensor], owned: Owned) -> tuple[Tensor, ...]:
+    """Return what is pickled of the tracked tensors: their values, and the owned parameters among them, which
+    are taken out of ``tracked``.
+    """
+    pickled = tuple([each if id(each) in owned else each.detach() for each in tracked])
+    tracked[:] = [each for each in tracked if id(each) not in owned]
+    return pickled
+
+
+def tell_of_copies(owned: Owned) -> None:
+    """Log that owned parameters, if there are any, get no gradients from the receiver."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in owned.values()):
+        _tell_of_copies()
+
+
+@functools.cache
+def _tell_of_copies() -> None:
+    """Warn once in a process that a module's copy has parameters of its own."""
+    logger.warning(
+        "a module, or an optimizer, was sent in a call or an answer inside of dist_autograd.context(): the "
+        "receiver's copy has parameters of its own, and no gradients of them flow back to the sender's. For "
+        "gradients, send the parameters themselves, for example dict(module.named_parameters()) for "
+        "torch.func.functional_call, or keep the module on one worker and call it there (RemoteModule)"
+    )
 
 
 def stand_ins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -104,5 +160,10 @@ def rebuilt(
         receiving.arrivals = outer
     if type(tensors) is not tuple or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise SerializationError("what the message has in place of its tensors are none")
-    found = connect(list(tensors)) if connect else [tensor.requires_grad_() for tensor in tensors]
+    recorded = [number for number, tensor in enumerate(tensors) if not isinstance(tensor, Parameter)]
+    found = list(tensors)
+    values = [found[number] for number in recorded]
+    connected = connect(values) if connect and values else [tensor.requires_grad_() for tensor in values]
+    for number, tensor in zip(recorded, connected, strict=True):
+        found[number] = tensor
     return buffers[:place], {**(arrivals or {}), TRACKED: found}

@@ -59,6 +59,7 @@ class RemoteModule(WithoutLocalState):
 
     Raises:
         NotInitializedError: ``rpc.init_rpc`` has not been called.
+        TypeError: ``module_cls`` is a module, or cannot be called.
         ValueError: ``remote_device`` is malformed, or ``_module_interface_cls`` is not an interface.
         UnknownWorkerError: there is no such worker.
         RuntimeError: the worker has no such device.
@@ -90,6 +91,7 @@ class RemoteModule(WithoutLocalState):
         super().__init__()
         _check_initialized()
         place = RemoteDevice.parse(remote_device)
+        _check_maker(module_cls)
         if _module_interface_cls is not None:
             check_interface(_module_interface_cls)
         if place.device.type != "cpu":
@@ -207,6 +209,23 @@ class RemoteModule(WithoutLocalState):
 def _check_initialized() -> None:
     if not is_initialized():
         raise NotInitializedError("RemoteModule only works in RPC: call rpc.init_rpc first")
+
+
+def _check_maker(module_cls: Any) -> None:
+    """Raise ``TypeError`` unless calling ``module_cls`` can create a module."""
+    if isinstance(module_cls, nn.Module):
+        kind = type(module_cls).__name__
+        raise TypeError(
+            f"module_cls is {with_article(type(module_cls))}, not a class of modules: pass the class and its "
+            f"arguments, RemoteModule(remote_device, {kind}, args=(...)), and the module is created there. "
+            "To use a module that exists, make a reference to it on its worker, rpc.RRef(module), and pass "
+            "this to RemoteModule.init_from_module_rref"
+        )
+    if not callable(module_cls):
+        raise TypeError(
+            f"module_cls is {with_article(type(module_cls))}, not a class derived from nn.Module, or a "
+            "function that returns a module"
+        )
 
 
 def reduce_remote_module(remote_module: RemoteModule) -> tuple[Any, ...]:

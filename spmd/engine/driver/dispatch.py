@@ -17,7 +17,15 @@ from spmd.engine.driver.aliases import Alias, read, refuse_repeated, steps_of_vi
 from spmd.engine.driver.current import engine
 from spmd.engine.driver.generator import draw, of_device
 from spmd.engine.driver.handlers import HANDLERS, resize
-from spmd.engine.driver.logical_tensor import LogicalTensor, alias_of, fetched, show_instead, uploaded, wrap
+from spmd.engine.driver.logical_tensor import (
+    LogicalTensor,
+    alias_of,
+    fetched,
+    show_instead,
+    uploaded,
+    wrap,
+    wrap_view,
+)
 from spmd.engine.driver.one_rank import collective
 from spmd.engine.driver.operation import Operation
 from spmd.engine.driver.recorder import Recorder
@@ -122,8 +130,8 @@ def _view(
     one, found = known
     if one:
         ((spec, step),) = found
-        return wrap(Alias(None, spec, parent, step))
-    return [wrap(Alias(None, spec, parent, step)) for spec, step in found]
+        return wrap_view(args[0], Alias(None, spec, parent, step))
+    return [wrap_view(args[0], Alias(None, spec, parent, step)) for spec, step in found]
 
 
 def _reshape(tensor: LogicalTensor, view: LogicalTensor) -> Tensor:

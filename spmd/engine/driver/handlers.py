@@ -22,6 +22,7 @@ from spmd.engine.driver.logical_tensor import (
     parameter_of,
     show_instead,
     wrap,
+    wrap_view,
 )
 from spmd.engine.driver.operation import Operation
 from spmd.engine.driver.recorder import Recorder
@@ -63,7 +64,9 @@ def _same(tensor: LogicalTensor) -> Tensor:
     spec = tensor._alias.spec
     if tensor.stride() != spec.stride or tensor.shape != spec.shape:  # its data was assigned
         raise AssertionError("a tensor and its alias differ")
-    return wrap(tensor._alias)
+    if tensor.is_inference():  # PyTorch lets a detached one be changed in any mode
+        return wrap(tensor._alias)
+    return wrap_view(tensor, tensor._alias)
 
 
 @_handles(local_scalar)
@@ -132,7 +135,7 @@ def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | Non
     offset = int(tensor.storage_offset()) if offset is None else offset
     spec = Spec.of(tuple(size), tuple(stride), tensor.dtype, offset=offset)
     if (spec.shape, spec.stride, spec.offset) == (alias.spec.shape, alias.spec.stride, alias.spec.offset):
-        return wrap(alias)
+        return wrap_view(tensor, alias)
     base = alias if alias.base is None else alias.base
     with recorder.lock:
         steps = as_strided_steps(base.spec, size, stride, offset)
@@ -141,7 +144,7 @@ def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | Non
         for place, (operator, args) in enumerate(steps, start=1):
             known = spec if place == len(steps) else infer(operator, (base.spec, *args), {})
             base = Alias(None, known, base, (Operation.of(operator), args))
-        return wrap(base)
+        return wrap_view(tensor, base)
 
 
 @_handles(aten.as_strided_.default)
@@ -162,8 +165,13 @@ def _detach(tensor: LogicalTensor) -> Tensor:
 
 @_handles(aten.set_.source_Tensor)
 def _set(target: LogicalTensor, source: LogicalTensor) -> Tensor:
-    target._alias = source._alias
+    show_instead(target, source)
     return target
+
+
+@_handles(aten.set_.default)
+def _set_to_nothing(target: LogicalTensor) -> Tensor:
+    return _set(target, target.new_empty(0))
 
 
 @_handles(aten.resize_.default)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from rpc.runtime.torch_internals import InferenceMode
 from spmd.engine.driver.aliases import Alias, Value, read
 from spmd.engine.driver.current import DEVICE, NAME, engine, is_running
 from spmd.engine.program.metas import spec_of
@@ -40,7 +41,10 @@ __all__ = [
     "show_instead",
     "uploaded",
     "wrap",
+    "wrap_view",
 ]
+
+_inference: Final = torch.is_inference_mode_enabled
 
 Dispatch = Callable[[Any, tuple[Any, ...], "dict[str, Any] | None"], Any]
 
@@ -60,8 +64,11 @@ class LogicalTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As for any tensor; assigning it makes this tensor show the other one's memory."""
-        return self.detach()
+        """As for any tensor: the same memory, with a version counter of its own. Assigning it makes this
+        tensor show the other one's memory.
+        """
+        shown: Tensor = _TENSOR_DATA.__get__(self)
+        return shown
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -138,12 +145,13 @@ _TENSOR_DATA: Final[Any] = vars(BaseTensor).get("data")
 
 def in_message(tensor: LogicalTensor) -> tuple[Any, ...]:
     """Return the reduction of a tensor in a message, whose receiver need not have the device."""
-    return _received, (tensor.detach().cpu(), tensor.requires_grad)
+    return _received, (tensor.detach().cpu(), tensor.requires_grad, isinstance(tensor, Parameter))
 
 
-def _received(data: Tensor, requires_grad: bool) -> Tensor:
+def _received(data: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
     """Return a tensor on the device, if there is one; otherwise on the CPU."""
-    return (data.to(DEVICE) if is_running() else data).requires_grad_(requires_grad)
+    tensor = data.to(DEVICE) if is_running() else data
+    return Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
 def wrap(alias: Alias) -> LogicalTensor:
@@ -154,6 +162,15 @@ def wrap(alias: Alias) -> LogicalTensor:
     )
     made._alias = alias
     return made
+
+
+def wrap_view(viewed: Tensor, alias: Alias) -> LogicalTensor:
+    """Make a tensor that shows an alias of another tensor's memory: an inference tensor if that one is."""
+    is_inference = viewed.is_inference()
+    if is_inference is _inference():
+        return wrap(alias)
+    with InferenceMode(is_inference):
+        return wrap(alias)
 
 
 def alias_of(tensor: Tensor) -> Alias:

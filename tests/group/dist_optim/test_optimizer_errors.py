@@ -78,6 +78,33 @@ def test_an_error_on_the_only_owner_names_the_worker_too() -> None:
     assert "in step" in notes_of(caught.value)
 
 
+def a_result() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True) * 2
+
+
+def a_view_that_retains_its_gradient() -> torch.Tensor:
+    view = torch.nn.Parameter(torch.ones(2))[:1]
+    view.retain_grad()
+    return view
+
+
+@pytest.mark.parametrize("make", [a_result, a_view_that_retains_its_gradient])
+@in_worker0()
+def test_a_tensor_that_gets_no_gradient_in_a_context_is_refused(make: Callable[[], torch.Tensor]) -> None:
+    leaf, other = rpc.remote("worker1", torch.ones, args=(2,)), rpc.remote("worker1", make)
+    local = rpc.RRef(make())
+    bad: list[tuple[Any, str]] = [
+        ([leaf, other], r"params_rref\[1\] .* worker 'worker1'"),
+        (iter([leaf, local]), r"params_rref\[1\] .* worker 'worker0'"),
+        ([{"params": [leaf]}, {"params": other, "lr": 1.0}], "reference 1 of all groups .* worker 'worker1'"),
+    ]
+    for references, where in bad:
+        with pytest.raises(ValueError, match=f"can't optimize a non-leaf Tensor: {where}"):
+            DistributedOptimizer(optim.SGD, references, lr=0.1)
+    with pytest.raises(ValueError, match="non-leaf Tensor: params_rref"):
+        DistributedOptimizer(optim.SGD, [other], lr=0.1, stale_gradients=False)
+
+
 @in_worker0()
 def test_wrong_arguments_are_refused_with_what_is_wrong() -> None:
     tensor = rpc.remote("worker1", torch.ones, args=(2,))

@@ -187,6 +187,12 @@ def test_mistakes_in_making_one_are_raised_at_once() -> None:
         RemoteModule("worker1", Scale, (1.0,), _module_interface_cls=Scale)
     with pytest.raises(TypeError, match="module_rref is a Scale, not a reference to a module"):
         RemoteModule.init_from_module_rref("worker1", Scale(1.0))  # type: ignore[arg-type]
+    module: Any = Scale(2.0)
+    with pytest.raises(TypeError, match=r"module_cls is a Scale, not a class of modules: .* rpc\.RRef"):
+        RemoteModule("worker1/cpu", module)
+    name: Any = "Scale"
+    with pytest.raises(TypeError, match=r"module_cls is a str, not a class derived from nn\.Module"):
+        RemoteModule("worker1/cpu", name)
     with pytest.raises(RuntimeError, match="without _module_interface_cls: it cannot be scripted"):
         torch.jit.script(RemoteModule("worker1", Scale, args=(1.0,)))
 
