@@ -255,6 +255,6 @@ def test_each_stub_below_farcall_describes_a_module_of_its_name() -> None:
     for stub in stubs:
         name = ".".join(stub.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         assert stub.read_text().startswith(f"from {name.removeprefix('farcall.')} import *\n")
-        assert importlib.import_module(name)
+        importlib.import_module(name)
         described.add(name)
     assert {f"farcall.{package}" for package in PACKAGES} <= described
