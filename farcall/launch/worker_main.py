@@ -21,7 +21,7 @@ farcall_guard.prefer()  # before any import of packages that the program's folde
 
 from farcall.launch.failures import record
 from farcall.launch.program import run_module, run_script
-from farcall.observe.installation import begin
+from farcall.observe.installation import begin, failed
 
 __all__ = ["main"]
 
@@ -43,6 +43,7 @@ def main() -> int:
 
 def _record(error: Exception) -> None:
     record(error, "".join(traceback.format_exception(error)))
+    failed(error)
 
 
 if __name__ == "__main__":
