@@ -24,6 +24,7 @@ from farcall.observe.observer import Observer, program_name
 from rpc.agent.agent import Agent
 from rpc.runtime.events import PeerJoined, PeerLost
 from rpc.runtime.stacks import LIBRARIES
+from rpc.serialization.failures import text_of
 
 __all__ = ["begin", "failed", "install", "observer"]
 
@@ -98,7 +99,7 @@ def begin(environ: Mapping[str, str], program: str) -> None:
 def failed(error: BaseException) -> None:
     """Note the exception that ends the program of this process."""
     if _observer is not None:
-        text = str(error)[:_MAX_ERROR].partition("\n")[0]
+        text = " ".join(text_of(error).split())[:_MAX_ERROR]
         _observer.identify(error=f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
@@ -167,7 +168,7 @@ def _ended(found: Observer, agent: Agent) -> None:
     global _observer
     if found.remove(agent):
         error = getattr(sys, "last_value", None)  # the interpreter has printed it, and ends
-        if isinstance(error, BaseException) and not found.identity.get("error"):
+        if isinstance(error, Exception) and not hasattr(sys, "ps1") and not found.identity.get("error"):
             failed(error)
         with _lock:
             if _observer is found:
