@@ -165,6 +165,8 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
             lines = native_stack_lines(worker) if native else stack_lines(worker, everything=everything)
             for line in lines:
                 click.echo(line)
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+            raise
         except OSError as error:
             raise click.ClickException(str(error)) from error
     return 0

@@ -286,7 +286,7 @@ def time_out_calls(too_soon: float) -> None:
     unmade, own = rpc.remote("worker1", Slow), rpc.remote("worker0", Slow)
     refused(RpcTimeoutError, asked.format(".*to_here.*", of_reference), unmade.to_here, timeout=too_soon)
     refused(RpcTimeoutError, r"timeout.*OwnerRRef\(.* is still being made", own.to_here, timeout=too_soon)
-    method = asked.format(r"(method 'work'|the type) of the value of .*Slow\(\.\.\.\)")
+    method = asked.format(r"(method 'work'|the type) of the value of .*Slow\(\.\.\.\)", of_reference)
     refused(RpcTimeoutError, method, unmade.rpc_sync(timeout=too_soon).work)
     refused(RpcTimeoutError, method, unmade.rpc_async(timeout=too_soon).work().wait)
     refused(RpcTimeoutError, method, unmade.remote(timeout=too_soon).work)
