@@ -47,8 +47,8 @@ def trace_job(job: JobFolder, seconds: float, output: str) -> list[str]:
             folder = Path(name)
             until = time.time() + _SECONDS_TO_BEGIN + seconds
             give_order(job.path, "trace", until=until, parts=name)
-            count = f"{len(awaited)} worker{'' if len(awaited) == 1 else 's'}"
-            click.echo(f"tracing {count} of job {job.id} for {seconds:g} s", err=True)
+            workers = f"{len(awaited)} worker{'' if len(awaited) == 1 else 's'}"
+            click.echo(f"tracing {workers} of job {job.id} for {seconds:g} s", err=True)
             time.sleep(max(0.0, until - time.time()))
             begun = _numbers(folder, BEGUN)
             _wait_for(folder, begun.intersection(awaited))

@@ -341,7 +341,7 @@ def test_a_job_that_moves_has_no_culprit_but_a_cycle_or_a_dead_worker_is_one() -
 
 
 def test_of_live_jobs_the_one_with_a_cycle_hangs_most_clearly() -> None:
-    lock = {"on": "lock", "kind": "lock", "doing": "waits for a lock", "line": 3}
+    lock: dict[str, Any] = {"on": "lock", "kind": "lock", "doing": "waits for a lock", "line": 3}
     cycle = found(worker(0, thread(1, holder=2, **lock), thread(2, holder=1, **lock)))
     sleeping = found(worker(0, thread(MAIN, line=7, doing="sleeps")))
     moving = found(worker(0, thread(MAIN, line=7, doing="sleeps"), moved=NOW, called=NOW))
