@@ -23,7 +23,6 @@ _OF_RPC: Final = (
     "torch.distributed.autograd",
     "torch.distributed.nn",
     "torch.distributed.optim",
-    "torch._C._distributed",
 )
 """The parts of PyTorch whose own names are never lent."""
 
@@ -126,7 +125,7 @@ def without_counterpart(module: str) -> Callable[[str], Any]:
 
     def lend_or_refuse(name: str) -> Any:
         lent = getattr(displaced.get(module), name, None)
-        if not name.startswith("_") and _is_from_elsewhere(lent):
+        if not name.startswith("_") and name not in INSTEAD and _is_from_elsewhere(lent):
             return lent
         text = f"farcall.compat has no counterpart of {module}.{name}"
         if name in INSTEAD:

