@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 import pytest
 
-from farcall.observe import installation
 from farcall.observe.jobs import JOB
 from farcall.observe.orders import give_order
 from farcall.observe.reader import read_worker
@@ -20,7 +20,11 @@ def test_process_that_a_launcher_has_started_records_a_trace_when_it_is_ordered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FARCALL_JOBS_DIR", str(tmp_path))
-    monkeypatch.setattr(installation, "_observer", None)
+    spec = find_spec("farcall.observe.installation")
+    assert spec is not None
+    assert spec.loader is not None
+    installation = module_from_spec(spec)  # this process itself stays without an observer
+    spec.loader.exec_module(installation)
     installation.begin({JOB: "job"}, "prog.py")
     found = installation.observer()
     assert found is not None
