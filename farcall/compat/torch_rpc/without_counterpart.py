@@ -41,7 +41,6 @@ _OPTIMIZER: Final = "use torch.distributed.optim.DistributedOptimizer"
 _TYPES: Final = "define a TypeVar of your own"
 
 INSTEAD: Final[dict[str, str]] = {
-    "GenericWithOneTypeVar": "use typing.Generic",
     "RemoteProfilerManager": _PROFILED,
     "T": _TYPES,
     "_LocalOptimizer": _OPTIMIZER,
