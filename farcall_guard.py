@@ -11,13 +11,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from importlib.abc import MetaPathFinder
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.util import find_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
-__all__ = ["PACKAGES", "HiddenPackageError", "check", "explain", "installed", "namesakes", "prefer"]
+__all__ = [
+    "PACKAGES",
+    "HiddenPackageError",
+    "check",
+    "explain",
+    "find_below_farcall",
+    "installed",
+    "namesakes",
+    "prefer",
+]
 
 PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd")
 """The packages that farcall consists of, besides ``farcall`` itself."""
@@ -91,6 +102,42 @@ class _Preference(MetaPathFinder):
 
 
 _preference: Final = _Preference()
+
+
+def find_below_farcall() -> None:
+    """Make ``import farcall.rpc`` import the package ``rpc``, and so on for the others and their modules.
+
+    Both names refer to one module object, which is imported once.
+    """
+    if _second_names not in sys.meta_path:
+        sys.meta_path.insert(0, _second_names)
+
+
+class _SecondNames(MetaPathFinder, Loader):
+    """Finds farcall's packages, and the modules in them, under names that begin with ``farcall.``."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        above, _, name = fullname.partition(".")
+        package = name.partition(".")[0]
+        if above != "farcall" or package not in PACKAGES:
+            return None
+        check(*PACKAGES)
+        found = find_spec(name)
+        if found is None:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+        is_package = found.submodule_search_locations is not None
+        return spec_from_loader(fullname, self, origin=found.origin, is_package=is_package)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module that has the shorter name in place of the new, empty one."""
+        name = module.__name__
+        sys.modules[name] = import_module(name.partition(".")[2])
+
+
+_second_names: Final = _SecondNames()
 
 
 def explain(hidden: Mapping[str, Path]) -> str:

@@ -1,7 +1,8 @@
 """The front door of farcall: the command line, and ``compat`` for programs written for PyTorch's RPC.
 
-The packages that do the work are top-level packages: ``rpc``, ``rref`` and so on; ``from farcall import rpc``
-is ``import rpc``. What imports them checks that those names refer to farcall's packages.
+The packages that do the work are top-level packages: ``rpc``, ``rref`` and so on. ``import farcall.rpc``,
+``from farcall import rpc`` and ``import rpc`` give the same module. What imports them checks that those
+names refer to farcall's packages.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 import farcall_guard as _guard
+
+_guard.find_below_farcall()
 
 if TYPE_CHECKING:
     import dist_autograd as dist_autograd

@@ -177,7 +177,7 @@ class RRef(Generic[T]):
         payload = fetch(self._rref)
         shell.calls.attach(payload.header, self._owner)
         try:
-            fetched: T = shell.calls.inquire(self._owner, FETCH, payload, timeout, self.to_here)
+            fetched: T = shell.calls.inquire(self._owner, FETCH, payload, timeout, "RRef.to_here")
         except RRefError:
             if self._creation is not None:
                 self._creation.check()  # it has failed in the meantime, and its error is more specific

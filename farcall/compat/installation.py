@@ -25,6 +25,7 @@ from dist_autograd.recording import RECV_NODE, SEND_NODE
 from farcall.compat import lending
 from farcall.compat.torch_internals import INTERNALS
 from farcall.compat.torch_rpc import testing
+from farcall.compat.torch_rpc.without_counterpart import INSTEAD, displaced
 
 __all__ = ["CompatError", "install", "is_installed", "uninstall"]
 
@@ -46,7 +47,6 @@ _FACADES: Final = {
     "torch._C._distributed_autograd": "farcall.compat.torch_autograd",
     "torch.distributed.autograd": "farcall.compat.torch_autograd",
     "torch.distributed.nn.api.remote_module": "farcall.compat.torch_nn",
-    "torch.distributed.nn.jit": "farcall.compat.torch_nn_jit",
     "torch.distributed.optim.optimizer": "farcall.compat.torch_optim",
 }
 """The facade of each of PyTorch's modules. Submodules of these without a facade cannot be imported."""
@@ -56,6 +56,9 @@ _SHOWN_BY: Final = {
     "torch.distributed.optim": ("DistributedOptimizer", "farcall.compat.torch_optim"),
 }
 """Packages of PyTorch's that stay, but offer a name of a module that is replaced."""
+
+_GENERATED: Final = "_remote_module_"
+"""Prefix of modules that ``torch.distributed.nn.jit.instantiator`` generates, which import PyTorch's RPC."""
 
 _NAMES_HELD: Final = frozenset({"RRef", "init_rpc", "remote", "rpc_async", "rpc_sync", "shutdown"})
 """Modules that programs import by name."""
@@ -106,9 +109,10 @@ def install(xla: bool = False) -> None:
         INTERNALS.check()
         facades = {name: importlib.import_module(facade) for name, facade in _FACADES.items()}
         _warn_of_holders(theirs)
-        _modules = {name: module for name, module in sys.modules.items() if _is_replaced(name)}
+        _modules = {name: module for name, module in sys.modules.items() if _is_removed(name)}
         for name in _modules:
             del sys.modules[name]
+        displaced.update({name: module for name, module in _modules.items() if name in facades})
         for name, facade in facades.items():
             _put(name, facade)
         sys.meta_path.insert(0, _finder)
@@ -133,8 +137,9 @@ def uninstall() -> None:
         sys.meta_path.remove(_finder)
         lending.take_back()
         testing.deregister()
-        for name in [name for name in sys.modules if _is_replaced(name)]:
+        for name in [name for name in sys.modules if _is_removed(name)]:
             del sys.modules[name]
+        displaced.clear()
         sys.modules.update(_modules)
         while _undo:
             target, attribute, before = _undo.pop()
@@ -148,6 +153,11 @@ def uninstall() -> None:
 
 def _is_replaced(name: str) -> bool:
     return any(_is_within(name, replaced) for replaced in _FACADES)
+
+
+def _is_removed(name: str) -> bool:
+    """Whether a module is imported anew after the installation, and after its end."""
+    return _is_replaced(name) or name.startswith(_GENERATED)
 
 
 def _is_within(name: str, module: str) -> bool:
@@ -170,7 +180,9 @@ class _Finder(MetaPathFinder, Loader):
         if fullname in _FACADES:
             return spec_from_loader(fullname, self)
         if _is_replaced(fullname):
-            raise ModuleNotFoundError(f"farcall.compat has no counterpart of {fullname}", name=fullname)
+            instead = INSTEAD.get(fullname.rpartition(".")[2])
+            text = f"farcall.compat has no counterpart of {fullname}" + (f": {instead}" if instead else "")
+            raise ModuleNotFoundError(text, name=fullname)
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -238,7 +250,7 @@ def _warn_of_holders(theirs: ModuleType | None) -> None:
         name
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] not in ("torch", "farcall")
-        and not name.startswith("_remote_module_")  # torch.distributed.nn generates these
+        and not name.startswith(_GENERATED)
         and any(id(value) in held for value in list(getattr(module, "__dict__", {}).values()))
     )
     if holders:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Final
 
 from torch import nn
 
 import rref
+from farcall.compat import torch_rpc as rpc
+from farcall.compat.torch_rpc.internal import _internal_rpc_pickler
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
 
 __all__ = ["RemoteModule"]
@@ -39,4 +42,12 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
 )
 """The attributes of a remote module that has just arrived in a message, except for those methods."""
 
-__getattr__ = without_counterpart("torch.distributed.nn.api.remote_module")
+_LENT: Final = (rpc, _internal_rpc_pickler)
+
+_lend_or_refuse = without_counterpart("torch.distributed.nn.api.remote_module")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "instantiator":
+        return importlib.import_module("torch.distributed.nn.jit.instantiator")
+    return _lend_or_refuse(name)

@@ -88,6 +88,7 @@ def launch(
             _wait_for_output(output, news)
             watch.close()
     status = _sum_up(job, end)
+    watch.ended(status, end.failure)
     if end.failure is not None:
         watch.explain(end.failure)
     # A thread waits in C++ for a store that does not answer: Python's shutdown would abort.

@@ -20,10 +20,10 @@ from farcall.launch.page_process import PageProcess
 from farcall.launch.terminal import say
 from farcall.observe.analysis import Report, analyze
 from farcall.observe.jobs import JOB, find_job, jobs_folder
-from farcall.observe.launches import note_launch
+from farcall.observe.launches import note_end, note_launch
 from farcall.observe.reader import read_job
 from farcall.observe.silent_processes import last_place
-from farcall.observe.state import JobState, Process
+from farcall.observe.state import JobState, Process, WorkerState
 from farcall.observe.words import in_words, waiting_in_words
 
 __all__ = ["JobWatch"]
@@ -125,8 +125,20 @@ class JobWatch:
         if worker is not None and failure.place is None and (place := last_place(worker)) is not None:
             say(f"{worker.name} was last seen in {place.function}, at {place}")
         ended = [replace(each, process=Process(alive=False)) if each is worker else each for each in job]
-        for line in waiting_in_words(analyze(replace(job, workers=tuple(ended))), {failure.rank}):
+        report = analyze(replace(job, workers=tuple(ended)))
+        formed = any(
+            _has_joined(each)
+            for each in self._at_failure
+            if each.process.alive or each.pid == failure.pid  # not one of an earlier round
+        )
+        for line in waiting_in_words(report, {failure.rank}, group_formed=formed):
             say(line)
+
+    def ended(self, status: int, failure: Failure | None) -> None:
+        """Note how the job has ended, for the commands that look at it later."""
+        if self.id:
+            text = "" if failure is None else f"{failure.process} {failure.what}"
+            note_end(self._folder / self.id, status, text)
 
     def _state(self, *, earlier: bool = False) -> JobState | None:
         if not self.id:
@@ -148,3 +160,8 @@ class JobWatch:
     def _lines(self, report: Report) -> Iterator[str]:
         yield from in_words(report, _WIDTH)
         yield f"farcall why --job {self.id} says more"
+
+
+def _has_joined(worker: WorkerState) -> bool:
+    """Whether a worker has been in a static group, all of whose workers were at the rendezvous then."""
+    return bool(worker.fact("static", False)) and worker.phase in ("running", "leaving", "left")

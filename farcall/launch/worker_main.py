@@ -26,7 +26,7 @@ farcall_guard.prefer()  # before any import of packages that the program's folde
 
 from farcall.launch.failures import record
 from farcall.launch.program import run_module, run_script
-from farcall.observe.installation import begin
+from farcall.observe.installation import begin, failed
 from rpc.errors import WorkerLostError
 from rpc.runtime.tracebacks import folded, in_one_line
 
@@ -58,6 +58,7 @@ def main() -> int:
 def _record(error: Exception) -> str | None:
     """Leave a record for the launcher. The loss of another worker, which says why itself, is one line."""
     record(error, folded(error))
+    failed(error)
     return f"{in_one_line(error)}\n" if isinstance(error, WorkerLostError) else None
 
 

@@ -10,11 +10,16 @@ from farcall.observe.state import JobState
 from farcall.observe.wait_graph import wait_graph
 from farcall.observe.wait_nodes import Graph, Key, Node
 
-__all__ = ["Finding", "Report", "analyze"]
+__all__ = ["STILL_SECONDS", "Finding", "Report", "analyze", "severity"]
+
+STILL_SECONDS: Final = 2.0
+"""Time in seconds without movement after which a job does not count as moving."""
+
 
 _RANK: Final = {
     "cycle": 0,
     "dead": 1,
+    "failed": 1,
     "frozen": 2,
     "traced": 3,
     "stopped": 3,
@@ -24,8 +29,13 @@ _RANK: Final = {
 }
 """Order of the kinds of findings: those with lower numbers come first."""
 
-_BY_THEMSELVES: Final = frozenset(("dead", "frozen", "traced", "stopped", "unreachable", "rendezvous"))
+_BY_THEMSELVES: Final = frozenset(
+    ("dead", "failed", "frozen", "traced", "stopped", "unreachable", "rendezvous")
+)
 """Kinds of nodes that are findings even if nothing is known to wait for them."""
+
+_AT_WORK: Final = frozenset(("computes", "runs", "sleeps"))
+"""Kinds of nodes at the end of a chain that may go on by themselves."""
 
 _USUAL: Final = frozenset(("shutdown", "left", "frozen out"))
 """Kinds of nodes that wait as intended, until others are done."""
@@ -68,6 +78,14 @@ class Report:
     nodes: tuple[Node, ...]
     findings: tuple[Finding, ...]
     all_nodes: tuple[Node, ...] = ()
+
+    def label(self, finding: Finding) -> str:
+        """Return what a finding is: "cycle", "culprit", or "note" if nothing is wrong because of it."""
+        if finding.kind == "cycle":
+            return "cycle"
+        moves = bool(self.job.living) and min(self.job.still, self.job.quiet) < STILL_SECONDS
+        is_cause = finding.waiting and (finding.kind in _BY_THEMSELVES or not moves)
+        return "culprit" if is_cause or finding.kind == "failed" else "note"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as values for JSON."""
@@ -120,6 +138,13 @@ def analyze(job: JobState) -> Report:
     findings.sort(key=lambda each: (_RANK.get(each.kind, 9), -each.waiting, each.culprit.key))
     shown = tuple(_in_order(graph, findings, waited))
     return Report(job, shown, tuple(findings), tuple(graph.nodes.values()))
+
+
+def severity(report: Report) -> int:
+    """Return how clearly a job hangs, as the number of a rank: lower is clearer."""
+    found = [each for each in report.findings if each.kind in _BY_THEMSELVES or report.label(each) != "note"]
+    ranks = [_RANK.get(each.kind, 20 if each.kind in _AT_WORK else 9) for each in found]
+    return min(ranks, default=30)
 
 
 # ---- cycles

@@ -16,7 +16,7 @@ __all__ = ["COMMANDS"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_JOB: Final = "The job: its name, or the beginning of it.  [the newest of this user]"
+_JOB: Final = "The job: its name, or the beginning of it.  [one of this user that runs, or the last one]"
 
 
 def _job_option(command: F) -> F:
@@ -38,12 +38,15 @@ def _read(folder: Any, *, native: bool = False) -> Any:
 
 
 def _find(job: str | None) -> Any:
-    from farcall.observe.jobs import find_job, jobs_folder
+    from farcall.observe.choosing import choose_job
+    from farcall.observe.jobs import jobs_folder
 
     try:
-        return find_job(jobs_folder(os.environ), job)
+        found = choose_job(jobs_folder(os.environ), job)
     except LookupError as error:
         raise click.ClickException(str(error)) from error
+    found.tell(lambda text: click.echo(text, err=True))
+    return found.job
 
 
 @click.command(short_help="Say what a job that hangs waits for, and why.")
@@ -91,7 +94,8 @@ def trace(job: str | None, seconds: float, output: str) -> int:
 def ps(job: str | None, everything: bool, as_json: bool) -> int:
     """List the workers of this user's jobs on this host.
 
-    OUT/s and IN/s count calls made and requests received; WAITS is the age of the oldest call or wait.
+    OUT/s and IN/s count calls made and requests received; STATE is that of the busiest thread; WAITS is the
+    age of the oldest call or wait, except for that in shutdown.
     """
     from farcall.observe.figures import job_line, rows_of, table
     from farcall.observe.jobs import jobs, jobs_folder
@@ -161,6 +165,8 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
             lines = native_stack_lines(worker) if native else stack_lines(worker, everything=everything)
             for line in lines:
                 click.echo(line)
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+            raise
         except OSError as error:
             raise click.ClickException(str(error)) from error
     return 0

@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from farcall.observe.state import JobState, WorkerState, number
+from farcall.observe.state import JobState, ThreadState, WorkerState
 
 __all__ = ["COLUMNS", "Row", "row_of", "rows_of", "state_of", "table"]
+
+
+_WAITS_SECONDS: Final = 2.0
+"""Time in seconds from which a thread that waits for other workers makes the state of its worker "waits"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +20,11 @@ class Row:
     """The figures of one worker.
 
     Attributes:
-        state: see ``state_of``.
+        state: see ``state_of``; of a worker that runs, what its busiest thread does.
         share: CPU time used per second.
         memory: resident memory, in bytes.
         calls, requests: calls made and requests received, per second.
-        oldest: age of the oldest call that it waits for, in seconds.
+        oldest: age of the oldest call or wait, in seconds, except for a wait in shutdown.
     """
 
     name: str
@@ -41,6 +45,8 @@ class Row:
 
 def state_of(worker: WorkerState) -> str:
     """Return the state of a worker, in one word."""
+    if worker.error:
+        return "failed"
     if worker.has_left:
         return "left"
     if worker.is_dead:
@@ -54,6 +60,34 @@ def state_of(worker: WorkerState) -> str:
     return worker.phase or "unknown"
 
 
+def _doing(worker: WorkerState) -> str:
+    """Return the state of a worker or, if it runs, what its busiest thread does: "computes", "running",
+    "waits", or "leaving" if nothing is left but a wait in shutdown.
+    """
+    state = state_of(worker)
+    if state not in ("starting", "joining", "running", "leaving"):
+        return state
+    if any(each.fields.get("computes") for each in worker.threads):
+        return "computes"
+    if state != "running":
+        return state
+    busy = [each for each in worker.threads if each.waits or not each.fields.get("idle")]
+    others = [each for each in busy if not _is_in_shutdown(each)]
+    if not others:
+        return "leaving" if busy else state
+    return "waits" if all(_waits(worker, each) for each in others) else "running"
+
+
+def _is_in_shutdown(thread: ThreadState) -> bool:
+    return any(wait.get("what") == "shutdown" for wait in thread.waits)
+
+
+def _waits(worker: WorkerState, thread: ThreadState) -> bool:
+    """Whether a thread has waited long for other workers."""
+    is_waiting = bool(thread.waits) or thread.call is not None
+    return is_waiting and worker.age(thread.fields.get("since")) >= _WAITS_SECONDS
+
+
 def row_of(worker: WorkerState, earlier: WorkerState | None = None) -> Row:
     """Return the figures of a worker.
 
@@ -63,13 +97,19 @@ def row_of(worker: WorkerState, earlier: WorkerState | None = None) -> Row:
     calls, requests = _rates(worker, earlier)
     lives = worker.process.alive is not False and not worker.has_left
     ages = [worker.age(call.get("began")) for call in worker.calls]
-    ages += [worker.age(wait.get("since")) for each in worker.threads for wait in each.waits]
+    # A worker waits in shutdown for as long as others work: that is usual.
+    ages += [
+        worker.age(wait.get("since"))
+        for each in worker.threads
+        for wait in each.waits
+        if not _is_in_shutdown(each)
+    ]
     return Row(
         worker.name,
         worker.rank,
         worker.host,
         worker.pid,
-        state_of(worker),
+        _doing(worker),
         worker.process.share if lives else 0.0,
         worker.process.memory,
         calls if lives else 0.0,
@@ -166,7 +206,9 @@ def job_line(job: JobState) -> str:
     living = len(job.living)
     program = next((str(each.fact("program")) for each in job if each.fact("program")), "")
     state = f"{living} of {len(job.workers)} workers live" if job.workers else "no worker"
-    began = min((number(each.fact("began")) for each in job), default=0.0)
+    if job.workers and not living and (end := job.end_in_words()):
+        state = end
+    began = job.began
     return f"job {job.id} · {program or 'a program'} · {state}" + (
         f" · began {_clock(began)}" if began else ""
     )

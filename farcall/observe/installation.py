@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from farcall.observe import telemetry, tracing
 from farcall.observe.counters import COUNT, EXTENSION, SWITCH, Counters
@@ -23,10 +24,16 @@ from farcall.observe.observer import Observer, program_name
 from rpc.agent.agent import Agent
 from rpc.runtime.events import PeerJoined, PeerLost
 from rpc.runtime.stacks import LIBRARIES
+from rpc.serialization.failures import text_of
 
-__all__ = ["begin", "install", "observer"]
+__all__ = ["begin", "failed", "install", "observer"]
 
 _SWITCH: Final = "FARCALL_OBSERVE"
+
+_MAX_ERROR: Final = 300
+"""Maximum number of characters of a program's last exception."""
+
+_LOOPBACK: Final = ("localhost", "127.", "[::1]", "::1")
 
 _lock = threading.Lock()
 _numbers = itertools.count(1)
@@ -50,11 +57,9 @@ def install(agent: Agent) -> None:
         # A child of a process that was observed before it had an agent has no observing thread.
         if _observer is None or _observer.identity["pid"] != os.getpid():
             facts = _identity() | {"incarnation": agent.incarnation}
-            _observer = Observer(facts, os.environ.get(JOB) or _place(agent))
+            _observer = _new_observer(facts, os.environ.get(JOB) or job_id("joining", _meeting_place(agent)))
             _observer.add(agent)
-            made = _observer
-            tracing.follow_orders(lambda: made.agents, made.orders.on)
-            made.start()
+            _observer.start()
         else:
             if _observer.identity["phase"] == "starting":
                 _observer.identify(phase="joining", incarnation=agent.incarnation)
@@ -86,8 +91,22 @@ def begin(environ: Mapping[str, str], program: str) -> None:
     global _observer
     if environ.get(JOB) and environ.get(_SWITCH) != "0":
         with _lock:
-            _observer = Observer(_identity() | {"phase": "starting", "program": program}, environ[JOB])
+            facts = _identity() | {"phase": "starting", "program": program}
+            _observer = _new_observer(facts, environ[JOB])
             _observer.start()
+
+
+def failed(error: BaseException) -> None:
+    """Note the exception that ends the program of this process."""
+    if _observer is not None:
+        text = " ".join(text_of(error).split())[:_MAX_ERROR]
+        _observer.identify(error=f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def _new_observer(facts: dict[str, Any], job: str) -> Observer:
+    made = Observer(facts, job)
+    tracing.follow_orders(lambda: made.agents, made.orders.on)
+    return made
 
 
 def _identity() -> dict[str, Any]:
@@ -114,10 +133,17 @@ def _folder() -> str:
         return ""
 
 
-def _place(agent: Agent) -> str:
-    """Return the name of the job while its group is not known: the same for all that meet at one address."""
-    address = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
-    return job_id("joining", getattr(agent.options, "init_method", ""), *address)
+def _meeting_place(agent: Agent) -> str:
+    """Return the address at which the workers of a group meet; it has the name of this host if it is one of
+    its loopback interface.
+    """
+    method = urlsplit(getattr(agent.options, "init_method", "") or "env://")
+    if method.scheme == "env":
+        place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    else:
+        place = method.netloc or method.path
+    host, _, port = place.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host.startswith(_LOOPBACK) else place
 
 
 def _identify(found: Observer, agent: Agent, key: str) -> None:
@@ -125,6 +151,8 @@ def _identify(found: Observer, agent: Agent, key: str) -> None:
     if found.identity["phase"] != "joining":
         return
     given = os.environ.get(JOB)
+    # The key of a dynamic group is only its name, "default" unless the user has chosen one.
+    of_group = job_id(key) if agent.is_static_group else job_id(key, _meeting_place(agent))
     facts = {
         "name": agent.info.name,
         "rank": agent.info.id,
@@ -132,13 +160,16 @@ def _identify(found: Observer, agent: Agent, key: str) -> None:
         "static": agent.is_static_group,
         "phase": "running",
     }
-    found.identify(given or job_id(key), **facts)
+    found.identify(given or of_group, **facts)
     found.look_now()
 
 
 def _ended(found: Observer, agent: Agent) -> None:
     global _observer
     if found.remove(agent):
+        error = getattr(sys, "last_value", None)  # the interpreter has printed it, and ends
+        if isinstance(error, Exception) and not hasattr(sys, "ps1") and not found.identity.get("error"):
+            failed(error)
         with _lock:
             if _observer is found:
                 _observer = None

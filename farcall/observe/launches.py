@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any, Final
 
 from farcall.observe.job_files import open_file, read_facts, write_facts
 from farcall.observe.jobs import make_private
+from farcall.observe.reader import END
 from farcall.observe.state import WorkerState
 
-__all__ = ["log_ends", "note_launch", "read_launch"]
+__all__ = ["log_ends", "note_end", "note_launch", "read_launch"]
 
 _FILE: Final = "launch.json"
 _TAIL_BYTES: Final = 1 << 20
@@ -24,6 +26,18 @@ def note_launch(folder: Path, **facts: Any) -> None:
     with contextlib.suppress(OSError):
         make_private(folder)
         write_facts(folder / _FILE, facts)
+        (folder / END).unlink(missing_ok=True)
+
+
+def note_end(folder: Path, status: int, failure: str) -> None:
+    """Write how a job has ended. Does nothing if that is impossible.
+
+    Args:
+        status: exit status of the launcher.
+        failure: what the process that failed first did; "" if none failed.
+    """
+    with contextlib.suppress(OSError):
+        write_facts(folder / END, {"status": status, "failure": failure, "ended": time.time()})
 
 
 def read_launch(folder: Path) -> dict[str, Any]:

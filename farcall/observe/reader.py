@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from farcall.observe.frozen_stacks import FROZEN_SECONDS, Stack, read_stacks
 from farcall.observe.gathered import GATHERED, unpack_states
+from farcall.observe.job_files import read_facts
 from farcall.observe.jobs import JobFolder
 from farcall.observe.layout import (
     BLOCK_BYTES,
@@ -40,7 +41,10 @@ from farcall.observe.native_stacks import NativeStacksError, native_stacks, spy_
 from farcall.observe.processes import Signs, ask_for_stacks, core_waits, signs_of
 from farcall.observe.state import JobState, Process, WorkerState
 
-__all__ = ["read_job", "read_worker", "settled"]
+__all__ = ["END", "read_job", "read_worker", "settled"]
+
+END: Final = "end.json"
+"""File in a job's folder in which its launcher notes how it has ended."""
 
 _MAX_BYTES: Final = 4 * FILE_BYTES
 _MAX_STACKS_BYTES: Final = 4 << 20
@@ -185,7 +189,8 @@ def read_job(
     found = settled(workers, native=native)
     if gathered:
         found += _gathered(folder, {each.pid for each in found if each.host == socket.gethostname()}, skipped)
-    return JobState(folder.id, tuple(_newest(found)), tuple(skipped))
+    end = _legible(read_facts(folder.path / END))
+    return JobState(folder.id, tuple(_newest(found)), tuple(skipped), end)
 
 
 def _gathered(folder: JobFolder, here: Collection[int], skipped: list[tuple[str, str]]) -> list[WorkerState]:

@@ -29,10 +29,12 @@ worker to count as having ended before them.
 
 
 def silence_kind(worker: WorkerState, job: JobState) -> str:
-    """Return why a worker makes no progress as a process: "left", "dead", "ended first", "traced", "stopped",
-    "frozen" or "unreachable"; "" if it runs.
+    """Return why a worker makes no progress as a process: "failed", "left", "dead", "ended first", "traced",
+    "stopped", "frozen" or "unreachable"; "" if it runs.
     """
     process = worker.process
+    if worker.error and (worker.has_left or worker.is_dead):
+        return "failed"
     if worker.has_left:
         return "left"
     if worker.is_dead:
@@ -59,6 +61,8 @@ def silence_in_words(kind: str, worker: WorkerState) -> str:
     match kind:
         case "dead":
             return f"is dead: its {process} has ended"
+        case "failed":
+            return f"has failed: its {process} raised {worker.error}"
         case "left":
             return f"has left: its {process} has called shutdown()"
         case "ended first":

@@ -214,6 +214,11 @@ class WorkerState:
         return self.phase == "left"
 
     @property
+    def error(self) -> str:
+        """The exception that has ended its program; "" if there was none."""
+        return str(self.fact("error"))
+
+    @property
     def silent(self) -> float:
         """Seconds since its last heartbeat."""
         return max(0.0, self.now - self.beat.monotonic) if self.beat is not None else 0.0
@@ -268,11 +273,38 @@ class JobState:
         id: its name.
         workers: its workers, by rank; of one that was restarted, only the newest.
         skipped: files that were not read, and the reasons.
+        end: what its launcher has written at its end: the time ``ended``, the exit ``status``, and the
+            ``failure``; empty if it has not, or there is no launcher.
     """
 
     id: str
     workers: tuple[WorkerState, ...]
     skipped: tuple[tuple[str, str], ...] = ()
+    end: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def began(self) -> float:
+        """Time when its first worker began, in seconds since 1970; 0 if that is not known."""
+        return min((at for each in self if (at := number(each.fact("began")))), default=0.0)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is over, and a worker has raised an exception or its launcher has noted a failure."""
+        return not self.living and (whole(self.end.get("status")) != 0 or any(each.error for each in self))
+
+    def end_in_words(self) -> str:
+        """Describe how and after what time it has ended, as far as that is known."""
+        status, ended = self.end.get("status"), number(self.end.get("ended"))
+        last = ended or max((each.beat.wall for each in self if each.beat is not None), default=0.0)
+        seconds = max(0.0, last - self.began) if self.began else 0.0
+        after = f" after {seconds:.0f} s" if seconds < 600 else f" after {seconds / 60:.0f} min"
+        raised = next((f"{each.name} raised {each.error}" for each in self if each.error), "")
+        why = str(self.end.get("failure") or raised)
+        if not isinstance(status, int):
+            how = "failed" if raised else "ended" if all(each.has_left for each in self) else ""
+            return f"{how}{after}{f': {why}' if why else ''}" if how else ""
+        how = f"failed with status {status}" if status else "succeeded"
+        return f"{how}{after}{f': {why}' if status and why else ''}"
 
     def as_of(self, then: float) -> JobState:
         """Return the state when a worker failed; see ``WorkerState.as_of``."""

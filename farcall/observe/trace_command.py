@@ -15,7 +15,7 @@ from farcall.observe.orders import give_order
 from farcall.observe.processes import signs_of
 from farcall.observe.reader import read_job
 from farcall.observe.trace_merge import merge
-from farcall.observe.tracing import parts_in, write_trace
+from farcall.observe.tracing import BEGUN, parts_in, write_trace
 
 __all__ = ["trace_job"]
 
@@ -47,10 +47,16 @@ def trace_job(job: JobFolder, seconds: float, output: str) -> list[str]:
             folder = Path(name)
             until = time.time() + _SECONDS_TO_BEGIN + seconds
             give_order(job.path, "trace", until=until, parts=name)
+            workers = f"{len(awaited)} worker{'' if len(awaited) == 1 else 's'}"
+            click.echo(f"tracing {workers} of job {job.id} for {seconds:g} s", err=True)
             time.sleep(max(0.0, until - time.time()))
-            _wait_for(folder, set(awaited))
+            begun = _numbers(folder, BEGUN)
+            _wait_for(folder, begun.intersection(awaited))
             parts = parts_in(folder)
-            missing = [_why(process, awaited[process]) for process in sorted(set(awaited) - _left(folder))]
+            missing = [
+                _why(process, awaited[process], has_begun=process in begun)
+                for process in sorted(set(awaited) - _left(folder))
+            ]
             if not parts:
                 reasons = ", ".join(missing)
                 raise click.ClickException(f"no worker of job {job.id} has left its part: {reasons}")
@@ -74,7 +80,12 @@ def _wait_for(folder: Path, awaited: set[int]) -> None:
 
 def _left(folder: Path) -> set[int]:
     """Return the processes that have written a part."""
-    numbers = [path.name.partition(".")[0] for path in folder.glob("*.part")]
+    return _numbers(folder, ".part")
+
+
+def _numbers(folder: Path, suffix: str) -> set[int]:
+    """Return the processes that have written a file with a suffix."""
+    numbers = [path.name.partition(".")[0] for path in folder.glob(f"*{suffix}")]
     return {int(number) for number in numbers if number.isdecimal()}
 
 
@@ -83,12 +94,14 @@ def _runs(process: int) -> bool:
     return signs is not None and not signs.is_stopped
 
 
-def _why(process: int, worker: str) -> str:
+def _why(process: int, worker: str, *, has_begun: bool) -> str:
     signs = signs_of(process)
     if signs is None:
         reason = "it has died"
     elif signs.is_stopped:
         reason = "it is stopped"
+    elif not has_begun:
+        reason = "it has not begun to record: its interpreter may be blocked, see `farcall stacks`"
     else:
         reason = f"it has not answered within {_SECONDS_TO_LEAVE:.0f} s"
     return f"{worker or 'a worker'} (process {process}): {reason}"

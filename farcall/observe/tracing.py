@@ -28,6 +28,7 @@ from rpc.agent.agent import Agent
 from rpc.runtime.current import current_agent
 
 __all__ = [
+    "BEGUN",
     "VARIABLE",
     "begin_tracing",
     "end_tracing",
@@ -47,6 +48,9 @@ _SECONDS_TO_GATHER: Final = 60.0
 
 MAX_SECONDS: Final = 3660.0
 """Maximum duration in seconds of a trace that ``farcall trace`` orders."""
+
+BEGUN: Final = ".begun"
+"""Suffix of the file with which a process reports that it records for ``farcall trace``."""
 
 _lock: Final = threading.Lock()
 _recorders: Final[dict[str, Recorder]] = {}
@@ -162,6 +166,8 @@ def follow_orders(
         if not 0 < seconds <= MAX_SECONDS:
             return
         recorder = Recorder(agents())
+        with contextlib.suppress(OSError):  # the command is gone, or its disk is full
+            (Path(folder) / f"{os.getpid()}{BEGUN}").touch(mode=0o600)
         timer = threading.Timer(seconds, lambda: _leave_part(Path(folder), recorder))
         timer.daemon = True
         timer.name = "farcall-trace"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from farcall.observe.analysis import Finding, Report
+from farcall.observe.analysis import STILL_SECONDS, Report
 from farcall.observe.wait_nodes import Node
 
 __all__ = ["in_words", "waiting_in_words"]
@@ -16,9 +16,6 @@ _MAX_ROWS: Final = 24
 _MAX_FINDINGS: Final = 6
 _MAX_OTHERS: Final = 8
 """Maximum number of workers that are named beside one that has failed."""
-
-_STILL_SECONDS: Final = 2.0
-"""Time in seconds without movement after which a job does not count as moving."""
 
 
 def in_words(report: Report, width: int = 80, *, everything: bool = False) -> Iterator[str]:
@@ -32,22 +29,28 @@ def in_words(report: Report, width: int = 80, *, everything: bool = False) -> It
         yield f"... and {len(rows) - len(shown)} more (--all)"
     findings = report.findings if everything else report.findings[:_MAX_FINDINGS]
     for finding in findings:
-        yield from _wrapped(_finding(finding), width)
+        yield from _wrapped(f"{report.label(finding)}: {finding.text}", width)
     if len(report.findings) > len(findings):
         yield f"... and {len(report.findings) - len(findings)} more findings (--all)"
-    if not report.findings:
+    if not report.findings and job.living:
         yield "nothing waits that the state files would show"
     for file, why in job.skipped:
         yield from _wrapped(f"skipped {file}: {why}", width)
 
 
-def waiting_in_words(report: Report, without: Iterable[int]) -> Iterator[str]:
-    """Yield what each worker waits for, one line each, except for the ranks in ``without``."""
+def waiting_in_words(report: Report, without: Iterable[int], *, group_formed: bool = False) -> Iterator[str]:
+    """Yield what each worker waits for, one line each, except for the ranks in ``without``.
+
+    Args:
+        group_formed: whether the group had formed, so that a wait in rendezvous was over.
+    """
     left_out = set(without)
     shown = 0
     seen: set[int] = set()
     for node in report.all_nodes:
         if node.rank in left_out or node.rank in seen or not node.edges or node.kind == "frozen out":
+            continue
+        if group_formed and node.kind == "rendezvous":
             continue
         seen.add(node.rank)
         shown += 1
@@ -62,26 +65,32 @@ def waiting_in_words(report: Report, without: Iterable[int]) -> Iterator[str]:
 def _headline(report: Report) -> str:
     job = report.job
     count = len(job.workers)
+    if not count and not job.end:
+        return f"job {job.id} · no worker has written its state yet"
     text = f"job {job.id} · {count} worker{'' if count == 1 else 's'}"
-    gone = [each for each in job if each.is_dead]
-    left = [each for each in job if each.has_left]
+    gone = [each for each in job if each.is_dead and not each.error]
+    failed = [each for each in job if each.error]
+    left = [each for each in job if each.has_left and not each.error]
     if len(gone) == count and count:
         text += ", all dead"
     elif gone:
         text += f", {len(gone)} dead"
+    if failed:
+        text += f", {len(failed)} failed"
     if left:
         text += f", {len(left)} left"
-    if job.still >= _STILL_SECONDS:
-        until = " at its end" if len(gone) + len(left) == count else ""
+    if not job.living and (end := job.end_in_words()):
+        text += f" · {end}"
+        if not gone:
+            return text
+    if job.still >= STILL_SECONDS:
+        until = "" if job.living else " at its end"
         return f"{text} · nothing has moved for {job.still:.0f} s{until}"
-    if job.quiet >= _STILL_SECONDS:
+    if not job.living:
+        return text
+    if job.quiet >= STILL_SECONDS:
         return f"{text} · it computes; no call has begun or ended for {job.quiet:.0f} s"
     return f"{text} · it is moving"
-
-
-def _finding(finding: Finding) -> str:
-    label = "cycle" if finding.kind == "cycle" else "culprit" if finding.waiting else "note"
-    return f"{label}: {finding.text}"
 
 
 def _time(seconds: float) -> str:
@@ -101,7 +110,7 @@ def _rows(nodes: Sequence[Node]) -> list[tuple[str, str, str, str, str]]:
         text = longest.text
         if text.startswith("waits") and longest.seconds >= 1:
             text = f"waits {_time(longest.seconds)}{text.removeprefix('waits')}"
-        elif longest.seconds >= 1 and longest.kind not in ("dead", "left", "unreachable"):
+        elif longest.seconds >= 1 and longest.kind not in ("dead", "failed", "left", "unreachable"):
             text = f"{text}, {_time(longest.seconds)}"
         names = list(dict.fromkeys(node.worker for node in same))
         worker = names[0] if len(names) == 1 else f"{names[0]} +{len(names) - 1}"

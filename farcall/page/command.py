@@ -10,7 +10,8 @@ from typing import Final
 
 import click
 
-from farcall.observe.jobs import find_job, jobs_folder
+from farcall.observe.choosing import choose_job
+from farcall.observe.jobs import jobs_folder
 
 __all__ = ["page", "serve_page"]
 
@@ -21,7 +22,7 @@ def serve_page(job: str | None, port: int, *, launched_by: int = 0) -> int:
     """Serve the page of a job, until SIGINT or SIGTERM.
 
     Args:
-        job: the job: its name, or the beginning of it; None: the newest.
+        job: the job: its name, or the beginning of it; None: the one that all commands show.
         port: port of 127.0.0.1; 0: a free one.
         launched_by: the process that has started this one; the page ends with it. 0: nobody.
 
@@ -39,7 +40,9 @@ def serve_page(job: str | None, port: int, *, launched_by: int = 0) -> int:
 
     folder = jobs_folder(os.environ)
     try:
-        found = find_job(folder, job)
+        choice = choose_job(folder, job)
+        choice.tell(lambda text: click.echo(text, err=True))
+        found = choice.job
         server = Server(folder, found, page_token(found.path))
         asyncio.run(_run(server, port, found.id, launched_by))
     except LookupError as error:
@@ -86,7 +89,9 @@ def _end_with(process: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event
 
 @click.command(short_help="Show a job in a browser.")
 @click.option(
-    "--job", metavar="NAME", help="The job: its name, or the beginning of it.  [the newest of this user]"
+    "--job",
+    metavar="NAME",
+    help="The job: its name, or the beginning of it.  [one of this user that runs, or the last one]",
 )
 @click.option(
     "--port",

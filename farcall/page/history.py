@@ -66,7 +66,7 @@ class PastJob:
         host: the host on which it was seen.
         began, seen: when it began, and was seen last, in seconds since 1970.
         workers: number of workers.
-        state: "running", "left" (all its workers have left), or "dead".
+        state: "running", "left" (all its workers have left), "failed" or "dead".
         why: what was found out about it at its end, a finding a line.
     """
 

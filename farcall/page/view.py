@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from farcall.observe.analysis import Finding, Report
+from farcall.observe.analysis import Report
 from farcall.observe.figures import Row, rows_of
 from farcall.observe.state import (
     JobState,
@@ -56,7 +56,7 @@ def job_view(job: JobState, report: Report, earlier: JobState | None = None) -> 
         "findings": [
             {
                 "kind": each.kind,
-                "label": _label(each),
+                "label": report.label(each),
                 "text": each.text,
                 "waiting": each.waiting,
                 "worker": each.culprit.worker,
@@ -78,7 +78,10 @@ def past_job(report: Report) -> PastJob | None:
     if not job.workers:
         return None
     facts = _job(job, report)
-    state = "running" if job.living else "left" if all(each.has_left for each in job) else "dead"
+    if job.has_failed:
+        state = "failed"
+    else:
+        state = "running" if job.living else "left" if all(each.has_left for each in job) else "dead"
     is_well = state == "left" or facts["state"] in ("moving", "computes")
     found = [each for each in report.findings if not is_well or each.kind == "cycle"]
     return PastJob(
@@ -89,12 +92,13 @@ def past_job(report: Report) -> PastJob | None:
         max((each.beat.wall for each in job if each.beat is not None), default=0.0),
         len(job.workers),
         state,
-        "\n".join(f"{_label(each)}: {each.text}" for each in found[:_MAX_PAST_FINDINGS]),
+        "\n".join(
+            [
+                *([job.end_in_words()] if state == "failed" else []),
+                *(f"{report.label(each)}: {each.text}" for each in found[:_MAX_PAST_FINDINGS]),
+            ]
+        ),
     )
-
-
-def _label(finding: Finding) -> str:
-    return "cycle" if finding.kind == "cycle" else "culprit" if finding.waiting else "note"
 
 
 def point_of(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float, float, int]:
@@ -123,7 +127,7 @@ def _job(job: JobState, report: Report) -> dict[str, Any]:
     return {
         "id": job.id,
         "program": next(programs, ""),
-        "began": min((number(each.fact("began")) for each in job if each.fact("began")), default=0.0),
+        "began": job.began,
         "living": len(job.living),
         "dead": sum(each.is_dead for each in job),
         "count": len(job.workers),

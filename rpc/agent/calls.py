@@ -117,10 +117,14 @@ class PendingCall(Awaited):
     def timeout_error(self) -> RpcTimeoutError:
         """Return the error of this call when its timeout has expired."""
         seen = f" {self.last_seen}." if self.last_seen else ""
+        if isinstance(self.what, str):  # of a reference: a method of its object, or the object itself
+            without = "rref.rpc_async(timeout=0).method(...) and rref.to_here(timeout=0) have"
+        else:
+            without = f"rpc.rpc_async('{self.peer.name}', {self.asked}, ..., timeout=0) has"
         return RpcTimeoutError(
             f"RPC ran for more than its timeout of {self.timeout * 1000:.0f} ms: {self.asked} on worker "
-            f"'{self.peer.name}' has not answered.{seen} Pass a larger timeout= (0 for none), or "
-            "set_rpc_timeout()."
+            f"'{self.peer.name}' has not answered.{seen} If it may take longer, pass a timeout in seconds: "
+            f"{without} no limit, and rpc.set_rpc_timeout(0) sets none for all calls."
         )
 
     def lost_error(self) -> WorkerLostError:

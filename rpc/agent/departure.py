@@ -81,6 +81,7 @@ class Departure:
         self._claimed = threading.Lock()
         self._is_closed = False
         self._expects_long = False
+        self._told_of = ""
         hooks.closed.append(self._closed)
 
     def form(self, me: Member, members: Sequence[Member] | None) -> None:
@@ -239,8 +240,9 @@ class Departure:
         own = self._describe()
         # It is usual that a worker serves until the others leave as well.
         usual = self._expects_long or (self._activity.serving() and "not in shutdown" in for_whom)
+        is_new, self._told_of = for_whom != self._told_of, for_whom
         logger.log(
-            logging.DEBUG if usual else logging.WARNING,
+            logging.WARNING if is_new and not usual else logging.DEBUG,
             "worker '%s' has waited in shutdown for %s: %s%s",
             self._me.name,
             self._notices.waited,

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Final
 
@@ -72,6 +72,15 @@ _SAMPLE_SECONDS: Final = 0.1
 _LEAST_COMPUTED: Final = 0.002
 """A thread computes if it has used this much CPU time within the sample, in seconds."""
 
+_CONFIRM_SECONDS: Final = 1.0
+"""Time in seconds after which a callee is asked again before the report: a thread that has computed since
+makes progress, although it may have waited at both moments.
+"""
+
+_LATELY: Final = "has computed lately, and "
+_PROGRESS: Final = ("computes", _LATELY)
+"""Beginnings of the texts for threads that make progress."""
+
 _MAX_REPORTS: Final = 8
 """Maximum number of calls that are asked about after one look."""
 
@@ -88,6 +97,7 @@ class _Inquiry:
         seen: the calls of the chain: the incarnation of the caller, and the id.
         peer, signs, timer: the worker that is being asked now, the state of its process, and the timeout's
         timer.
+        is_second: whether the call is asked about again, to see whether it has made progress.
     """
 
     call: PendingCall
@@ -98,6 +108,7 @@ class _Inquiry:
     peer: Peer | None = None
     signs: ProcessSigns | None = None
     timer: asyncio.TimerHandle | None = None
+    is_second: bool = False
 
 
 class Waiting:
@@ -127,6 +138,8 @@ class Waiting:
         self._schedule = Schedule(bound)
         self._numbers = itertools.count(1)
         self._asked: dict[int, _Inquiry] = {}
+        self._again: dict[int, asyncio.TimerHandle] = {}
+        self._at_question: dict[tuple[int, int], tuple[int, float]] = {}
         self._answering = 0
         self._timer: asyncio.TimerHandle | None = None
         control.uncounted.add(WAITING)
@@ -142,10 +155,12 @@ class Waiting:
 
     def stop(self) -> None:
         """Stop checking."""
-        for timer in (self._timer, *(inquiry.timer for inquiry in self._asked.values())):
+        asked = (inquiry.timer for inquiry in self._asked.values())
+        for timer in (self._timer, *self._again.values(), *asked):
             if timer is not None:
                 timer.cancel()
         self._asked.clear()
+        self._again.clear()
 
     # ---- asking
 
@@ -215,14 +230,29 @@ class Waiting:
         call.last_seen = f"After {due.age:.3g} s, {found}"
         if not due.report:
             return
+        answers = [hop.answer for hop in (*inquiry.hops, last) if isinstance(hop.answer, Answer)]
+        has_progress = not closed and any(each.doing.startswith(_PROGRESS) for each in answers)
+        may_have = not closed and isinstance(last.answer, Answer)
+        if may_have and not has_progress and not inquiry.is_second:
+            seconds = min(_CONFIRM_SECONDS, self._bound)
+            again = replace(due, age=due.age + seconds)
+            self._again[call.call_id] = self._loop.call_later(seconds, self._ask_again, call, again)
+            return
+        level = logging.INFO if has_progress else logging.WARNING
         asked = f"{legible(call.peer.name)}: {legible(call.asked)}"
         if inquiry.waiter is None:
             text = "%s has had no answer for %.3g s from %s; %s; `farcall why` says more"
-            logger.warning(text, me, due.age, asked, found)
+            logger.log(level, text, me, due.age, asked, found)
         else:
             thread, place = inquiry.waiter
             text = "%s: %s has waited %.3g s for %s (%s); %s; `farcall why` says more"
-            logger.warning(text, me, legible(thread), due.age, asked, legible(place), found)
+            logger.log(level, text, me, legible(thread), due.age, asked, legible(place), found)
+
+    def _ask_again(self, call: PendingCall, due: Due) -> None:
+        self._again.pop(call.call_id, None)
+        if self._calls.find(call.call_id) is call and call.peer.lost is None:
+            inquiry = _Inquiry(call, due, _waiters().get(id(call)), is_second=True)
+            self._ask(inquiry, call.peer, self._peers.own, call.call_id)
 
     # ---- answering
 
@@ -249,11 +279,19 @@ class Waiting:
             return
         self._answering += 1
         before = _computed(request)
+        earlier = self._at_question.pop((caller, call_id), None)
+        if before is not None:
+            self._at_question[caller, call_id] = before
+            if len(self._at_question) > _MAX_QUESTIONS:
+                del self._at_question[next(iter(self._at_question))]
+        has_computed = _has_computed(earlier, before)
 
         def answer() -> None:
             self._answering -= 1
             request = find()
             found = Answer("unknown") if request is None else _describe(request, self._executor, before)
+            if has_computed and not found.doing.startswith(_PROGRESS):
+                found = replace(found, doing=f"{_LATELY}{found.doing}")
             self._tell(peer, number, found)
 
         self._loop.call_later(_SAMPLE_SECONDS, answer)
@@ -327,15 +365,20 @@ def _computed(request: Request) -> tuple[int, float] | None:
     return None if seconds is None else (thread.native_id, seconds)
 
 
+def _has_computed(earlier: tuple[int, float] | None, now: tuple[int, float] | None) -> bool:
+    """Whether a thread has computed between two results of ``_computed``."""
+    if earlier is None or now is None or earlier[0] != now[0]:
+        return False
+    return now[1] - earlier[1] > _LEAST_COMPUTED
+
+
 def _describe(request: Request, executor: Executor, before: tuple[int, float] | None) -> Answer:
     """Describe the state of a request; ``before`` is an earlier result of ``_computed``."""
     now = _computed(request)
     with collection_paused():
         found = _run_frame(request)
         if found is not None:
-            busy = before is not None and now is not None and now[0] == before[0]
-            busy = busy and now is not None and before is not None and now[1] - before[1] > _LEAST_COMPUTED
-            return _running(*found, computing=busy)
+            return _running(*found, computing=_has_computed(before, now))
     task = request.task
     if task is not None and not task.done():
         return _awaiting(coroutine_frames(task.get_coro()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -40,7 +41,13 @@ def test_a_module_that_was_imported_before_is_named(tmp_path: Path, monkeypatch:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "line", ["from farcall import rpc", "import farcall; farcall.serve", "import farcall.serving"]
+    "line",
+    [
+        "from farcall import rpc",
+        "import farcall.rref",
+        "import farcall; farcall.serve",
+        "import farcall.serving",
+    ],
 )
 def test_importing_from_farcall_checks(tmp_path: Path, line: str) -> None:
     """Not `import farcall` alone, which imports none of these packages, and comes before `farcall.compat`."""
@@ -227,3 +234,27 @@ def test_every_package_is_looked_for(tmp_path: Path, name: str) -> None:
 def test_the_packages_are_those_that_are_installed() -> None:
     installed = {path.parent.name for path in ROOT.glob("*/py.typed")}
     assert {*PACKAGES, "farcall"} == installed
+
+
+def test_packages_and_their_modules_are_found_below_farcall_as_the_same_objects() -> None:
+    for package in PACKAGES:
+        assert importlib.import_module(f"farcall.{package}") is importlib.import_module(package)
+    functions = importlib.import_module("farcall.rpc.functions")
+    reference = importlib.import_module("farcall.rref.remote_module.module")
+    assert (functions, reference) == (sys.modules["rpc.functions"], sys.modules["rref.remote_module.module"])
+    assert functions.__spec__ is not None
+    assert functions.__spec__.name == functions.__name__ == "rpc.functions"
+    for missing in ("farcall.rpc.nothing", "farcall.rpc.api.nothing"):
+        with pytest.raises(ModuleNotFoundError, match=f"No module named '{missing}'"):
+            importlib.import_module(missing)
+
+
+def test_each_stub_below_farcall_describes_a_module_of_its_name() -> None:
+    stubs = [each for each in sorted((ROOT / "farcall").rglob("*.pyi")) if "_pb2" not in each.name]
+    described = set()
+    for stub in stubs:
+        name = ".".join(stub.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        assert stub.read_text().startswith(f"from {name.removeprefix('farcall.')} import *\n")
+        importlib.import_module(name)
+        described.add(name)
+    assert {f"farcall.{package}" for package in PACKAGES} <= described

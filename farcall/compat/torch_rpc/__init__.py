@@ -6,7 +6,10 @@ is an error that says so.
 
 from __future__ import annotations
 
+import logging as _logging
+
 import rpc as _rpc
+from farcall.compat import torch_autograd as dist_autograd
 from farcall.compat.torch_rpc import (
     api,
     backend_registry,
@@ -40,7 +43,10 @@ __all__ = [
     "shutdown",
 ]
 
+logger = _logging.getLogger("rpc")
+
 RRef = PyRRef = _rpc.RRef
+AllGatherStates = api.AllGatherStates
 WorkerInfo = _rpc.WorkerInfo
 RpcAgent = TensorPipeAgent = Agent
 RpcBackendOptions = _rpc.RpcBackendOptions
@@ -60,6 +66,8 @@ construct_rpc_backend_options = backend_registry.construct_rpc_backend_options
 init_backend = backend_registry.init_backend
 register_backend = backend_registry.register_backend
 
+method_factory = api.method_factory
+new_method = api.new_method
 _server_process_global_profile = ServerProfile
 _invoke_remote_builtin = api._invoke_remote_builtin
 _invoke_remote_python_udf = api._invoke_remote_python_udf
@@ -84,7 +92,7 @@ _DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
 _UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
 
 _SUBMODULES = (
-    *(api, backend_registry, constants, functions, internal, options, rref_proxy),
+    *(api, backend_registry, constants, dist_autograd, functions, internal, options, rref_proxy),
     server_process_global_profiler,
 )
 

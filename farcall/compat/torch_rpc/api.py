@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch.futures
 
 import rpc
 import rref
@@ -31,6 +35,7 @@ R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
+Future = torch.futures.Future
 PyRRef = RRef
 PythonUDF = internal.PythonUDF
 RPCExecMode = internal.RPCExecMode
@@ -105,6 +110,19 @@ def _all_gather(
     return rpc.all_gather(obj, worker_names, timeout=timeout)
 
 
+class AllGatherStates:
+    """The state of one gathering, for programs that gather objects by calls of their own.
+
+    Attributes:
+        gathered_objects: what has been gathered, by the worker's name.
+        proceed_signal: an event to set when nothing is missing.
+    """
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
+
+
 def _barrier(worker_names: Iterable[str]) -> None:
     """Wait until all workers that are named have called it. A failure is logged, not raised."""
     try:
@@ -116,6 +134,27 @@ def _barrier(worker_names: Iterable[str]) -> None:
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Wait until all workers have called it."""
     _all_gather(None, timeout=timeout)
+
+
+def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
+    """Return a function that calls a method of ``RRef``, as a subclass may define it under another name."""
+    name = method_name
+
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        found = _RREF_METHODS.get(name) or getattr(RRef, name)
+        return found(self, *args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+_RREF_METHODS: Final = dict(inspect.getmembers(RRef, inspect.isfunction))
+"""The methods of ``RRef`` as they are defined: a program may replace them with functions that call them."""
+
+method_name = "to_here"
+docstring = RRef.to_here.__doc__
+method = RRef.to_here
+new_method = method_factory(method_name, docstring)
 
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -81,6 +83,41 @@ def _build_rpc_profiling_key(
 ) -> str:
     """The name of a call in a profile."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
+
+
+def _run_function(python_udf: PythonUDF | AttributeError) -> Any:
+    """Call what a ``PythonUDF`` holds, as a callee does.
+
+    Returns:
+        Its value. If it raises an exception, or is an ``AttributeError`` itself, a ``RemoteException``, whose
+        text is printed.
+    """
+    try:
+        if isinstance(python_udf, AttributeError):
+            raise python_udf
+        return python_udf.func(*python_udf.args, **python_udf.kwargs)
+    except Exception as error:
+        text = f"On {_get_current_rpc_agent().get_worker_info()}:\n{error!r}\n{traceback.format_exc()}"
+        print(text, file=sys.stderr)
+        return RemoteException(text, type(error))
+
+
+def _handle_exception(result: Any) -> None:
+    """Raise the exception that a ``RemoteException`` describes; nothing happens for any other value.
+
+    Raises:
+        RuntimeError: an exception of that class cannot be made of a text.
+    """
+    if not isinstance(result, RemoteException):
+        return
+    try:
+        error = result.exception_type(result.msg)
+    except BaseException as failure:
+        raise RuntimeError(
+            f"the callee raised {result.exception_type.__name__}, which cannot be made of its text here "
+            f"({failure}): {result.msg}"
+        ) from failure
+    raise error
 
 
 __getattr__ = without_counterpart("torch.distributed.rpc.internal")

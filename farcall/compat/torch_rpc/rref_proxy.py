@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rpc
+from farcall.compat.torch_rpc import functions
+from farcall.compat.torch_rpc.constants import UNSET_RPC_TIMEOUT
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
+from rpc import rpc_async
 from rref.proxy import RRefProxy
 
 __all__ = ["RRefProxy"]
@@ -32,5 +35,7 @@ def _invoke_rpc(
     proxy = getattr(rref, rpc_api.__name__)(timeout)
     return getattr(proxy, func_name)(*args, **kwargs)
 
+
+_LENT = (UNSET_RPC_TIMEOUT, functions, rpc_async)
 
 __getattr__ = without_counterpart("torch.distributed.rpc.rref_proxy")

@@ -76,10 +76,12 @@ export function look(worker) {
   return (
     {
       dead: ["bad", "✕"],
+      failed: ["bad", "✕"],
       left: ["off", "–"],
       traced: ["odd", "‖"],
       stopped: ["odd", "‖"],
       frozen: ["odd", "❄"],
+      computes: ["ok", ""],
     }[worker.state] ?? (waits ? ["warn", "…"] : worker.state === "running" ? ["ok", ""] : ["off", "○"])
   );
 }

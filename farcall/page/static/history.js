@@ -23,7 +23,7 @@ const COLUMNS = [
   { title: "Began", show: (each) => clock(each.began) },
   { title: "Lasted", class: "num", show: (each) => (each.began ? seconds(Math.max(0, each.seen - each.began)) : "–") },
   { title: "Workers", class: "num", show: (each) => String(each.workers) },
-  { title: "State", show: (each) => el("span", { class: "state", "data-tone": { running: "ok", dead: "bad" }[each.state] ?? "off" }, each.state || "unknown") },
+  { title: "State", show: (each) => el("span", { class: "state", "data-tone": { running: "ok", dead: "bad", failed: "bad" }[each.state] ?? "off" }, each.state || "unknown") },
   { title: "What was found", class: "wrap", show: (each) => each.why.split("\n")[0] || "–" },
   { title: "Figures", show: (each) => el("button", { class: "link", type: "button", onclick: (event) => figures(each, event.currentTarget) }, "Show") },
 ];

@@ -39,13 +39,9 @@ REFUSED: dict[str, set[str]] = {
     "torch._C._distributed_rpc_testing": set(),
     "torch._C._distributed_autograd": set(),
     "torch.distributed.autograd": set(),
-    RPC: EXTENSION
-    | {"AllGatherStates", "_init_counter", "_init_counter_lock", "_validate_rpc_args", "method_factory"}
-    | {"new_method", "_utils", "dist_autograd"},
+    RPC: EXTENSION | {"_init_counter", "_init_counter_lock", "_validate_rpc_args", "_utils"},
     f"{RPC}._testing": {"faulty_agent_backend_registry"},
     f"{RPC}.api": {
-        "AllGatherStates",
-        "GenericWithOneTypeVar",
         "RemoteProfilerManager",
         "T",
         "_P",
@@ -63,11 +59,6 @@ REFUSED: dict[str, set[str]] = {
         "_init_rpc_states",
         "_reset_current_rpc_agent",
         "_update_group_membership",
-        "docstring",
-        "method",
-        "method_factory",
-        "method_name",
-        "new_method",
     },
     f"{RPC}.backend_registry": {
         "_backend_type_doc",
@@ -84,21 +75,12 @@ REFUSED: dict[str, set[str]] = {
         "_tensorpipe_validate_devices",
         "_update_group_membership",
         "_validate_device_maps",
-        "api",
-        "rpc_constants",
     },
     f"{RPC}.constants": set(),
     f"{RPC}.functions": set(),
-    f"{RPC}.internal": {
-        "_handle_exception",
-        "_pickler",
-        "_run_function",
-        "_start_record_function",
-        "_thread_local_tensor_tables",
-        "_unpickler",
-    },
-    f"{RPC}.options": {"_to_device", "rpc_contants"},
-    f"{RPC}.rref_proxy": {"UNSET_RPC_TIMEOUT", "functions", "rpc_async"},
+    f"{RPC}.internal": {"_pickler", "_start_record_function", "_thread_local_tensor_tables", "_unpickler"},
+    f"{RPC}.options": set(),
+    f"{RPC}.rref_proxy": set(),
     f"{RPC}.server_process_global_profiler": {
         "_disable_server_process_global_profiler",
         "_enable_server_process_global_profiler",
@@ -110,32 +92,54 @@ REFUSED: dict[str, set[str]] = {
         "_SerializedRemoteModule",
         "_create_module",
         "_create_module_with_interface",
+        "_grad_t",
         "_instantiate_template",
-        "_internal_rpc_pickler",
         "_param_rrefs",
         "_raise_not_supported",
         "_recursive_script_module_receiver",
         "_recursive_script_module_reducer",
+        "_remote_device",
         "_remote_module_receiver",
         "_remote_module_reducer",
-        "instantiator",
-        "rpc",
     },
-    "torch.distributed.nn.jit": {"instantiator", "templates"},
+    "torch.distributed.optim.optimizer": {
+        "_LocalOptimizer",
+        "_ScriptLocalOptimizer",
+        "_ScriptLocalOptimizerInterface",
+        "_local_optimizer_step",
+        "_new_local_optimizer",
+        "_new_script_local_optimizer",
+        "_script_local_optimizer_step",
+        "_wait_for_all",
+        "functional_optim_map",
+    },
 }
 """For each module that is replaced, those names of PyTorch's making that are about how it is built."""
 
-NOT_REPLACED = {
-    f"{RPC}._utils",
-    f"{RPC}._testing.faulty_agent_backend_registry",
+IN_NEWER_VERSIONS = {
+    "torch.distributed.optim.optimizer": {
+        "_FunctionalLocalOptimizer",
+        "_functional_local_optimizer_step",
+        "_new_functional_local_optimizer",
+    }
+}
+"""Names that PyTorch 2.14 and 2.15 have added, and that are refused."""
+
+NOT_REPLACED = {f"{RPC}._utils", f"{RPC}._testing.faulty_agent_backend_registry"}
+"""Modules that nothing stands in for."""
+
+STAY = {
+    "torch.distributed.nn",
+    "torch.distributed.nn.api",
+    "torch.distributed.nn.functional",
+    "torch.distributed.nn.jit",
     "torch.distributed.nn.jit.instantiator",
     "torch.distributed.nn.jit.templates",
     "torch.distributed.nn.jit.templates.remote_module_template",
 }
-"""Modules that nothing stands in for."""
-
-STAY = {"torch.distributed.nn", "torch.distributed.nn.api", "torch.distributed.nn.functional"}
-"""Modules that stay PyTorch's: functions of process groups, and packages around what is replaced."""
+"""Modules that stay PyTorch's: functions of process groups, packages around what is replaced, and what writes
+the code of remote modules, which only uses names of the modules that are replaced.
+"""
 
 OF_THE_LANGUAGE = {"TYPE_CHECKING", "annotations"}
 CONSTANTS = (bool, float, int, str, timedelta, type(None))
@@ -152,6 +156,7 @@ def is_of_rpc(value: Any) -> bool:
 def test_every_name_of_the_installed_pytorch_is_lent_or_refused() -> None:
     theirs = {name: names_in(name) for name in all_of_pytorchs_modules() - STAY}
     from farcall import compat
+    from farcall.compat.torch_rpc.without_counterpart import INSTEAD
 
     compat.install()
     assert theirs.keys() == REFUSED.keys() | NOT_REPLACED
@@ -164,8 +169,11 @@ def test_every_name_of_the_installed_pytorch_is_lent_or_refused() -> None:
             try:
                 lent = getattr(facade, name)
             except AttributeError as error:
-                expected = name in refused or not is_of_rpc(value)
-                if not expected or f"no counterpart of {module}.{name}" not in str(error):
+                allowed = name in refused | IN_NEWER_VERSIONS.get(module, set())
+                says_what_to_use = str(error).endswith(
+                    f"no counterpart of {module}.{name}: {INSTEAD.get(name)}"
+                )
+                if not allowed or not says_what_to_use:
                     wrong.append(f"{module}.{name}: refused with {error}")
             else:
                 if name in refused:
@@ -173,6 +181,8 @@ def test_every_name_of_the_installed_pytorch_is_lent_or_refused() -> None:
                 elif lent is value and is_of_rpc(value) and not isinstance(value, CONSTANTS):
                     wrong.append(f"{module}.{name}: PyTorch's own")
     assert not wrong, "\n".join(wrong)
+    refused_names: set[str] = set().union(*REFUSED.values(), *IN_NEWER_VERSIONS.values())
+    assert refused_names == INSTEAD.keys()
     for module in NOT_REPLACED:
         with pytest.raises(ModuleNotFoundError, match=r"no counterpart of torch\.distributed\."):
             importlib.import_module(module)
@@ -187,7 +197,7 @@ def names_in(module: str) -> dict[str, Any]:
 
 def all_of_pytorchs_modules() -> set[str]:
     """Every module of its RPC, distributed autograd and remote modules, in Python and in C++."""
-    names = {"torch.distributed.autograd"}
+    names = {"torch.distributed.autograd", "torch.distributed.optim.optimizer"}
     for package in (RPC, "torch.distributed.nn"):
         found = pkgutil.walk_packages(importlib.import_module(package).__path__, package + ".")
         names |= {package, *(module.name for module in found)}
@@ -209,7 +219,6 @@ def test_what_stays_pytorchs_is_its_own() -> None:
     }
     assert changed == {
         "torch.distributed.nn.RemoteModule",
-        "torch.distributed.nn.jit",
         "torch.distributed.nn.api.remote_module",
     }
 
@@ -259,3 +268,70 @@ def test_private_doors_make_calls() -> None:
     assert ours.rpc_sync(to, proxies._local_invoke, (counter, "add", (1,), {})) == 4
     assert private._rref_typeof_on_user(counter) is Counter
     assert {"worker0", "worker1"} == private._ALL_WORKER_NAMES
+
+
+@in_processes(1)
+def test_an_import_of_a_refused_name_says_what_to_use() -> None:
+    from farcall import compat
+
+    compat.install()
+    for statement in (
+        f"from {RPC} import enable_gil_profiling",
+        "from torch._C._distributed_rpc import enable_gil_profiling",
+    ):
+        with pytest.raises(
+            ImportError, match=r"cannot import name 'enable_gil_profiling' .* run `farcall why`"
+        ):
+            exec(statement)
+    with pytest.raises(ImportError, match=rf"{RPC}\.api\._finalize_shutdown: rpc\.shutdown\(\) does this"):
+        exec(f"from {RPC}.api import _finalize_shutdown")
+    with pytest.raises(ModuleNotFoundError, match=r"_utils: rpc\.init_rpc and rpc\.shutdown manage"):
+        exec(f"import {RPC}._utils")
+    assert not hasattr(importlib.import_module(RPC), "RemoteProfilerManager")
+
+
+class Fragile(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first, second)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+@in_worker0()
+def test_names_that_libraries_take_from_inside_do_their_work() -> None:
+    from farcall import compat
+
+    compat.install()
+    theirs, api, internal, instantiator = (
+        importlib.import_module(name)
+        for name in (RPC, f"{RPC}.api", f"{RPC}.internal", "torch.distributed.nn.jit.instantiator")
+    )
+    states = theirs.AllGatherStates()
+    assert (states.gathered_objects, states.proceed_signal.is_set()) == ({}, False)
+    assert api.AllGatherStates is theirs.AllGatherStates
+    assert api.Future is torch.futures.Future
+    fetch = theirs.method_factory("to_here", "Fetches.")
+    assert fetch.__doc__ == "Fetches."
+    assert fetch(ours.remote("worker1", max, args=(3, 4)), timeout=5) == 4
+    assert theirs.new_method(ours.RRef(5)) == 5
+    assert theirs.method_factory("__str__", None)(ours.RRef(5)).startswith("OwnerRRef")
+    with pytest.raises(AttributeError, match="no_method"):
+        theirs.method_factory("no_method", None)(ours.RRef(5))
+
+    run, raise_from = (getattr(internal, name) for name in ("_run_function", "_handle_exception"))
+    assert run(internal.PythonUDF(max, (3, 4), {})) == 4
+    for call in (internal.PythonUDF(fail, (KeyError("x"),), {}), AttributeError("no such function")):
+        failure = run(call)
+        assert "worker0" in failure.msg
+        with pytest.raises(failure.exception_type, match="worker0"):
+            raise_from(failure)
+    with pytest.raises(RuntimeError, match="the callee raised Fragile"):
+        raise_from(internal.RemoteException("text", Fragile))
+    raise_from(4)
+
+    written = instantiator.instantiate_non_scriptable_remote_module_template()
+    assert written.rpc is theirs
+    module = importlib.import_module("torch.distributed.nn").RemoteModule("worker1/cpu", torch.nn.Identity)
+    assert torch.equal(written.forward(module, torch.ones(2)), torch.ones(2))

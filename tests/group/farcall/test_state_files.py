@@ -37,6 +37,24 @@ def test_worker_is_in_its_file_before_others_can_call_it(run_workers: RunWorkers
     assert job0 == job1
 
 
+def found_a_dynamic_group(worker: Worker, folder: str) -> str:
+    """Workers 0 and 1 meet in one file, 2 and 3 in another: two groups, with the same key."""
+    options = rpc.AgentOptions(init_method=f"file://{folder}/{worker.rank // 2}", dynamic=True)
+    rpc.init_rpc(worker.name, rpc_backend_options=options)
+    found = observer()
+    assert found is not None
+    job = found.job
+    rpc.shutdown()
+    return job
+
+
+def test_dynamic_groups_that_meet_at_different_places_are_different_jobs(
+    run_workers: RunWorkers, tmp_path: Path
+) -> None:
+    first, second, third, fourth = run_workers(found_a_dynamic_group, 4, (str(tmp_path),))
+    assert first == second != third == fourth
+
+
 def write_at_once(worker: Worker) -> tuple[str, list[object]]:
     with worker.group():
         if worker.rank == 1:

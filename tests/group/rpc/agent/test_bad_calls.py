@@ -273,9 +273,12 @@ class Slow:
 def time_out_calls(too_soon: float) -> None:
     asked = (
         "^RPC ran for more than its timeout of 20 ms: {} on worker 'worker1' has not answered. "
-        r"Pass a larger timeout= \(0 for none\), or set_rpc_timeout\(\).$"
+        r"If it may take longer, pass a timeout in seconds: {} no limit, "
+        r"and rpc\.set_rpc_timeout\(0\) sets none for all calls\.$"
     )
-    function = asked.format("wait_at_gate")
+    line = r"rpc\.rpc_async\('worker1', wait_at_gate, \.\.\., timeout=0\) has"
+    function = asked.format("wait_at_gate", line)
+    of_reference = r"rref\.rpc_async\(timeout=0\)\.method\(\.\.\.\) and rref\.to_here\(timeout=0\) have"
 
     async def call() -> Any:
         return await rpc.rpc_async("worker1", wait_at_gate, timeout=too_soon)
@@ -284,9 +287,9 @@ def time_out_calls(too_soon: float) -> None:
     refused(RpcTimeoutError, function, rpc.rpc_async("worker1", wait_at_gate, timeout=too_soon).wait)
     refused(RpcTimeoutError, function, lambda: asyncio.run(call()))
     unmade, own = rpc.remote("worker1", Slow), rpc.remote("worker0", Slow)
-    refused(RpcTimeoutError, asked.format(".*to_here.*"), unmade.to_here, timeout=too_soon)
+    refused(RpcTimeoutError, asked.format(".*to_here.*", of_reference), unmade.to_here, timeout=too_soon)
     refused(RpcTimeoutError, r"timeout.*OwnerRRef\(.* is still being made", own.to_here, timeout=too_soon)
-    method = asked.format(r"(method 'work'|the type) of the value of .*Slow\(\.\.\.\)")
+    method = asked.format(r"(method 'work'|the type) of the value of .*Slow\(\.\.\.\)", of_reference)
     refused(RpcTimeoutError, method, unmade.rpc_sync(timeout=too_soon).work)
     refused(RpcTimeoutError, method, unmade.rpc_async(timeout=too_soon).work().wait)
     refused(RpcTimeoutError, method, unmade.remote(timeout=too_soon).work)

@@ -74,6 +74,14 @@ def compute_until_released() -> None:
         sum(range(10_000))
 
 
+def train_until_released() -> None:
+    while not _here["event"].is_set():
+        until_then = time.thread_time() + 0.002
+        while time.thread_time() < until_then:
+            pass
+        time.sleep(0.02)
+
+
 async def await_event() -> None:
     released = asyncio.Event()
     _here.update(loop=asyncio.get_running_loop(), released=released)
@@ -85,16 +93,18 @@ MORE = "; `farcall why` says more"
 
 
 class Reports(logging.Handler):
-    """The warnings of slow calls in this process."""
+    """The reports of slow calls in this process; those that are no warnings begin with ``info:``."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
         if MORE not in line:
             line += " (without what says more)"
+        if record.levelno < logging.WARNING:
+            line = f"info: {line}"
         self._lines.put(line.removesuffix(MORE))
 
     def until(self, pattern: str) -> str:
@@ -117,10 +127,13 @@ def reports() -> Iterator[Reports]:
     handler = Reports()
     log = logging.getLogger("rpc.agent.waiting")
     log.addHandler(handler)
+    before = log.level
+    log.setLevel(logging.INFO)
     try:
         yield handler
     finally:
         log.removeHandler(handler)
+        log.setLevel(before)
 
 
 @contextlib.contextmanager
@@ -147,8 +160,19 @@ CALLEES: tuple[tuple[Callable[..., Any], str], ...] = (
     (take_from_queue, rf"on farcall-\d+ at {HERE} in take_from_queue, which waits for a queue$"),
     (sleep_until_released, rf"on farcall-\d+ at {HERE} in sleep_until_released, which sleeps$"),
     (compute_until_released, rf"on farcall-\d+ at {HERE} in compute_until_released, which computes$"),
+    (
+        train_until_released,
+        (
+            rf"on farcall-\d+ at {HERE} in train_until_released, which "
+            r"(computes|has computed lately, and sleeps)$"
+        ),
+    ),
     (await_event, rf"as a coroutine at {HERE} in await_event, which awaits Event\.wait$"),
 )
+
+
+AT_WORK = (compute_until_released, train_until_released)
+"""Those that make progress: their reports are no warnings."""
 
 
 def allow() -> None:
@@ -162,7 +186,8 @@ def report_all(worker: Worker, **options: Any) -> None:
         for function, does in CALLEES:
             rpc.rpc_sync("worker1", prepare)
             with in_thread(call, "worker1", function):
-                lines.until(WAITED.format(function.__name__) + does)
+                level = "^info: " if function in AT_WORK else "^"
+                lines.until(WAITED.format(function.__name__).replace("^", level) + does)
                 rpc.rpc_sync("worker1", release)
 
 
@@ -309,7 +334,7 @@ def test_error_of_a_timeout_says_where_the_callee_was() -> None:
     with pytest.raises(
         RpcTimeoutError,
         match=r"has not answered\. After [\d.]+ s, worker1 runs it on farcall-\d+ at "
-        rf"{HERE} in wait_for_event, which waits for an Event\. Pass a larger",
+        rf"{HERE} in wait_for_event, which waits for an Event\. If it may take longer",
     ):
         rpc.rpc_sync("worker1", wait_for_event, timeout=3)
     assert time.monotonic() - began < 10, "the error comes when the time is over"
@@ -320,7 +345,7 @@ def test_error_of_a_timeout_says_where_the_callee_was() -> None:
 def test_callees_are_not_asked_where_that_is_turned_off() -> None:
     rpc.rpc_sync("worker1", prepare)
     with reports() as lines:
-        with pytest.raises(RpcTimeoutError, match=r"has not answered\. Pass a larger"):
+        with pytest.raises(RpcTimeoutError, match=r"has not answered\. If it may take longer"):
             rpc.rpc_sync("worker1", wait_for_event, timeout=2)
         assert lines.is_empty()
     rpc.rpc_sync("worker1", release)

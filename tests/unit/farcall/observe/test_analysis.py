@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from farcall.observe.analysis import Report, analyze
+from farcall.observe.analysis import Report, analyze, severity
+from farcall.observe.figures import row_of
 from farcall.observe.frozen_stacks import Stack
 from farcall.observe.layout import Beat
 from farcall.observe.state import JobState, Process, WorkerState
-from farcall.observe.words import in_words
+from farcall.observe.words import in_words, waiting_in_words
 
 NOW = 100.0
 MAIN = 1
@@ -56,9 +58,13 @@ def worker(
     looked: float = NOW,
     phase: str = "running",
     groups: list[dict[str, Any]] | None = None,
+    error: str = "",
+    began: float = 0.0,
     **snapshot: Any,
 ) -> WorkerState:
     facts = {
+        "error": error,
+        "began": began,
         "name": f"worker{rank}",
         "rank": rank,
         "incarnation": 10 + rank,
@@ -318,3 +324,76 @@ def test_strange_snapshots_are_survived(snapshot: dict[str, Any]) -> None:
     report = analyze(JobState("j", (WorkerState(None, snapshot), WorkerState(None, snapshot))))
     assert list(in_words(report))
     assert report.to_json()
+
+
+def test_a_job_that_moves_has_no_culprit_but_a_cycle_or_a_dead_worker_is_one() -> None:
+    waiting = worker(
+        0, thread(MAIN, call=[11, 1], since=NOW - 0.1), calls=[call(1, 1)], moved=NOW, called=NOW
+    )
+    serving = thread(5, request=[10, 1], line=7, doing="sleeps", since=NOW - 0.1)
+    moving = found(waiting, worker(1, serving, moved=NOW, called=NOW, requests=[request(0, 1)]))
+    assert [moving.label(each) for each in moving.findings] == ["note"]
+    assert next(in_words(moving)).endswith("it is moving")
+    still = found(worker(0, thread(MAIN, call=[11, 1]), calls=[call(1, 1)]), worker(1, serving))
+    assert [still.label(each) for each in still.findings] == ["culprit"]
+    dead = found(waiting, worker(1, process=Process(alive=False)))
+    assert [(each.kind, dead.label(each)) for each in dead.findings] == [("dead", "culprit")]
+
+
+def test_of_live_jobs_the_one_with_a_cycle_hangs_most_clearly() -> None:
+    lock: dict[str, Any] = {"on": "lock", "kind": "lock", "doing": "waits for a lock", "line": 3}
+    cycle = found(worker(0, thread(1, holder=2, **lock), thread(2, holder=1, **lock)))
+    sleeping = found(worker(0, thread(MAIN, line=7, doing="sleeps")))
+    moving = found(worker(0, thread(MAIN, line=7, doing="sleeps"), moved=NOW, called=NOW))
+    dead = found(worker(0), worker(1, process=Process(alive=False)))
+    ranks = [severity(each) for each in (cycle, dead, sleeping, moving)]
+    assert ranks == sorted(ranks)
+    assert ranks[1] < ranks[2]
+
+
+def test_a_failed_job_is_described_with_its_error_status_and_duration() -> None:
+    failed = worker(0, process=Process(alive=False), phase="left", error="ValueError: bad", began=940.0)
+    job = JobState("j", (failed, worker(1, process=Process(alive=False), phase="left", began=940.0)))
+    assert list(in_words(analyze(job), 200)) == [
+        "job j · 2 workers, 1 failed, 1 left · failed after 60 s: worker0 raised ValueError: bad",
+        "worker0    has failed: its process 50 raised ValueError: bad",
+        "culprit: worker0 has failed: its process 50 raised ValueError: bad",
+    ]
+    told = replace(job, end={"status": 1, "ended": 970.0, "failure": "rank 0 raised ValueError: bad"})
+    line = next(in_words(analyze(told), 200))
+    assert line.endswith("failed with status 1 after 30 s: rank 0 raised ValueError: bad")
+    assert told.has_failed
+    well = replace(job, workers=job.workers[1:], end={"status": 0, "ended": 952.0, "failure": ""})
+    assert list(in_words(analyze(well), 200)) == ["job j · 1 worker, 1 left · succeeded after 12 s"]
+    assert not well.has_failed
+
+
+def test_a_wait_in_rendezvous_is_not_reported_once_the_group_has_formed() -> None:
+    joining = worker(
+        0,
+        thread(
+            MAIN,
+            waits=[{"what": "rendezvous", "since": NOW - 9, "details": {"world_size": 2, "present": [0]}}],
+        ),
+    )
+    report = found(joining, worker(1, thread(MAIN, line=7, doing="computes")))
+    assert list(waiting_in_words(report, [1])) == ["worker0: MainThread waited 9 s in rendezvous for rank 1"]
+    assert not list(waiting_in_words(report, [1], group_formed=True))
+
+
+@pytest.mark.parametrize(
+    ("threads", "state", "oldest"),
+    [
+        ([{"waits": [{"what": "shutdown", "since": NOW - 660}]}, {"computes": True}], "computes", 0),
+        ([{"waits": [{"what": "shutdown", "since": NOW - 660}]}, {"doing": "sleeps"}], "running", 0),
+        ([{"waits": [{"what": "shutdown", "since": NOW - 660}]}], "leaving", 0),
+        ([{"waits": [{"what": "barrier", "since": NOW - 9}]}], "waits", 9),
+        ([{"waits": [{"what": "barrier", "since": NOW - 9}]}, {"computes": True}], "computes", 9),
+        ([{"idle": True}], "running", 0),
+    ],
+)
+def test_state_of_a_worker_is_that_of_its_busiest_thread(
+    threads: list[dict[str, Any]], state: str, oldest: float
+) -> None:
+    row = row_of(worker(0, *(thread(n + 1, **fields) for n, fields in enumerate(threads))))
+    assert (row.state, row.oldest) == (state, oldest)

@@ -1,0 +1,6 @@
+from rpc import *
+from rpc import api as api
+from rpc import device_maps as device_maps
+from rpc import errors as errors
+from rpc import functions as functions
+from rpc import options as options

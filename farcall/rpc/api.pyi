@@ -1,0 +1,1 @@
+from rpc.api import *

@@ -1,0 +1,1 @@
+from rpc.device_maps import *

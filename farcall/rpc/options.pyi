@@ -1,0 +1,1 @@
+from rpc.options import *

@@ -1,0 +1,1 @@
+from spmd.checkpoint import *

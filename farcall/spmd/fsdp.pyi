@@ -1,0 +1,1 @@
+from spmd.fsdp import *

@@ -1,0 +1,1 @@
+from spmd.tensor_parallel import *
