@@ -150,8 +150,11 @@ def current_context() -> Context:
 
     Raises:
         AutogradError: there is none.
+        WorkerLostError: it is over, because the worker that made it is gone.
     """
     found = current.get()
+    if found is not None and found.over:
+        found.contexts.check(found.id, found.loss)
     if found is None or found.over:
         raise AutogradError(
             "Trying to access the autograd context of a thread that has none: make the calls inside "

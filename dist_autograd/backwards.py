@@ -27,7 +27,7 @@ from rpc.agent.device_ports import Attempt
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import Kinds
 from rpc.agent.received_requests import Request
-from rpc.errors import AutogradError, NotInitializedError
+from rpc.errors import AutogradError, NotInitializedError, RpcError
 from rpc.group.peer import Peer
 from rpc.runtime import spans
 from rpc.runtime.executor import Executor
@@ -89,6 +89,7 @@ class Backwards:
         kinds.on(messages.ABORT, self._abort_arrived)
         contexts.on_end(self._context_over)
         hooks.gone.append(self._peer_gone)
+        hooks.awaited.append(self._awaited)
         hooks.closed.append(self._closed)
 
     def __len__(self) -> int:
@@ -104,7 +105,7 @@ class Backwards:
         try:
             self._running[key] = root
             if context.over:
-                root.fail(_left(context))
+                root.fail(self._over_error(context))
             root.run(roots)
         finally:
             self._running.pop(key, None)
@@ -171,7 +172,7 @@ class Backwards:
             self._activity.postponed.begin()
             self._running[running.key] = running
 
-    def _refuse(self, part: tuple[Peer, int, AutogradError]) -> None:
+    def _refuse(self, part: tuple[Peer, int, RpcError]) -> None:
         self._answers.fail(*part)
 
     def _run_part(self, part: tuple[Participant, int, list[Any]]) -> None:
@@ -225,19 +226,31 @@ class Backwards:
         for running in self._running.copy().values():
             if running.peer is peer:
                 self._fail(running, lambda: peer.lost_error("Its backward is over"))
+            else:  # it may wait for gradients of that worker
+                running.own.progress.on(Event.NEWS)
+
+    def _awaited(self) -> list[Peer]:
+        """Return the workers that passes of this worker wait for."""
+        found: list[Peer] = []
+        for running in self._running.copy().values():
+            found += (running.peer, *running.own.awaited)
+        return found
 
     def _context_over(self, context: Context) -> None:
-        """End the backward passes of a context that is released."""
+        """End the backward passes of a context that is over."""
         for running in self._running.copy().values():
             if running.own.context is context:
-                self._fail(running, _left(context))
+                self._fail(running, self._over_error(context))
+
+    def _over_error(self, context: Context) -> Error:
+        """Return what makes the error of a pass whose context is over."""
+        loss = context.loss
+        if loss is not None:
+            return lambda: self._contexts.lost_error(context.id, loss)
+        return lambda: AutogradError(f"context {context.id} was left during its backward")
 
     def _closed(self) -> None:
         for running in self._running.copy().values():
             self._fail(running, lambda: NotInitializedError("RPC has been shut down during a backward"))
         if self._threads is not None:
             self._threads.stop(timeout=1.0)
-
-
-def _left(context: Context) -> Error:
-    return lambda: AutogradError(f"context {context.id} was left during its backward")

@@ -7,8 +7,12 @@ number, so that ids are unique in the group even if a rank is used again.
 *Release.* Each worker remembers which workers it has sent the context to. At the end of the ``with`` block,
 the creator notifies its workers that the context is over, and they notify theirs, several contexts in one
 message: an open connection loses nothing, and if it breaks, the worker behind it is gone. A call that arrives
-late is run outside of any context. When a worker dies, the contexts that it made are over, and workers that
-know another context only through it ask the context's creator to notify them of its end.
+late is run outside of any context: no backward pass can follow.
+
+*Loss.* When a worker is gone, the contexts that it made are over, and workers that know another context only
+through it ask the context's creator to notify them of its end. A worker may be gone for some workers only,
+and the others continue in its contexts. So wherever a context is over because of a loss, every use of it is
+an error, ``WorkerLostError``: what is not recorded would be missing in a gradient.
 """
 
 from __future__ import annotations
@@ -46,7 +50,12 @@ COUNTER_BITS: Final = 48
 _TOPIC: Final = "autograd"
 OVER: Final = Kind.EXTENSION + 20
 _REMEMBERED: Final = 4096
+_LONGEST: Final = 300
+"""Maximum number of characters of a name or a reason that another worker says."""
 _INTEGERS: Final = frozenset((int,))
+
+Loss = tuple[str, str]
+"""The name of a worker that is gone, and the reason."""
 
 current: Final[ContextVar[Context | None]] = ContextVar("dist_autograd.current", default=None)
 """The context that this thread, or coroutine, runs in."""
@@ -64,6 +73,7 @@ class Context:
         kept: objects that are kept as long as the context.
         told: the workers that this worker has sent it to.
         over: whether it is released.
+        loss: the loss of a worker that ended it; None if there was none.
     """
 
     def __init__(self, contexts: Contexts, context_id: int, creator: int, through: Peer | None) -> None:
@@ -76,6 +86,7 @@ class Context:
         self.kept: list[Any] = []
         self.told: set[Peer] = set()
         self.over = False
+        self.loss: Loss | None = None
         self._lock = threading.RLock()  # reentrant: a signal handler may leave this context while it is held
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         """Each leaf and its gradient, by the leaf's identity."""
@@ -192,9 +203,11 @@ class Contexts:
         self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
         self._lock = threading.RLock()  # reentrant: a signal handler may leave a context while it is held
         self._end_handlers: list[Callable[[Context], object]] = []
-        self._over: dict[int, None] = {}
-        """The latest contexts that are over, for calls made inside them that arrive late."""
-        self._unsaid: dict[Peer, list[int]] = {}
+        self._over: dict[int, Loss | None] = {}
+        """The latest contexts that are over, for calls made inside them that arrive late; with the loss that
+        ended them, if one did.
+        """
+        self._unsaid: dict[tuple[Peer, Loss | None], list[int]] = {}
         kinds.on(OVER, self._over_arrived, any_thread=True)
         control.on(_TOPIC, self._told)
         hooks.gone.append(self._gone)
@@ -212,9 +225,16 @@ class Contexts:
         self._end_handlers.append(handler)
 
     def current(self) -> Context | None:
-        """Return the context that this thread runs in; None outside of one, and when it is over."""
+        """Return the context that this thread runs in; None outside of one, and when it was left.
+
+        Raises:
+            WorkerLostError: it is over because of a loss.
+        """
         context = current.get()
-        if context is None or context.over or context.contexts is not self:
+        if context is None or context.contexts is not self:
+            return None
+        if context.over:
+            self.check(context.id, context.loss)
             return None
         return context
 
@@ -230,14 +250,17 @@ class Contexts:
         return (self._workers.own.member.id << COUNTER_BITS) + (1 << COUNTER_BITS) - 1
 
     def get(self, context_id: int) -> Context:
-        """Like ``find``, but raises ``AutogradError`` if there is no such context."""
+        """Like ``find``, but raises the error of ``unknown`` if there is no such context."""
         context = self._known.get(context_id)
         if context is None:
             raise self.unknown(context_id)
         return context
 
-    def unknown(self, context_id: int) -> AutogradError:
+    def unknown(self, context_id: int) -> AutogradError | WorkerLostError:
         """Return the error for the use of a context that is not known here."""
+        loss = self._over.get(context_id)
+        if loss is not None:
+            return self.lost_error(context_id, loss)
         return AutogradError(
             f"Could not find autograd context with id: {context_id} on worker '{self._workers.own.name}'. It "
             "is over, or no call made inside it has come here: use the id inside its "
@@ -245,18 +268,47 @@ class Contexts:
         )
 
     def join(self, context_id: int, creator: int, through: Peer) -> Context | None:
-        """Return the context that a message names, and register it if it is new here; None if it is over."""
+        """Return the context that a message names, and register it if it is new here; None if it was left.
+
+        Raises:
+            WorkerLostError: it is over because of a loss, or its creator is gone.
+        """
         if context_id not in self._known:
             self._when_made()
         with self._lock:
             if creator == self._incarnation or context_id in self._over:
+                self.check(context_id)
                 return self._known.get(context_id)
             maker = self._workers.by_incarnation(creator)
             if maker is not None and maker.lost is not None:
-                return None
+                raise self.lost_error(context_id, _loss_of(maker))
             context = self._known.setdefault(context_id, Context(self, context_id, creator, through))
         self._look_after(context)
-        return None if context.over else context
+        if context.over:
+            self.check(context_id, context.loss)
+            return None
+        return context
+
+    def check(self, context_id: int, loss: Loss | None = None) -> None:
+        """Raise ``WorkerLostError`` if a context is over because of a loss.
+
+        Args:
+            loss: the loss, if it is known to the caller.
+        """
+        loss = loss or self._over.get(context_id)
+        if loss is not None:
+            raise self.lost_error(context_id, loss)
+
+    def lost_error(self, context_id: int, loss: Loss) -> WorkerLostError:
+        """Return the error for the use of a context that is over because of a loss."""
+        name, reason = loss
+        return WorkerLostError(
+            f"autograd context {context_id} is over on worker '{self._workers.own.name}', as worker '{name}' "
+            f"is gone: {reason}. Nothing more can be recorded there, so gradients would be missing: leave "
+            "the context, and compute again in a new one, without the worker that is gone",
+            name,
+            reason,
+        )
 
     def release(self, context: Context) -> None:
         """End a context: forget it, notify the workers that it was sent to, and free what it holds.
@@ -271,43 +323,47 @@ class Contexts:
         self._mailbox.call(self._end_on_loop, context)
 
     @protected
-    def _end(self, context: Context, heard_from: Peer | None) -> bool:
-        """Do all but the last step of ending a context, at the word of a worker; false if it was over
-        already.
+    def _end(self, context: Context, heard_from: Peer | None, loss: Loss | None = None) -> bool:
+        """Do all but the last step of ending a context, at the word of a worker, or because of a loss; false
+        if it was over already.
         """
         with self._lock:
             if self._known.pop(context.id, None) is None:
                 return False
-            self._remember(context.id)
+            self._remember(context.id, loss)
+        context.loss = loss  # first, for threads that find it over
         context.over = True
         for peer in context.told.copy():
             if peer is not heard_from:
-                self._say_over(peer, context.id)
+                self._say_over(peer, context.id, loss)
         for handler in self._end_handlers:
             handler(context)
         return True
 
-    def _end_on_loop(self, context: Context) -> None:
-        if self._end(context, None):
+    def _end_on_loop(self, context: Context, loss: Loss | None = None) -> None:
+        if self._end(context, None, loss):
             self._executor.submit((Context.let_go, context))
 
-    def _say_over(self, peer: Peer, context_id: int) -> None:
+    def _say_over(self, peer: Peer, context_id: int, loss: Loss | None = None) -> None:
         """Notify a worker that a context is over, together with others that end in the next moments."""
         with self._lock:
-            self._unsaid.setdefault(peer, []).append(context_id)
+            self._unsaid.setdefault((peer, loss), []).append(context_id)
         self._mailbox.gathered(self._say_all_over, None)
 
     def _say_all_over(self, _: object) -> None:
         with self._lock:
             unsaid, self._unsaid = self._unsaid, {}
-        for peer, context_ids in unsaid.items():
+        for (peer, loss), context_ids in unsaid.items():
+            header: dict[str, Any] = {"over": context_ids}
+            if loss is not None:
+                header["lost"] = loss
             try:
-                self._send(peer, OVER, 0, Payload({"over": context_ids}, []), wait=False)
+                self._send(peer, OVER, 0, Payload(header, []), wait=False)
             except WorkerLostError as error:
                 logger.debug("no worker is left to be notified that contexts are over: %s", error)
 
-    def _remember(self, context_id: int) -> None:
-        self._over[context_id] = None
+    def _remember(self, context_id: int, loss: Loss | None) -> None:
+        self._over[context_id] = loss
         if len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
 
@@ -315,13 +371,16 @@ class Contexts:
         said = frame.header.get("over")
         if type(said) is not list or not _INTEGERS.issuperset(map(type, said)):
             raise ProtocolError(f"contexts said to be over by the ids {str(said)[:80]}")
+        loss = _read_loss(frame, peer)
         ended: list[Context] = []
         for context_id in said:
             with self._lock:
                 context = self._known.get(context_id)
-                if context is None:
-                    self._remember(context_id)
-            if context is not None and self._end(context, peer):
+                if context is None and (loss is None or context_id not in self._over):
+                    self._remember(context_id, loss)
+            if context is None or context.creator == self._incarnation:  # only this worker ends its own
+                continue
+            if self._end(context, peer, loss):
                 ended.append(context)
         return (_let_go, ended) if ended else None
 
@@ -332,7 +391,7 @@ class Contexts:
                 if context is not None:
                     context.told.add(peer)
                 if context is None or context.over:
-                    self._say_over(peer, context_id)
+                    self._say_over(peer, context_id, self._over.get(context_id))
             case _:
                 raise ProtocolError(f"an autograd message that cannot be: {str(message)[:80]}")
 
@@ -346,12 +405,30 @@ class Contexts:
         from is gone.
         """
         creator = self._workers.by_incarnation(context.creator)
-        nobody_tells = context.through is not None and context.through.lost is not None
-        if (creator is not None and creator.lost is not None) or (creator is None and nobody_tells):
-            self._end_on_loop(context)
+        through = context.through
+        nobody_tells = through is not None and through.lost is not None
+        if creator is not None and creator.lost is not None:
+            self._end_on_loop(context, _loss_of(creator))
+        elif creator is None and through is not None and nobody_tells:
+            self._end_on_loop(context, _loss_of(through))
         elif creator is not None and nobody_tells:
             context.through = creator
             self._control.post(creator, _TOPIC, ["joined", context.id])
+
+
+def _loss_of(peer: Peer) -> Loss:
+    return peer.name, peer.lost or ""
+
+
+def _read_loss(frame: Frame, peer: Peer) -> Loss | None:
+    """Read which loss has ended contexts, as a worker says."""
+    match frame.header.get("lost"):
+        case None:
+            return None
+        case [str(name), str(reason)]:
+            return name[:_LONGEST], f"{reason[:_LONGEST]} (as worker '{peer.name}' says)"
+        case other:
+            raise ProtocolError(f"contexts said to be over by a loss of {str(other)[:80]}")
 
 
 def _let_go(ended: list[Context]) -> None:

@@ -100,6 +100,7 @@ class Propagation:
         if to not in context.told and not to.is_self:
             context.told.add(to)
         if context.over:  # checked last, since no other code would notify that worker any more
+            self._contexts.check(context.id, context.loss)
             return None
         return Recorded(context, torch.is_grad_enabled())
 
@@ -121,8 +122,11 @@ class Propagation:
         except (TypeError, LookupError) as error:
             raise ProtocolError(f"a message says badly what it is recorded as: {error}") from None
         context = self._contexts.find(context_id)
-        if context is None and join:
-            context = self._contexts.join(context_id, creator, source)
+        if context is None:
+            if join:
+                context = self._contexts.join(context_id, creator, source)
+            else:
+                self._contexts.check(context_id)
         if context is None:
             return None
         return Recorded(context, number != _NOT_RECORDED, source, number, behind, not join)

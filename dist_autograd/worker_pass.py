@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -73,6 +73,7 @@ class WorkerPass:
 
     Attributes:
         progress: progress of the backward pass on this worker.
+        awaited: the workers whose gradients it waits for now.
     """
 
     _links: Links
@@ -82,6 +83,7 @@ class WorkerPass:
         self.context = context
         self.retain_graph = retain_graph
         self.progress = Progress()
+        self.awaited: list[Peer] = []
         self._models = models
         self._reach = Reach(RECV_NODE)
         self._sent: dict[int, Sent] = {}
@@ -229,7 +231,7 @@ class WorkerPass:
             found[ROOTS] = self._run_engine(roots, gradients, self._reach.leaves[ROOTS])
         left = set(self._marked)
         while left:
-            self._wait_until(lambda: not left.isdisjoint(self._arrived))
+            self._await_one_of(left)
             for number in left.intersection(self._arrived):
                 left.remove(number)
                 self._take_gradients(self._sent[number])
@@ -317,7 +319,7 @@ class WorkerPass:
         newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
         self._finish_on_devices(newer)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
-        self._wait_until(lambda: sent.number in self._arrived)
+        self._await_one_of((sent.number,))
         self._wait_for_updates()
         self._take_gradients(sent)
         gradients, nothing = self._gradients[sent.number], torch.empty(0, device="cpu")
@@ -368,15 +370,30 @@ class WorkerPass:
             self._links.post(node.origin, gradients)
             self._run.add(id(node))
 
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait for messages of other workers; raises the error that ended the backward pass, if that comes
-        first.
+    def _await_one_of(self, numbers: Collection[int]) -> None:
+        """Wait for the gradients of one of these messages. Raises the error that ended the backward pass, or
+        ``WorkerLostError`` if a worker that was to send them is gone.
+
+        That worker may have done its part and told the root so, and its gradients may be lost with its
+        connection to this worker: no other worker would notice that this one waits.
         """
-        while True:
+
+        def has_ended() -> bool:
+            return not self._arrived.keys().isdisjoint(numbers) or any(
+                peer.lost is not None for peer in senders
+            )
+
+        self.progress.check()
+        if not self._arrived.keys().isdisjoint(numbers):
+            return
+        self.awaited = senders = [self._sent[number].to for number in numbers]
+        while not has_ended():
+            self._links.wait(has_ended)
             self.progress.check()
-            if ready():
-                return
-            self._links.wait(ready)
+        self.awaited = []
+        if self._arrived.keys().isdisjoint(numbers):
+            gone = next(peer for peer in senders if peer.lost is not None)
+            raise gone.lost_error("The backward cannot be finished, as it has not sent its gradients")
 
     # ---- called for messages from other workers
 

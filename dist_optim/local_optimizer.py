@@ -113,7 +113,7 @@ class LocalOptimizer:
 
     def scale(self, context_id: int, factor: float) -> None:
         """Multiply the gradients that the context has for these parameters by ``factor``."""
-        if dist_autograd.has_context(context_id):
+        if _is_known(context_id):
             # Out of place: two leaves may share one tensor as their gradient.
             dist_autograd.change_gradients(context_id, self._parameters, lambda gradient: gradient * factor)
 
@@ -171,9 +171,17 @@ def _updates(optimizer: object) -> Iterator[None]:
 
 def _gradients(context_id: int) -> dict[Tensor, Tensor]:
     """Return the context's gradients on this worker; empty if nothing of the context was computed here."""
-    if not dist_autograd.has_context(context_id):
-        return {}
-    return dist_autograd.get_gradients(context_id)
+    return dist_autograd.get_gradients(context_id) if _is_known(context_id) else {}
+
+
+def _is_known(context_id: int) -> bool:
+    """Whether anything of a context was computed here. Raises ``WorkerLostError`` if it is over because of a
+    loss.
+    """
+    if dist_autograd.has_context(context_id):
+        return True
+    autograd().contexts.check(context_id)
+    return False
 
 
 def _elements(gradient: Tensor) -> Tensor:

@@ -209,6 +209,7 @@ class Agent:
             options.lost_after,
         )
         heartbeat.interests += [table.peers, control.peers, bulk.peers, departure.awaited]
+        heartbeat.interests.append(lambda: (peer for each in hooks.awaited for peer in each()))
         waiting = Waiting(table, requests, control, peers, executor, loop, options.slow_call_seconds)
         hooks.broke.extend((bulk_streams.peer_broke, bulk.peer_broke))
         hooks.gone.extend((shared_memory.peer_gone, bulk_streams.peer_gone, bulk.peer_gone))

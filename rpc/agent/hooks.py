@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rpc.group.peer import Peer
@@ -19,7 +19,8 @@ class Hooks:
     when the connection to it broke and is made again, and when it is gone for good, with the reason.
     ``close`` is called on the closing thread, when this worker leaves, ``closed`` when it has left: no worker
     that it waits for will answer any more. ``forked`` is called in a forked child, where it must not wait for
-    a lock.
+    a lock. ``awaited`` return the workers from which something is awaited now, so that their silence is
+    noticed; on the loop's thread.
 
     ``release`` and ``check`` belong to a graceful shutdown and are called on its thread: ``release`` after
     the first round, to release what this worker holds on others; ``check`` after the second, to raise if
@@ -33,5 +34,6 @@ class Hooks:
     close: list[Callable[[], object]] = field(default_factory=list)
     closed: list[Callable[[], object]] = field(default_factory=list)
     forked: list[Callable[[], object]] = field(default_factory=list)
+    awaited: list[Callable[[], Iterable[Peer]]] = field(default_factory=list)
     release: list[Callable[[], object]] = field(default_factory=list)
     check: list[Callable[[], object]] = field(default_factory=list)

@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             happened += Life(plan, print if asked.trace else None).run()
             if not asked.workers:
+                happened += Life(Plan.of_backward(seed), print if asked.trace else None).run()
                 Membership(seed).run()
         except Violation as violation:
             failed += 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
+import secrets
 from asyncio import events as asyncio_events
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +18,7 @@ from random import Random
 from typing import Any, Final
 from unittest import mock
 
+from dist_autograd import recording
 from rpc.agent import calls, departure
 from rpc.group import peer
 from rpc.runtime import limited_log, notices
@@ -117,6 +120,10 @@ class Clock:
         with ExitStack() as stack:
             for module in _READERS:
                 stack.enter_context(mock.patch.object(module, "monotonic", self._read))
+            # What distributed autograd numbers, and the order of workers in a set.
+            stack.enter_context(mock.patch.object(secrets, "randbits", self.chance.getrandbits))
+            stack.enter_context(mock.patch.object(recording, "clock", itertools.count(1)))
+            stack.enter_context(mock.patch.object(peer.Peer, "__hash__", lambda one: hash(one.incarnation)))
             stack.callback(asyncio_events._set_running_loop, None)
             yield
 

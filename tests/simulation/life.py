@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -19,6 +20,7 @@ from rpc.group.connections import CONNECT_SECONDS
 from rpc.options import AgentOptions
 from rpc.runtime import current
 from tests.simulation.clock import Clock, Handle, WorkerLoop
+from tests.simulation.gradients import BACKWARD, differentiate
 from tests.simulation.leaving import Leaving
 from tests.simulation.network import SimulatedNetwork
 from tests.simulation.programs import PROGRAMS, introduce
@@ -29,6 +31,16 @@ __all__ = ["Deed", "Life", "Plan"]
 
 _NEWCOMERS: Final = 3
 """Maximum number of living workers beyond the initial number."""
+
+_PASS_DELAYS: Final = 30.0
+_PASS_SECONDS: Final = 0.005
+"""A backward pass takes about so many times the latency, and so many seconds more."""
+
+_BRIEF: Final = 6.0
+"""The options ``lost_after`` and ``reconnect_within`` of short runs, in seconds."""
+
+_PASSES_SHARE: Final = 0.3
+"""The share of runs in which workers run backward passes."""
 
 _SWEEPS_SECONDS: Final = 200.0
 """What waits for a message that will not come is given up by then."""
@@ -102,10 +114,32 @@ class Plan:
                 length = silence * chance.random() if what in ("partition", "pause") else 0.0
                 silence -= 0.0 if excused else length
                 add(what, length, begin, within)
+        if chance.random() < _PASSES_SHARE:
+            for _ in range(pick((5, 15, 40))):
+                add(BACKWARD)
         deeds.sort(key=lambda deed: deed.time)
         return cls(
             seed, many, static and not workers, lost_after, reconnect_within,
             latency, tail, excused, seconds, tuple(deeds), leave,
+        )  # fmt: skip
+
+    @classmethod
+    def of_backward(cls, seed: int) -> Plan:
+        """A short run with little but backward passes, among workers some of whom have lost each other, or do
+        in the middle of one.
+        """
+        chance = Random(seed)
+        pick = chance.choice
+        early, excused = chance.random() < 0.4, chance.random() < 0.7
+        apart = 2.0 * _BRIEF
+        if early:
+            deeds = [Deed(0.0, "estrange", chance.getrandbits(32), apart)]
+            deeds += [Deed(apart + 2.0 + each, BACKWARD, chance.getrandbits(32)) for each in range(4)]
+        else:
+            deeds = [Deed(0.1, BACKWARD, chance.getrandbits(32), apart if excused else 1.0)]
+        return cls(
+            seed, pick((3, 3, 4)), early, _BRIEF, _BRIEF, pick((0.0002, 0.002, 0.02)), 0.0, early or excused,
+            deeds[-1].time + 2.0, tuple(deeds),
         )  # fmt: skip
 
 
@@ -141,12 +175,19 @@ class Life:
     @contextmanager
     def begun(self) -> Iterator[list[Worker]]:
         """The workers of the group, for who decides by himself what happens; ``end`` checks the rest."""
-        with self.clock.ruling(), self.truth.watching(), _errors_seen(self.truth):
+        threads = self.truth.threads
+        with (
+            self.clock.ruling(),
+            threads.ruling(self._current_loop),
+            self.truth.watching(),
+            _errors_seen(self.truth),
+        ):
             try:
                 self._begin()
                 yield self.truth.living
             finally:
                 self.truth.over = True
+                threads.end()
                 current._agent = None
                 for worker in self.truth.workers.values():
                     worker.loop.dead = True
@@ -163,8 +204,13 @@ class Life:
         worker = self.truth.current = self._by_loop.get(loop)
         current._agent = None if worker is None else worker.agent
 
-    def _after(self, _: Handle) -> None:
+    def _after(self, handle: Handle) -> None:
+        self.truth.threads.look(handle.loop)
         self.truth.check_step()
+
+    def _current_loop(self) -> WorkerLoop:
+        assert self.truth.current is not None
+        return self.truth.current.loop
 
     def _new_worker(self, worker_id: int = -1) -> Worker:
         if worker_id < 0:
@@ -187,6 +233,11 @@ class Life:
         if deed.what == "leave":
             if busy:
                 self.leave(chance.choice(busy), deed.seconds)
+        elif deed.what == BACKWARD:
+            if busy:
+                worker = chance.choice(busy)
+                begins = partial(self._part, Random(deed.seed), deed.seconds)
+                worker.loop.call_soon(differentiate, self.truth, worker, chance, begins)
         elif deed.what in PROGRAMS:
             if not busy:
                 return
@@ -216,6 +267,48 @@ class Life:
                         self.network.block(there.place, here.place)
         self._world.call_later(seconds, self._heal)
 
+    def _estrange(self, living: Sequence[Worker], chance: Random, seconds: float) -> None:
+        """Two workers are connected, and then do not reach each other; one of them waits for the other."""
+        one, other = chance.sample(living, 2)
+
+        def part() -> None:
+            self.truth.say(f"{one} and {other} do not reach each other for {seconds:.3f} s")
+            self.network.block(one.place, other.place)
+            self.network.block(other.place, one.place)
+            one.loop.call_soon(introduce, self.truth, one, other.name)
+            self._world.call_later(seconds, self._heal)
+
+        one.loop.call_soon(introduce, self.truth, one, other.name)
+        self._world.call_later(1.0, part)
+
+    def _part(self, chance: Random, seconds: float, workers: Sequence[Worker]) -> None:
+        """In the middle of a backward pass, one of its workers no longer hears another. Both live on, or the
+        other dies, and what it has sent meanwhile is lost. The first of them runs the pass, and does not die.
+        """
+        if not seconds or len(workers) < 2:
+            return
+        one = chance.choice(workers[1:])
+        other = chance.choice([worker for worker in workers if worker is not one])
+        dies = not self.plan.excused or chance.random() < 0.5
+        soon = self.plan.latency * _PASS_DELAYS + _PASS_SECONDS
+
+        def part() -> None:
+            self.truth.say(f"{other} no longer hears {one}")
+            self.network.block(one.place, other.place)
+            self._world.call_later(soon * chance.random() if dies else seconds, end)
+
+        def end() -> None:
+            if dies and one.alive and len(self.truth.living) > 1:
+                self.network.lose(one.place, other.place)
+                self._end(one, host=chance.random() < 0.5)
+                self._join(self.truth.living, chance, 0.0)
+            self._heal()
+
+        if chance.random() < 0.7:
+            part()
+        else:
+            self._world.call_later(soon * chance.random(), part)
+
     def _heal(self) -> None:
         self.truth.say("heal")
         self.network.heal()
@@ -227,11 +320,12 @@ class Life:
 
     def _kill(self, living: Sequence[Worker], chance: Random, _: float) -> None:
         if len(living) > 1:
-            worker = chance.choice(living)
-            host = chance.random() < 0.3
-            self.truth.say(f"kill {worker}{', with its host' if host else ''}")
-            worker.end()
-            self.network.kill(worker.place, host=host)
+            self._end(chance.choice(living), host=chance.random() < 0.3)
+
+    def _end(self, worker: Worker, *, host: bool) -> None:
+        self.truth.say(f"kill {worker}{', with its host' if host else ''}")
+        worker.end()
+        self.network.kill(worker.place, host=host)
 
     def _join(self, living: Sequence[Worker], chance: Random, _: float) -> None:
         """A newcomer; under the name of one who has died, if all know that."""
@@ -308,7 +402,7 @@ class Life:
         truth = self.truth
         for worker in truth.living:
             agent = worker.agent
-            counts = agent.extensions["rref"].counts()
+            counts = agent.extensions["rref"].counts() | agent.extensions["autograd"].observed()
             counts |= {
                 "calls": agent.calls.table.unanswered(),
                 "messages": agent.messages.control.unacknowledged(),
@@ -340,7 +434,7 @@ class _Seen(logging.Handler):
 def _errors_seen(truth: Truth) -> Iterator[None]:
     """What is logged as an error meanwhile is none that may be; less is not looked at."""
     seen = _Seen(truth)
-    loggers = [logging.getLogger(name) for name in ("rpc", "rref")]
+    loggers = [logging.getLogger(name) for name in ("rpc", "rref", "dist_autograd")]
     before = [(each.level, each.propagate) for each in loggers]
     for each in loggers:
         each.addHandler(seen)

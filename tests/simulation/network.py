@@ -145,6 +145,12 @@ class SimulatedNetwork(MemoryNetwork):
         """Nothing passes from one place to the other, for now."""
         self.blocked.add((one, other))
 
+    def lose(self, one: str, other: str) -> None:
+        """What is on its way from one place to the other is lost."""
+        for end in self.ends:
+            if end.place == other and end.other.place == one:
+                end.inbox.clear()
+
     def heal(self) -> None:
         """Everything passes again, and what was held comes."""
         self.blocked.clear()

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 import rpc
-from tests.simulation.life import Life, Plan
+from tests.simulation.gradients import BACKWARD
+from tests.simulation.life import Deed, Life, Plan
 from tests.simulation.programs import Thing, introduce, serve
 from tests.simulation.truth import Truth
 from tests.simulation.worker import Worker
@@ -176,3 +177,10 @@ def test_a_call_that_is_run_after_all_references_were_given_back_brings_none() -
         life.end()
     lines = "\n".join(told)
     assert lines.index(f"{here} enters round 2") < lines.index(f"{here} runs call 1 (serve)")
+
+
+@pytest.mark.parametrize("seed", [0, 41])
+def test_a_backward_ends_whose_gradients_are_lost_once_their_sender_has_done_its_part(seed: int) -> None:
+    """Two workers that have lost each other live on, and the root hears both."""
+    deeds = (Deed(0.1, BACKWARD, seed, 12.0),)
+    Life(replace(QUIET, seed=seed, workers=3, static=False, excused=True, seconds=2.0, deeds=deeds)).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +14,12 @@ from typing import Any, Final
 
 import pytest
 
+from dist_autograd.backwards import Backwards
+from dist_autograd.contexts import Contexts
 from rpc.agent.activity import Activity
 from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.departure import Departure
+from rpc.errors import WorkerLostError
 from rpc.group.liveness import Liveness
 from rpc.group.termination import Termination
 from rpc.rendezvous import watching
@@ -53,6 +57,11 @@ def test_promises_hold_in_many_lives() -> None:
     live(range(60))
 
 
+def test_backward_passes_are_exact_or_fail_and_end_whatever_goes_wrong() -> None:
+    for seed in range(40):
+        Life(Plan.of_backward(seed)).run()
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(PARTS))
@@ -60,6 +69,7 @@ def test_promises_hold_in_ten_thousand_lives(part: int) -> None:
     for seed in range(part, NIGHTLY, PARTS):
         try:
             Life(Plan.of(seed)).run()
+            Life(Plan.of_backward(seed)).run()
         except Violation as violation:
             violation.add_note(f"python -m tests.simulation --seed {seed} --trace --shrink")
             raise
@@ -87,7 +97,8 @@ def test_a_seed_says_all_that_happens_in_any_process() -> None:
         command = [sys.executable, "-m", "tests.simulation", "--seed", "3", "--trace"]
         environment = {**os.environ, "PYTHONHASHSEED": hashing}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()[:-1]  # the last line tells how long it took
+        text = re.sub(r"since about [\d:]+", "since", done.stdout)  # the time of day
+        return text.splitlines()[:-1]  # the last line tells how long it took
 
     assert printed("1") == printed("2")
 
@@ -183,6 +194,35 @@ def test_it_is_noticed_when(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, attribute, breaking(getattr(where, attribute)))
     with pytest.raises(Violation, match=message):
         live(range(ENOUGH))
+
+
+def record_nothing(join: Callable[..., Any]) -> Callable[..., Any]:
+    def joined(*asked: Any) -> Any:
+        try:
+            return join(*asked)
+        except WorkerLostError:
+            return None
+
+    return joined
+
+
+PASSES: Final[dict[str, tuple[Any, str, Callable[[Any], Any], str]]] = {
+    "passes do not hear of losses": (Backwards, "_peer_gone", lambda _: nothing, "pends for ever"),
+    "calls run unrecorded": (Contexts, "join", record_nothing, "the gradient of call .* is None"),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_of_backward_passes_it_is_noticed_when(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, attribute, breaking, message = PASSES[name]
+    monkeypatch.setattr(where, attribute, breaking(getattr(where, attribute)))
+
+    def run() -> None:
+        for seed in range(ENOUGH):
+            Life(Plan.of_backward(seed)).run()
+
+    with pytest.raises(Violation, match=message):
+        run()
 
 
 # ---- dynamic groups in their store

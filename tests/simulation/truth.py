@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +18,19 @@ from typing import Any, ClassVar, Final
 from unittest import mock
 
 from rpc.agent.calls import PendingCall
-from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError, WorkerLostError
+from rpc.errors import (
+    NotInitializedError,
+    RpcError,
+    RpcTimeoutError,
+    RRefError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from rpc.wire.frames import Frame
 from rref.protocol.messages import State
 from rref.reference import RRef
 from tests.simulation.clock import Clock
+from tests.simulation.threads import Threads
 from tests.simulation.worker import Worker
 
 __all__ = ["Call", "Object", "Truth", "Violation", "is_usable", "state_of"]
@@ -46,6 +54,8 @@ class Call:
     begun: float
     timeout: float
     future: Any = None
+    through: Sequence[int] = ()
+    """Of a backward pass, the workers that take part beside its caller."""
     cancelled: bool = False
     runs: int = 0
     ended: bool = False
@@ -73,6 +83,7 @@ class Truth:
         held: what the program of each worker refers to, each by its tag.
         excused: whether a worker has been silent for so long that it may be given up though it lives.
         tell: takes the lines of the trace.
+        threads: the threads of the workers.
     """
 
     now: ClassVar[Truth]
@@ -84,6 +95,7 @@ class Truth:
         self.calls: list[Call] = []
         self.objects: list[Object] = []
         self.held: dict[Worker, list[tuple[int, RRef[Any]]]] = defaultdict(list)
+        self.threads = Threads()
         self.excused = False
         self.over = False
         self.tell: Callable[[str], object] | None = None
@@ -138,6 +150,8 @@ class Truth:
         if not self.excused and self.workers[incarnation].stays:
             self.broken(f"{worker} gives up {self.workers[incarnation]}, which lives: {reason}")
         for call in self.calls:
+            if call.through:  # which may go on without a worker that has done its part
+                continue
             if not call.ended and call.caller is worker and call.callee == incarnation:
                 self.ends_by(call, self.clock.now)
 
@@ -175,7 +189,7 @@ class Truth:
         lost, else its own.
         """
         for call in self.calls:
-            if call.ended or call.future is None:
+            if call.ended or call.future is None or call.through:  # a backward pass may be between two calls
                 continue
             caller = call.caller.incarnation
             if call.caller is not here and (
@@ -191,7 +205,7 @@ class Truth:
         """A worker has left: of its calls, who waits for them has heard."""
         self.say(f"{here} has left")
         for call in self.calls:
-            if call.caller is here and call.future is not None and not call.ended:
+            if call.caller is here and call.future is not None and not call.ended and not call.through:
                 self.broken(f"{self._named(call)} is lost without an error")
 
     def ran(self, number: int) -> None:
@@ -225,6 +239,8 @@ class Truth:
             self.hold(call.caller, tag, ref)
 
     def _may_fail(self, call: Call, error: Exception) -> bool:
+        if call.through:
+            return self._may_backward_fail(call, error)
         match error.__cause__ if type(error) is RuntimeError else error:
             case CancelledError():
                 return call.cancelled
@@ -237,6 +253,16 @@ class Truth:
             case RRefError():
                 return call.what.startswith("touch") and self.is_given_up(int(call.what.split()[1]))
         return False
+
+    def _may_backward_fail(self, call: Call, error: Exception) -> bool:
+        """A backward pass fails only if two of its workers are lost for each other, or do not know each other
+        yet, or its own leaves.
+        """
+        if isinstance(error, UnknownWorkerError) and not call.caller.agent.is_static_group:
+            return True
+        workers = (call.caller.incarnation, *call.through)
+        lost = any(self.estranged(one, other) for one in workers for other in workers if one != other)
+        return isinstance(error, RpcError | RuntimeError) and (lost or call.caller.leaving)
 
     def _named(self, call: Call) -> str:
         return f"call {call.number} ({call.what}) of {call.caller}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
+from dist_autograd.installation import install
 from rpc.agent.agent import Agent
 from rpc.agent.platform import Platform
 from rpc.group.workers import Member, WorkerInfo
@@ -14,7 +15,6 @@ from rpc.runtime.loop import LoopThread
 from rpc.runtime.process_tuning import ProcessTuning
 from rpc.runtime.tasks import Task, TaskSource
 from rpc.testing.memory_transport import MemoryTransport
-from rref.installation import install
 from tests.simulation.clock import Handle, WorkerLoop
 from tests.simulation.network import SimulatedNetwork
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 import dist_autograd
 import rpc
-from rpc.errors import AutogradError, BackwardError, NotInitializedError
+from rpc.errors import AutogradError, BackwardError, NotInitializedError, WorkerLostError
+from rpc.runtime.current import current_agent
+from rpc.testing.faults import Faults, Rule
 from tests.fuzz.autograd.guarded import apply_guarded
 from tests.support.default_device import not_on_devices
 from tests.support.serving import WAIT_SECONDS, in_group, in_worker0, open_gate, serve
@@ -172,6 +174,52 @@ def test_contexts_of_a_dead_worker_are_released_everywhere(run_workers: RunWorke
     for worker in (workers[1], workers[2]):
         worker.tell("dead")
         worker.result()
+
+
+dropping: list[tuple[Faults, Rule]] = []
+
+
+def drop_gradients(to: str) -> None:
+    faults = Faults()
+    dropping.append((faults, faults.drop("gradients", to=to)))
+    faults.install(current_agent())
+
+
+def lose_once_dropped(worker: str) -> bool:
+    """Give a worker up if gradients for it were dropped; returns whether they were."""
+    ((faults, rule),) = dropping
+    if not rule.struck:
+        return False
+    faults.remove()
+    agent = current_agent()
+    agent.group.lose(agent.group.peers.find(worker), "gradients for it were lost, as a test wants it")
+    dropping.clear()
+    return True
+
+
+@in_worker0(world_size=3)
+def test_a_backward_ends_if_gradients_are_lost_whose_sender_has_done_its_part() -> None:
+    """For the root, the sender lives, and so does the worker that waits."""
+    x = torch.ones(3, requires_grad=True)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with dist_autograd.context() as context_id:
+                y = rpc.rpc_sync(OTHER, through, args=("worker2", torch.exp, x))
+                dist_autograd.backward(context_id, [y.sum()])
+        except WorkerLostError as error:
+            errors.append(error)
+
+    rpc.rpc_sync("worker2", drop_gradients, args=(OTHER,))
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not rpc.rpc_sync("worker2", lose_once_dropped, args=(OTHER,)):  # the limit of the test ends it
+        pass
+    thread.join(WAIT_SECONDS)
+    assert "has not sent its gradients" in str(errors[0])
+    for worker in ("worker0", OTHER, "worker2"):
+        wait_until_nothing_is_left(worker)
 
 
 # ---- many at once

@@ -1,4 +1,6 @@
-"""Contexts that end while they come: whoever is late, a context that is over stays on no worker."""
+"""Contexts that end while they come: a context that is over stays on no worker, and one that a loss has ended
+cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,32 @@ from typing import Any, cast
 
 import pytest
 
-from dist_autograd.contexts import OVER, Context, Contexts
+from dist_autograd.contexts import OVER, Context, Contexts, current
 from dist_autograd.propagation import Propagation
 from rpc.agent.hooks import Hooks
+from rpc.errors import WorkerLostError
+from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame
 
 ME, CREATOR, BETWEEN = 1, 2, 3
+
+
+class Known:
+    """What contexts know of a worker."""
+
+    is_self = False
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.name = f"worker {incarnation}"
+        self.lost: str | None = None
 
 
 class World:
     """An agent reduced to what contexts ask of it, and the workers that it knows."""
 
     def __init__(self) -> None:
-        self.peers: dict[int, Any] = {
-            each: SimpleNamespace(incarnation=each, lost=None) for each in (CREATOR, BETWEEN)
-        }
+        self.peers: dict[int, Any] = {each: Known(each) for each in (CREATOR, BETWEEN)}
         self.posted: list[tuple[int, Any]] = []
         self.handlers: dict[int, Callable[..., Any]] = {}
         hooks = Hooks()
@@ -36,28 +49,31 @@ class World:
         )
         executor: Any = SimpleNamespace(submit=lambda task: task[0](task[1]))
         mailbox: Any = SimpleNamespace(
-            gathered=lambda function, argument: None,
+            gathered=lambda function, argument: function(argument),
             call=lambda function, *arguments: function(*arguments),
         )
         self.when_made: Callable[[], object] = lambda: None
-        send: Any = None
+        self.sent: list[tuple[int, Any]] = []
         answers: Any = SimpleNamespace(devices=None)
         self.contexts = Contexts(
-            ME, answers, workers, kinds, control, send, hooks, mailbox, executor, self._make
+            ME, answers, workers, kinds, control, self._send, hooks, mailbox, executor, self._make
         )
         [self._gone] = hooks.gone
 
     def _make(self) -> None:
         self.when_made()
 
+    def _send(self, peer: Any, kind: int, call_id: int, payload: Payload, **_: Any) -> None:
+        self.sent.append((peer.incarnation, payload.header))
+
     def die(self, incarnation: int) -> None:
         """A worker is gone, and the loop's thread hears of it."""
         self.peers[incarnation].lost = "killed"
         self._gone(self.peers[incarnation], "killed")
 
-    def say_over(self, context_id: int = 7) -> None:
-        """The creator says that a context is over."""
-        task = self.handlers[OVER](self.peers[CREATOR], Frame(OVER, 0, {"over": [context_id]}, []))
+    def say_over(self, context_id: int = 7, by: int = CREATOR, **loss: list[str]) -> None:
+        """The creator, or another worker, says that a context is over."""
+        task = self.handlers[OVER](self.peers[by], Frame(OVER, 0, {"over": [context_id], **loss}, []))
         if task is not None:
             task[0](task[1])
 
@@ -85,8 +101,55 @@ def test_who_learns_of_a_context_through_the_dead_asks_its_creator(world: World)
 
 def test_a_context_whose_creator_dies_as_it_comes_is_over(world: World) -> None:
     world.when_made = lambda: world.die(CREATOR)
-    assert world.join() is None
+    with pytest.raises(WorkerLostError, match="worker 2' is gone: killed"):
+        world.join()
     assert not len(world.contexts)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_nothing_goes_unrecorded_in_a_context_whose_creator_is_gone(world: World, is_known: bool) -> None:
+    propagation = Propagation(world.contexts)
+    said, between = [7, CREATOR], cast("Any", world.peers[BETWEEN])
+    context = world.join() if is_known else None
+    world.die(CREATOR)
+    uses: list[Callable[[], object]] = [world.join, lambda: propagation.received(said, between)]
+    if context is not None:
+        token = current.set(context)
+        uses += [
+            lambda: propagation.calling(between),
+            lambda: propagation.answered(said, between),
+            lambda: world.contexts.get(7),
+            world.contexts.current,
+        ]
+    for use in uses:
+        with pytest.raises(WorkerLostError, match="worker 2' is gone: killed") as caught:
+            use()
+        assert caught.value.worker == "worker 2"
+    if context is not None:
+        current.reset(token)
+
+
+def test_a_worker_that_loses_a_creator_says_so_to_those_that_may_not_have_lost_it(world: World) -> None:
+    context = world.join()
+    assert context is not None
+    context.told.add(world.peers[BETWEEN])
+    world.die(CREATOR)
+    ((to, said),) = world.sent
+    assert (to, said) == (BETWEEN, {"over": [7], "lost": ("worker 2", "killed")})
+
+    other = World()
+    assert other.join() is not None
+    other.say_over(by=BETWEEN, lost=["worker 2", "killed"])
+    with pytest.raises(WorkerLostError, match=r"killed \(as worker 'worker 3' says\)"):
+        other.join()
+    other.say_over()  # its creator lives after all, and has left it
+    assert other.join() is None
+
+
+def test_a_context_is_ended_by_no_other_worker_on_its_creator(world: World) -> None:
+    context = world.contexts.new()
+    world.say_over(context.id, by=BETWEEN, lost=["me", "killed"])
+    assert world.contexts.get(context.id) is context
 
 
 def test_a_context_that_nobody_leaves_is_released_by_a_finalizer(world: World) -> None:

@@ -14,10 +14,16 @@ from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
 from dist_autograd.recording import Origin, Sent, send
 from dist_autograd.worker_pass import WorkerPass
-from rpc.errors import AutogradError, ProtocolError
+from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
+from rpc.group.workers import Member, WorkerInfo
 
-receiver, somebody = (cast("Peer", SimpleNamespace(name=name)) for name in ("receiver", "somebody else"))
+
+def peer(name: str) -> Peer:
+    return Peer(Member(WorkerInfo(name, 1), 1, "host", (), "", 1 << 20), cast("Any", None), lambda _: None)
+
+
+receiver, somebody = peer("receiver"), peer("somebody-else")
 
 
 class Links:
@@ -38,9 +44,9 @@ class Links:
 class Run:
     """A pass in a context in which one message was sent."""
 
-    def __init__(self, *tensors: Tensor) -> None:
+    def __init__(self, *tensors: Tensor, to: Peer = receiver) -> None:
         self.context = Context(cast("Any", SimpleNamespace(devices=None)), 77, 1, None)
-        self.sent: Sent = send(tensors, receiver)
+        self.sent: Sent = send(tensors, to)
         self.context.sends[self.sent.number] = self.sent
         self.own = WorkerPass(self.context, False, Models())
 
@@ -82,3 +88,47 @@ def test_a_mark_of_what_was_never_sent_is_refused() -> None:
     run = Run(torch.ones(2, requires_grad=True))
     with pytest.raises(AutogradError, match="asks for tensor 1 of message"):
         run.own.mark([(run.sent.number, 1)], receiver)
+
+
+class LosingLinks(Links):
+    """To a worker that is lost while its gradients are awaited, at the last moment before the wait."""
+
+    def __init__(self, to: Peer) -> None:
+        super().__init__(torch.ones(2))
+        self._to = to
+        self.waits = 0
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        self.waits += 1
+        self._to.gone("it has died")
+        assert ready(), "this would wait for ever"
+
+
+@pytest.mark.parametrize("meet", [False, True])
+def test_a_pass_fails_if_a_worker_is_gone_before_its_gradients_have_come(meet: bool) -> None:
+    """Also in a run with tickets, which is needed where the graphs behind two messages meet."""
+    to = peer("gone")
+    shared = torch.ones(2, requires_grad=True) * 3
+    run = Run(shared * 2, to=to)
+    numbers = [run.sent.number]
+    if meet:
+        other = send([shared * 5], receiver)
+        run.context.sends[other.number] = other
+        numbers.append(other.number)
+        run.own.arrived(other.number, receiver, cast("Any", None))
+    run.own.mark([(number, 0) for number in numbers], receiver)
+    links = LosingLinks(to)
+    with pytest.raises(WorkerLostError, match=r"'gone'.*it has died.*has not sent its gradients"):
+        run.own.run(links)
+    assert links.waits == 1
+
+
+def test_gradients_that_came_before_their_worker_was_gone_count() -> None:
+    to = peer("gone")
+    leaf = torch.ones(2, requires_grad=True)
+    run = Run(leaf * 3, to=to)
+    run.arrive(to)
+    to.gone("it has died")
+    run.own.mark([(run.sent.number, 0)], to)
+    run.own.run(Links(torch.full((2,), 2.0)))
+    assert run.context.gradients()[leaf].tolist() == [6.0, 6.0]
