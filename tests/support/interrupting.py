@@ -16,9 +16,9 @@ _AGAIN_SECONDS: Final = 1.0
 """A signal that comes right before a thread falls asleep in a lock is noticed with the next one only."""
 
 
-def press() -> None:
-    """From any thread: what Ctrl-C does to this process."""
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+def press(number: signal.Signals = signal.SIGINT) -> None:
+    """From any thread: what Ctrl-C does to this process, or the same with another signal."""
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def interrupted(wait: Callable[[], Any]) -> None:
