@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from rpc.runtime.blocking import wait_for_event
+from rpc.runtime import blocking
 from rpc.runtime.interrupts import protected
 
 __all__ = ["TRANSITIONS", "Action", "Error", "Event", "Progress", "State"]
@@ -45,7 +45,7 @@ class Progress:
         self.state = State.MARKED
         self._error: Error | None = None
         self._lock = threading.RLock()  # reentrant: a signal handler may leave the context while it is held
-        self._news: threading.Event | None = None
+        self._news: blocking.Event | None = None
 
     @protected
     def on(self, event: Event, error: Error | None = None) -> Action:
@@ -71,7 +71,7 @@ class Progress:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Block until an event or an error, unless ``ready`` is true already."""
         if self._news is None:
-            self._news = threading.Event()
+            self._news = blocking.Event()
         self._news.clear()
         if not ready() and self._error is None:
-            wait_for_event(self._news)
+            blocking.wait_for_event(self._news)

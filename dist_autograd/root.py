@@ -32,6 +32,7 @@ from dist_autograd.worker_pass import WorkerPass
 from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.group.peer import Peer
 from rpc.runtime import waits
+from rpc.runtime.interrupts import is_interruption
 from rpc.wire.frames import Frame, Kind
 
 __all__ = ["Root"]
@@ -87,7 +88,7 @@ class Root:
                 self._wait_for(self._one_part(), lambda: not self._left)
             self.own.progress.check()
         except BaseException as error:
-            self.fail(given_up)  # the part of a nested one may go on after a KeyboardInterrupt
+            self.fail(given_up)  # the part of a nested one may go on after an interruption
             for peer in self._asked | self._left:
                 self._messages.abort(self.key, peer, error)
             raise
@@ -164,6 +165,8 @@ class Root:
         except RpcError:
             raise
         except Exception as error:
+            if is_interruption(error):
+                raise
             raise failure_of(self.peer.member.info, error) from error
 
     def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:

@@ -33,6 +33,7 @@ from dist_autograd.tickets import new_ticket
 from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.group.peer import Peer
 from rpc.runtime import spans
+from rpc.runtime.interrupts import is_interruption
 from rpc.runtime.torch_internals import is_profiler_enabled
 from rpc.wire.frames import Frame
 
@@ -160,8 +161,9 @@ class WorkerPass:
         self._links = links
         try:
             self._run_all(roots, gradients)
-        except BaseException:
-            self.progress.check()
+        except BaseException as error:
+            if not is_interruption(error):
+                self.progress.check()
             raise
         finally:
             del self._links

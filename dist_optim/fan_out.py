@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from dist_autograd.installation import autograd
 from rpc.agent.futures import Future, wait_futures
 from rpc.errors import WorkerLostError
+from rpc.runtime.interrupts import is_interruption
 from rref import RRef
 from rref.proxy import RRefProxy
 
@@ -42,6 +43,8 @@ def on_all(parts: Mapping[str, T], doing: str, call: Callable[[T], Future[Any]])
         _add_notes(error, doing, calls)
         raise
     except Exception as error:
+        if is_interruption(error):
+            raise
         for future in calls.values():
             _error_of(future)
         _add_notes(error, doing, calls)
@@ -65,6 +68,8 @@ def on_all_objects(
     try:
         return [call(only.rpc_sync())]
     except Exception as error:
+        if is_interruption(error):
+            raise
         _add_failure(error, doing, worker, error)
         raise
 
@@ -94,5 +99,7 @@ def _error_of(future: Future[Any]) -> Exception | None:
     try:
         future.wait()
     except Exception as error:
+        if is_interruption(error):
+            raise
         return error
     return None

@@ -31,7 +31,7 @@ from rpc.group.termination import (
 )
 from rpc.group.workers import Member
 from rpc.runtime import waits
-from rpc.runtime.blocking import INFINITE, wait_for_event
+from rpc.runtime.blocking import INFINITE, Event, wait_for_event
 from rpc.runtime.interrupts import interruptible
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.notices import Notices
@@ -109,13 +109,13 @@ class Departure:
             self.wait(timeout)
 
     def wait(self, timeout: float) -> None:
-        """Wait for the end of a round (in a dynamic group: of this worker's own work). ``KeyboardInterrupt``
-        interrupts it.
+        """Wait for the end of a round (in a dynamic group: of this worker's own work). A signal handler may
+        interrupt it.
 
         ``RpcTimeoutError`` if it takes more than ``timeout`` seconds (0 for no limit), or if another thread
         has ended the agent; the text names the workers that are not in shutdown, or still busy.
         """
-        ended = threading.Event()
+        ended = Event()
         failure: list[str | None] = [None]
 
         def end(reason: str | None) -> None:

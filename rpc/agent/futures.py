@@ -2,8 +2,8 @@
 
 When a reply arrives, it is only stored (see ``calls``). If a thread waits for it, that thread is woken,
 decodes it and completes the future, without a further hand-over; otherwise an executor thread does so. Both
-may try: the second waits until the first has decoded. If ``KeyboardInterrupt`` ends the wait of the first, an
-executor thread takes over.
+may try: the second waits until the first has decoded. If a signal handler interrupts the first, an executor
+thread takes over.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rpc.agent.calls import PendingCall, name_of
 from rpc.agent.device_ports import ArrivedTensors, Attempt
 from rpc.errors import NotInitializedError, RpcTimeoutError
 from rpc.group.peer import Peer
-from rpc.runtime.blocking import INFINITE, check_may_block, wait_for, wait_for_event
+from rpc.runtime.blocking import INFINITE, Event, check_may_block, wait_for, wait_for_event
 from rpc.runtime.current import is_initialized
 from rpc.runtime.executor import Executor
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.modes import with_default_modes
 from rpc.runtime.tasks import Task
 from rpc.runtime.torch_internals import BaseFuture
@@ -63,8 +63,8 @@ _call_when_done = BaseFuture.add_done_callback
 
 
 class _ThreadState(threading.local):
-    interruption: KeyboardInterrupt | None = None
-    """A ``KeyboardInterrupt`` in a callback on this thread, which PyTorch would only print."""
+    interruption: BaseException | None = None
+    """The exception of a signal handler in a callback on this thread, which PyTorch would only print."""
 
 
 _thread_state: Final = _ThreadState()
@@ -74,7 +74,7 @@ collected_futures: Final = threading.local()
 
 
 class Future(torch.futures.Future[T]):
-    """A ``torch.futures.Future`` that ``KeyboardInterrupt`` interrupts and that can be awaited.
+    """A ``torch.futures.Future`` that signal handlers interrupt and that can be awaited.
 
     ``rpc_async`` returns one, and so does its ``then``. All of PyTorch's methods work, from any thread.
 
@@ -168,7 +168,7 @@ class Future(torch.futures.Future[T]):
     @protected
     def _complete(self, call: PendingCall, attempt: Attempt | None = None) -> None:
         """See ``complete``; the streams of ``attempt`` are current, if messages use devices."""
-        interruption: KeyboardInterrupt | None = None
+        interruption: BaseException | None = None
         while (ending := self._ending) is None:
             if not self._claim.acquire(blocking=False):
                 _until_free(self._claim)  # another thread is decoding
@@ -181,9 +181,9 @@ class Future(torch.futures.Future[T]):
                     self._arrived = attempt.streams.ready()
                 self._ending = value, None
             except BaseException as error:
-                self._ending = None, without_frames(error)
-                if isinstance(error, KeyboardInterrupt):
+                if is_interruption(error):
                     interruption = error
+                self._ending = None, without_frames(error)
             self._claim.release()
         _end(self, *ending)
         self._call = None
@@ -201,9 +201,9 @@ class Future(torch.futures.Future[T]):
             Its value.
 
         Raises:
-            The error that it was completed with; ``RpcTimeoutError`` when the timeout has expired;
-            ``KeyboardInterrupt`` at once; ``BlockingCallError`` inside an ``async def`` callee, where it must
-            be awaited instead.
+            The error that it was completed with; ``RpcTimeoutError`` when the timeout has expired; what a
+            signal handler raises, such as ``KeyboardInterrupt``, at once; ``BlockingCallError`` inside an
+            ``async def`` callee, where it must be awaited instead.
         """
         if not _is_done(self):
             check_may_block()
@@ -293,10 +293,10 @@ class Future(torch.futures.Future[T]):
             raise
 
     def _complete_here(self) -> None:
-        """Complete it on a thread that handles ``KeyboardInterrupt``, including one raised in a callback."""
+        """Complete it on a thread that raises what signal handlers raise, also in a callback."""
         try:
             self.complete()
-        except KeyboardInterrupt:
+        except BaseException:
             _thread_state.interruption = None  # that one is raised for both
             raise
         _raise_interruption()
@@ -322,7 +322,7 @@ class Future(torch.futures.Future[T]):
         """Have ``callback`` called with this future once it is completed, on a thread, with context variables
         and modes as for ``then``.
 
-        Its exceptions are printed; a ``KeyboardInterrupt`` in it is raised in the waiting thread.
+        Its exceptions are printed; what a signal handler raises in it is raised in the waiting thread.
         """
         if not callable(callback):
             super().add_done_callback(callback)  # type: ignore[unreachable]  # PyTorch's own error
@@ -366,12 +366,13 @@ class _Continuation:
         try:
             _end(self.future, self._run(), None)
         except BaseException as error:
-            if isinstance(error, Exception):
+            interrupts = is_interruption(error)
+            if isinstance(error, Exception) and not interrupts:
                 self._tell_of(error)
             if not _is_done(self.future):
                 without_frames(error)
                 _fail(self.future, RuntimeError(f"{type(error).__name__}: {text_of(error)}"), error)
-            if isinstance(error, KeyboardInterrupt):
+            if interrupts:
                 _thread_state.interruption = error
         self._source = None  # the source refers to this object
 
@@ -417,7 +418,9 @@ def _called_back(
         else:
             with Attempt(source._arrived.streams):  # without them, it waits on the current streams
                 with_default_modes(context.run, callback, source)
-    except KeyboardInterrupt as error:
+    except BaseException as error:
+        if not is_interruption(error):
+            raise
         _thread_state.interruption = error
 
 
@@ -447,6 +450,8 @@ def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | N
         else:
             _fail(future, error)
     except Exception as refusal:
+        if is_interruption(refusal):
+            raise
         if not future.done():  # PyTorch does not accept this value
             with contextlib.suppress(RuntimeError):
                 _fail(future, refusal)
@@ -525,7 +530,7 @@ def wait_all() -> Iterator[None]:
 
 
 def as_completed(futures: Iterable[F], timeout: float | None = None) -> Iterator[F]:
-    """Yield the futures, each as soon as it is completed; ``KeyboardInterrupt`` interrupts at once.
+    """Yield the futures, each as soon as it is completed; signal handlers interrupt at once.
 
     Args:
         futures: futures from ``rpc_async`` or ``then``; each is yielded once.
@@ -537,7 +542,7 @@ def as_completed(futures: Iterable[F], timeout: float | None = None) -> Iterator
     """
     awaited = list({id(future): future for future in futures}.values())
     deadline = INFINITE if timeout is None else monotonic() + timeout
-    changed = threading.Event()
+    changed = Event()
     done: list[F] = []
     if not all(future.done() for future in awaited):
         check_may_block()
@@ -562,7 +567,7 @@ def wait_any(futures: Iterable[F], timeout: float | None = None) -> F:
 
 
 def wait_futures(futures: list[Any]) -> list[Any]:
-    """Wait for all futures, or until one fails; ``KeyboardInterrupt`` interrupts at once.
+    """Wait for all futures, or until one fails; signal handlers interrupt at once.
 
     Returns:
         Their values, in order.
@@ -576,6 +581,6 @@ def wait_futures(futures: list[Any]) -> list[Any]:
 
 
 @protected
-def _note(future: torch.futures.Future[Any], done: list[Any], changed: threading.Event, _: object) -> None:
+def _note(future: torch.futures.Future[Any], done: list[Any], changed: Event, _: object) -> None:
     done.append(future)
     changed.set()

@@ -31,10 +31,10 @@ from rpc.errors import (
 )
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime import waits
-from rpc.runtime.blocking import INFINITE, check_may_block
+from rpc.runtime.blocking import INFINITE, Event, check_may_block
 from rpc.runtime.current import current_agent
 from rpc.runtime.executor import Executor
-from rpc.runtime.interrupts import protected
+from rpc.runtime.interrupts import is_interruption, protected
 from rpc.runtime.notices import wait_telling
 from rpc.serialization.failures import text_of
 from rpc.serialization.serializer import Serializer
@@ -65,7 +65,7 @@ class _Round:
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
-        self.complete = threading.Event()
+        self.complete = Event()
         self.error: RpcError | None = None
 
     def fail(self, error: RpcError) -> None:
@@ -137,7 +137,7 @@ class Gathering:
 
     @protected
     def _enter(self, names: Names, entered: list[tuple[Key, _Round]]) -> None:
-        """Begin the next round of some workers, and record it where KeyboardInterrupt does not lose it."""
+        """Begin the next round of some workers, and record it where no interruption loses it."""
         with self._lock:
             number = self._next.get(names, 0)
             self._next[names] = number + 1
@@ -352,6 +352,8 @@ def _check_told(followers: dict[str, Future[Any]], timeout: float) -> None:
         try:
             call.wait()
         except RpcError as error:
+            if is_interruption(error):
+                raise
             errors[name] = error
     if errors:
         first = next(iter(errors.values()))

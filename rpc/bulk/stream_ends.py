@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from rpc.errors import ProtocolError
-from rpc.runtime.blocking import wait_while
+from rpc.runtime.blocking import Condition, wait_while
 from rpc.transport.bulk_socket import BulkSocket
 from rpc.wire.chunking import ChunkedMessage
 from rpc.wire.frames import (
@@ -108,7 +108,7 @@ class BulkQueue:
         self._failed, self._open_first, self._ended = failed, open_first, ended
         self._lock = threading.RLock()  # a finalizer that runs while it is held may send
         self._more = threading.Condition(self._lock)
-        self._room = threading.Condition(self._lock)
+        self._room = Condition(self._lock)
         self._waiting: deque[ChunkedMessage] = deque()
         self._open: deque[ChunkedMessage] = deque()
         self._writers = [_Writer(sock) for sock in sockets]

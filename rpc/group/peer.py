@@ -14,7 +14,7 @@ from rpc.group.link import Link
 from rpc.group.membership import Membership, WorkerReference
 from rpc.group.workers import Member
 from rpc.runtime import file_limit
-from rpc.runtime.blocking import wait_while
+from rpc.runtime.blocking import Condition, wait_while
 from rpc.runtime.events import Events
 from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import PeerDevices
@@ -88,7 +88,7 @@ class Peer:
         self._waiting: list[tuple[list[Any], int]] = []
         self._waiting_bytes = 0
         self._queue_limit = send_queue_bytes
-        self._room: threading.Condition | None = None
+        self._room: Condition | None = None
         """Made by the first thread that waits for room, since it is large, and there may be thousands of
         workers.
         """
@@ -152,7 +152,7 @@ class Peer:
 
     def wait(self, awaited: Awaited, deadline: float, *, reads: bool = True) -> None:
         """Wait for ``awaited`` from this worker by reading the connection, if the thread may.
-        ``KeyboardInterrupt`` interrupts it.
+        A signal handler may interrupt it.
 
         It returns early if another thread reads, or takes over: ``awaited.sleep`` must follow if ``awaited``
         has no outcome then.
@@ -270,7 +270,7 @@ class Peer:
     def _wait_for_room(self, deadline: float) -> bool:
         if not self._is_full():
             return True
-        self._room = room = self._room or threading.Condition(self._lock)
+        self._room = room = self._room or Condition(self._lock)
         return wait_while(self._is_full, room, deadline)
 
     def _is_full(self) -> bool:

@@ -34,8 +34,8 @@ from rpc.rendezvous.dynamic import DynamicGroup, Joining
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import Abandoned, StoreLost, StoreWait
 from rpc.rendezvous.watching import LogWatch, Neighbours, PutOut
-from rpc.runtime.blocking import wait_for_event
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.blocking import Event, wait_for_event
+from rpc.runtime.interrupts import protected
 
 __all__ = ["Keeper", "Loss"]
 
@@ -96,7 +96,7 @@ class Keeper:
         self._membership: Future[None] = Future()
         self._complaint = ""
         self._leaving = False
-        self._left = threading.Event()
+        self._left = Event()
         self._has_left = False
         self._thread = threading.Thread(target=self._run, name="farcall-keeper", daemon=True)
         store = self._store
@@ -114,7 +114,7 @@ class Keeper:
             RendezvousError: it cannot become one; the text says why.
             RendezvousTimeoutError: that depends on others, which do not answer in time.
         """
-        decided = threading.Event()
+        decided = Event()
         self._membership.add_done_callback(lambda _: decided.set())
         if not wait_for_event(decided, time.monotonic() + self._timeout + _GRACE_SECONDS):
             because = f": {self._complaint}" if self._complaint else ""
@@ -136,7 +136,7 @@ class Keeper:
         self._orders.put(None)
         if self._thread.ident is None:
             self._thread.start()
-        return _wait(self._left, timeout) and self._has_left
+        return wait_for_event(self._left, time.monotonic() + timeout) and self._has_left
 
     def abandon_after_fork(self) -> None:
         """Release what belongs to the parent, in a forked child."""
@@ -266,8 +266,3 @@ class Keeper:
                 self._store.description,
                 self._me.name,
             )
-
-
-@interruptible
-def _wait(event: threading.Event, timeout: float) -> bool:
-    return event.wait(timeout)

@@ -1,20 +1,22 @@
-"""Blocking waits: which threads may make them, and how ``KeyboardInterrupt`` ends them.
+"""Blocking waits: which threads may make them, and how the exception of a signal handler ends them.
 
-A thread waits on a lock or an event of its own, which another thread releases or sets. A signal that arrives
-after Python's last check and before the system call would not end the wait, so each wait consists of short
-ones.
+A thread waits on a lock of its own, which another thread releases, and sleeps in that lock only. There an
+exception leaves nothing undone. Python's own events, conditions and futures would keep their internal locks
+if it came right after they have acquired one. A signal that arrives after Python's last check and before the
+system call would not end the wait, so each wait consists of short ones.
 """
 
 from __future__ import annotations
 
 import threading
-from _thread import LockType
+from _thread import LockType, allocate_lock
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
-from typing import Final
+from typing import Any, Final
 
 from rpc.errors import BlockingCallError
-from rpc.runtime.interrupts import ensure_deferred, interruptible
+from rpc.runtime.interrupts import ensure_deferred, interruptible, protected
 
 INFINITE: Final = float("inf")
 _SLICE_SECONDS: Final = 0.5
@@ -39,32 +41,75 @@ def check_may_block() -> None:
         raise BlockingCallError(this_thread.must_not_block)
 
 
+@interruptible
 def wait_for(lock: LockType, deadline: float = INFINITE) -> bool:
     """Acquire a lock that another thread releases; false if the deadline, on the monotonic clock, has passed.
-    ``KeyboardInterrupt`` interrupts it.
+    A signal handler may interrupt it.
     """
-    return _in_slices(lock.acquire, deadline)
-
-
-def wait_for_event(event: threading.Event, deadline: float = INFINITE) -> bool:
-    """Like ``wait_for``, for an event."""
-    return _in_slices(event.wait, deadline)
-
-
-@interruptible
-def _in_slices(wait: Callable[..., bool], deadline: float) -> bool:
-    while not wait(timeout=min(_SLICE_SECONDS, max(0.0, deadline - monotonic()))):
+    while not lock.acquire(timeout=min(_SLICE_SECONDS, max(0.0, deadline - monotonic()))):
         if monotonic() >= deadline:
             return False
     return True
 
 
-@interruptible
-def wait_while(busy: Callable[[], bool], changed: threading.Condition, deadline: float) -> bool:
+class Event:
+    """Like ``threading.Event``, for ``wait_for_event``. From any thread."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: list[LockType] = []
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    @protected
+    def set(self) -> None:
+        self._is_set = True
+        with suppress(IndexError):
+            while True:
+                self._waiting.pop().release()
+
+    def clear(self) -> None:
+        self._is_set = False
+
+
+@protected
+def wait_for_event(event: Event, deadline: float = INFINITE) -> bool:
+    """Like ``wait_for``, until an event is set."""
+    lock = allocate_lock()
+    lock.acquire()
+    event._waiting.append(lock)
+    try:
+        return event._is_set or wait_for(lock, deadline)
+    finally:
+        with suppress(ValueError):  # it has been set
+            event._waiting.remove(lock)
+
+
+class Condition(threading.Condition):
+    """A condition for ``wait_while``: a signal handler may interrupt its ``wait`` only while that sleeps."""
+
+    @protected
+    def wait(self, timeout: float | None = None) -> bool:
+        condition: Any = self  # typeshed omits what ``threading.Condition`` is made of
+        lock = allocate_lock()
+        lock.acquire()
+        condition._waiters.append(lock)
+        held = condition._release_save()
+        try:
+            return wait_for(lock, INFINITE if timeout is None else monotonic() + timeout)
+        finally:
+            condition._acquire_restore(held)
+            with suppress(ValueError):  # it was notified
+                condition._waiters.remove(lock)
+
+
+@protected
+def wait_while(busy: Callable[[], bool], changed: Condition, deadline: float) -> bool:
     """Like ``wait_for``, until ``busy`` returns false; the caller holds the lock of ``changed``."""
     while busy():
         left = deadline - monotonic()
         if left <= 0:
             return False
-        changed.wait(min(left, _SLICE_SECONDS))
+        changed.wait(left)
     return True

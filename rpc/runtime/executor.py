@@ -34,7 +34,7 @@ from contextvars import Context
 from typing import Any, Final
 
 from rpc.runtime.blocking import this_thread
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.modes import modes_changed, reset_modes
 from rpc.runtime.tasks import COMPLETION, Task, TaskSource
 
@@ -441,5 +441,8 @@ class Executor:
 
 @interruptible
 def _join(thread: threading.Thread, timeout: float | None) -> None:
-    with contextlib.suppress(RuntimeError):  # it has not begun, and will end at once
+    try:
         thread.join(timeout)
+    except RuntimeError as error:  # it has not begun, and will end at once
+        if is_interruption(error):
+            raise

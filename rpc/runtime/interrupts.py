@@ -1,17 +1,21 @@
-"""``KeyboardInterrupt`` does not interrupt short critical sections of ours.
+"""Signal handlers do not run inside short critical sections of ours.
 
-Python's own handler of SIGINT raises ``KeyboardInterrupt`` on the main thread between any two instructions:
-even between taking a lock and the ``try`` that releases it. So the few functions that must run to their end
-are marked ``protected``, and those which block, and may be interrupted even if a protected one called them,
-``interruptible``. While an agent runs, our handler searches the stack from where the signal arrived: the
-innermost marked function decides. Inside a protected one, the signal is sent again a moment later, until it
-arrives where it may raise; all that have arrived in the meantime count as one. A mark is a constant in the
+Python runs the handler of a signal on the main thread, between any two instructions: even between taking a
+lock and the ``try`` that releases it. Python's handler of SIGINT raises ``KeyboardInterrupt`` there, and a
+program's handlers may raise anything, such as the end of a time limit. So the few functions that must run to
+their end are marked ``protected``, and those which block, and may be interrupted even if a protected one
+called them, ``interruptible``. While an agent runs, each handler is wrapped in one of ours, which searches
+the stack from where the signal arrived: the innermost marked function decides. A mark is a constant in the
 function's code, so it costs nothing until a signal arrives. (Source of the idea: Trio, ``_core/_ki.py``.)
 
-Our handler wraps the one that it finds, Python's or the program's, and runs it outside protected sections. A
-program may install another one at any time: ipykernel installs Python's before each cell. So functions that
-start work on the main thread first call ``ensure_deferred``, which wraps the new one. A signal that is
-ignored is left alone, and so is one that asyncio only forwards to a callback of its loop.
+Inside a protected function, our handler makes the signal pending again: Python calls it at each of its next
+checks for signals, until it may run the program's handler. That is exactly at the end of the section, before
+the program goes on; all signals of one number that have arrived in the meantime count as one.
+
+A program may install handlers at any time, and expects to find them as it has installed them. The functions
+``signal.signal`` and ``signal.getsignal`` call those of the same names in ``_signal``, which are replaced
+while an agent runs: one wraps the handler that it is given, the other returns the wrapped one. A signal that
+is ignored, or has its default action, is left alone, and so is one that only wakes an event loop.
 """
 
 from __future__ import annotations
@@ -19,8 +23,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import _thread
 import asyncio.unix_events
-import functools
-import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,26 +33,17 @@ from typing import Any, Final, TypeVar, cast
 F = TypeVar("F", bound=Callable[..., Any])
 Handler = Callable[[int, FrameType | None], Any]
 
-_FORWARDS: Final = getattr(asyncio.unix_events, "_sighandler_noop", None)
-"""The handler that asyncio installs for ``loop.add_signal_handler``. A signal that is sent again would reach
-the callback twice.
-"""
+_WAKES_LOOP: Final = getattr(asyncio.unix_events, "_sighandler_noop", None)
+"""The handler that asyncio installs for ``loop.add_signal_handler``."""
 
-_RETRY_SECONDS: Final = 0.001
-
-_SIGINT: Final = int(signal.SIGINT)
-
-_handler_of: Final[Callable[[int], Any]] = _signal.getsignal
-"""Returns a signal's handler as the interpreter has it, without ``enum``: in 50 ns, and not in 5 µs."""
-
-_is_deferred = False
-"""Whether a signal will be sent again. Signals belong to the process, and so does this."""
+_install: Final[Callable[[int, Any], Any]] = _signal.signal
+_installed: Final[Callable[[int], Any]] = _signal.getsignal
 
 _agents = 0
-"""Number of agents that need protection."""
+"""Number of agents that need protection. Signals belong to the process, and so does this."""
 
-_installed: _Deferring | None = None
-"""Our handler that was installed last."""
+_are_wrapped = False
+"""Whether the handlers are wrapped that the program had installed before the first agent began."""
 
 
 class _Mark:
@@ -61,8 +55,7 @@ _INTERRUPTIBLE: Final = _Mark()
 
 
 def protected(function: F) -> F:
-    """Make ``function`` run to its end: a ``KeyboardInterrupt`` that arrives in the meantime is raised after
-    it.
+    """Make ``function`` run to its end: the handler of a signal that arrives in the meantime runs after it.
 
     It must be short, and must not block or run user code, except through an ``interruptible`` function.
 
@@ -77,8 +70,8 @@ def protected(function: F) -> F:
 
 
 def interruptible(function: F) -> F:
-    """Let ``KeyboardInterrupt`` be raised in ``function``, and in what it calls, even if called by a
-    protected function.
+    """Let signal handlers run, and raise, in ``function`` and in what it calls, even if a protected function
+    called it.
     """
     return _marked(function, _INTERRUPTIBLE)
 
@@ -89,73 +82,131 @@ def _marked(function: F, mark: _Mark) -> F:
     return function
 
 
+def is_interruption(error: BaseException) -> bool:
+    """Whether a signal handler has raised this error in a function that the caller has called, or it is a
+    ``KeyboardInterrupt``. Code that handles the errors of such a function raises it again: it does not say
+    that the function has failed.
+    """
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is _run.__code__:
+            return True
+        traceback = traceback.tb_next
+    return isinstance(error, KeyboardInterrupt)
+
+
 def defer_interrupts() -> None:
-    """Protect from now on, until ``restore_interrupts`` has been called as often. The handler is installed
-    now, or when the main thread next calls ``ensure_deferred``.
+    """Protect from now on, until ``restore_interrupts`` has been called as often. Handlers that are installed
+    are wrapped now, or when the main thread next calls ``ensure_deferred``.
     """
     global _agents
     _agents += 1
+    _signal.signal, _signal.getsignal = _set_handler, _get_handler
     ensure_deferred()
 
 
 def restore_interrupts() -> None:
-    """Undo one ``defer_interrupts``. The last one puts the wrapped handler back, if it is called on the main
-    thread; on other threads ours stays.
+    """Undo one ``defer_interrupts``. The last one restores the handlers, if it is called on the main thread;
+    on other threads they stay wrapped.
     """
-    global _agents
-    _agents -= 1
-    found = _handler_of(_SIGINT)
-    if not _agents and type(found) is _Deferring and _is_main_thread():
-        signal.signal(_SIGINT, signal.default_int_handler if _is_over(found.handler) else found.handler)
-
-
-def _is_over(handler: Handler) -> bool:
-    """Whether a handler belongs to an ``asyncio.run`` that has ended. It could not restore Python's handler,
-    since ours was installed.
-    """
-    if not isinstance(handler, functools.partial):
-        return False
-    task = handler.keywords.get("main_task")
-    return isinstance(task, asyncio.Future) and task.done()
+    global _agents, _are_wrapped
+    _agents = max(0, _agents - 1)  # a signal may have interrupted ``defer_interrupts`` before it has counted
+    if not _agents and _is_main_thread():
+        _are_wrapped = False
+        for number in _signal.valid_signals():
+            found = _installed(number)
+            if type(found) is _Deferring:
+                _install(number, found.handler)
+        _signal.signal, _signal.getsignal = _install, _installed
 
 
 def ensure_deferred() -> None:
-    """Install the handler again if the program has replaced it. From any thread; the main one installs it."""
-    if _handler_of(_SIGINT) is not _installed and _agents:
-        _install()
+    """Wrap the handlers if they are not. From any thread; the main one does it."""
+    if not _are_wrapped and _agents and _is_main_thread():
+        _wrap_all()
 
 
-def _install() -> None:
-    global _installed
-    found = _handler_of(_SIGINT)
-    if type(found) is _Deferring:
-        _installed = found
-    elif callable(found) and found is not _FORWARDS and _is_main_thread():
-        _installed = _Deferring(found)
-        signal.signal(_SIGINT, _installed)
+def _wrap_all() -> None:
+    global _are_wrapped
+    for number in _signal.valid_signals():
+        handler = _installed(number)
+        if _may_raise(handler):
+            _install(number, _Deferring(handler))
+    _are_wrapped = True
+
+
+def _may_raise(handler: Any) -> bool:
+    """Whether a handler must be wrapped. Not if it only wakes an event loop, which then calls a callback as
+    often as the signal was made pending.
+    """
+    if not callable(handler) or handler is _WAKES_LOOP or type(handler) is _Deferring:
+        return False
+    return not isinstance(getattr(handler, "__self__", None), asyncio.AbstractEventLoop)  # uvloop's
 
 
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-class _Deferring:
-    """A handler of SIGINT that runs another one, outside protected sections."""
+def _set_handler(signalnum: int, handler: Any, /) -> Any:
+    """Does what ``_signal.signal`` does."""
+    before = _install(signalnum, _Deferring(handler) if _may_raise(handler) else handler)
+    return before.handler if type(before) is _Deferring else before
 
-    __slots__ = ("handler",)
+
+def _get_handler(signalnum: int, /) -> Any:
+    """Does what ``_signal.getsignal`` does."""
+    found = _installed(signalnum)
+    return found.handler if type(found) is _Deferring else found
+
+
+class _Deferring:
+    """A signal handler that runs another one, outside protected sections."""
+
+    __slots__ = ("_is_paused", "handler")
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
+        self._is_paused = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Runs on the main thread, between two instructions of ``frame``."""
-        global _is_deferred
-        _is_deferred = False  # a deferred signal has been handled with this one
-        if _is_protected(frame):
-            _is_deferred = True
-            _thread.start_new_thread(_send_again, ())  # a ``Thread`` takes locks, which this thread may hold
-            return
-        self.handler(number, frame)
+        self._is_paused = False
+        if not _is_protected(frame):
+            _run(self.handler, number, frame)
+        elif _STAYS_AT_CHECK and (sys.gettrace() is not None or sys.getprofile() is not None):
+            self._is_paused = True
+            _thread.start_new_thread(self._go_on, (number,))
+        else:
+            _PENDING[number]
+
+    def _go_on(self, number: int) -> None:
+        time.sleep(_PAUSE_SECONDS)
+        if self._is_paused:  # otherwise it has been handled with a later one
+            _PENDING[number]
+
+
+class _Pending:
+    """``_PENDING[number]`` makes a signal pending. A subscript and not a call: Python checks for signals
+    after each call, and would call our handler again before it has returned.
+    """
+
+    __getitem__: Any = _thread.interrupt_main
+
+
+_PENDING: Final = _Pending()
+
+_STAYS_AT_CHECK: Final = sys.version_info < (3, 12)
+"""Whether a traced function, such as a debugger's, does not go on at its beginning while a signal is pending
+again and again. There the signal is made pending a moment later.
+"""
+
+_PAUSE_SECONDS: Final = 0.001
+
+
+@interruptible
+def _run(handler: Handler, number: int, frame: FrameType | None) -> None:
+    handler(number, frame)
 
 
 def _is_protected(frame: FrameType | None) -> bool:
@@ -167,12 +218,3 @@ def _is_protected(frame: FrameType | None) -> bool:
                 return False
         frame = frame.f_back
     return False
-
-
-def _send_again() -> None:
-    global _is_deferred
-    time.sleep(_RETRY_SECONDS)
-    main, send, number = threading.main_thread().ident or 0, signal.pthread_kill, signal.SIGINT
-    if _is_deferred:  # from here on there is no call, so the handler cannot run in between
-        _is_deferred = False
-        send(main, number)

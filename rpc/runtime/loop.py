@@ -8,11 +8,13 @@ import contextlib
 import inspect
 import logging
 import threading
+from _thread import allocate_lock
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any, TypeVar
 
 from rpc.errors import BlockingCallError
-from rpc.runtime.blocking import this_thread
+from rpc.runtime.blocking import INFINITE, this_thread, wait_for
 from rpc.runtime.interrupts import interruptible, protected
 
 logger = logging.getLogger(__name__)
@@ -137,9 +139,12 @@ class LoopThread:
             self.loop.stop()
 
 
-@interruptible
 def _result(future: concurrent.futures.Future[T], timeout: float | None) -> T:
-    return future.result(timeout)
+    done = allocate_lock()
+    done.acquire()
+    future.add_done_callback(lambda _: done.release())
+    wait_for(done, INFINITE if timeout is None else monotonic() + timeout)
+    return future.result(0)
 
 
 @interruptible

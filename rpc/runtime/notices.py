@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Final
 
-from rpc.runtime.blocking import INFINITE, wait_for_event
+from rpc.runtime.blocking import INFINITE, Event, wait_for_event
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class Notices:
 
 
 def wait_telling(
-    event: threading.Event, deadline: float, logger: logging.Logger, tell: Callable[[str], str | None]
+    event: Event, deadline: float, logger: logging.Logger, tell: Callable[[str], str | None]
 ) -> bool:
     """Like ``wait_for_event``; during a long wait, the text that ``tell`` returns, if any, is logged."""
     notices = Notices()

@@ -1,4 +1,4 @@
-"""An agent's settings for its whole process: thread switches, kept memory, ``KeyboardInterrupt``.
+"""An agent's settings for its whole process: thread switches, kept memory, signal handlers.
 
 Parts of PyTorch that are not ready for several threads are initialized first
 (``rpc.runtime.autograd_engine``).
@@ -73,9 +73,6 @@ class ProcessTuning:
 
     def restore(self, *, give_back: bool = True) -> None:
         """Undo ``apply``, and return free memory to the kernel, unless it is a parent's memory."""
-        if self._applied:
-            self._applied = False
-            restore_interrupts()
         if self._interval_before is not None:
             sys.setswitchinterval(self._interval_before)
         libc, self._libc = self._libc, None
@@ -84,6 +81,9 @@ class ProcessTuning:
             libc.mallopt(_M_TRIM_THRESHOLD, _USUAL_TRIM_THRESHOLD)
             if give_back:
                 libc.malloc_trim(ctypes.c_size_t(0))
+        if self._applied:
+            self._applied = False
+            restore_interrupts()  # last, since a handler may raise from here on
 
 
 def _is_set_by_user() -> bool:

@@ -31,6 +31,7 @@ from typing import Any, Final
 import torch
 
 from rpc.errors import RemoteError, RpcError, SerializationError
+from rpc.runtime.interrupts import is_interruption
 from rpc.runtime.tracebacks import folded
 from rpc.serialization.exception_state import Partly, add_note, new_exception, restore
 from rpc.serialization.failures import cut, encodable, text_of, type_name
@@ -103,9 +104,9 @@ def load_exception(
                 error = loaded
             else:
                 why = f"it was rebuilt as a {type_name(type(loaded))}"
-        except KeyboardInterrupt:
-            raise
         except BaseException as reason:
+            if is_interruption(reason):
+                raise
             why = _reason(reason)
             error = _of_class(kind, text, why) if by_name else None
     if error is None:

@@ -11,6 +11,7 @@ from types import FrameType, FunctionType
 from typing import Any, Final, TypeVar
 
 from rpc.errors import RpcError, SerializationError, with_article
+from rpc.runtime.interrupts import is_interruption
 from rpc.serialization.functions import not_found
 from rpc.serialization.payload import Destination
 
@@ -155,6 +156,8 @@ def _try(obj: Any, attempt: Attempt) -> Exception | None:
     try:
         attempt(obj)
     except Exception as error:
+        if is_interruption(error):
+            raise
         return error
     return None
 

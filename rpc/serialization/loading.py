@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rpc.errors import NoMemoryError, RpcError, SerializationError
+from rpc.runtime.interrupts import is_interruption
 from rpc.serialization.codecs import Load
 from rpc.serialization.failures import unreadable
 from rpc.serialization.payload import TRACKED, Arrivals, Connect, Source
@@ -66,6 +67,8 @@ def loader(build: Callable[[C, Any, Connect | None], R], what: str) -> Load[R]:
         except RpcError:
             raise
         except Exception as error:
+            if is_interruption(error):
+                raise
             raise unreadable(error, what.format(source.name)) from error
 
     return loads  # type: ignore[return-value]  # without ``self``, once it is a method

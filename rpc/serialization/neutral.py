@@ -40,7 +40,7 @@ import msgpack
 import torch
 
 from rpc.errors import RpcError, SerializationError, with_article
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.serialization import checked
 from rpc.serialization.codecs import NEUTRAL
 from rpc.serialization.functions import resolve
@@ -391,12 +391,12 @@ def read(allow: Admits | None, data: Any, /, *, buffers: Iterable[Any] = ()) -> 
     try:
         return Reader(allow, buffers, memoryview(data).nbytes).read(data)
     except RpcError as error:
-        if isinstance(error, SerializationError):
+        if isinstance(error, SerializationError) or is_interruption(error):
             raise
         raise SerializationError(str(error)) from None
     except Exception as error:
-        if allow is None and not isinstance(error, ValueError | TypeError):
-            raise  # an error of a user's class
+        if is_interruption(error) or (allow is None and not isinstance(error, ValueError | TypeError)):
+            raise  # of a signal handler, or of a user's class
         raise SerializationError(f"a value is malformed: {type(error).__name__}: {error}") from error
 
 

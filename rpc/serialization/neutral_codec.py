@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rpc.errors import SerializationError
+from rpc.runtime.interrupts import is_interruption
 from rpc.serialization import loading, neutral
 from rpc.serialization.codecs import NEUTRAL, Args, Call, Function, Kwargs
 from rpc.serialization.failures import cannot_call, cannot_send
@@ -51,6 +52,8 @@ class NeutralCodec:
         try:
             return neutral.dump((module, name, args, kwargs), to, self._reducers, tracked=tracked)
         except Exception as error:
+            if is_interruption(error):
+                raise
             reason = error
         raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to))
 
@@ -71,6 +74,8 @@ class NeutralCodec:
         try:
             return neutral.dump((value,), to, self._reducers, tracked=tracked)
         except Exception as error:
+            if is_interruption(error):
+                raise
             reason = error
         raise cannot_send(reason, value, to, what, lambda part: self._try(part, to))
 

@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rpc.runtime.interrupts import is_interruption
 from rpc.serialization import loading
 from rpc.serialization.codecs import PICKLE, Args, Call, Function, Kwargs
 from rpc.serialization.failures import cannot_call, cannot_send
@@ -115,6 +116,8 @@ class PickleCodec:
         try:
             return dump(record, to, self._reducers, prepare=prepare, tracked=tracked, placement=placement)
         except Exception as error:
+            if is_interruption(error):
+                raise
             reason = error
         # After the handler, so that neither error becomes the other's context.
         raise cannot_call(reason, *call, to, lambda part: self._try(part, to, placement))
@@ -169,6 +172,8 @@ class PickleCodec:
             record = _record(value, tracked)
             return dump(record, to, self._reducers, tracked=tracked, placement=placement, alone=alone)
         except Exception as error:
+            if is_interruption(error):
+                raise
             reason = error
         placement = of_calls(to) if as_call else of_answers(to)
         raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
@@ -285,6 +290,8 @@ class DevicePickleCodec(PickleCodec):
             record = _record(value, tracked)
             return dump(record, to, self._reducers, tracked=tracked, placement=placement, alone=alone)
         except Exception as error:
+            if is_interruption(error):
+                raise
             reason = error
         raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
 

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from rpc.errors import RpcError
+from rpc.runtime.interrupts import is_interruption
 from rpc.serialization import pickler as messages
 from rpc.serialization.failures import unreadable
 
@@ -113,4 +114,6 @@ class PortablePickler:
         except RpcError:
             raise
         except Exception as error:
+            if is_interruption(error):
+                raise
             raise unreadable(error, "what was serialized") from error

@@ -51,7 +51,7 @@ from typing import Any, Final, Protocol
 
 from rpc.runtime.blocking import wait_for
 from rpc.runtime.cpu_quota import usable_cores
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.tasks import Task
 from rpc.transport import byte_stream
 from rpc.transport.byte_stream import ONE, Number, ReceiveBuffer, Watch, raise_event, receive
@@ -476,7 +476,7 @@ class InlineReader:
         """Read on the current thread, which has claimed ``turn``, and give up the lease.
 
         Returns when ``awaited.outcome`` is set, or ``deadline`` on the monotonic clock has passed, or the
-        turn was ended or released. Ctrl-C interrupts it.
+        turn was ended or released. A signal handler may interrupt it.
         """
         awaited._waiters.append(turn)
         try:
@@ -571,7 +571,9 @@ class InlineReader:
                 events = spin(poll, spin_until, self._spinning, self._spinners)
             if not events:
                 events = poll(None if until == math.inf else max(0.0, 1000 * (until - monotonic())))
-        except RuntimeError:  # a signal handler that runs inside another thread's poll may take long
+        except RuntimeError as error:  # a signal handler that runs inside another thread's poll may take long
+            if is_interruption(error):
+                raise
             return None
         if not events:
             return False

@@ -38,7 +38,7 @@ from time import monotonic
 from typing import Any, Final, Protocol
 
 from rpc.runtime import waits
-from rpc.runtime.blocking import wait_while
+from rpc.runtime.blocking import Condition, wait_while
 from rpc.runtime.interrupts import protected
 from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.byte_stream import ByteStream
@@ -125,7 +125,7 @@ class WriteQueue:
         self._chunk_queued = False
         self._last: bytes | None = None
         self._count_lock = threading.RLock()  # a finalizer that runs while it is held may send
-        self._room = threading.Condition(self._count_lock)
+        self._room = Condition(self._count_lock)
         self._queued_bytes = 0
         self._message_numbers = itertools.count()
         self._stalled = False

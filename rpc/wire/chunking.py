@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from rpc.runtime.blocking import wait_while
+from rpc.runtime.blocking import Condition, wait_while
 
 __all__ = ["CHUNK_BYTES", "SHORT_CHUNK_BYTES", "WHOLE_BYTES", "ChunkedMessage", "Outgoing"]
 
@@ -106,7 +106,7 @@ class Outgoing:
         self._chunk_prefix = chunk_prefix
         self._queue_limit = queue_limit
         self._lock = threading.RLock()  # reentrant: a finalizer that runs while it is held may send
-        self._room = threading.Condition(self._lock)
+        self._room = Condition(self._lock)
         self._waiting: deque[ChunkedMessage] = deque()
         self._open: deque[ChunkedMessage] = deque()
         self._sent = 0

@@ -29,7 +29,7 @@ from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.transfer import Transfer
 from rpc.errors import ProtocolError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
-from rpc.runtime.blocking import wait_for_event
+from rpc.runtime.blocking import Event, wait_for_event
 from rpc.runtime.tasks import Task
 from spmd.collectives.errors import KINDS, CollectiveError, CollectiveMismatchError, RankLostError
 from spmd.collectives.flight_recorder import Record
@@ -85,7 +85,7 @@ class _Question:
     def __init__(self, asked: Sequence[int]) -> None:
         self.unanswered = set(asked)
         self.behind: set[int] = set()
-        self.is_answered = threading.Event()
+        self.is_answered = Event()
 
     def answered(self, rank: int, is_behind: bool) -> None:
         self.unanswered.discard(rank)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import Work
 
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from spmd.collectives import profiling
 from spmd.collectives.arguments import seconds_of
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
@@ -91,9 +91,10 @@ class GroupWork(Work):
             self.record.start()
         try:
             self._call(self._perform)
-        except Exception as error:
-            self.finish(error)
         except BaseException as error:
+            if isinstance(error, Exception) and not is_interruption(error):
+                self.finish(error)
+                return
             self.finish(CollectiveError(f"{self.what} was interrupted: {type(error).__name__}"))
             raise
         else:

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 from rpc.agent.futures import Future, as_completed, wait_futures
 from rpc.errors import GivenUpError, RpcError, RpcTimeoutError
 from rpc.runtime import waits
+from rpc.runtime.interrupts import is_interruption
 from spmd.collectives.errors import CollectiveError
 
 __all__ = ["OwnPort", "Port", "RemotePort", "WorkerSet", "cause_of", "wait_together"]
@@ -130,6 +131,8 @@ class WorkerSet:
             try:
                 answers[worker] = self._ports[worker].send(steps[worker])
             except Exception as error:
+                if is_interruption(error):
+                    raise
                 answers[worker] = _failed(error)
                 if place == 0:
                     answers = [answers[worker]] * len(steps)
@@ -160,6 +163,8 @@ class WorkerSet:
                 try:
                     values[worker] = each.wait()
                 except Exception as error:
+                    if is_interruption(error):
+                        raise
                     failed[worker] = error
                     self._skip(worker, number)  # it may not have got the step
         grace.end()

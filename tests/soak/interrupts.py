@@ -1,15 +1,16 @@
-"""Storms of Ctrl-C, in real processes with calls, references and autograd: is any connection wedged after it?
+"""Storms of signals, in real processes with calls, references and autograd: is any connection wedged?
 
 ::
 
     python -m tests.soak.interrupts --storms 200
 
-A storm is a second of Ctrl-C on the main thread of one worker, or of all three, while these call each other,
-make and drop references, and run backwards. Gaps are 1 to 50 ms on average; of some storms each Ctrl-C is
-followed by another within a millisecond, so that it comes while the first is being dealt with; in some,
-finalizers run all the time; one in five comes during ``shutdown``. After each, every worker calls every
-other, within ``PATIENCE``, and nothing may be left of what was interrupted: calls, references, contexts,
-memory that is lent. It prints a table, and fails if anything is wedged or left.
+A storm is a second of signals on the main thread of one worker, or of all three, while these call each other,
+make and drop references, and run backwards. The signal is Ctrl-C, SIGALRM or SIGUSR1, whose handlers raise
+``KeyboardInterrupt``, an ``Exception`` and a ``TimeoutError``, in turn. Gaps are 1 to 50 ms on average; of
+some storms each signal is followed by another within a millisecond, so that it comes while the first is being
+dealt with; in some, finalizers run all the time; one in five comes during ``shutdown``. After each, every
+worker calls every other, within ``PATIENCE``, and nothing may be left of what was interrupted: calls,
+references, contexts, memory that is lent. It prints a table, and fails if anything is wedged or left.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import functools
 import gc
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -30,6 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -58,6 +61,21 @@ GAPS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 EVERY_SHUTDOWN: Final = 5
 
 
+class TooLong(Exception):
+    """Raised by the handler of SIGALRM."""
+
+
+RAISED: Final[dict[signal.Signals, type[BaseException]]] = {
+    signal.SIGINT: KeyboardInterrupt,
+    signal.SIGALRM: TooLong,
+    signal.SIGUSR1: TimeoutError,
+}
+
+
+def raise_in_handler(number: int, frame: FrameType | None) -> None:
+    raise RAISED[signal.Signals(number)]
+
+
 @dataclass(frozen=True)
 class Storm:
     """What comes down.
@@ -67,12 +85,14 @@ class Storm:
         gap: mean seconds between two.
         all_workers: whether it is on all, or on the first only.
         seed: of its moments.
+        signal: the signal; its handler raises ``RAISED[signal]``.
     """
 
     kind: str
     gap: float
     all_workers: bool
     seed: int
+    signal: signal.Signals
 
 
 def storms(count: int, seed: int) -> list[Storm]:
@@ -84,6 +104,7 @@ def storms(count: int, seed: int) -> list[Storm]:
             GAPS[number // len(kinds) % len(GAPS)],
             number % 2 == 1,
             seed * 100_000 + number,
+            tuple(RAISED)[number // EVERY_SHUTDOWN % len(RAISED)],
         )
         for number in range(count)
     ]
@@ -163,8 +184,8 @@ def work_until(over: threading.Event, me: str, kind: str) -> None:
 
 
 @interruptible
-def press_here() -> None:
-    press()
+def press_here(number: signal.Signals) -> None:
+    press(number)
 
 
 def pressing(storm: Storm, over: threading.Event) -> threading.Thread:
@@ -174,10 +195,10 @@ def pressing(storm: Storm, over: threading.Event) -> threading.Thread:
         chance, end = random.Random(storm.seed), time.monotonic() + SECONDS
         while time.monotonic() < end:
             time.sleep(chance.expovariate(1 / storm.gap))
-            press()
+            press(storm.signal)
             if storm.kind == "doubles" or chance.random() < 0.2:
                 time.sleep(chance.uniform(0, 0.001))
-                press()
+                press(storm.signal)
         over.set()
 
     thread = threading.Thread(target=press_again_and_again)
@@ -185,23 +206,25 @@ def pressing(storm: Storm, over: threading.Event) -> threading.Thread:
     return thread
 
 
-@protected  # for Ctrl-C may come while the one before is being counted
+@protected  # for a signal may come while the one before is being counted
 def outlast(storm: Storm, work: Callable[[threading.Event], None]) -> tuple[int, list[str]]:
     """Do ``work`` until the storm is over; how often it was interrupted, and what it raised."""
     over, interrupts, raised = threading.Event(), 0, []
+    before, expected = signal.signal(storm.signal, raise_in_handler), RAISED[storm.signal]
     presser = pressing(storm, over)
     while not over.is_set():
         try:
             work(over)
-        except KeyboardInterrupt:
+        except expected:
             interrupts += 1
         except Exception:
             raised.append(traceback.format_exc())
     presser.join()
     try:
-        press_here()  # the last one may still be under way: it comes with this
-    except KeyboardInterrupt:
+        press_here(storm.signal)  # the last one may still be under way: it comes with this
+    except expected:
         interrupts += 1
+    signal.signal(storm.signal, before)
     return interrupts, raised[:1]
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
+from rpc.runtime.interrupts import is_interruption
 from rpc.runtime.torch_internals import pytree
 from spmd.engine.program.layouts import chunks, is_local, is_shard, local_shape
 from spmd.engine.program.metas import Spec, contiguous_stride, infer
@@ -243,6 +244,8 @@ def _ask_dtensor(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...], 
     try:  # its cache has no limit, and callers remember its answers
         sharding = propagator.propagate_op_sharding_non_cached(OpSchema(call.op, args, kwargs, info))
     except Exception as error:  # whatever its rules raise for cases that they do not cover
+        if is_interruption(error):
+            raise
         raise _NoRuleError(str(error).partition("\n")[0]) from error
     wanted: Any = args
     if sharding.needs_redistribute and sharding.redistribute_schema is not None:
@@ -381,6 +384,8 @@ def _refuse_other_shapes(
     try:
         made = pytree.tree_leaves(_inferred(call.op, args, kwargs))
     except Exception as error:  # what the operator raises for such parts
+        if is_interruption(error):
+            raise
         raise _NoRuleError(
             f"it takes no parts of these shapes ({str(error).partition(chr(10))[0]})"
         ) from error

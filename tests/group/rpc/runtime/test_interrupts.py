@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -211,23 +212,45 @@ def call_until(done: threading.Event) -> None:
         call_in_all_ways()
 
 
+class TooLong(Exception):
+    pass
+
+
+class NoTime(BaseException):
+    pass
+
+
+def raises(error: type[BaseException]) -> Callable[[int, FrameType | None], None]:
+    """A signal handler."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    return handle
+
+
 @interruptible
-def press_here() -> None:
-    press()
+def press_here(number: signal.Signals) -> None:
+    press(number)
 
 
-@protected  # for Ctrl-C may come while the one before is being counted
-def outlast(presser: threading.Thread, done: threading.Event) -> int:
+@protected  # for a signal may come while the one before is being counted
+def outlast(
+    presser: threading.Thread,
+    done: threading.Event,
+    number: signal.Signals,
+    error: type[BaseException],
+) -> int:
     interrupts = 0
     presser.start()
     while not done.is_set():
         try:
             call_until(done)
-        except KeyboardInterrupt:
+        except error:
             interrupts += 1
     presser.join()
-    with pytest.raises(KeyboardInterrupt):
-        press_here()  # the last one may still be under way: it comes with this
+    with pytest.raises(error):
+        press_here(number)  # the last one may still be under way: it comes with this
     return interrupts
 
 
@@ -243,5 +266,24 @@ def test_a_storm_of_ctrl_c_breaks_nothing(mean_gap: float) -> None:
             press()
         done.set()
 
-    assert outlast(threading.Thread(target=keep_pressing), done) > 1
+    presser = threading.Thread(target=keep_pressing)
+    assert outlast(presser, done, signal.SIGINT, KeyboardInterrupt) > 1
+    assert works()
+
+
+@pytest.mark.parametrize("error", [TooLong, NoTime, TimeoutError, RuntimeError])
+@in_worker0()
+def test_a_storm_of_a_handler_that_raises_breaks_nothing(error: type[BaseException]) -> None:
+    """And what it raises is not taken for an error of a call, or of what was sent."""
+    done = threading.Event()
+
+    def keep_pressing() -> None:
+        for _ in range(INTERRUPTS):
+            time.sleep(random.expovariate(1 / 0.002))
+            press(signal.SIGUSR1)
+        done.set()
+
+    before = signal.signal(signal.SIGUSR1, raises(error))
+    assert outlast(threading.Thread(target=keep_pressing), done, signal.SIGUSR1, error) > 1
+    signal.signal(signal.SIGUSR1, before)
     assert works()

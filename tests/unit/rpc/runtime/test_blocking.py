@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 
 import pytest
 
 from rpc.agent.futures import Future, wait_futures
 from rpc.errors import BlockingCallError
-from rpc.runtime.blocking import this_thread
+from rpc.runtime.blocking import Condition, Event, this_thread, wait_for_event, wait_while
 from tests.support.answering import Owner, fail, when_waiting
 from tests.support.ctrl_c import CtrlC
+from tests.support.interrupting import interrupted_at_check
 from tests.support.streams import SOON, until
 
 # ---- wait_all and waiting for several
@@ -108,3 +110,27 @@ def test_ctrl_c_in_a_callback_that_a_waiting_thread_runs_is_raised_there(
     assert future.wait() == 42
     with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
         following.wait()
+
+
+# ---- a signal at each check
+
+
+@pytest.mark.usefixtures("deferred")
+def test_an_interrupted_wait_leaves_no_lock_locked() -> None:
+    """Python's own events and conditions would keep theirs, and block the thread that sets them."""
+    number, interrupted = 0, True
+    while interrupted:
+        number += 1
+        event, lock = Event(), threading.Lock()
+        changed = Condition(lock)
+
+        def wait(event: Event = event, lock: threading.Lock = lock, changed: Condition = changed) -> None:
+            wait_for_event(event, 0.0)
+            with lock:
+                wait_while(lambda: True, changed, monotonic() + 0.0001)
+
+        interrupted = interrupted_at_check(number, wait)
+        assert not lock.locked()
+        assert not event._waiting
+        assert not changed._waiters  # type: ignore[attr-defined]
+    assert number > 3

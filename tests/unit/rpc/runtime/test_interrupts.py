@@ -1,12 +1,15 @@
-"""Ctrl-C is deferred in protected functions, and raised as soon as they have returned."""
+"""Signal handlers do not run in protected functions, but as soon as these have returned."""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import asyncio
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import BuiltinFunctionType, FrameType
 
 import pytest
 
@@ -14,6 +17,7 @@ from rpc.runtime.interrupts import (
     defer_interrupts,
     ensure_deferred,
     interruptible,
+    is_interruption,
     protected,
     restore_interrupts,
 )
@@ -27,6 +31,7 @@ def deferring() -> Iterator[None]:
     yield
     restore_interrupts()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert isinstance(_signal.signal, BuiltinFunctionType)
 
 
 def press_ctrl_c() -> None:
@@ -92,11 +97,13 @@ def test_an_interruptible_function_within_a_protected_one_is_interrupted_at_once
             press_ctrl_c()  # a second one, in the clean-up
             undone.append("all of it")
 
-    with pytest.raises(KeyboardInterrupt):
-        section()
-    assert undone == ["all of it"]
-    with pytest.raises(KeyboardInterrupt):
-        wait_to_be_interrupted()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        try:
+            section()
+        except KeyboardInterrupt:  # the first one
+            undone.append("and the second comes now")
+            wait_to_be_interrupted()
+    assert undone == ["all of it", "and the second comes now"]
 
 
 def test_a_protected_finalizer_does_not_lose_it() -> None:
@@ -120,13 +127,104 @@ def press_before(then: Callable[[], object]) -> None:
     then()
 
 
+class TooLong(Exception):
+    pass
+
+
+def too_long(number: int, frame: FrameType | None) -> None:
+    raise TooLong
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """SIGUSR1 raises ``TooLong``."""
+    before = signal.signal(signal.SIGUSR1, too_long)
+    yield
+    assert signal.signal(signal.SIGUSR1, before) is too_long
+
+
+@protected
+def ring_and_go_on(done: list[str]) -> None:
+    signal.raise_signal(signal.SIGUSR1)
+    done.append("all of it")
+
+
+@pytest.mark.usefixtures("alarm")
+def test_the_handler_of_any_signal_runs_at_the_very_end_of_the_protected_function() -> None:
+    done: list[str] = []
+    with pytest.raises(TooLong):  # noqa: PT012
+        ring_and_go_on(done)
+        _ = done[0].upper()
+        done.append("the statement after it")
+    assert done == ["all of it"]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="is as without a debugger")
+@pytest.mark.usefixtures("alarm")
+def test_a_protected_function_goes_on_under_a_debugger() -> None:
+    done: list[str] = []
+    sys.settrace(lambda *_: None)
+    end = time.monotonic() + SOON
+    try:
+        with pytest.raises(TooLong):  # noqa: PT012
+            ring_and_go_on(done)
+            while time.monotonic() < end:
+                pass
+    finally:
+        sys.settrace(None)
+    assert done == ["all of it"]
+
+
+@pytest.mark.usefixtures("alarm")
+def test_several_signals_are_deferred_at_once() -> None:
+    done: list[str] = []
+
+    @protected
+    def section() -> None:
+        press_and_go_on(done)
+        ring_and_go_on(done)
+
+    with pytest.raises((KeyboardInterrupt, TooLong)) as last:  # noqa: PT012
+        try:
+            section()
+            wait_to_be_interrupted()
+        except (KeyboardInterrupt, TooLong):
+            wait_to_be_interrupted()
+    assert done == ["all of it"] * 2
+    assert {last.type, type(last.value.__context__)} == {KeyboardInterrupt, TooLong}
+
+
+def test_a_deferred_handler_runs_before_it_is_replaced() -> None:
+    """Otherwise the default action of a signal that came before would end the process."""
+    before = signal.signal(signal.SIGUSR1, too_long)
+    with pytest.raises(TooLong):  # noqa: PT012
+        ring_and_go_on([])
+        signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("alarm")
+def test_what_a_handler_has_raised_is_known_as_such() -> None:
+    def of(call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except BaseException as error:
+            return is_interruption(error)
+        raise AssertionError
+
+    assert of(lambda: signal.raise_signal(signal.SIGUSR1))
+    assert of(press_ctrl_c)
+    assert not of(lambda: too_long(0, None))
+
+
 def replace_and_use(handler: Callable[[int, FrameType | None], object] | int | None) -> None:
     """What a program does that installs a handler of its own, and then calls farcall."""
     signal.signal(signal.SIGINT, handler)
-    ensure_deferred()
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_protection_is_there_again_after_pythons_handler_was_installed() -> None:
+def test_a_handler_that_is_installed_later_is_deferred_too() -> None:
     """As ipykernel does before each cell."""
     done: list[str] = []
     replace_and_use(signal.default_int_handler)
@@ -171,7 +269,6 @@ def test_a_callback_of_an_event_loop_is_called_once() -> None:
     async def press() -> int:
         loop, pressed = asyncio.get_running_loop(), asyncio.Queue[None]()
         loop.add_signal_handler(signal.SIGINT, pressed.put_nowait, None)
-        ensure_deferred()
         press_before(int)
         await pressed.get()
         await asyncio.sleep(0.05)  # no other comes
@@ -179,13 +276,36 @@ def test_a_callback_of_an_event_loop_is_called_once() -> None:
         return pressed.qsize()
 
     assert asyncio.run(press()) == 0
-    ensure_deferred()
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """A loop that notes signals in a method, like uvloop's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted = 0
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.noted += 1
+
+
+def test_a_loop_that_notes_signals_notes_each_once() -> None:
+    loop = Loop()
+    before = signal.signal(signal.SIGUSR1, loop.note)
+    ring_and_go_on([])
+    signal.signal(signal.SIGUSR1, before)
+    loop.close()
+    assert loop.noted == 1
 
 
 def test_protection_lasts_until_the_last_agent_has_ended() -> None:
     defer_interrupts()
     restore_interrupts()
-    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        press_and_go_on(done)
+        wait_to_be_interrupted()
+    assert done == ["all of it"]
 
 
 def test_an_agent_that_another_thread_starts_is_protected_once_the_main_thread_uses_it() -> None:
@@ -202,13 +322,10 @@ def test_an_agent_that_another_thread_starts_is_protected_once_the_main_thread_u
     assert done == ["all of it"]
 
 
-def test_the_handler_of_an_asyncio_run_that_has_ended_is_not_put_back() -> None:
+def test_asyncio_installs_its_own_handler_of_ctrl_c_and_restores_pythons() -> None:
     async def use() -> None:
-        ensure_deferred()
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.run(use())
-    restore_interrupts()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    defer_interrupts()
