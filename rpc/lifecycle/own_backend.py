@@ -19,10 +19,12 @@ import os
 import secrets
 import sys
 import weakref
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Final
 
 from rpc.agent.agent import Agent
+from rpc.agent.collected_futures import replace_collect_all, restore_collect_all
 from rpc.errors import RpcError
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
@@ -113,6 +115,8 @@ def _start(
         met = device_agreement.agree(agent)
         INTERNALS.check()
         profiling.install(agent)
+        replace_collect_all(agent)
+        agent.lifecycle.hooks.closed.append(partial(restore_collect_all, agent))
         for extension in entry_points(group=EXTENSIONS):
             extension.load()(agent)
         agent.serializer.allow_function(noop)

@@ -26,13 +26,23 @@ import copyreg
 import pickle
 from collections.abc import Iterator
 from types import BuiltinFunctionType, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from rpc.errors import RemoteError
 from rpc.serialization.failures import cannot_send, text_of, type_name
+from rpc.serialization.kept_errors import noted
 from rpc.serialization.payload import Destination
 
-__all__ = ["Partly", "add_note", "new_exception", "reduce_exception", "reduce_partly", "restore", "twin"]
+__all__ = [
+    "Partly",
+    "add_note",
+    "new_exception",
+    "reduce_exception",
+    "reduce_partly",
+    "restore",
+    "to_keep",
+    "twin",
+]
 
 _MAX_LINKS: Final = 32
 """Maximum number of causes and contexts that travel with an exception."""
@@ -51,6 +61,9 @@ _NOT_SENT: Final = (vars(AttributeError)["obj"],)
 
 Link = tuple[bool, bytes, str, str]
 """One exception of a chain: whether it is a cause, its pickle (empty if there is none), type and text."""
+
+
+E = TypeVar("E", bound=BaseException)
 
 
 class Writing(Protocol):
@@ -123,7 +136,7 @@ def add_note(error: BaseException, note: str) -> None:
     attributes["__notes__"] = [*notes, note] if isinstance(notes, list) else [note]
 
 
-def twin(error: BaseException) -> BaseException:
+def twin(error: E) -> E:
     """A shallow copy with the same traceback and causes, or the error itself if it cannot be copied.
 
     A raised exception refers to the frames that it passes, so an error that is kept and raised several times
@@ -136,13 +149,23 @@ def twin(error: BaseException) -> BaseException:
             if type(copied) is not kind:
                 return error
         else:
-            copied = new_exception(*_needed(error))
+            copied = cast("E", new_exception(*_needed(error)))
             restore(copied, _state(error))
     except Exception:  # raised by the class's own methods
         return error
     for each in (_cause, _context, _suppress, _traceback):
         each.__set__(copied, each.__get__(error))
     return copied
+
+
+def to_keep(error: E) -> E:
+    """Return a copy of an error for a future or an object to keep: without frames, its place is a note. The
+    error itself keeps its traceback, unless it cannot be copied.
+    """
+    if error.__traceback__ is None:
+        return error
+    copied = twin(error)
+    return noted(copied, drops_handled=copied is not error)
 
 
 class Partly:

@@ -52,7 +52,10 @@ class NeutralCodec:
             return neutral.dump((module, name, args, kwargs), to, self._reducers, tracked=tracked)
         except Exception as error:
             reason = error
-        raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to))
+        try:
+            raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to))
+        finally:
+            del reason  # it refers to this frame, a cycle
 
     def _call_of(self, record: Any, connect: Connect | None) -> Call:
         module, name, args, kwargs = _record(record, 4)
@@ -72,7 +75,10 @@ class NeutralCodec:
             return neutral.dump((value,), to, self._reducers, tracked=tracked)
         except Exception as error:
             reason = error
-        raise cannot_send(reason, value, to, what, lambda part: self._try(part, to))
+        try:
+            raise cannot_send(reason, value, to, what, lambda part: self._try(part, to))
+        finally:
+            del reason  # it refers to this frame, a cycle
 
     def dump_quickly(self, value: Any) -> Payload | None:
         """Like ``PickleCodec.dump_quickly``."""
