@@ -18,7 +18,6 @@ import logging
 import os
 import secrets
 import sys
-import weakref
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Final
@@ -44,7 +43,7 @@ from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
 from rpc.runtime import file_limit
-from rpc.runtime.current import clear_current_agent, is_initialized, set_current_agent
+from rpc.runtime.current import clear_current_agent, current_agent, is_initialized, set_current_agent
 from rpc.runtime.torch_internals import INTERNALS
 from rpc.serialization.failures import text_of
 from rpc.serialization.functions import main_identity
@@ -73,10 +72,7 @@ def start_agent(
     store: SharedStore, name: str, rank: int, world_size: int | None, rpc_backend_options: AgentOptions
 ) -> Agent:
     """Start an agent and join its group: the ``init_backend`` handler; arguments as for ``init_rpc``."""
-    agent = _start(store, name, rank, world_size, rpc_backend_options, current=True)
-    atexit.unregister(_leave_at_exit)  # registered by an earlier agent
-    atexit.register(_leave_at_exit, weakref.ref(agent), os.getpid())
-    return agent
+    return _start(store, name, rank, world_size, rpc_backend_options, current=True)
 
 
 def start_separate_agent(
@@ -224,10 +220,10 @@ def _why_the_process_ends() -> str:
     return f"{CRASHED}, {type(error).__name__}: {said}"[:_SHOWN_OF_ERROR]
 
 
-def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:
+def _leave_at_exit() -> None:
     """Say goodbye when the process ends without ``shutdown``, so that others learn of it at once."""
-    agent = which()
-    if os.getpid() == pid and agent is not None and not agent.closed:
+    agent = current_agent() if is_initialized() else None
+    if isinstance(agent, Agent) and not agent.closed:
         why = _why_the_process_ends()
         if why.startswith(CRASHED):
             _reach_all(agent)
@@ -252,3 +248,7 @@ def _reach_all(agent: Agent) -> None:
     for call in calls:
         with contextlib.suppress(RpcError):
             call.result()
+
+
+# On import, so that handlers that the program registers run before it: one of them may call ``shutdown``.
+atexit.register(_leave_at_exit)
