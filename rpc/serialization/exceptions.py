@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 
 from rpc.errors import RemoteError, RpcError, SerializationError
-from rpc.serialization.exception_state import Partly, add_note, new_exception, restore
+from rpc.serialization.exception_state import Partly, add_note, keep_text, new_exception, restore
 from rpc.serialization.failures import cut, encodable, text_of, type_name
 from rpc.serialization.functions import MAIN_NAMES
 from rpc.serialization.payload import EXCEPTION, Payload, Source
@@ -105,7 +105,7 @@ def load_exception(
         try:
             loaded = load()
             if isinstance(loaded, Exception):
-                error = loaded
+                error = keep_text(loaded, text)
             else:
                 why = f"it was rebuilt as a {type_name(type(loaded))}"
         except KeyboardInterrupt:
@@ -137,6 +137,7 @@ def _of_class(kind: str, text: str, why: str) -> Exception | None:
     except TypeError:
         return None
     restore(error, ((text,), {}, {}))
+    keep_text(error, text)
     said = "" if text_of(error) == text else f" Its text was: {text}"
     add_note(error, f"its arguments and attributes are missing: {why}{said}")
     return error if isinstance(error, Exception) else None
