@@ -261,6 +261,15 @@ class Future(torch.futures.Future[T]):
         self._complete_here()
         return True
 
+    @protected
+    def _give_up(self) -> None:
+        """Cancel the call because the task that awaits it has been cancelled; callbacks run on another
+        thread.
+        """
+        call = self._call
+        if call is not None and call.owner.cancel(call):
+            call.owner.complete_soon(self)
+
     def __repr__(self) -> str:
         call, asked = self._call, self._asked
         if _is_done(self):
@@ -340,7 +349,11 @@ class Future(torch.futures.Future[T]):
                     loop.call_soon_threadsafe(completed)
 
             _call_when_done(self, wake)
-            yield from waiter
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                self._give_up()
+                raise
         if self._arrived is not None:
             self._arrived.join()
         return cast("T", _value_of(self))
