@@ -270,8 +270,9 @@ class Unsent:
 
 def _needed(error: BaseException) -> tuple[Any, ...]:
     """Return the arguments of ``new_exception``: the content of groups cannot be set later."""
-    kind = type(error)
-    kind = kind.__base__ if _TEXTS in vars(kind) else kind
+    kind: Any = type(error)
+    if _TEXTS in vars(kind):
+        kind = kind.__base__
     return (kind, error.message, error.exceptions) if isinstance(error, BaseExceptionGroup) else (kind,)
 
 
@@ -404,7 +405,7 @@ def _texts_of(error: BaseException) -> list[tuple[str, str]]:
 
 def _describe(error: BaseException, text: str, shown: str) -> None:
     """Make an exception print these texts: its class becomes a subclass of the same name."""
-    kind = type(error)
+    kind: Any = type(error)
     attributes: dict[str, Any] = {
         _TEXTS: (text, shown),
         "__slots__": (),

@@ -178,7 +178,7 @@ class NeedsItsLock(Exception):
     __repr__ = __str__
 
 
-_said = {}
+_said: dict[str, str] = {}
 
 
 class NeedsItsProcess(Exception):
