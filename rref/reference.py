@@ -319,7 +319,10 @@ class RRef(Generic[T]):
             reason = error
         # The pickler sees this function in place of the method.
         text = str(reason).replace(f"{__package__}.requests.method_of_object", f"'{name}' of {self}")
-        raise SerializationError(text) from reason.__cause__
+        try:
+            raise SerializationError(text) from reason.__cause__
+        finally:
+            del reason  # it refers to this frame, a cycle
 
     def _target(self, method: str) -> dict[str, Any]:
         """Return the header fields of a message that calls a method of the object."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +14,7 @@ from rpc.agent.device_ports import SharedWork
 from rpc.errors import RemoteError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
-from rpc.serialization.exception_state import twin
+from rpc.serialization.exception_state import to_keep, twin
 from rpc.serialization.failures import text_of
 from rref.turns import Turns
 
@@ -25,8 +24,6 @@ Fetch = tuple[Peer, int]
 """The peer that fetches the object, and the id of its call."""
 
 T = TypeVar("T")
-
-_OWN_PACKAGES: Final = ("rpc.", "rref.")
 
 
 class Value:
@@ -105,8 +102,7 @@ class Value:
 
     def fail(self, error: BaseException) -> list[Fetch]:
         """Set the error of creating the object, which all requests for it get. Returns the parked fetches."""
-        _let_go(error)
-        return self._finish(None, error)
+        return self._finish(None, to_keep(error))
 
     def _finish(self, content: Any, error: BaseException | None) -> list[Fetch]:
         if self._ready:  # it was failed when this worker left
@@ -183,17 +179,3 @@ def _took_back(entries: list[T], entry: T) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _let_go(error: BaseException) -> None:
-    """Clear the frames of an error that may be kept for long: they hold objects, and refer to its owner."""
-    chain: BaseException | None = error
-    seen: set[int] = set()
-    while chain is not None and id(chain) not in seen:
-        seen.add(id(chain))
-        trace = chain.__traceback__
-        while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(_OWN_PACKAGES):
-            trace = trace.tb_next
-        chain.__traceback__ = trace
-        traceback.clear_frames(trace)
-        chain = chain.__cause__ or chain.__context__

@@ -17,15 +17,13 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any, Final
 
-import torch.distributed
-import torch.futures
-
 import rpc
 from dist_autograd.recording import RECV_NODE, SEND_NODE
 from farcall.compat import lending
 from farcall.compat.torch_internals import INTERNALS
 from farcall.compat.torch_rpc import testing
 from farcall.compat.torch_rpc.without_counterpart import INSTEAD, displaced
+from rpc.agent.collected_futures import replace_collect_all, restore_collect_all
 
 __all__ = ["CompatError", "install", "is_installed", "uninstall"]
 
@@ -147,6 +145,7 @@ def uninstall() -> None:
                 delattr(target, attribute)
             else:
                 setattr(target, attribute, before)
+        restore_collect_all(__name__)
         _forget_importers()
         _modules = None
 
@@ -230,16 +229,13 @@ def _set(target: Any, attribute: str, value: Any) -> None:
 
 def _rebind() -> None:
     """Where PyTorch itself looks at a program's futures and references, and programs at its graph."""
-    from farcall.compat import futures
-
     _set(SEND_NODE, "__name__", "torch::distributed::autograd::SendRpcBackward")
     _set(RECV_NODE, "__name__", "torch::distributed::autograd::RecvRpcBackward")
 
     data_parallel = sys.modules.get("torch.nn.parallel.distributed")
     if data_parallel is not None:
         _set(data_parallel, "RRef", rpc.RRef)  # DistributedDataParallel looks into the RRefs of an output
-    _set(torch.futures, "wait_all", futures.wait_all)
-    _set(torch.futures, "collect_all", futures.collect_all)
+    replace_collect_all(__name__)
 
 
 def _warn_of_holders(theirs: ModuleType | None) -> None:

@@ -10,6 +10,7 @@ From the command line down::
     rounds          the orders that follow: run, stop, end (pure functions)
     processes       the processes of one machine: start, signals, grace period, end
     output          their output, line by line
+    lines           which text of several streams is shown when
     guard           ends them if their launcher was killed
 
 In each process, ``worker_main`` runs the program (``program``).

@@ -1,8 +1,8 @@
 """The output of a launcher's workers: each line on the terminal, with its rank before it, and in files.
 
 One thread reads all pipes. It writes whole lines at once, so that a reader of the launcher's own output sees
-them immediately. A process that ends may leave children that keep its pipe open: what is in the pipe by then
-is read, and its end is not awaited.
+them immediately, and what is not a whole line after a short pause (``lines``). A process that ends may leave
+children that keep its pipe open: what is in the pipe by then is read, and its end is not awaited.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import select
 import selectors
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import IO, Final
 
+from farcall.launch.lines import Screen, Stream
 from farcall.launch.terminal import say
 
 __all__ = ["Output"]
 
 _READ_BYTES: Final = 1 << 16
 
-_LINE_BYTES: Final = 1 << 20
-"""Maximum length of a line in bytes; a longer one is written in parts."""
+_PAUSE_SECONDS: Final = 0.1
+"""Time in seconds after which text is written although its line has no end yet."""
 
 _PIPE_BYTES: Final = 1 << 20
 """Maximum size in bytes of a pipe that a process sets without privileges, and so of what is left in one."""
@@ -31,25 +33,23 @@ _PIPE_BYTES: Final = 1 << 20
 _STREAMS: Final = {1: "standard output", 2: "standard error"}
 
 
-class _Stream:
-    """One stream of a process, written to the terminal and to a file."""
+class _Stream(Stream):
+    """One stream of a process, written to the terminal and to a file. ``due`` is when an unfinished line is
+    written.
+    """
 
     def __init__(self, pipe: int, target: int, prefix: bytes, log: IO[bytes] | None) -> None:
+        super().__init__(prefix)
         self.pipe = pipe
         self.target = target
-        self.prefix = prefix
         self.log = log
-        self.rest = b""
+        self.due: float | None = None
 
-    def take(self, read: bytes) -> bytes:
-        """Return the whole lines that have arrived, each with its prefix."""
-        *lines, self.rest = (self.rest + read).split(b"\n")
-        if self.rest and (not read or len(self.rest) > _LINE_BYTES):
-            lines.append(self.rest)
-            self.rest = b""
-        if self.log is not None and lines:
-            self._note(b"".join(line + b"\n" for line in lines))
-        return b"".join(self.prefix + line + b"\n" for line in lines)
+    def take(self, read: bytes) -> list[bytes]:
+        ended = super().take(read)
+        if self.log is not None and ended:
+            self._note(b"".join(ended))
+        return ended
 
     def _note(self, text: bytes) -> None:
         """Write to the file, as long as that is possible: pipes must be read in any case."""
@@ -77,6 +77,8 @@ class Output:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._orders: queue.SimpleQueue[_Stream | int | None] = queue.SimpleQueue()
         self._lost = set[int]()
+        first, second = Screen(), Screen()
+        self._screens = {1: first, 2: first if _are_one(1, 2) else second}
         self.closed = threading.Event()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +120,7 @@ class Output:
     def _run(self) -> None:
         streams: dict[int, _Stream] = {}
         while True:
-            for pipe in [key.fd for key, _ in self._selector.select()]:
+            for pipe in [key.fd for key, _ in self._selector.select(self._show_unfinished(streams))]:
                 if pipe in streams and self._read(streams[pipe]) is None:
                     self._forget(streams, pipe)
                 if pipe != self._wake:
@@ -145,13 +147,32 @@ class Output:
             return 0
         if not read:
             return None
-        self._write(stream.target, stream.take(read))
+        self._take(stream, read)
         return len(read)
+
+    def _take(self, stream: _Stream, read: bytes) -> None:
+        screen = self._screens[stream.target]
+        self._write(stream.target, b"".join([screen.ended(stream, line) for line in stream.take(read)]))
+        if not stream.rest:
+            stream.due = None
+        elif stream.due is None:
+            stream.due = time.monotonic() + _PAUSE_SECONDS
+
+    def _show_unfinished(self, streams: dict[int, _Stream]) -> float | None:
+        """Write the unfinished lines that are due; returns the time in seconds until the next is, None for
+        none.
+        """
+        now = time.monotonic()
+        for stream in streams.values():
+            if stream.due is not None and stream.due <= now:
+                stream.due = None
+                self._write(stream.target, self._screens[stream.target].paused(stream))
+        return min((stream.due - now for stream in streams.values() if stream.due is not None), default=None)
 
     def _forget(self, streams: dict[int, _Stream], pipe: int) -> None:
         stream = streams.pop(pipe)
         self._selector.unregister(pipe)
-        self._write(stream.target, stream.take(b""))
+        self._take(stream, b"")
         os.close(pipe)
 
     def _write(self, target: int, text: bytes) -> None:
@@ -164,3 +185,11 @@ class Output:
             except OSError as error:
                 self._lost.add(target)
                 say(f"cannot write to {_STREAMS[target]} any more: {error.strerror}. The workers run on")
+
+
+def _are_one(first: int, second: int) -> bool:
+    """Whether two file descriptors are of the same terminal or file."""
+    try:
+        return os.path.sameopenfile(first, second)
+    except OSError:  # one is closed
+        return False

@@ -25,7 +25,7 @@ from farcall.serving.endpoint import Endpoint
 from farcall.serving.host import Host
 from rpc import TlsOptions
 from rpc.runtime.isolation import isolate_tasks
-from rpc.runtime.loop import new_loop
+from rpc.runtime.loop import keep_running, new_loop
 from rpc.transport.tls import TlsContexts
 
 __all__ = ["LOOPBACK", "Server", "serve"]
@@ -213,7 +213,10 @@ class Server:
             with asyncio.Runner(loop_factory=new_loop) as runner, self._on_exit:
                 self._loop = runner.get_loop()
                 isolate_tasks(self._loop)
-                runner.run(self._serve(*args))
+                serving = self._loop.create_task(self._serve(*args))
+                serving.add_done_callback(lambda _: self._loop.stop())
+                keep_running(self._loop, serving.done)
+                serving.result()
         except BaseException as error:
             if begun.done():
                 raise

@@ -21,6 +21,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, this_thread
 from rpc.runtime.events import Events
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.serialization.exception_state import twin
 from rpc.transport.inline_read import Awaited
 from rpc.wire.frames import Frame
 
@@ -186,7 +187,7 @@ class PendingCall(Awaited):
         self.what = None  # may be the user's function, which must not be destroyed where it is settled
         outcome = self.outcome
         if isinstance(outcome, BaseException):
-            raise outcome
+            raise twin(outcome)  # a copy: frames that it passes refer to this call, a cycle
         assert outcome is not None
         return self.owner.decode(self, outcome)
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import decimal
 import functools
+import itertools
 import logging
 import threading
 from _thread import LockType, allocate_lock
@@ -34,8 +35,9 @@ from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.modes import with_default_modes
 from rpc.runtime.tasks import Task
 from rpc.runtime.torch_internals import BaseFuture
-from rpc.serialization.exception_state import twin
-from rpc.serialization.failures import text_of, without_frames
+from rpc.serialization.exception_state import to_keep, twin
+from rpc.serialization.failures import text_of
+from rpc.serialization.kept_errors import without_frames
 
 __all__ = [
     "Completions",
@@ -124,34 +126,29 @@ class Future(torch.futures.Future[T]):
         return future
 
     @classmethod
-    def of_several(
-        cls, futures: Iterable[torch.futures.Future[Any]], done: torch.futures.Future[Any]
-    ) -> torch.futures.Future[Any]:
-        """Return a future whose value is a list of these futures, whose own methods make streams wait; or
-        ``done``, if none of them is a call to a worker with which messages use devices.
-
-        Args:
-            done: is completed when all are, and has their error.
+    def of_several(cls, futures: Sequence[torch.futures.Future[Any]]) -> Future[Any]:
+        """Return a future whose value is a list of these futures, completed when all are. If one of them
+        fails, it fails at once with the same error.
         """
-        futures = list(futures)
+        collected: Future[Any] = cls()
         peers = [each._peer for each in futures if isinstance(each, Future)]
-        peer = next((each for each in peers if each is not None and each.devices is not None), None)
-        if peer is None:
-            return done
-        future: Future[Any] = cls()
-        future._peer = peer
+        uses_devices = (each for each in peers if each is not None and each.devices is not None)
+        collected._peer = next(uses_devices, None)
+        left = itertools.count(len(futures) - 1, -1)
 
         @protected
-        def complete(done: torch.futures.Future[Any]) -> None:
+        def complete(future: torch.futures.Future[Any]) -> None:
             try:
-                done.value()
+                _value_of(future)
             except BaseException as error:
-                _end(future, None, without_frames(error))
+                _end(collected, None, without_frames(error))
             else:
-                _end(future, futures, None)
+                if next(left) == 0:
+                    _end(collected, list(futures), None)
 
-        _call_when_done(done, complete)
-        return future
+        for each in futures:
+            _call_when_done(each, complete)
+        return collected
 
     @protected
     def complete(self, _: object = None) -> None:
@@ -226,10 +223,10 @@ class Future(torch.futures.Future[T]):
         return super().value()
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # as PyTorch means it
-        """Complete it with an exception; waiting threads raise a copy."""
+        """Complete it with an exception; waiting threads raise a copy. Its traceback becomes a note."""
         if isinstance(result, Exception):
             self._set_unwrap_func(_raise_twin)
-            self.set_result(cast("T", result))
+            self.set_result(cast("T", to_keep(result)))
         else:
             super().set_exception(result)  # type: ignore[arg-type]  # PyTorch's own error
 
@@ -263,6 +260,15 @@ class Future(torch.futures.Future[T]):
             return False
         self._complete_here()
         return True
+
+    @protected
+    def _give_up(self) -> None:
+        """Cancel the call because the task that awaits it has been cancelled; callbacks run on another
+        thread.
+        """
+        call = self._call
+        if call is not None and call.owner.cancel(call):
+            call.owner.complete_soon(self)
 
     def __repr__(self) -> str:
         call, asked = self._call, self._asked
@@ -343,7 +349,11 @@ class Future(torch.futures.Future[T]):
                     loop.call_soon_threadsafe(completed)
 
             _call_when_done(self, wake)
-            yield from waiter
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                self._give_up()
+                raise
         if self._arrived is not None:
             self._arrived.join()
         return cast("T", _value_of(self))

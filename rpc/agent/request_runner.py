@@ -27,6 +27,8 @@ from rpc.runtime.executor import Executor
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.torch_internals import BaseFuture
+from rpc.serialization.exception_state import twin
+from rpc.serialization.kept_errors import without_frames
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Kind
 
@@ -120,7 +122,7 @@ class RequestRunner:
             request.arrivals = None  # a reference that is never confirmed keeps the request
             request.frame.buffers.clear()
             if request.failure is not None:
-                raise request.failure
+                raise twin(request.failure)  # a copy: this frame refers to the request, a cycle
             if request.peer.lost is not None:
                 raise WorkerLostError(f"its caller is gone: {request.peer.lost}", request.peer.name)
             raise asyncio.CancelledError
@@ -219,6 +221,7 @@ class RequestRunner:
                     result = future.value()
                 except BaseException as error:
                     answer(None, error)
+                    without_frames(error, drops_handled=True)  # a future of PyTorch keeps the error itself
                 else:
                     answer(result, None)
             finally:
@@ -245,6 +248,7 @@ class RequestRunner:
         else:
             self._executor.submit((_give, (answer, value, None)))
         finally:
+            request.task = None  # the error of a cancelled task refers to this frame, a cycle
             self._activity.postponed_ended()
 
     # ---- coroutines

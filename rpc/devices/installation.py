@@ -12,7 +12,6 @@ from rpc.agent.device_ports import Attempt
 from rpc.agent.received_requests import Request
 from rpc.device_maps import DeviceMap
 from rpc.devices.codecs import CpuToDeviceCodec, SharingCodec
-from rpc.devices.collected_futures import replace_collect_all, restore_collect_all
 from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of, refusing
 from rpc.devices.placements import Between, Placed
 from rpc.devices.staging import HostStaging
@@ -69,7 +68,6 @@ class Devices:
         else:
             control.on(TOPIC, exchange.received)
             serializer.register_carrier(Export, exchange)
-        replace_collect_all(self)
 
     def gone(self, peer: Peer, reason: str) -> None:
         """A worker is gone for good."""
@@ -80,7 +78,6 @@ class Devices:
 
     def closed(self) -> None:
         """This worker has left."""
-        restore_collect_all(self)
         if self._exchange is not None:
             self._exchange.close()
 

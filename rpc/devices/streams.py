@@ -158,8 +158,11 @@ class Streams:
         return StepwiseCoroutine(coroutine, self._step)
 
     def _step(self, advance: Callable[..., Any], *args: Any) -> Any:
-        with self:
-            return advance(*args)
+        try:
+            with self:
+                return advance(*args)
+        finally:
+            del args  # a task's cancellation, which refers to this frame: a cycle
 
 
 def _current_device(devices: Sequence[torch.device]) -> int:

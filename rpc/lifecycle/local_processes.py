@@ -37,6 +37,7 @@ from rpc.lifecycle.startup import init_rpc
 from rpc.options import AgentOptions
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.current import current_agent, is_initialized
+from rpc.runtime.descendants import descendants, kill
 from rpc.runtime.notices import Notices, tell_of_start
 
 __all__ = ["LocalGroup", "local_group", "spawn", "worker_names"]
@@ -211,11 +212,14 @@ class _Processes:
             self._end()
 
     def _end(self) -> None:
+        running = [worker.process.pid for worker in self._workers if worker.process.exitcode is None]
+        theirs = descendants([pid for pid in running if pid is not None])
         try:
             for end in (SpawnProcess.terminate, SpawnProcess.kill):
                 for worker in self._workers:
                     end(worker.process)
                 self._join(_GRACE_SECONDS)
+            kill(theirs)
         finally:
             for worker in self._workers:
                 worker.pipe.close()
@@ -239,7 +243,7 @@ class _Processes:
             given = (name, rank, self._world_size, self.options(), threads, work, theirs)
             process = context.Process(target=_run_worker, args=given, name=name, daemon=True)
             try:
-                with _interrupts_later():
+                with _interrupts_later(), _without_missing_script():
                     process.start()
             except BaseException:
                 ours.close()
@@ -315,12 +319,37 @@ def _consequence(worker: _Worker) -> int:
     return 2 if isinstance(worker.outcome[0], WorkerLostError) else 1
 
 
-def _pickled(work: Any) -> bytes:
-    """Pickle by name if the new process finds the script, otherwise by value."""
+def _pickled(work: tuple[Callable[..., Any], Any]) -> list[bytes]:
+    """Return pickles of what workers run, of which a worker reads the first that it can: by name, so that it
+    uses its own functions, and by value if it may not have them. That is so for those of a notebook, of a
+    package's or zipapp's ``__main__``, and those that a script defines only for itself, under ``if __name__
+    == "__main__":``.
+    """
+    pickles = []
     if getattr(sys.modules["__main__"], "__file__", None) and not hasattr(sys, "ps1"):
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
-            return pickle.dumps(work)
-    return bytes(cloudpickle.dumps(work))
+            pickles.append(pickle.dumps(work))
+    if not pickles or getattr(work[0], "__module__", None) == "__main__":
+        with contextlib.suppress(Exception) if pickles else contextlib.nullcontext():
+            pickles.append(bytes(cloudpickle.dumps(work)))
+    return pickles
+
+
+@contextlib.contextmanager
+def _without_missing_script() -> Iterator[None]:
+    """Keep ``multiprocessing`` from having the new process run a script that is no file, such as standard
+    input.
+    """
+    variables = vars(sys.modules["__main__"])
+    path = variables.get("__file__")
+    if not isinstance(path, str) or os.path.exists(path):
+        yield
+        return
+    del variables["__file__"]
+    try:
+        yield
+    finally:
+        variables["__file__"] = path
 
 
 @contextlib.contextmanager
@@ -373,17 +402,20 @@ def _run_worker(
     world_size: int,
     options: AgentOptions,
     threads: int,
-    work: bytes,
+    work: list[bytes],
     pipe: Connection,
 ) -> None:
     """The main function of a worker's process."""
+    # To this process's parent it is a daemon, which ends with it; but it may have children, as a DataLoader's
+    # workers.
+    multiprocessing.current_process().daemon = False
     gc.freeze()  # collections need not visit what PyTorch has made at its import
     threading.Thread(target=_end_with_parent, name="farcall-parent", daemon=True).start()
     torch.set_num_threads(threads)
     status = 0
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # before, the traceback would be internal
-        main, args = pickle.loads(work)
+        main, args = _loaded(work)
         _say(pipe, None)
         init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
         value = main(*args)
@@ -405,6 +437,13 @@ def _run_worker(
     sys.exit(status)
 
 
+def _loaded(work: list[bytes]) -> Any:
+    for pickled in work[:-1]:
+        with contextlib.suppress(AttributeError):  # this process does not have the function
+            return pickle.loads(pickled)
+    return pickle.loads(work[-1])
+
+
 def _say(pipe: Connection, what: outcomes.Outcome | None) -> None:
     said = cloudpickle.dumps(None) if what is None else outcomes.pack(what)
     with contextlib.suppress(BrokenPipeError):
@@ -412,8 +451,9 @@ def _say(pipe: Connection, what: outcomes.Outcome | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when the process that started it has ended."""
+    """End this worker and its children when the process that started it has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
+        kill(descendants([os.getpid()]))
         os._exit(1)

@@ -19,11 +19,12 @@ import os
 import secrets
 import sys
 import textwrap
-import weakref
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Final
 
 from rpc.agent.agent import Agent
+from rpc.agent.collected_futures import replace_collect_all, restore_collect_all
 from rpc.errors import RpcError
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
@@ -43,7 +44,7 @@ from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
 from rpc.runtime import file_limit
-from rpc.runtime.current import clear_current_agent, is_initialized, set_current_agent
+from rpc.runtime.current import clear_current_agent, current_agent, is_initialized, set_current_agent
 from rpc.runtime.torch_internals import INTERNALS
 from rpc.serialization.failures import text_of
 from rpc.serialization.functions import main_identity
@@ -72,10 +73,7 @@ def start_agent(
     store: SharedStore, name: str, rank: int, world_size: int | None, rpc_backend_options: AgentOptions
 ) -> Agent:
     """Start an agent and join its group: the ``init_backend`` handler; arguments as for ``init_rpc``."""
-    agent = _start(store, name, rank, world_size, rpc_backend_options, current=True)
-    atexit.unregister(_leave_at_exit)  # registered by an earlier agent
-    atexit.register(_leave_at_exit, weakref.ref(agent), os.getpid())
-    return agent
+    return _start(store, name, rank, world_size, rpc_backend_options, current=True)
 
 
 def start_separate_agent(
@@ -114,6 +112,8 @@ def _start(
         met = device_agreement.agree(agent)
         INTERNALS.check()
         profiling.install(agent)
+        replace_collect_all(agent)
+        agent.lifecycle.hooks.closed.append(partial(restore_collect_all, agent))
         for extension in entry_points(group=EXTENSIONS):
             extension.load()(agent)
         agent.serializer.allow_function(noop)
@@ -221,10 +221,10 @@ def _why_the_process_ends() -> str:
     return f"{CRASHED}, {textwrap.shorten(said, _SHOWN_OF_ERROR, placeholder=' ...')}"
 
 
-def _leave_at_exit(which: weakref.ref[Agent], pid: int) -> None:
+def _leave_at_exit() -> None:
     """Say goodbye when the process ends without ``shutdown``, so that others learn of it at once."""
-    agent = which()
-    if os.getpid() == pid and agent is not None and not agent.closed:
+    agent = current_agent() if is_initialized() else None
+    if isinstance(agent, Agent) and not agent.closed:
         why = _why_the_process_ends()
         if why.startswith(CRASHED):
             _reach_all(agent)
@@ -249,3 +249,7 @@ def _reach_all(agent: Agent) -> None:
     for call in calls:
         with contextlib.suppress(RpcError):
             call.result()
+
+
+# On import, so that handlers that the program registers run before it: one of them may call ``shutdown``.
+atexit.register(_leave_at_exit)

@@ -103,5 +103,6 @@ class _OwnModes:
                 self._modes = SavedModes()
             return awaited
         finally:
+            del args  # a task's cancellation, which refers to this frame: a cycle
             if others is not None:
                 others.restore()

@@ -31,6 +31,20 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
+def keep_running(loop: asyncio.AbstractEventLoop, is_over: Callable[[], bool]) -> None:
+    """Run a loop until it is stopped and ``is_over()`` is true.
+
+    If a task or callback raises ``SystemExit`` or ``KeyboardInterrupt``, asyncio ends the loop. But the error
+    only concerns that task, and others still need the loop: so it is logged, and the loop goes on.
+    """
+    while not is_over():
+        try:
+            loop.run_forever()
+        except (KeyboardInterrupt, SystemExit) as error:
+            name, kind = threading.current_thread().name, type(error).__name__
+            logger.exception("a task or callback on the thread %s raised %s; its loop goes on", name, kind)
+
+
 class LoopThread:
     """Runs a loop until stopped. Methods may be called from any other thread.
 
@@ -53,14 +67,7 @@ class LoopThread:
         this_thread.runs_callees = True
         asyncio.set_event_loop(self.loop)
         try:
-            while not self._stopping:
-                try:
-                    self.loop.run_forever()
-                except (KeyboardInterrupt, SystemExit):
-                    # Asyncio passes these on from any task or callback, but they concern a thread of the
-                    # user's, and others
-                    # still need this loop.
-                    logger.exception("code on the thread %s wanted to end it", self._thread.name)
+            keep_running(self.loop, lambda: self._stopping)
         finally:
             self.loop.close()
             for future in list(self._waited_for):

@@ -64,6 +64,7 @@ class OwnStreams:
         try:
             return advance(*args, **kwargs)
         finally:
+            del args  # a task's cancellation, which refers to this frame: a cycle
             self._own = own = _current()
             if own is not None:
                 outer = outer or _defaults()  # the step was the first to use the accelerator

@@ -29,7 +29,10 @@ class StepwiseCoroutine(Coroutine[Any, Any, T]):
         return self._step(self._coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:
-        return self._step(self._coroutine.throw, *error)
+        try:
+            return self._step(self._coroutine.throw, *error)
+        finally:
+            del error  # it refers to this frame, a cycle
 
     def close(self) -> None:
         self._step(self._coroutine.close)

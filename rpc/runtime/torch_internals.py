@@ -261,7 +261,7 @@ release_ipc_counter: Final[Callable[..., object]] = _find(
 
 collect_all: Final[Callable[[Any], Any] | None] = _find(
     "torch._C:_collect_all",
-    "torch.futures.wait_all and collect_all do not make streams wait for tensors on devices",
+    "torch.futures.wait_all and collect_all fail only after all calls, and make no streams wait",
     instead=None,
 )
 

@@ -21,18 +21,36 @@ import would keep its exception from being rebuilt. A ``RemoteError`` with the s
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import pickle
-from collections.abc import Iterator
-from types import BuiltinFunctionType, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator
+from types import (
+    BuiltinFunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+)
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from rpc.errors import RemoteError
-from rpc.serialization.failures import cannot_send, text_of, type_name
+from rpc.serialization.failures import cannot_send, cut, encodable, text_of, type_name
+from rpc.serialization.kept_errors import noted
 from rpc.serialization.payload import Destination
 
-__all__ = ["Partly", "add_note", "new_exception", "reduce_exception", "reduce_partly", "restore", "twin"]
+__all__ = [
+    "Partly",
+    "add_note",
+    "keep_text",
+    "new_exception",
+    "reduce_exception",
+    "reduce_partly",
+    "restore",
+    "to_keep",
+    "twin",
+]
 
 _MAX_LINKS: Final = 32
 """Maximum number of causes and contexts that travel with an exception."""
@@ -46,11 +64,18 @@ _cause: Final[Any] = BaseException.__cause__
 _context: Final[Any] = BaseException.__context__
 _suppress: Final[Any] = BaseException.__suppress_context__
 _traceback: Final[Any] = BaseException.__traceback__
+_class: Final[Any] = vars(object)["__class__"]
 _dict: Final[Any] = vars(BaseException)["__dict__"]
 _NOT_SENT: Final = (vars(AttributeError)["obj"],)
 
+_TEXTS: Final = "__farcall_texts__"
+"""Attribute of the class of an exception whose own methods cannot print it: its ``str`` and ``repr``."""
+
 Link = tuple[bool, bytes, str, str]
 """One exception of a chain: whether it is a cause, its pickle (empty if there is none), type and text."""
+
+
+E = TypeVar("E", bound=BaseException)
 
 
 class Writing(Protocol):
@@ -74,7 +99,8 @@ def reduce_exception(error: BaseException, pickler: Writing) -> Any:
         return _with_chain(_own_reduction(error), error, pickler)
     if _base_in_c(type(error)) is None:
         return NotImplemented
-    return new_exception, _needed(error), (*_state(error), _chain(error, pickler)), None, None, restore
+    state = *_state(error), _chain(error, pickler), *_texts_of(error)
+    return new_exception, _needed(error), state, None, None, restore
 
 
 def new_exception(kind: type[BaseException], *needed: Any) -> BaseException:
@@ -89,7 +115,7 @@ def new_exception(kind: type[BaseException], *needed: Any) -> BaseException:
 
 def restore(error: BaseException, state: tuple[Any, ...]) -> None:
     """Restore the state of an exception. Named in pickles."""
-    args, slots, attributes, *chain = state
+    args, slots, attributes, *rest = state
     _args.__set__(error, args)
     for name, value in slots.items():
         descriptor = next((each for each in _descriptors(type(error)) if each.__name__ == name), None)
@@ -102,8 +128,18 @@ def restore(error: BaseException, state: tuple[Any, ...]) -> None:
             _dict.__get__(error).update(attributes)
         else:
             error.__setstate__(attributes)
-    if chain:
-        _link(error, chain[0])
+    if rest:
+        _link(error, rest[0])
+    if len(rest) > 1:
+        _describe(error, *rest[1])
+
+
+def keep_text(error: E, text: str) -> E:
+    """Make a rebuilt exception print ``text`` if its own methods fail, since they need what was not sent."""
+    texts = [_attempt(function, error) for function in (str, repr)]
+    if None in texts:
+        _describe(error, *(text if each is None else each for each in texts))
+    return error
 
 
 def restore_own(error: BaseException, state: tuple[Any, ...]) -> None:
@@ -123,7 +159,7 @@ def add_note(error: BaseException, note: str) -> None:
     attributes["__notes__"] = [*notes, note] if isinstance(notes, list) else [note]
 
 
-def twin(error: BaseException) -> BaseException:
+def twin(error: E) -> E:
     """A shallow copy with the same traceback and causes, or the error itself if it cannot be copied.
 
     A raised exception refers to the frames that it passes, so an error that is kept and raised several times
@@ -136,13 +172,23 @@ def twin(error: BaseException) -> BaseException:
             if type(copied) is not kind:
                 return error
         else:
-            copied = new_exception(*_needed(error))
-            restore(copied, _state(error))
+            copied = cast("E", new_exception(*_needed(error)))
+            restore(copied, (*_state(error), [], *_texts_of(error)))
     except Exception:  # raised by the class's own methods
         return error
     for each in (_cause, _context, _suppress, _traceback):
         each.__set__(copied, each.__get__(error))
     return copied
+
+
+def to_keep(error: E) -> E:
+    """Return a copy of an error for a future or an object to keep: without frames, its place is a note. The
+    error itself keeps its traceback, unless it cannot be copied.
+    """
+    if error.__traceback__ is None:
+        return error
+    copied = twin(error)
+    return noted(copied, drops_handled=copied is not error)
 
 
 class Partly:
@@ -166,11 +212,11 @@ def reduce_partly(partly: Partly, pickler: Writing) -> Any:
         raise TypeError(f"{type_name(kind)} cannot be rebuilt from its state")
     needed = _needed(error)
     if isinstance(error, BaseExceptionGroup):
-        needed = (kind, error.message, [Partly(each, bare=bare) for each in error.exceptions])
+        needed = (needed[0], error.message, [Partly(each, bare=bare) for each in error.exceptions])
     if bare:
         note = "its arguments and attributes are missing: they cannot be pickled"
         state: Any = needed[1:] or (text_of(error),), {}, {"__notes__": [note]}, []
-        return new_exception, needed, state, None, None, restore
+        return new_exception, needed, (*state, *_lost_texts(error, state)), None, None, restore
     if _reduces_itself(kind):
         return _with_chain(_partial_reduction(error, pickler), error, pickler)
     args, slots, attributes = _state(error)
@@ -186,18 +232,25 @@ def reduce_partly(partly: Partly, pickler: Writing) -> Any:
             notes += [] if why is None else [f"argument {place} is missing: {why}"]
     slots = dict(_sendable(slots, notes, pickler))
     kept = dict(_sendable(attributes, notes, pickler))
-    missing = {name: Unsent(value) for name, value in attributes.items() if name not in kept}
+    missing = {
+        name: Unsent(value, dict(_sendable(_attributes(value), [], pickler)))
+        for name, value in attributes.items()
+        if name not in kept
+    }
     if missing and not _has_same_text(error, (args, slots, kept)):
         kept |= missing  # otherwise its text would be lost
     kept["__notes__"] = notes
     state = tuple(kept_args), slots, kept, _chain(error, pickler)
-    return new_exception, needed, state, None, None, restore
+    return new_exception, needed, (*state, *_lost_texts(error, state)), None, None, restore
 
 
 class Unsent:
-    """A placeholder for a value that could not be sent; it prints like that value."""
+    """A placeholder for a value that could not be sent; it prints like that value, and has those of its
+    attributes that can be sent.
+    """
 
-    def __init__(self, value: object) -> None:
+    def __init__(self, value: object, attributes: dict[str, Any] | None = None) -> None:
+        self.__dict__.update(attributes or {})
         self._texts: list[str] = []
         for function in (str, repr):
             try:
@@ -217,7 +270,9 @@ class Unsent:
 
 def _needed(error: BaseException) -> tuple[Any, ...]:
     """Return the arguments of ``new_exception``: the content of groups cannot be set later."""
-    kind = type(error)
+    kind: Any = type(error)
+    if _TEXTS in vars(kind):
+        kind = kind.__base__
     return (kind, error.message, error.exceptions) if isinstance(error, BaseExceptionGroup) else (kind,)
 
 
@@ -310,6 +365,10 @@ def _refusal(value: Any, what: str, pickler: Writing) -> Exception | None:
     return None
 
 
+def _attributes(value: object) -> dict[str, Any]:
+    return {} if isinstance(value, (type, ModuleType)) else dict(getattr(value, "__dict__", {}))
+
+
 def _has_same_text(error: BaseException, state: tuple[Any, ...]) -> bool:
     try:
         rebuilt = new_exception(*_needed(error))
@@ -317,6 +376,55 @@ def _has_same_text(error: BaseException, state: tuple[Any, ...]) -> bool:
         return str(rebuilt) == str(error)
     except Exception:  # raised by the class's own methods
         return False
+
+
+# ---- texts of exceptions whose own methods cannot print them any more
+
+
+def _lost_texts(error: BaseException, state: tuple[Any, ...]) -> list[tuple[str, str]]:
+    """Return the texts of an exception, if one that is rebuilt from the state could not print itself; else
+    nothing.
+    """
+    lost = _texts_of(error)
+    if lost:
+        return lost
+    try:
+        rebuilt = new_exception(*_needed(error))
+        restore(rebuilt, state[:3])
+        str(rebuilt), repr(rebuilt)
+    except Exception:  # raised by the class's own methods
+        return [(text_of(error), _attempt(repr, error) or text_of(error))]
+    return []
+
+
+def _texts_of(error: BaseException) -> list[tuple[str, str]]:
+    """Return the texts that ``_describe`` has given an exception, as a list of none or one."""
+    texts = vars(type(error)).get(_TEXTS)
+    return [] if texts is None else [texts]
+
+
+def _describe(error: BaseException, text: str, shown: str) -> None:
+    """Make an exception print these texts: its class becomes a subclass of the same name."""
+    kind: Any = type(error)
+    attributes: dict[str, Any] = {
+        _TEXTS: (text, shown),
+        "__slots__": (),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__str__": lambda _: text,
+        "__repr__": lambda _: shown,
+    }
+    with contextlib.suppress(Exception):  # the class does not allow it, and remains as it is
+        _class.__set__(error, type(kind)(kind.__name__, (kind,), attributes))
+
+
+def _attempt(function: Callable[[BaseException], str], error: BaseException) -> str | None:
+    """Return a text of an exception; None if its own methods fail."""
+    try:
+        return encodable(cut(function(error), _MAX_LINK_BYTES))
+    except Exception:
+        return None
 
 
 # ---- the chain of causes and contexts
@@ -373,5 +481,5 @@ def _linked(data: bytes, kind: str, text: str) -> BaseException:
         except Exception:  # its class is missing here, for one
             linked = None
         if isinstance(linked, BaseException):
-            return linked
+            return keep_text(linked, text)
     return RemoteError(f"Original exception on remote side was {kind}: {text}", kind)

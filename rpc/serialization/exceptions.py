@@ -33,7 +33,7 @@ import torch
 from rpc.errors import RemoteError, RpcError, SerializationError
 from rpc.runtime.interrupts import is_interruption
 from rpc.runtime.tracebacks import folded
-from rpc.serialization.exception_state import Partly, add_note, new_exception, restore
+from rpc.serialization.exception_state import Partly, add_note, keep_text, new_exception, restore
 from rpc.serialization.failures import cut, encodable, text_of, type_name
 from rpc.serialization.functions import MAIN_NAMES
 from rpc.serialization.payload import EXCEPTION, Payload, Source
@@ -101,7 +101,7 @@ def load_exception(
         try:
             loaded = load()
             if isinstance(loaded, Exception):
-                error = loaded
+                error = keep_text(loaded, text)
             else:
                 why = f"it was rebuilt as a {type_name(type(loaded))}"
         except BaseException as reason:
@@ -134,6 +134,7 @@ def _of_class(kind: str, text: str, why: str) -> Exception | None:
     except TypeError:
         return None
     restore(error, ((text,), {}, {}))
+    keep_text(error, text)
     said = "" if text_of(error) == text else f" Its text was: {text}"
     add_note(error, f"its arguments and attributes are missing: {why}{said}")
     return error if isinstance(error, Exception) else None

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, FunctionType
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, Final
 
 from rpc.errors import RpcError, SerializationError, with_article
 from rpc.runtime.interrupts import is_interruption
 from rpc.serialization.functions import not_found
+from rpc.serialization.kept_errors import noted
 from rpc.serialization.payload import Destination
 
 Attempt = Callable[[Any], object]
 """Pickles an object without sending it, or raises."""
 
-E = TypeVar("E", bound=BaseException)
-
-_OWN_PACKAGES: Final = ("rpc.", "rref.")
 _MAX_DEPTH: Final = 12
 _MAX_TRIALS: Final = 1000
 _STATE_METHODS: Final = ("__getstate__", "__reduce__", "__reduce_ex__")
@@ -48,37 +44,6 @@ def text_of(error: BaseException) -> str:
         return encodable(cut(str(error), _MAX_TEXT))
     except BaseException:
         return "(its text is not available)"
-
-
-def without_frames(error: E) -> E:
-    """Remove the tracebacks of an error that a future keeps, and those of its causes. Their frames, and the
-    callers of these, would keep what is there: a message's buffers, and the future itself, which is a cycle
-    that the garbage collector cannot see. The places outside of farcall's code stay as text, in notes on the
-    causes. Errors that a caller is handling meanwhile are left as they are.
-    """
-    running = set(_callers(sys._getframe(1)))  # not of this frame, which would be a cycle
-    waiting: list[BaseException | None] = [error.__cause__, error.__context__]
-    seen = {id(error)}
-    error.__traceback__ = None
-    while waiting:
-        each = waiting.pop()
-        places = None if each is None else each.__traceback__
-        if each is None or id(each) in seen or (places is not None and places.tb_frame in running):
-            continue
-        seen.add(id(each))
-        while places is not None and places.tb_frame.f_globals.get("__name__", "").startswith(_OWN_PACKAGES):
-            places = places.tb_next
-        if places is not None:
-            each.add_note(f"Raised at:\n{''.join(traceback.format_tb(places)).rstrip()}")
-        each.__traceback__ = None
-        waiting += [each.__cause__, each.__context__]
-    return error
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def cut(text: str, limit: int) -> str:
@@ -158,7 +123,7 @@ def _try(obj: Any, attempt: Attempt) -> Exception | None:
     except Exception as error:
         if is_interruption(error):
             raise
-        return error
+        return noted(error)  # its frames would refer to the callers, which keep it: a cycle
     return None
 
 

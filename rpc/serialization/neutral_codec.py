@@ -55,7 +55,10 @@ class NeutralCodec:
             if is_interruption(error):
                 raise
             reason = error
-        raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to))
+        try:
+            raise cannot_call(reason, func, args, kwargs, to, lambda part: self._try(part, to))
+        finally:
+            del reason  # it refers to this frame, a cycle
 
     def _call_of(self, record: Any, connect: Connect | None) -> Call:
         module, name, args, kwargs = _record(record, 4)
@@ -77,7 +80,10 @@ class NeutralCodec:
             if is_interruption(error):
                 raise
             reason = error
-        raise cannot_send(reason, value, to, what, lambda part: self._try(part, to))
+        try:
+            raise cannot_send(reason, value, to, what, lambda part: self._try(part, to))
+        finally:
+            del reason  # it refers to this frame, a cycle
 
     def dump_quickly(self, value: Any) -> Payload | None:
         """Like ``PickleCodec.dump_quickly``."""

@@ -120,7 +120,10 @@ class PickleCodec:
                 raise
             reason = error
         # After the handler, so that neither error becomes the other's context.
-        raise cannot_call(reason, *call, to, lambda part: self._try(part, to, placement))
+        try:
+            raise cannot_call(reason, *call, to, lambda part: self._try(part, to, placement))
+        finally:
+            del reason  # it refers to this frame, a cycle
 
     def _call_of(self, record: Any, connect: Connect | None) -> Call:
         module, name, args, kwargs, tensors = record
@@ -176,7 +179,10 @@ class PickleCodec:
                 raise
             reason = error
         placement = of_calls(to) if as_call else of_answers(to)
-        raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
+        try:
+            raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
+        finally:
+            del reason  # it refers to this frame, a cycle
 
     def dump_quickly(self, value: Any) -> Payload | None:
         """Serialize a small value without running user code; None if that is impossible.
@@ -293,7 +299,10 @@ class DevicePickleCodec(PickleCodec):
             if is_interruption(error):
                 raise
             reason = error
-        raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
+        try:
+            raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
+        finally:
+            del reason  # it refers to this frame, a cycle
 
     def dump_quickly(self, value: Any) -> Payload | None:
         """As for any other worker, except that tensors are not small values."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,6 +53,33 @@ def ask() -> Iterator[Ask]:
             return stub(request(**fields), timeout=60)
 
         yield call
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["farcall first", "farcall last"])
+def test_other_stubs_of_the_protocol_can_be_in_the_same_process(ours: bool) -> None:
+    """The pool is the process's own: stubs of other clients register the same names there."""
+    first, second = ("serve()", "register()") if ours else ("register()", "serve()")
+    program = f"""
+from google.protobuf import descriptor_pb2, descriptor_pool
+
+def register():
+    file = descriptor_pb2.FileDescriptorProto(name="grpc_service.proto", package="inference", syntax="proto3")
+    for name in ("ServerLiveRequest", "ModelInferRequest"):
+        file.message_type.add(name=name)
+    descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
+
+def serve():
+    import farcall, farcall.client
+    with farcall.serve({{"add": max}}) as server:
+        with farcall.client.connect(f"localhost:{{server.port}}") as client:
+            assert client.call("add", 1, 2, timeout=60) == 2
+
+{first}
+{second}
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def given(

@@ -88,6 +88,15 @@ async def leave_at_last_async() -> AsyncIterator[bytes]:
         sys.exit(3)
 
 
+async def begin_task(kind: str) -> None:
+    """Start something in the background that wants to end its thread, and wait until it has."""
+
+    async def work() -> None:
+        raise {"SystemExit": SystemExit(3), "KeyboardInterrupt": KeyboardInterrupt()}[kind]
+
+    await asyncio.wait([asyncio.create_task(work())])
+
+
 class Silent(Exception):
     def __str__(self) -> str:
         raise LookupError
@@ -126,7 +135,7 @@ with farcall.serve({"fork": fork}) as server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    functions = (*PLAIN, *ASYNC, leave_amid, leave_amid_async, leave_at_last_async, fail)
+    functions = (*PLAIN, *ASYNC, leave_amid, leave_amid_async, leave_at_last_async, fail, begin_task)
     joined = {
         f"{each.__name__}_joined": Endpoint(each, batching=Batching(2, 0.0)) for each in (leave, give_up)
     }
@@ -141,6 +150,14 @@ def test_what_is_served_cannot_end_the_server(server: Server, name: str) -> None
             with pytest.raises(ServedError, match="what is served raised") as caught:
                 client.call(name, timeout=SECONDS)
             assert (caught.value.code, caught.value.type) == (CODE.INTERNAL, "Ended")
+
+
+@pytest.mark.parametrize("kind", ["SystemExit", "KeyboardInterrupt"])
+def test_nor_can_its_background_tasks(server: Server, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with clients.connect(f"localhost:{server.port}") as client:
+        for _ in range(2):
+            client.call("begin_task", kind, timeout=SECONDS)
+    assert f"a task or callback on the thread farcall serving raised {kind}; its loop goes on" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["leave_joined", "give_up_joined"])

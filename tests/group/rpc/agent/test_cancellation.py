@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
@@ -128,6 +129,36 @@ def test_a_coroutine_is_cancelled(callee: str) -> None:
         future.wait()
     assert rpc.rpc_sync(callee, happened, args=("cancelled",)) == ["begun", "cancelled"]
     assert nothing_is_left(callee)
+
+
+async def call_on(how: str) -> None:
+    future = rpc.rpc_async("worker0", sleep_long)
+    if how == "gather":
+        await asyncio.gather(future, asyncio.sleep(3600))
+    elif how == "wait_for":
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(future, 0.01)
+    else:
+        await future
+
+
+@pytest.mark.parametrize("how", ["await", "gather"])
+@in_worker0()
+def test_calls_that_a_cancelled_coroutine_awaits_are_cancelled(how: str) -> None:
+    future = rpc.rpc_async("worker1", call_on, args=(how,))
+    happened("begun")
+    assert future.cancel()
+    assert happened("cancelled") == ["begun", "cancelled"]
+    with pytest.raises(CancelledError):
+        future.wait()
+    assert nothing_is_left()
+
+
+@in_worker0()
+def test_a_call_whose_wait_for_ends_is_cancelled() -> None:
+    rpc.rpc_sync("worker1", call_on, args=("wait_for",))
+    assert nothing_is_left()
+    assert happened() in ([], ["begun", "cancelled"])
 
 
 @in_worker0()

@@ -62,6 +62,23 @@ def test_wait_all_waits_for_the_calls_in_its_block_only() -> None:
 
 
 @in_worker0()
+def test_torchs_wait_all_and_collect_all_fail_at_the_first_error() -> None:
+    blocked = rpc.rpc_async("worker1", wait_at_gate)
+    calls: list[torch.futures.Future[Any]] = [blocked, rpc.rpc_async("worker1", fail, args=("no data",))]
+    with pytest.raises(LookupError, match="no data"):
+        torch.futures.wait_all(calls)
+    with pytest.raises(LookupError, match="no data"):
+        torch.futures.collect_all(calls).wait()
+    assert not blocked.done()
+    rpc.rpc_sync("worker1", open_gate)
+    theirs: torch.futures.Future[int] = torch.futures.Future()
+    collected = torch.futures.collect_all([call(1), theirs])
+    assert not collected.done()
+    theirs.set_result(2)
+    assert torch.futures.wait_all(collected.wait()) == [2, 2]
+
+
+@in_worker0()
 def test_wait_all_blocks_may_be_nested() -> None:
     with rpc.wait_all():
         outer = [rpc.rpc_async("worker1", wait_at_gate)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 import rpc
 from tests.support.programs import run_program
+from tests.support.streams import SOON
 
 pytestmark = pytest.mark.processes
 
@@ -125,3 +129,54 @@ def test_a_script_that_starts_workers_wherever_it_is_imported_is_told(tmp_path: 
     done = run(tmp_path, "", "rpc.spawn(main, 'count')")
     assert done.returncode == 1
     assert 'under `if __name__ == "__main__":`' in done.stderr
+
+
+OF_ITS_OWN = """
+import multiprocessing, os, sys, time
+from farcall import rpc
+
+def plus(x):
+    return x + 1
+
+if __name__ == "__main__":
+    def work():
+        with multiprocessing.Pool(1) as pool:
+            return pool.apply(abs, (rpc.rpc_sync("worker0", plus, args=(-42,)),))
+
+    def hang():
+        pool = multiprocessing.Pool(1)
+        print(os.getpid(), *[child.pid for child in multiprocessing.active_children()], flush=True)
+        time.sleep(3600)
+
+    print(rpc.spawn(hang if "hang" in sys.argv else work, workers=1))
+"""
+
+
+def test_workers_of_a_package_run_its_functions_and_have_children(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text(OF_ITS_OWN)
+    done = run_program(tmp_path, "", "-m", "app")
+    assert (done.returncode, done.stdout) == (0, "[41]\n"), done.stderr
+
+
+@pytest.mark.nightly
+def test_a_script_may_come_from_standard_input(tmp_path: Path) -> None:
+    command = [sys.executable, "-"]
+    done = subprocess.run(
+        command, check=False, input=OF_ITS_OWN, capture_output=True, text=True, timeout=80, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (0, "[41]\n"), done.stderr
+
+
+@pytest.mark.nightly
+def test_workers_and_their_children_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(OF_ITS_OWN)
+    command = [sys.executable, "program.py", "hang"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as program:
+        assert program.stdout is not None
+        ends = [os.pidfd_open(int(pid)) for pid in program.stdout.readline().split()]
+        program.kill()
+    assert len(ends) == 2
+    for end in ends:
+        assert select.select([end], [], [], SOON)[0]
+        os.close(end)

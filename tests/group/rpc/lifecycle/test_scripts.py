@@ -60,12 +60,12 @@ WAITS = {
 
 
 @contextlib.contextmanager
-def terminal(folder: Path, *scripts: str) -> Iterator[list[subprocess.Popen[str]]]:
+def terminal(folder: Path, *scripts: str, beginning: str = "") -> Iterator[list[subprocess.Popen[str]]]:
     """Starts one process per script, in one process group, as a shell does with ``a & b & c``."""
     processes: list[subprocess.Popen[str]] = []
     for rank, script in enumerate(scripts):
         path = folder / f"script{rank}.py"
-        path.write_text(BEGINNING + script)
+        path.write_text(beginning + BEGINNING + script)
         processes.append(
             subprocess.Popen(
                 [sys.executable, path, str(rank), str(len(scripts)), f"file://{folder / 'rendezvous'}"],
@@ -110,6 +110,15 @@ def lines_of(workers: Workers) -> list[list[str]]:
 
 def test_a_script_that_forgets_shutdown_ends_quietly_with_status_0(tmp_path: Path) -> None:
     with terminal(tmp_path, FORGETS_SHUTDOWN, FORGETS_SHUTDOWN) as processes:
+        assert ends(processes) == [(0, []), (0, [])]
+
+
+def test_shutdown_can_be_registered_for_the_exit_before_init_rpc(tmp_path: Path) -> None:
+    registers = "import atexit, rpc\natexit.register(rpc.shutdown)\n"
+    calls = "assert [rpc.rpc_sync(0, abs, args=(-i,)) for i in range(3)] == [0, 1, 2]"
+    notes = "ended = []\natexit.register(ended.append, 1)\ndef at_exit(): return bool(ended)\n"
+    waits = "def at_exit(): ...\nwhile not rpc.rpc_sync(0, at_exit): pass\n"
+    with terminal(tmp_path, notes, waits + calls, beginning=registers) as processes:
         assert ends(processes) == [(0, []), (0, [])]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import traceback
 import warnings
 from typing import Any
@@ -156,3 +157,56 @@ def test_pickle_of_something_else_is_a_remote_error() -> None:
     for other in (3, KeyboardInterrupt(), ValueError):
         buffers = PICKLES.dumps(other, CALLER).buffers
         assert type(SERIALIZER.load_exception(header, buffers, None, CALLEE)) is RemoteError
+
+
+class Connection:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.code = 14
+
+
+class NeedsItsLock(Exception):
+    def __init__(self, *, said: str) -> None:
+        super().__init__()
+        self.connection = Connection()
+        self.said = said
+
+    def __str__(self) -> str:
+        with self.connection.lock:
+            return self.said
+
+    __repr__ = __str__
+
+
+_said: dict[str, str] = {}
+
+
+class NeedsItsProcess(Exception):
+    def __str__(self) -> str:
+        return _said["text"]
+
+
+def test_a_text_arrives_though_it_needs_what_cannot_be_sent() -> None:
+    sent = ExceptionGroup("several", [NeedsItsLock(said="member")])
+    sent.__cause__ = NeedsItsLock(said="cause")
+    for _ in range(2):  # it can be sent on
+        arrived = raise_remotely(sent)
+        assert isinstance(arrived, ExceptionGroup)
+        cause, (member,) = arrived.__cause__, arrived.exceptions
+        assert isinstance(cause, NeedsItsLock)
+        assert isinstance(member, NeedsItsLock)
+        assert (str(cause), repr(cause), str(member), repr(member)) == ("cause", "cause", "member", "member")
+        assert member.connection.code == 14
+        assert f"{__name__}.NeedsItsLock: member" in printed(arrived)
+        sent = arrived
+
+
+def test_a_text_arrives_though_it_needs_the_state_of_its_process() -> None:
+    _said["text"] = "no heartbeat"
+    with pytest.raises(NeedsItsProcess) as caught:
+        raise NeedsItsProcess
+    header, buffers = deliver(SERIALIZER.dump_exception(caught.value, CALLEE.name, CALLER))
+    del _said["text"]
+    arrived = SERIALIZER.load_exception(header, buffers, None, CALLEE)
+    assert isinstance(arrived, NeedsItsProcess)
+    assert str(arrived) == "no heartbeat"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rpc.serialization.failures import without_frames
+from rpc.serialization.exception_state import to_keep
+from rpc.serialization.kept_errors import without_frames
 
 
 def fail() -> None:
@@ -47,3 +48,30 @@ def test_an_error_that_a_caller_is_handling_is_left_as_it_is() -> None:
     assert kept.__cause__ is not None
     assert kept.__cause__.__context__ is handled
     assert not hasattr(handled, "__notes__")
+
+
+def test_an_error_that_is_handled_can_be_dropped() -> None:
+    handled = RuntimeError("is handled")
+    try:
+        raise handled
+    except RuntimeError:
+        kept = without_frames(wrapped(), drops_handled=True)
+        assert handled.__traceback__ is not None
+    assert kept.__cause__ is not None
+    assert kept.__cause__.__context__ is None
+
+
+def test_members_of_a_group_keep_no_frames() -> None:
+    member = wrapped()
+    without_frames(ExceptionGroup("several", [member]))
+    assert member.__traceback__ is None
+    assert member.__cause__ is not None
+    assert member.__cause__.__traceback__ is None
+
+
+def test_a_future_keeps_a_copy_of_an_error_that_was_raised() -> None:
+    error = wrapped()
+    kept = to_keep(error)
+    assert error.__traceback__ is not None
+    assert kept.__traceback__ is None
+    assert "in wrap\n" in kept.__notes__[0]

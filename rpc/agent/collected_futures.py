@@ -1,7 +1,8 @@
-"""Has ``torch.futures.collect_all`` and ``wait_all`` use calls' own futures while messages use devices.
+"""Has ``torch.futures.collect_all`` and ``wait_all`` use calls' own futures.
 
-PyTorch copies the futures that they are given. A copy does not know of ``rpc.Future``, so it does not make
-streams wait for tensors. The function that both call is replaced while an agent of this process uses devices.
+PyTorch's function copies the futures that it is given. A copy does not know of ``rpc.Future``: it does not
+make streams wait for tensors. And it takes an error that was set from Python for a value, so it waits for all
+the others before it fails. The function that both call is replaced while this process has an agent.
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ from rpc.runtime.torch_internals import collect_all, set_collect_all
 __all__ = ["replace_collect_all", "restore_collect_all"]
 
 _lock = threading.RLock()  # a finalizer that runs while it is held may end an agent
-_agents: Final[list[object]] = []
+_users: Final[list[object]] = []
 
 
-def replace_collect_all(agent: object) -> None:
-    """Replace the function until ``restore_collect_all`` has been called for the same agent."""
+def replace_collect_all(user: object) -> None:
+    """Replace the function until ``restore_collect_all`` has been called for the same user, as an agent."""
     theirs = collect_all
     if theirs is None:
         return  # this version of PyTorch does not have it, as the log says
 
     def with_calls_own(futures: list[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
-        return Future.of_several(futures, theirs(futures))
+        is_call = any(isinstance(each, Future) for each in futures)
+        return Future.of_several(futures) if is_call else theirs(futures)
 
     with _lock:
-        _agents.append(agent)
+        _users.append(user)
         set_collect_all(with_calls_own)
 
 
-def restore_collect_all(agent: object) -> None:
-    """Restore PyTorch's function, unless another agent uses devices."""
+def restore_collect_all(user: object) -> None:
+    """Restore PyTorch's function, unless there are other users."""
     with _lock:
-        if agent in _agents:
-            _agents.remove(agent)
-        if collect_all is not None and not _agents:
+        if user in _users:
+            _users.remove(user)
+        if collect_all is not None and not _users:
             set_collect_all(collect_all)
 
 
@@ -48,7 +50,7 @@ def _restore_in_child() -> None:
     """Restore PyTorch's function in a forked child, which has none of its parent's agents."""
     global _lock
     _lock = threading.RLock()
-    _agents.clear()
+    _users.clear()
     if collect_all is not None:
         set_collect_all(collect_all)
 
