@@ -388,10 +388,10 @@ class _TcpStore:
     def _taken(self, reason: str) -> str:
         """Return the error text for a port that belongs to a program other than a store."""
         holder = listening_processes((self.port,)).get(self.port)
-        program = f"a program (process {holder})" if holder else "a program"
+        process = f"it is process {holder}; " if holder else ""
         return (
-            f"port {self.port} of {self.host} is taken by {program} that is not the store where workers meet "
-            f"({reason}). Choose another port, the same at all workers; `ss -ltnp` shows who has this one."
+            f"port {self.port} of {self.host} is taken by a program that is not the store where workers meet "
+            f"({process}{reason}). Choose another port, the same at all workers; `ss -ltnp` shows who has this one."
         )
 
     def _weight_of_silence(self) -> int:
