@@ -391,8 +391,8 @@ class _TcpStore:
         process = f"it is process {holder}; " if holder else ""
         return (
             f"port {self.port} of {self.host} is taken by a program that is not the store where workers meet "
-            f"({process}{reason}). Choose another port, the same at all workers; `ss -ltnp` shows who has this "
-            f"one."
+            f"({process}{reason}). Choose another port, the same at all workers; `ss -ltnp` shows who "
+            f"has this one."
         )
 
     def _weight_of_silence(self) -> int:
