@@ -27,7 +27,7 @@ from rpc.agent.device_ports import Attempt
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import Kinds
 from rpc.agent.received_requests import Request
-from rpc.errors import AutogradError, NotInitializedError, RpcError
+from rpc.errors import AutogradError, NotInitializedError, RpcError, is_violation
 from rpc.group.peer import Peer
 from rpc.runtime import spans
 from rpc.runtime.executor import Executor
@@ -134,10 +134,26 @@ class Backwards:
             reply = Payload({"marks": [list(mark) for mark in found]}, [])
             self._answers.answer(peer, Kind.REPLY, call_id, reply)
 
-    def _part_arrived(self, peer: Peer, frame: Frame) -> None:
-        if self._threads is None:
-            self._threads = Executor(_THREADS, "farcall-backward")
-        self._threads.submit(self._begun(peer, frame, whole=False))
+    def _part_arrived(self, peer: Peer, frame: Frame) -> Task | None:
+        task = self._begun(peer, frame, whole=False)
+        try:
+            if self._threads is None:
+                self._threads = Executor(_THREADS, "farcall-backward")
+            self._threads.submit_at_once(task)
+        except RuntimeError as error:
+            return self._without_thread, (task, str(error))
+        return None
+
+    def _without_thread(self, refused: tuple[Task, str]) -> None:
+        """Answer the start of a part that no thread can run. It must not wait for one: other workers wait for
+        this part.
+        """
+        (function, argument), reason = refused
+        if isinstance(argument[0], Participant):
+            worker = self._workers.own.name
+            text = f"worker '{worker}' has no thread for its part of a distributed backward: {reason}"
+            self._fail(argument[0], lambda: AutogradError(text))
+        function(argument)
 
     def _whole_part_arrived(self, peer: Peer, frame: Frame) -> Task:
         return self._begun(peer, frame, whole=True)
@@ -215,8 +231,16 @@ class Backwards:
     def _gradients_arrived(self, peer: Peer, frame: Frame) -> None:
         key, message = messages.read_gradients(frame)
         running = self._running.get(key)
-        if running is not None:  # otherwise it has failed in the meantime
+        if running is None:  # it has failed in the meantime
+            return
+        try:
             running.own.arrived(message, peer, frame)
+        except Exception as error:
+            if not is_violation(error):  # the pass would wait for them
+                what = f"gradients from worker '{peer.name}' could not be taken in"
+                text = f"{what}: {type(error).__name__}: {error}"
+                self._fail(running, lambda: AutogradError(text))
+            raise
 
     def _fail(self, running: Root | Participant, error: Error) -> None:
         if running.fail(error) is Action.FORGET and isinstance(running, Participant):

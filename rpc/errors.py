@@ -33,6 +33,7 @@ __all__ = [
     "SerializationError",
     "UnknownWorkerError",
     "WorkerLostError",
+    "is_violation",
     "with_article",
 ]
 
@@ -184,3 +185,10 @@ class RRefError(RpcError):
 
 class ProtocolError(RpcError):
     """A peer sent bytes that this version of the protocol does not allow."""
+
+
+def is_violation(error: BaseException) -> bool:
+    """Whether an error that was raised while a message was handled says that the message is wrong. If not,
+    this process lacks memory, threads or file descriptors, or has a defect: the sender must not be cut off.
+    """
+    return isinstance(error, RpcError) and not isinstance(error, MemoryError)

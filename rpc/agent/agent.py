@@ -207,6 +207,8 @@ class Agent:
             dispatcher.message_lost,
             connections.greet_again,
             options.lost_after,
+            connections.own_time,
+            connections.neighbours,
         )
         heartbeat.interests += [table.peers, control.peers, bulk.peers, departure.awaited]
         heartbeat.interests.append(lambda: (peer for each in hooks.awaited for peer in each()))
@@ -260,6 +262,8 @@ class Agent:
             lambda peer, call_id, _: completions.run_soon([(bulk.send_again, (peer, call_id))]),
         )
         dispatcher.on_lost((None,), caller.request_lost)
+        dispatcher.on_failed((Kind.REPLY, Kind.FAILURE), caller.request_unsent)
+        dispatcher.on_failed((None,), answers.request_failed)
         sender.on_unsent((Kind.REPLY, Kind.FAILURE), answers.answer_unsent)
         sender.on_unsent((None,), caller.request_unsent)
         control.on(CANCEL, requests.cancel)

@@ -17,7 +17,14 @@ import torch
 from rpc.agent.calls import name_of
 from rpc.agent.received_requests import ReceivedRequests, Request
 from rpc.agent.tape import Observation, Recording, Tracing, note
-from rpc.errors import GivenUpError, MessageLostError, NotInitializedError, WorkerLostError
+from rpc.errors import (
+    GivenUpError,
+    MessageLostError,
+    NoMemoryError,
+    NotInitializedError,
+    RpcError,
+    WorkerLostError,
+)
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.current import is_initialized
 from rpc.runtime.events import Events
@@ -174,6 +181,19 @@ class AnswerSender:
                 logger.exception("could not even send a failure to worker '%s'", peer.name)
                 raise
             self.fail(peer, call_id, error)
+
+    def request_failed(self, peer: Peer, call_id: int, error: Exception) -> None:
+        """Handle that a request could not be taken in, and does not run: see ``Dispatcher.on_failed``. It is
+        answered by another thread, as ``answer_lost`` does.
+        """
+        lacking = NoMemoryError if isinstance(error, MemoryError) else RpcError
+        failure = lacking(
+            f"worker '{self._peers.own.name}' could not take in the call, which has not run: "
+            f"{type(error).__name__}: {text_of(error) or 'there is no memory'}. Try again when that worker "
+            f"has more memory, threads or file descriptors"
+        )
+        failure.__cause__ = error
+        self._run_soon([(lambda _: self.fail(peer, call_id, failure), None)])
 
     def answer_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
         """Handle that an answer that was to be sent later could not be sent: see ``Sender.on_unsent``."""

@@ -7,6 +7,11 @@ Every received frame goes to the handler of its kind: on the loop's thread, or o
 itself, or made the call to its own worker. Frames that only the loop may handle, such as those with
 references, are left to it. Further work for a frame, such as running a request, is a task for an executor
 thread.
+
+A message that violates the protocol ends its sender's connection. Handlers and decoders report a violation
+by an ``RpcError``, mostly a ``ProtocolError``. Any other exception is this worker's own: it lacks memory,
+threads or file descriptors, or has a defect. The message is dropped then, the call that it belongs to fails,
+and the connection is used further.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from rpc.agent.activity import Activity
-from rpc.errors import ProtocolError, RpcError, SerializationError
+from rpc.errors import ProtocolError, SerializationError, is_violation
 from rpc.group.connections import SMALL_FRAME_BYTES
 from rpc.group.peer import Peer
 from rpc.runtime.events import Events
@@ -40,8 +45,16 @@ LostHandler = Callable[[Peer, int, str], object]
 UnsentHandler = Callable[[Peer, int, BaseException], object]
 """Called with the receiver of a message that could not be sent, its call id, and why."""
 
+FailedHandler = Callable[[Peer, int, Exception], object]
+"""Called with the sender of a message that could not be handled, its call id, and why."""
+
 _UNNUMBERED: Final = frozenset((Kind.ALIVE, Kind.STREAMS))
 """Kinds of frames that belong to one connection, and are not part of the session."""
+
+_WITHOUT_CALL: Final = frozenset(
+    (Kind.ALIVE, Kind.ARRIVED, Kind.IN_SEGMENT, Kind.BULK, Kind.BULK_CREDIT, Kind.BULK_CLOSE)
+)
+"""Kinds of frames whose call id is another number."""
 
 _FEW: Final = 4
 """Maximum number of entries in the header of a small frame."""
@@ -192,6 +205,9 @@ class Dispatcher:
         self._handlers: dict[int, KindHandler] = {}
         self._any_thread: set[int] = set()
         self._lost_handlers: dict[int | None, LostHandler] = {}
+        self._failed_handlers: dict[int | None, FailedHandler] = {}
+        self._has_logged: set[int] = set()
+        """Kinds of messages of which one was dropped, as the log says."""
         self._openers: dict[int, Callable[[Peer, Frame], Frame]] = {}
 
     # ---- the table of message kinds
@@ -222,6 +238,12 @@ class Dispatcher:
         """
         self._lost_handlers |= dict.fromkeys(kinds, handler)
 
+    def on_failed(self, kinds: Collection[int | None], handler: FailedHandler) -> None:
+        """Register ``handler`` for well-formed messages of these kinds that could not be handled; None: for
+        requests of all kinds without a handler.
+        """
+        self._failed_handlers |= dict.fromkeys(kinds, handler)
+
     def unwrap(self, kind: int, opener: Callable[[Peer, Frame], Frame]) -> None:
         """Have frames of a kind replaced by the messages that they refer to, on any thread."""
         self._check_free(kind)
@@ -236,15 +258,16 @@ class Dispatcher:
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
         """Handle frames of one worker, in order. On the loop's thread."""
         tasks: list[Task] = []
-        try:
-            for frame in frames:
+        for frame in frames:
+            try:
                 opener = self._openers.get(frame[0])
-                frame = frame if opener is None else opener(peer, frame)  # noqa: PLW2901
+                frame = frame if opener is None else self._opened(opener, peer, frame)  # noqa: PLW2901
                 if type(frame) is LargeFrame and frame.kind != Kind.BULK:  # those have credits
                     peer.large_came(frame.number)
                 self._take_in(peer, frame, tasks)
-        except Exception as error:
-            self._refuse(peer, error)
+            except Exception as error:
+                if self._failed(peer, frame, error):
+                    break
         if tasks:
             self._run_soon(tasks)
         if self._activity.listener is not None:  # waits for this worker to become idle
@@ -253,24 +276,24 @@ class Dispatcher:
     def take_inline(self, peer: Peer, frames: list[Frame], *, keep: bool = False) -> Task | None:
         """See ``Receiver.take_inline``. On any thread."""
         tasks: list[Task] = []
-        try:
-            while frames:
-                try:
-                    frame = frames.pop(0)
-                except IndexError:  # the loop has taken over
-                    break
+        while frames:
+            try:
+                frame = frames.pop(0)
+            except IndexError:  # the loop has taken over
+                break
+            try:
                 kind = frame[0]
                 if kind in self._openers:
-                    frame = self._openers[kind](peer, frame)
+                    frame = self._opened(self._openers[kind], peer, frame)
                     kind = frame[0]
                 header = frame[2]
                 if kind not in self._any_thread or (header and not self._brings_nothing(header)):
                     frames.insert(0, frame)
                     break
                 self._take_in(peer, frame, tasks)
-        except Exception as error:
-            frames.clear()
-            self._refuse(peer, error)
+            except Exception as error:
+                if self._failed(peer, frame, error):
+                    frames.clear()
         mine = tasks.pop(0) if keep and tasks else None
         if tasks:
             self._run_soon(tasks)
@@ -284,9 +307,18 @@ class Dispatcher:
         try:
             self._take_in(peer, frame, tasks)
         except Exception as error:
-            self._refuse(peer, error)
+            self._failed(peer, frame, error)
         if tasks:
             self._run_soon(tasks)
+
+    def _opened(self, opener: Callable[[Peer, Frame], Frame], peer: Peer, frame: Frame) -> Frame:
+        """Return the message that a frame refers to."""
+        try:
+            return opener(peer, frame)
+        except Exception as error:
+            if not is_violation(error):
+                peer.session.take_in()  # it is dropped, and must not be sent again
+            raise
 
     def _take_in(self, peer: Peer, frame: Frame, tasks: list[Task]) -> None:
         """Handle one frame; further work is added to ``tasks``. Raises if the frame is malformed."""
@@ -325,11 +357,23 @@ class Dispatcher:
         else:
             handler(peer, call_id, what)
 
-    def _refuse(self, peer: Peer, error: Exception) -> None:
-        """Close a connection because of a malformed message, whatever the error, and nothing else."""
-        if isinstance(error, RpcError):
-            reason = f"it sent a malformed message: {error}"
-        else:
-            logger.error("a malformed message from worker '%s'", peer.name, exc_info=error)
-            reason = f"it sent a malformed message ({type(error).__name__}: {error})"
-        self._lose(peer, reason)
+    def _failed(self, peer: Peer, frame: Frame, error: Exception) -> bool:
+        """Handle that a handler has raised; returns whether the sender is cut off for it."""
+        if is_violation(error):
+            self._lose(peer, f"it sent a malformed message: {error}")
+            return True
+        kind, call_id = frame[:2]
+        handler = self._failed_handlers.get(kind)
+        if handler is None and call_id and kind not in _WITHOUT_CALL:
+            handler = self._failed_handlers.get(None)
+        if handler is not None:
+            handler(peer, call_id, error)
+        elif kind not in self._has_logged:
+            self._has_logged.add(kind)
+            logger.error(
+                "a message of kind %d from worker '%s' was dropped, as this worker could not handle it",
+                kind,
+                peer.name,
+                exc_info=error,
+            )
+        return False

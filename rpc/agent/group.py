@@ -14,6 +14,7 @@ from rpc.bulk.streams import BulkStreams
 from rpc.group.connections import Connections
 from rpc.group.handshake import Authenticator
 from rpc.group.membership import Membership
+from rpc.group.own_time import OwnTime
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.options import AgentOptions
@@ -52,6 +53,7 @@ class AgentGroup:
             authenticator,
             handshake_seconds=INFINITE,  # heartbeats apply a timeout
             reconnect_seconds=options.reconnect_within,
+            own_time=OwnTime(platform.loop_thread.loop.time, platform.waited_for_core),
         )
         self.peers = PeerTable(
             self._make_peer, self._connect, hooks.joined, events, platform.loop_thread.call

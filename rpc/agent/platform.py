@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,6 +10,7 @@ from rpc.group.handshake import Authenticator
 from rpc.options import AgentOptions
 from rpc.runtime.executor import Executor
 from rpc.runtime.loop import LoopThread
+from rpc.runtime.process_signs import waited_for_core
 from rpc.runtime.process_tuning import ProcessTuning
 from rpc.transport.base import Transport, TransportContext
 from rpc.transport.registry import transports as make_transports
@@ -27,6 +28,8 @@ class Platform:
     transports: Mapping[str, Transport]
     """The transports by scheme, best first."""
     process: ProcessTuning
+    waited_for_core: Callable[[], float] = float
+    """Returns for how many seconds the calling thread has waited for a core; 0 if that is unknown."""
 
     @classmethod
     def of_process(
@@ -43,4 +46,4 @@ class Platform:
         context = TransportContext(
             thread.loop, options.send_queue_bytes, tls=tls, tickets=authenticator, options=options
         )
-        return cls(thread, executor, make_transports(context, transports), process)
+        return cls(thread, executor, make_transports(context, transports), process, waited_for_core)

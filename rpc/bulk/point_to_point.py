@@ -61,7 +61,7 @@ class _Arrived(NamedTuple):
     """The message; a large one follows the first buffer."""
 
     def message(self) -> list[memoryview]:
-        return self.buffers[1:] or self.buffers
+        return self.buffers if isinstance(self.buffers, Incomplete) else self.buffers[1:] or self.buffers
 
 
 class _Stream:
@@ -419,10 +419,6 @@ class Bulk:
     def received(self, peer: Peer, frame: Frame) -> Task | None:
         """Handle a message that has arrived. May return a task for an executor thread: a long copy."""
         tag, sequence = divmod(frame.call_id, SEQUENCES)
-        if isinstance(frame.buffers, Incomplete):
-            # A thread that waits for this message must not wait longer.
-            self._lose(peer, frame.buffers.reason)
-            return None
         first, *rest = frame.buffers or [None]
         if first is None or frame.header or (rest and len(first) > 1):
             raise ProtocolError("a malformed bulk message")
@@ -433,7 +429,9 @@ class Bulk:
             return None  # the end came between
         with self._lock:
             target = stream.targets.get(sequence)
-            if target is not None and not target.is_of(buffers):
+            if isinstance(buffers, Incomplete):
+                stream.targets.pop(sequence, None)
+            elif target is not None and not target.is_of(buffers):
                 raise ProtocolError(f"message {sequence} of a stream comes twice")
             arrived = _Arrived(sequence, buffers)
             matched = stream.inbound.arrived(sequence, arrived, sum(map(len, arrived.message())))

@@ -13,13 +13,14 @@ on the connection, behind what was sent before them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from rpc.errors import ProtocolError
+from rpc.errors import ProtocolError, is_violation
 from rpc.runtime.blocking import Condition, wait_while
 from rpc.transport.bulk_socket import BulkSocket
 from rpc.wire.chunking import ChunkedMessage
@@ -36,6 +37,8 @@ from rpc.wire.reassembly import ArrivingMessage, Reassembly, allocate
 from rpc.wire.targets import MergingTarget
 
 __all__ = ["BulkQueue", "Loop", "StreamReader"]
+
+logger = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 4 << 20
 """Number of bytes of a message that a stream takes at a time, if other streams may take the rest."""
@@ -59,6 +62,9 @@ LEAVING: Final = encode_small(Kind.STREAMS, 0, {}, ())
 IDLE_SECONDS = 5.0
 """Time in seconds without anything to do after which a thread ends."""
 
+_NO_THREAD_SECONDS: Final = 0.1
+"""Pause in seconds after the system could not start a thread."""
+
 
 class Loop(Protocol):
     """The part of an event loop that streams need."""
@@ -68,6 +74,8 @@ class Loop(Protocol):
     def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> Any: ...
 
     def remove_reader(self, fd: int) -> bool: ...
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Any: ...
 
 
 class _Writer:
@@ -313,6 +321,7 @@ class StreamReader:
         """Whether a thread reads."""
         self._is_watched = False
         self._is_closed = False
+        self._lacked_thread = False
 
     def watch(self) -> None:
         """Start reading when data arrives."""
@@ -330,9 +339,12 @@ class StreamReader:
         self.is_running = True
         try:
             start_new_thread(self._run, ())
-        except RuntimeError as error:  # the system has no more threads
+        except RuntimeError as error:  # the system has no more threads just now
             self.is_running = False
-            self._failed(False, str(error))
+            if not self._lacked_thread:
+                self._lacked_thread = True
+                logger.warning("large messages wait for a thread that reads them: %s", error)
+            self._loop.call_later(_NO_THREAD_SECONDS, self.watch)
 
     def close(self) -> None:
         """Read nothing more."""
@@ -358,7 +370,7 @@ class StreamReader:
         except Exception as error:
             goes_on = False
             if not self._is_closed:
-                self._failed(isinstance(error, ProtocolError), str(error))
+                self._failed(is_violation(error), str(error))
         with self._lock:
             self.is_running = False
             if self._is_closed:

@@ -7,12 +7,13 @@ from time import monotonic
 from typing import Any, Final
 
 from rpc.bulk.copying import scatter
-from rpc.errors import RpcError, RpcTimeoutError
+from rpc.errors import NoMemoryError, RpcError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.transport.inline_read import Awaited
 from rpc.transport.write_queue import STREAMED_BYTES
+from rpc.wire.reassembly import Incomplete
 from rpc.wire.targets import Merger
 
 __all__ = ["Transfer", "as_bytes"]
@@ -133,6 +134,9 @@ class Transfer(Awaited):
         """
         if message is None:
             self.end(None if self.merger is None else self.merger.error)
+            return False
+        if isinstance(message, Incomplete):
+            self.end(NoMemoryError(f"{self.what} was dropped when it arrived: {message.reason}"))
             return False
         self._delivered.append(message)
         self.outcome = True

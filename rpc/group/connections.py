@@ -23,6 +23,7 @@ from rpc.group.handshake import Authenticator, Hello, Refusal, Stream, Welcomed,
 from rpc.group.link import CONNECTING
 from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
+from rpc.group.own_time import Neighbours, OwnTime
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
 from rpc.runtime.limited_log import LimitedLog
@@ -115,6 +116,8 @@ class Connections:
         handshake_seconds: timeout in seconds for the handshake with a worker that this one connects to.
         reconnect_seconds: timeout in seconds for reconnecting after a connection broke; 0 for no
         reconnecting.
+        own_time: the clock for limits of time; by default the loop's.
+        neighbours: looks at the processes of workers on this host.
 
     Attributes:
         group: key of the group, once it is formed.
@@ -130,6 +133,8 @@ class Connections:
         *,
         handshake_seconds: float = CONNECT_SECONDS,
         reconnect_seconds: float = 0.0,
+        own_time: OwnTime | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.connect_seconds = CONNECT_SECONDS
         self.handshake_seconds = handshake_seconds
@@ -139,6 +144,8 @@ class Connections:
         self.group = ""
         self.closed = False
         self.loop = loop
+        self.own_time = own_time or OwnTime(loop.time)
+        self.neighbours = neighbours or Neighbours()
         self.authenticator = authenticator
         self._events: ConnectionEvents
         self._transports = transports
@@ -236,7 +243,7 @@ class Connections:
         """Connect this worker to itself; see ``Loopback``."""
         connection = Loopback(self.loop)
         connection.start(_Established(self, own_peer))
-        own_peer.link.accept(self.loop.time())
+        own_peer.link.accept(self.own_time())
         self._hand_over(own_peer, connection)
 
     def reached(self, peer: Peer, connection: Connection) -> None:
@@ -306,7 +313,7 @@ class Connections:
                     self._dialler.crossed(peer)
             case Welcomed(session):
                 assert peer is not None
-                if peer.link.welcome(self.loop.time()):
+                if peer.link.welcome(self.own_time()):
                     self._establish(greeting, peer, session)
                 else:
                     greeting.connection.close("not needed any more")
@@ -362,7 +369,7 @@ class Connections:
             return
         number = max(hello.session[0], peer.session.connections) + 1
         greeting.welcome((number, peer.session.received))
-        peer.link.accept(self.loop.time(), greeting.connection.process, peer.session.heard)
+        peer.link.accept(self.own_time(), greeting.connection.process, peer.session.heard)
         self._establish(greeting, peer, (number, hello.session[1]))
 
     def _replace(self, newcomer: Member) -> list[Peer]:

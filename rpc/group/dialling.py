@@ -6,13 +6,17 @@ import asyncio
 import errno
 import logging
 import os
+import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Final, Protocol
 
+from rpc.errors import RpcError
 from rpc.group.link import GiveUp, LinkState
+from rpc.group.own_time import LEAST_SECONDS, Neighbours, OwnTime
 from rpc.group.peer import Peer
-from rpc.transport.base import Connection, Transport, Unreachable
+from rpc.runtime.process_signs import ProcessSigns, computes
+from rpc.transport.base import Connection, SilentOwner, Transport, Unreachable
 from rpc.transport.tls import why_no_tls
 
 __all__ = ["QUIET_SECONDS", "Dialler", "DiallerOwner"]
@@ -27,6 +31,9 @@ _CROSSED_SECONDS: Final = 1.0
 
 _REDIAL_SECONDS: Final = 3.0
 """Timeout in seconds for an address that has answered before, so that a restored link is found soon."""
+
+_ANOTHER_LOOK_SECONDS: Final = 3.0
+"""Time in seconds after which the process of a worker that cannot be reached is looked at again."""
 
 _MAY_PASS: Final = frozenset(
     (
@@ -57,6 +64,8 @@ class DiallerOwner(Protocol):
     closed: bool
     connect_seconds: float
     reconnect_seconds: float
+    own_time: OwnTime
+    neighbours: Neighbours
 
     def reached(self, peer: Peer, connection: Connection) -> None:
         """One of its addresses accepted a connection: start the handshake, unless it is no longer needed."""
@@ -83,6 +92,8 @@ class Dialler:
         self._transports = transports
         self._owner = owner
         self._dialling: set[asyncio.Task[None]] = set()
+        self._signs: dict[int, ProcessSigns | None] = {}
+        """For workers that cannot be reached, by incarnation: the state of their process at the last look."""
 
     def stop(self) -> None:
         """Give up all attempts."""
@@ -123,8 +134,7 @@ class Dialler:
                 continue
             try:
                 seconds = _REDIAL_SECONDS if peer.session.connections else self._owner.connect_seconds
-                async with asyncio.timeout(seconds):
-                    connection = await self._transports[scheme].connect(address)
+                connection = await self._within(seconds, self._transports[scheme].connect(address))
                 break
             except TimeoutError:
                 failures.append(f"{_shown(address)}: no answer within {seconds:g} s")
@@ -140,17 +150,51 @@ class Dialler:
             await asyncio.sleep(QUIET_SECONDS)
         self._owner.reached(peer, connection)
 
+    async def _within(self, seconds: float, connecting: Awaitable[Connection]) -> Connection:
+        """Wait for a connection, at most so many seconds of this worker's own time."""
+        due = self._owner.own_time() + seconds
+        task = asyncio.ensure_future(connecting)
+        try:
+            while not task.done():
+                left = due - self._owner.own_time()
+                done, _ = await asyncio.wait((task,), timeout=max(left, LEAST_SECONDS))
+                if not done and left <= LEAST_SECONDS:  # the last wait let the loop read what has arrived
+                    raise TimeoutError
+            return task.result()
+        except asyncio.CancelledError:
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().owner = SilentOwner()
+                task.result().close("not needed any more")
+            raise
+        finally:
+            task.cancel()
+
     def failed(self, peer: Peer, reason: str, *, may_live: bool = True) -> None:
         """An attempt to connect has failed: try again after a pause, or give the worker up."""
         if peer.connected or self._owner.closed:
             return
-        verdict = peer.link.failed(
-            reason, self._loop.time(), self._owner.reconnect_seconds, may_live=may_live
-        )
+        now, patience = self._owner.own_time(), self._owner.reconnect_seconds
+        if peer.link.process and may_live and patience:
+            self._signs.setdefault(peer.incarnation, self._owner.neighbours.signs(peer))
+        verdict = peer.link.failed(reason, now, patience, may_live=may_live)
+        if isinstance(verdict, GiveUp) and may_live and patience and self._may_be_busy(peer):
+            peer.link.be_patient(now, patience, _ANOTHER_LOOK_SECONDS)
+            verdict = peer.link.failed(reason, now, patience)
         if isinstance(verdict, GiveUp):
             self._owner.lose(peer, verdict.reason)
         elif verdict is not None:
             self._connect_later(peer, verdict)
+
+    def _may_be_busy(self, peer: Peer) -> bool:
+        """Whether a worker that is about to be given up is on this host, and its process has computed, or
+        waited for a core, since the last look; or was not looked at before, and is not stopped.
+        """
+        neighbours = self._owner.neighbours
+        neighbours.find(peer)
+        first = peer.incarnation not in self._signs
+        before, now = self._signs.get(peer.incarnation), neighbours.signs(peer)
+        self._signs[peer.incarnation] = now
+        return now is not None and not now.stopped if first else computes(before, now)
 
     def broke(self, peer: Peer, reason: str, *, connect: bool = True) -> None:
         """Handle the loss of an established connection whose worker may live: connect again, unless the other
@@ -159,7 +203,8 @@ class Dialler:
         if self._owner.closed:
             return
         progressed = peer.session.has_progressed
-        now, patience = self._loop.time(), self._owner.reconnect_seconds
+        now, patience = self._owner.own_time(), self._owner.reconnect_seconds
+        self._signs.pop(peer.incarnation, None)
         verdict = peer.link.broke(reason, now, patience, progressed=progressed)
         if verdict is None:
             return
@@ -187,10 +232,16 @@ class Dialler:
     def crossed(self, peer: Peer) -> None:
         """Wait for the other side's attempt, after it has refused this side's."""
         began = peer.session.connections
-        self._loop.call_later(self._owner.connect_seconds, self._crossed_expired, peer, began)
+        due = self._owner.own_time() + self._owner.connect_seconds
+        self._loop.call_later(self._owner.connect_seconds, self._crossed_expired, peer, began, due)
 
-    def _crossed_expired(self, peer: Peer, connections: int) -> None:
-        if peer.link.state is LinkState.CROSSED and peer.session.connections == connections:
+    def _crossed_expired(self, peer: Peer, connections: int, due: float) -> None:
+        if peer.link.state is not LinkState.CROSSED or peer.session.connections != connections:
+            return
+        left = due - self._owner.own_time()
+        if left > LEAST_SECONDS:  # this worker waited for a core
+            self._loop.call_later(left, self._crossed_expired, peer, connections, due)
+        else:
             self.failed(peer, f"it did not connect within {self._owner.connect_seconds:g} s, as announced")
 
 
@@ -198,7 +249,11 @@ def _may_pass(error: Exception) -> bool:
     """Whether another attempt may succeed."""
     if isinstance(error, ssl.SSLError):  # its error numbers are not the system's
         return isinstance(error, ssl.SSLEOFError)
-    return isinstance(error, Unreachable) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
+    if isinstance(error, Unreachable) or not isinstance(error, OSError | RpcError | ValueError):
+        return True  # this process lacks memory or threads
+    if isinstance(error, socket.gaierror):
+        return error.errno in (socket.EAI_AGAIN, socket.EAI_MEMORY)
+    return isinstance(error, OSError) and error.errno in _MAY_PASS
 
 
 def _shown(address: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final, Protocol
 
-from rpc.errors import ProtocolError
+from rpc.errors import ProtocolError, is_violation
 from rpc.group.handshake import (
     Authenticator,
     Handshake,
@@ -21,6 +21,7 @@ from rpc.group.handshake import (
     Stream,
     Welcomed,
 )
+from rpc.group.own_time import LEAST_SECONDS, OwnTime
 from rpc.group.peer import Peer
 from rpc.transport.base import INFINITE, Connection, SilentOwner
 from rpc.wire.frames import Frame, encode
@@ -37,6 +38,8 @@ class GreetingDesk(Protocol):
     """Receives the outcome of a greeting."""
 
     loop: asyncio.AbstractEventLoop
+
+    own_time: OwnTime
 
     authenticator: Authenticator | None
 
@@ -85,11 +88,17 @@ class Greeting(SilentOwner):
         if self._timer is not None:
             self._timer.cancel()
         if seconds < INFINITE:
-            self._timer = loop.call_later(seconds, self._expired, seconds, loop.time() + seconds)
+            due = loop.time() + seconds
+            self._timer = loop.call_later(
+                seconds, self._expired, seconds, due, self._desk.own_time() + seconds
+            )
 
-    def _expired(self, seconds: float, due: float) -> None:
-        if self._desk.loop.time() > due + SLOW_SECONDS:
+    def _expired(self, seconds: float, due: float, own_due: float) -> None:
+        now, left = self._desk.loop.time(), own_due - self._desk.own_time()
+        if now > due + SLOW_SECONDS:
             self.wait(seconds)  # this process was stopped: received data has not been read yet
+        elif left > LEAST_SECONDS:  # it waited for a core
+            self._timer = self._desk.loop.call_later(left, self._expired, seconds, now + left, own_due)
         else:
             self.connection.close(f"no handshake within {seconds:g} s")
 
@@ -132,8 +141,9 @@ class Greeting(SilentOwner):
             except Exception as error:
                 # A stranger's message must not be able to do more than this.
                 known = isinstance(error, ProtocolError)
-                connection.malformed = True
-                connection.close(str(error) if known else f"a malformed message ({type(error).__name__})")
+                connection.malformed = is_violation(error)
+                unknown = f"a message could not be handled ({type(error).__name__})"
+                connection.close(str(error) if known else unknown)
                 return
 
     def _receive(self, frame: Frame) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from rpc.group.liveness import Liveness
+from rpc.group.own_time import Neighbours
 from rpc.group.peer import RESUMED, Peer
 from rpc.runtime.process_signs import ProcessSigns, computes, process_signs
 from rpc.transport.session import MAX_UNACKNOWLEDGED
@@ -50,6 +51,8 @@ class Heartbeat:
         message_lost: called with the first chunk of each large message that was lost with a connection.
         greet_again: called with a worker that is silent and was only greeted.
         lost_after: time in seconds after which a silent worker is lost; 0 for never.
+        own_time: the clock; by default the loop's.
+        neighbours: finds the processes of workers on this host.
 
     Attributes:
         interests: functions that return the workers from which something is awaited now.
@@ -63,6 +66,8 @@ class Heartbeat:
         message_lost: Callable[[Peer, bytes], object],
         greet_again: Callable[[Peer], object],
         lost_after: float,
+        own_time: Callable[[], float] | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.interests: list[Callable[[], Iterable[Peer]]] = [
             lambda: [peer for peer in peers() if peer.session.sent]
@@ -73,6 +78,8 @@ class Heartbeat:
         self._loop = loop
         self._lose = lose
         self._lost_after = lost_after
+        self._own_time = own_time or loop.time
+        self._neighbours = neighbours or Neighbours()
         self._liveness = Liveness(lost_after)
         self._acknowledging = Liveness(lost_after)  # counts acknowledgements as heartbeats
         self._asked: dict[int, ProcessSigns | None] = {}
@@ -116,10 +123,12 @@ class Heartbeat:
             for incarnation, peer in awaited.items()
             if peer.lost is None and not peer.is_self and peer.link.should_answer
         }
-        ask, silent = self._liveness.look(self._loop.time(), signs)
+        ask, silent = self._liveness.look(self._own_time(), signs)
         self._asked = {each: seen for each, seen in self._asked.items() if each in signs}
         for incarnation in ask:
             peer = awaited[incarnation]
+            if incarnation in self._asked:  # and it has still not answered
+                self._neighbours.find(peer)
             self._asked[incarnation] = _process_of(peer)
             if peer.connected:
                 peer.send_heartbeat(_ANSWER)
@@ -134,7 +143,7 @@ class Heartbeat:
         there = (peer for peer in self._peers() if peer.lost is None)
         full = {peer.incarnation: peer for peer in there if peer.session.is_full()}
         signs = {each: peer.session.first for each, peer in full.items() if peer.link.should_answer}
-        ask, silent = self._acknowledging.look(self._loop.time(), signs)
+        ask, silent = self._acknowledging.look(self._own_time(), signs)
         asked = self._asked_to_acknowledge
         self._asked_to_acknowledge = {each: seen for each, seen in asked.items() if each in signs}
         for incarnation in ask:

@@ -280,6 +280,12 @@ class Link:
         unheard = not self.dialled and heard == self._accepted_at
         return seen == connections or (seen == connections - 1 and unheard)
 
+    def be_patient(self, now: float, patience: float, seconds: float) -> None:
+        """Give the worker up in ``seconds`` at the earliest, since it may live; other arguments as for
+        ``failed``.
+        """
+        self._broken_since = now - patience + seconds
+
     def pause(self) -> None:
         """Make no attempt until ``resume``, whatever is to be sent."""
         self.paused = True

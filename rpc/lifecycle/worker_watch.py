@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 from rpc.agent.departure import SHUT_DOWN, Departure
@@ -89,7 +89,10 @@ def watch(hooks: Hooks, departure: Departure) -> None:
         if now:
             told.put((now, what))
             if thread.ident is None:
-                thread.start()
+                with suppress(
+                    RuntimeError
+                ):  # the system has no more threads just now: the next one tries again
+                    thread.start()
 
     def joined(peer: Peer) -> None:
         if not peer.is_self:

@@ -42,7 +42,9 @@ from rpc.rendezvous.store import (
     run_with_deadline,
     start,
 )
+from rpc.runtime.listening_processes import listening_processes
 from rpc.runtime.notices import Notices
+from rpc.runtime.process_signs import process_signs
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,15 @@ _MARGIN_SECONDS: Final = 0.5
 
 _WRONG_ANSWERS: Final = 2
 """Number of wrong answers after which the port is considered to belong to another program."""
+
+_SILENCE: Final = 6
+"""What the times add up to that the program that has a port of this host has not answered, each with a longer
+timeout, when the port is considered to belong to another program: 2 each if its process sleeps, so that a
+store would have answered, 1 if it is busy, 0 if it is stopped.
+"""
+
+_LONGEST_SILENCE_SECONDS: Final = 10.0
+"""Timeout in seconds for the last of them."""
 
 _SLOW_NAMES_SECONDS: Final = 1.0
 """Time in seconds after which a name server is reported as slow."""
@@ -326,7 +337,7 @@ class _TcpStore:
         learn of each other in the log of arrivals in its store.
         """
         port_is_free = True
-        patience, wrong, remedy = _ANSWER_SECONDS, 0, _REMEDY
+        patience, wrong, silence, remedy = _ANSWER_SECONDS, 0, 0, _REMEDY
         backoff, notices = Backoff(waiting), Notices()
         while True:
             try:
@@ -344,7 +355,7 @@ class _TcpStore:
             except (OSError, RuntimeError) as error:
                 reason = first_line(error)
                 if _nobody_is_there(error):
-                    port_is_free, patience, wrong = True, _ANSWER_SECONDS, 0
+                    port_is_free, patience, wrong, silence = True, _ANSWER_SECONDS, 0, 0
                     remedy = _REMEDY + loopback_remark(self.host)
                 else:
                     port_is_free, patience, remedy = False, 4 * patience, _STRANGERS_REMEDY
@@ -352,7 +363,10 @@ class _TcpStore:
                         not isinstance(error, TimeoutError) or self._hangs_up()
                     ):
                         wrong += 1
-                    if wrong == _WRONG_ANSWERS:
+                    elif self._may_serve:
+                        patience = min(patience, max(_LONGEST_SILENCE_SECONDS, patience / 4))
+                        silence += self._weight_of_silence()
+                    if wrong == _WRONG_ANSWERS or silence >= _SILENCE:
                         raise RendezvousError(self._taken(reason)) from error
             if notices.due():
                 logger.warning(
@@ -373,10 +387,21 @@ class _TcpStore:
 
     def _taken(self, reason: str) -> str:
         """Return the error text for a port that belongs to a program other than a store."""
+        holder = listening_processes((self.port,)).get(self.port)
+        process = f"it is process {holder}; " if holder else ""
         return (
             f"port {self.port} of {self.host} is taken by a program that is not the store where workers meet "
-            f"({reason}). Choose another port, the same at all workers; `ss -ltnp` shows who has this one."
+            f"({process}{reason}). Choose another port, the same at all workers; `ss -ltnp` shows who "
+            f"has this one."
         )
+
+    def _weight_of_silence(self) -> int:
+        """Return how much it says that the process that has the port on this host has not answered."""
+        holder = listening_processes((self.port,)).get(self.port)
+        signs = None if holder is None else process_signs(holder)
+        if signs is None:  # it is another user's, or in another container
+            return 2
+        return 0 if signs.stopped else 1 if signs.busy else 2
 
     def _as_server(self, waiting: StoreWait) -> Store | None:
         """Serve the store; returns None if another process has the port."""

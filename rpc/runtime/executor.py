@@ -145,6 +145,31 @@ class Executor:
             self._start(fresh)
         return True
 
+    def submit_at_once(self, task: Task) -> None:
+        """Run one task without waiting for others to end.
+
+        Raises:
+            RuntimeError: all threads are busy, and the system gives no more.
+        """
+        with self._lock:
+            fresh = None if self._stopped or self._idle or self._lent else self._new_thread()
+        if fresh is None:
+            self.submit(task)
+            return
+        with self._lock:
+            self._submitted += 1
+            self._backlog.append(task)
+        try:
+            fresh.thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._threads[fresh.thread]
+                if task not in self._backlog:
+                    return  # another thread has taken it
+                self._backlog.remove(task)
+                self._submitted -= 1
+            raise
+
     def lend(self, source: TaskSource | None, *, at_once: bool) -> None:
         """For a task that is about to end: have its thread wait for its next task at a source, if there is
         one, and if no task waits for a thread.
@@ -402,11 +427,36 @@ class Executor:
                         self._is_starved = False
                         break
                     before, progress = progress, self._progress()
-                if before == progress and not self._grow() and not warned:
+                if before != progress or self._grow():
+                    continue
+                if not self._threads:
+                    self._run_here()
+                elif not warned:
                     warned = True
                     logger.warning("%d tasks wait, but the system gives no more threads", len(self._backlog))
             if self._stopped:
                 return
+
+    def _run_here(self) -> None:
+        """Run a task on the monitor's thread, as the system gives no other."""
+        this_thread.runs_callees = True
+        try:
+            function, argument = self._backlog.popleft()
+        except IndexError:
+            return
+        try:
+            if argument is COMPLETION:
+                function(argument)
+            else:
+                Context().run(function, argument)
+        except BaseException:
+            logger.exception("an internal task failed")
+        if modes_changed():
+            reset_modes()
+        with self._lock:
+            self._ended += 1
+        if not self._backlog and self._on_idle is not None:
+            self._tell_if_idle(self._on_idle)
 
     def _progress(self) -> int:
         """A number that grows whenever a task is started or finished."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["ProcessSigns", "computes", "process_signs", "thread_seconds"]
+__all__ = ["UNKNOWN", "ProcessSigns", "computes", "process_signs", "thread_seconds", "waited_for_core"]
 
 _STATE, _UTIME, _STIME, _START = 0, 11, 12, 19  # in /proc/PID/stat, behind the name (proc(5))
 _BUSY: Final = frozenset("RD")
 _STOPPED: Final = frozenset("Tt")
+
+
+_CANNOT_LOOK: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +35,14 @@ class ProcessSigns:
     start: int
 
 
+UNKNOWN: Final = ProcessSigns(stopped=False, busy=True, ticks=0, start=0)
+"""The state of a process that this one cannot look at, as it lacks file descriptors or memory."""
+
+
 def process_signs(process: int) -> ProcessSigns | None:
-    """Return the state of a process; None if there is none, or it is not in this PID namespace."""
+    """Return the state of a process, or ``UNKNOWN``; None if there is none, or it is not in this PID
+    namespace.
+    """
     try:
         fields = _stat(f"/proc/{process}/stat")
         states = {fields[_STATE]}
@@ -41,15 +51,34 @@ def process_signs(process: int) -> ProcessSigns | None:
                 states.add(_stat(f"/proc/{process}/task/{thread}/stat")[_STATE])
         ticks = int(fields[_UTIME]) + int(fields[_STIME])
         return ProcessSigns(fields[_STATE] in _STOPPED, bool(states & _BUSY), ticks, int(fields[_START]))
-    except (OSError, ValueError, IndexError):
+    except OSError as error:
+        return UNKNOWN if error.errno in _CANNOT_LOOK else None
+    except MemoryError:
+        return UNKNOWN
+    except (ValueError, IndexError):
         return None
 
 
 def computes(before: ProcessSigns | None, now: ProcessSigns | None) -> bool:
-    """Whether it is the same process, which has run in the meantime, or is ready to run."""
+    """Whether it is the same process, which has run in the meantime, or is ready to run. True also if one of
+    the two is unknown: a process is not held to be gone because this one could not look.
+    """
+    if before is UNKNOWN or now is UNKNOWN:
+        return True
     if before is None or now is None or now.start != before.start or now.stopped:
         return False
     return now.busy or now.ticks > before.ticks
+
+
+def waited_for_core() -> float:
+    """Return for how many seconds the calling thread has been ready to run, and waited for a core, since it
+    started; 0 if the kernel does not provide it.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def thread_seconds(thread: int) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, Final
 
-from rpc.errors import RpcError, SerializationError, with_article
+from rpc.errors import NoMemoryError, RpcError, SerializationError, with_article
 from rpc.runtime.interrupts import is_interruption
 from rpc.serialization.functions import not_found
 from rpc.serialization.kept_errors import noted
@@ -173,6 +173,8 @@ def _variables(function: FunctionType) -> dict[str, Any]:
 
 def unreadable(error: Exception, what: str) -> RpcError:
     """Return the error to raise for an exception of the unpickler."""
+    if isinstance(error, MemoryError):
+        return NoMemoryError(f"{what} cannot be unpickled here: there is no memory for it. {text_of(error)}")
     if isinstance(error, AttributeError) and (missing := _MISSING.match(text_of(error))):
         module, name = missing["module"], missing["name"]
         return not_found(module, name, f"module '{module}' has no attribute '{name}'")

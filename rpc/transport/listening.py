@@ -73,8 +73,8 @@ class SocketListener:
             self._allowed -= 1
             try:
                 self._accepted(accepted)
-            except OSError as error:  # the connection broke at once
-                logger.info("a connection on %s is gone already: %s", self.address, error)
+            except (OSError, MemoryError) as error:  # it broke at once, or there is no memory for it
+                logger.info("a connection on %s is closed: %s", self.address, error)
                 accepted.close()
 
     def _pause(self) -> None:

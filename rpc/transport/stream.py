@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Sequence
 from typing import Final
 
-from rpc.errors import ProtocolError
+from rpc.errors import ProtocolError, is_violation
 from rpc.transport import byte_stream
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner, TransportContext
 from rpc.transport.bulk_socket import BulkSocket, bulk_socket
@@ -251,9 +251,9 @@ class StreamConnection:
         while True:
             try:
                 frames = self._decoder.received(count)
-            except ProtocolError as error:
-                self.malformed = True
-                self.close(str(error))
+            except (ProtocolError, MemoryError) as error:  # without memory, the message is sent again later
+                self.malformed = is_violation(error)
+                self.close(str(error) or "there is no memory for what arrives")
                 return False
             if frames:
                 self.owner.frames_received(self, frames)

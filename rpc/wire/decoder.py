@@ -150,7 +150,7 @@ class Decoder:
                 if frame is None:
                     return None
                 frames.append(frame)
-        except ProtocolError:  # ``received`` will raise it again
+        except (ProtocolError, MemoryError):  # ``received`` will raise it again
             return None
         return frames if start == count and frames else None
 

@@ -60,7 +60,7 @@ def unpack_header(packed: memoryview) -> dict[str, Any]:
             header = msgpack.unpackb(packed, strict_map_key=False, unicode_errors=_ANY_TEXT)
         else:
             header = _unpack_small(packed)
-    except ProtocolError:
+    except (ProtocolError, MemoryError):
         raise
     except Exception as error:  # msgpack raises a handful of unrelated types for malformed input
         raise ProtocolError(f"a frame's header is not msgpack: {type(error).__name__} {error}") from error

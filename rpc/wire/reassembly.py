@@ -84,8 +84,10 @@ def allocate(length: int) -> memoryview:
         raise NoMemory(f"there is no memory for a frame of {length} bytes ({error})") from error
 
 
-class NoMemory(ProtocolError):
-    """The receiver cannot allocate what a frame or a message needs."""
+class NoMemory(ProtocolError, MemoryError):
+    """The receiver cannot allocate what a frame or a message needs. Not a violation of the protocol; see
+    ``is_violation``.
+    """
 
 
 class Incomplete(list[Any]):

@@ -231,7 +231,7 @@ class SharedMemory:
             if not self._takes:
                 raise RpcError("it deserializes in safe mode, so it takes no memory that others could change")
             listener = FdListener(self._loop, lambda sock, descriptor: self._entered(link, sock, descriptor))
-        except (OSError, RpcError) as error:
+        except (OSError, MemoryError, RpcError) as error:
             link.receiving.on(Event.FAILED)
             self._say(link.peer, "refuse", str(error))
             return
@@ -242,9 +242,9 @@ class SharedMemory:
         link.sending.on(Event.COME)
         try:
             link.connected = *_connect(name, token), limits
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             link.sending.on(Event.FAILED)
-            self._fall_back(link.peer, error.strerror or str(error))
+            self._fall_back(link.peer, getattr(error, "strerror", None) or str(error) or "there is no memory")
 
     def _entered(self, link: _Link, sock: socket.socket, descriptor: int | None) -> None:
         try:
@@ -252,7 +252,7 @@ class SharedMemory:
                 raise OSError("a descriptor did not arrive: it may have no more files open")
             memory.check(descriptor, LEDGER_BYTES)
             ledger = Ledger(Mapping(descriptor, LEDGER_BYTES))
-        except (OSError, RpcError) as error:
+        except (OSError, MemoryError, RpcError) as error:
             sock.close()
             link.receiving.on(Event.FAILED)
             self._say(link.peer, "refuse", str(error))

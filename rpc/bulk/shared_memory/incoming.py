@@ -172,6 +172,8 @@ class IncomingSegments:
         """
         try:
             introduction = msgpack.unpackb(record)
+        except MemoryError:
+            raise
         except Exception as error:
             raise ProtocolError("a malformed introduction of a segment") from error
         match introduction:
@@ -187,7 +189,7 @@ class IncomingSegments:
                 raise ProtocolError("a malformed introduction of a segment")
         try:
             self._segments[number] = self._map(slot, size, descriptor)
-        except (OSError, SegmentRefused) as error:
+        except (OSError, MemoryError, SegmentRefused) as error:
             self._ledger.words[slot] = REFUSED
             if not self._told:
                 self._told = True

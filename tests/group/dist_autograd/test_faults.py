@@ -284,3 +284,28 @@ def test_leaving_a_context_ends_its_backwards(run_workers: RunWorkers) -> None:
     workers[1].wait_for("at the gate")
     workers[0].tell("leave")
     workers.results()
+
+
+def lack_threads() -> None:
+    """Let this process start no more threads."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = start  # type: ignore[method-assign]
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@in_worker0()
+def test_worker_that_gets_no_thread_for_its_part_says_so_and_cuts_off_nobody() -> None:
+    rpc.rpc_sync(OTHER, lack_threads)
+    x = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context:
+        y = through(OTHER, double, x) + through(OTHER, double, x)  # two messages, so that its part waits
+        with pytest.raises(BackwardError, match="worker 'worker1' has no thread for its part"):
+            dist_autograd.backward(context, [y.sum()])
+    assert through(OTHER, double, x.detach()).tolist() == [2.0, 2.0]
+    wait_until_nothing_is_left(OTHER)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,9 +18,11 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from rpc.errors import RendezvousError, RendezvousTimeoutError
+from rpc.rendezvous import init_method
 from rpc.rendezvous.address import _address_towards
 from rpc.rendezvous.init_method import Place, _TcpStore, job_key, open_store, resolve_group
 from rpc.rendezvous.static import join_static
+from rpc.runtime.process_signs import ProcessSigns
 from tests.unit.rpc.rendezvous.conftest import Workers, in_thread, results
 
 _LISTENS = "0A"  # a state in those tables
@@ -279,6 +282,50 @@ def test_port_of_another_program_is_named_at_once(rank: int) -> None:
             open_store(f"tcp://127.0.0.1:{other.getsockname()[1]}", rank, 2, timeout=60)
         other.shutdown(socket.SHUT_RDWR)
         other_ends.result(20)
+
+
+@pytest.mark.parametrize("rank", [0, None])
+@pytest.mark.parametrize("accepts", [True, False])
+def test_port_of_this_host_that_a_silent_program_has_is_named(
+    monkeypatch: pytest.MonkeyPatch, rank: int | None, accepts: bool
+) -> None:
+    """A program that never answers, whether or not it accepts connections. Its process sleeps."""
+    for name in ("_ANSWER_SECONDS", "_LONGEST_SILENCE_SECONDS", "_MARGIN_SECONDS", "_PROBE_SECONDS"):
+        monkeypatch.setattr(init_method, name, 0.05)
+    monkeypatch.setattr(init_method, "process_signs", lambda _: ProcessSigns(False, False, 1, 1))
+    with socket.create_server(("127.0.0.1", 0)) as other, contextlib.ExitStack() as connections:
+        accepting = in_thread(accept_all, other, connections) if accepts else None
+        port = other.getsockname()[1]
+        said = rf"port {port} .*taken by a program that is not the store .*process {os.getpid()};"
+        with pytest.raises(RendezvousError, match=said):
+            open_store(f"tcp://127.0.0.1:{port}", rank, None if rank is None else 2, timeout=60)
+        other.shutdown(socket.SHUT_RDWR)
+        if accepting is not None:
+            accepting.result(20)
+
+
+def test_store_of_this_host_whose_process_is_stopped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_ANSWER_SECONDS", "_LONGEST_SILENCE_SECONDS", "_MARGIN_SECONDS", "_PROBE_SECONDS"):
+        monkeypatch.setattr(init_method, name, 0.05)
+    looks = itertools.count()
+
+    def signs(_: int) -> ProcessSigns:
+        next(looks)
+        return ProcessSigns(True, False, 1, 1)
+
+    monkeypatch.setattr(init_method, "process_signs", signs)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as stopped,
+        pytest.raises(RendezvousTimeoutError, match="has not been reachable for 2 s"),
+    ):
+        open_store(f"tcp://127.0.0.1:{stopped.getsockname()[1]}", 0, 2, timeout=2)
+    assert next(looks) > 3
+
+
+def accept_all(listener: socket.socket, connections: contextlib.ExitStack) -> None:
+    with contextlib.suppress(OSError):  # the test is over
+        while True:
+            connections.enter_context(listener.accept()[0])
 
 
 def test_rank_0_serves_after_one_that_was_just_dying() -> None:

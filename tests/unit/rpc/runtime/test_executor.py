@@ -374,3 +374,38 @@ def stop(executor: Executor) -> None:
 @interruptible
 def press_here() -> None:
     press()
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system start no more threads."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_task_runs_where_the_system_gives_no_thread(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make(2)
+    refuse_threads(monkeypatch)
+    done = [threading.Event() for _ in range(3)]
+    executor.submit_batch([(lambda _, event=event: event.set(), None) for event in done])
+    assert all(event.wait(SOON) for event in done)
+    until(lambda: executor.active() == 0)
+
+
+def test_task_that_must_not_wait_for_others_is_refused_where_there_is_no_thread(
+    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = warmed_up(make(1), 1)
+    begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
+    refuse_threads(monkeypatch)
+    executor.submit_at_once((lambda _: (begun.set(), go_on.wait(SOON)), None))
+    assert begun.wait(SOON)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        executor.submit_at_once((lambda _: done.set(), None))
+    go_on.set()
+    until(lambda: executor.active() == 0)
+    assert not done.is_set()

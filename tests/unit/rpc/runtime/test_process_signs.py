@@ -1,0 +1,45 @@
+"""What the kernel says about processes, and what it does not."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from rpc.runtime import process_signs as module
+from rpc.runtime.process_signs import UNKNOWN, computes, process_signs, waited_for_core
+
+
+def test_process_that_runs_computes() -> None:
+    signs = process_signs(os.getpid())
+    assert signs is not None
+    assert signs.busy
+    assert computes(signs, signs)
+
+
+def test_process_that_has_ended_does_not_compute() -> None:
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
+    assert process_signs(process) is None
+    assert not computes(process_signs(os.getpid()), None)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_process_is_not_held_to_have_ended_where_this_one_lacks_descriptors_or_memory(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(_: str) -> list[str]:
+        raise OSError(code, os.strerror(code))
+
+    before = process_signs(os.getpid())
+    monkeypatch.setattr(module, "_stat", fail)
+    assert process_signs(os.getpid()) is UNKNOWN
+    assert computes(before, UNKNOWN)
+
+
+def test_wait_for_a_core_grows() -> None:
+    first = waited_for_core()
+    assert 0 <= first <= waited_for_core()
