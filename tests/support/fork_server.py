@@ -228,7 +228,7 @@ class _Server:
         try:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
-            _die_with_parent()
+            die_with_parent()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -288,7 +288,8 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """This process is killed when its parent ends (Linux)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
