@@ -32,6 +32,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from tests.support.leftovers import SERVERS
+
 WorkerMain = Callable[[int], int]
 """What runs in a forked worker: it gets the descriptor of its channel and returns an exit status."""
 
@@ -67,6 +69,7 @@ class ForkServer:
             mine.close()
             _Server(theirs, worker_main).run()
         theirs.close()
+        SERVERS.add(pid)
         return cls(pid, mine)
 
     def fileno(self) -> int:

@@ -5,9 +5,8 @@ To start Python and to import PyTorch takes seconds of processor time, and a for
 interpreter becomes a request to a server, which forks. The program is a child of the process that asked, so
 signals, process groups, waiting and exit statuses are the kernel's own; it has the arguments, environment,
 folder and descriptors of the command, a ``__main__`` of its own, and a server for programs that it starts in
-turn. What it shares with a fresh process is less than everything: modules are imported already, ``/proc``
-shows pytest's command line, and it ends without taking the interpreter apart. Tests that are about any of
-this are marked ``fresh_interpreter``.
+turn. What differs: modules are imported already, its stack begins in pytest, and it ends without taking the
+interpreter apart. Tests that are about any of this are marked ``fresh_interpreter``.
 
 A command that asks for more than is imitated here (options such as ``-X``, variables such as ``PYTHONHOME``,
 ``preexec_fn``) starts afresh, as does every command on other machines than Linux on x86-64 and ARM.
@@ -48,6 +47,7 @@ from importlib.machinery import BuiltinImporter, SourceFileLoader
 from typing import Any, AnyStr, Final, NoReturn
 
 from tests.support.fork_server import die_with_parent
+from tests.support.leftovers import SERVERS
 
 __all__ = ["ProgramServer"]
 
@@ -163,6 +163,7 @@ class ProgramServer:
         if pid == 0:
             _serve(theirs.detach(), modules)
         theirs.close()
+        SERVERS.add(pid)
         above = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)  # the low numbers are the program's
         ours.close()
         return cls(pid, socket.socket(fileno=above))
@@ -354,6 +355,7 @@ def _become_program(request: _Request, received: Sequence[int]) -> NoReturn:
         os.chdir(request.folder)
         os.environ.clear()
         os.environ.update(request.environment)
+        _show(request.command)
         time.tzset()
         _take_threads(request.environment)
         _take_paths(command)
@@ -380,6 +382,19 @@ def _take_signals(request: _Request) -> None:
     if signal.SIGINT not in request.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+
+
+def _show(command: Sequence[str]) -> None:
+    """Has ``/proc`` show the command line, in place of what lies where the kernel reads it: arguments, and
+    variables, which have been copied.
+    """
+    with open("/proc/self/stat") as stat:
+        start, room, _, end = map(int, stat.read().rpartition(")")[2].split()[45:49])
+    text = os.fsencode("\0".join(command))
+    if len(text) >= room - start:  # the kernel then takes it for one string, of any length
+        text = text.replace(b"\0", b" ")[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
 
 
 def _take_threads(environment: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ FACTS = """
 import atexit, gc, logging, os, signal, sys, threading, warnings
 
 print(sys.argv, sys.orig_argv[1:], sys.path, __name__, globals().get("__file__"))
+print(open("/proc/self/cmdline").read().replace("\\0", " ").strip()[:200])
 print(os.getcwd(), dict(os.environ))
 print(threading.enumerate() == [threading.main_thread()], threading.get_native_id() == os.getpid())
 print(os.getppid(), os.getpgrp(), os.getsid(0), gc.isenabled(), os.path.exists("/proc/self/fd/3"))
