@@ -26,6 +26,7 @@ import importlib
 import io
 import json
 import logging
+import multiprocessing.process
 import multiprocessing.util
 import os
 import platform
@@ -67,6 +68,7 @@ _HANDLED: Final = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+_PYTHON: Final = sys.executable  # which tests replace
 _libc: Final = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -92,7 +94,7 @@ class _Command:
     def parse(cls, command: Sequence[str], folder: str) -> _Command | None:
         """The command as it runs in a folder, or None if it has to start afresh."""
         rest, options = list(command[1:]), set()
-        while rest and rest[0] in ("-I", "-u"):
+        while rest and rest[0] in ("-I", "-u", "-B"):
             options.add(rest.pop(0))
         if not rest:
             return None
@@ -206,7 +208,7 @@ class ProgramServer:
         *others: Any,
     ) -> int | None:
         """Forks a program; returns its process id, or None if it has to start afresh."""
-        if not self.enabled or os.getpid() != self._owner or os.fsdecode(executables[0]) != sys.executable:
+        if not self.enabled or os.getpid() != self._owner or os.fsdecode(executables[0]) != _PYTHON:
             return None
         if not close_fds or any(each not in (None, -1, True, False) for each in others):  # a user, preexec_fn
             return None
@@ -349,10 +351,10 @@ def _become_program(request: _Request, received: Sequence[int]) -> NoReturn:
         _take_descriptors(request.descriptors, received)
         if not command.isolated and (server := ProgramServer.start()) is not None:
             server.install()
+        os.chdir(request.folder)
         _forget_the_server()
         _take_signals(request)
         os.umask(request.umask)
-        os.chdir(request.folder)
         os.environ.clear()
         os.environ.update(request.environment)
         _show(request.command)
@@ -426,6 +428,7 @@ def _forget_the_server() -> None:
     atexit.register(logging.shutdown)
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     logging.root.handlers.clear()
+    vars(multiprocessing.process)["ORIGINAL_DIR"] = os.getcwd()
     tempfile.tempdir = None
     warnings.resetwarnings()
     for category in (ResourceWarning, ImportWarning, PendingDeprecationWarning, DeprecationWarning):

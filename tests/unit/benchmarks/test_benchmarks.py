@@ -130,6 +130,7 @@ def test_command_measures_and_saves_and_prints_nothing_else(tmp_path: Path) -> N
     assert json.loads(output.read_text())["summary"]["null"]["farcall"] > 0
 
 
+@pytest.mark.fresh_interpreter
 @in_repository
 def test_a_revision_is_measured_without_what_this_installation_has(tmp_path: Path) -> None:
     program = textwrap.dedent("""
