@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import os
@@ -23,7 +22,7 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
 
 import pytest
 
-from tests.support import default_device, leftovers, shares, workers
+from tests.support import default_device, leftovers, workers
 from tests.support.fork_server import ForkServer, become_subreaper
 from tests.support.forked_programs import ProgramServer
 
@@ -41,25 +40,6 @@ _FIXTURE = "run_workers"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--share 2/3``: the second of three shares of the files."""
-    parser.addoption("--share", metavar="I/N", help="collect only the Ith of N shares of the files of tests")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out the files of other shares."""
-    share = config.getoption("share")
-    if not share or not collection_path.match("test_*.py"):
-        return None
-    return collection_path not in _files_of(share, config.rootpath / "tests") or None
-
-
-@functools.cache
-def _files_of(share: str, root: Path) -> frozenset[Path]:
-    number, of = map(int, share.split("/"))
-    return shares.share_of(list(root.glob("**/test_*.py")), root, number, of)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Forks the fork server while this process is one bare thread, and moves temporary files aside."""
@@ -70,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="farcall-tests-"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     config.stash[_temporary_key] = folder
-    if config.getoption("share"):  # both processes will need PyTorch
+    if any(Path(each).is_dir() for each in config.args):  # this process and its servers will need PyTorch
         gc.disable()
         for name in workers.PRELOADED:
             importlib.import_module(name)
