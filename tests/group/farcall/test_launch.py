@@ -47,7 +47,6 @@ def test_output_has_the_rank_before_each_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("farcall: ranks 0 to 1 of 2 run here; they meet at 127.0.0.1:")
 
 
-@pytest.mark.fresh_interpreter
 def test_the_first_failure_is_summed_up_and_the_others_are_ended(tmp_path: Path) -> None:
     done = launch(tmp_path, "raise")
     assert done.returncode == 1
