@@ -2,8 +2,8 @@
 ``python -m tests.support.mutations --count 60 --seed 1``.
 
 A seed chooses the places of a given tree, so that two runs on the same product and different tests can be
-compared: what was noticed before must be noticed after. Tests that lie where the file lies or import it run in
-a copy of the tree, until one fails. That one must pass in the tree itself.
+compared: what was noticed before must be noticed after. Tests that lie where the file lies or import it run
+in a copy of the tree, until one fails. That one must pass in the tree itself.
 """
 
 from __future__ import annotations
