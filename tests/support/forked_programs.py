@@ -50,7 +50,7 @@ from typing import Any, AnyStr, Final, NoReturn
 from tests.support.fork_server import die_with_parent
 from tests.support.leftovers import SERVERS
 
-__all__ = ["ProgramServer"]
+__all__ = ["ProgramServer", "is_possible"]
 
 _CLONE: Final = {"x86_64": 56, "aarch64": 220}.get(platform.machine(), 0)
 _CLONE_PARENT: Final = 0x00008000
@@ -133,6 +133,11 @@ class _Request:
     umask: int
 
 
+def is_possible() -> bool:
+    """Whether a process can have children for another here."""
+    return bool(_CLONE and _tid_address())
+
+
 class ProgramServer:
     """A process that forks programs for the process that has started it, whose threads may all ask.
 
@@ -157,7 +162,7 @@ class ProgramServer:
         Returns:
             The server, or None where a process cannot have children for another.
         """
-        if not (_CLONE and _tid_address()):
+        if not is_possible():
             return None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST)
@@ -182,8 +187,9 @@ class ProgramServer:
         subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
 
     def stop(self) -> None:
-        """Ends the server; programs go on."""
+        """Ends the server, whatever else has inherited its socket; programs go on."""
         self._requests.close()
+        os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
     def _fork(
@@ -484,6 +490,7 @@ def _run(command: _Command) -> int | None:
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
+        setattr(sys, "last_exc", error)  # noqa: B010  # of Python 3.12 and newer
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         return None if isinstance(error, KeyboardInterrupt) else 1
     return 0

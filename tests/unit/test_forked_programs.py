@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_programs import is_possible
+
+pytestmark = pytest.mark.skipif(not is_possible(), reason="programs cannot be forked here")
+
 FACTS = """
 import atexit, gc, logging, os, signal, sys, threading, warnings
 
