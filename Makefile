@@ -54,12 +54,11 @@ demo: $(READY)
 MORE := tests/unit/benchmarks tests/group/farcall/xla tests/group/farcall/test_xla_programs.py \
 	tests/group/spmd/engine/test_six_models.py tests/group/spmd/tensor_parallel/test_tensor_parallel_llama.py \
 	$(filter-out %/test_guide.py,$(wildcard tests/group/examples/test_*.py))
-PARTS := farcall spmd unit unit-rpc rpc others
-FOLDERS_farcall := tests/group/farcall
+PARTS := unit others spmd rpc farcall
+FOLDERS_unit := tests/unit
 FOLDERS_spmd := tests/group/spmd
-FOLDERS_unit := tests/unit --ignore tests/unit/rpc
-FOLDERS_unit-rpc := tests/unit/rpc
 FOLDERS_rpc := tests/group/rpc
+FOLDERS_farcall := tests/group/farcall
 FOLDERS_others := tests $(addprefix --ignore tests/,unit group/farcall group/spmd group/rpc)
 PARTS_OF_MORE := more-examples more-others
 FOLDERS_more-examples := $(filter tests/group/examples/%,$(MORE))
