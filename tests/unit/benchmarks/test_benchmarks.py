@@ -118,6 +118,7 @@ def test_a_side_that_fails_has_fresh_workers_for_what_comes_next(
 
 @in_repository
 @pytest.mark.processes
+@pytest.mark.fresh_interpreter
 def test_command_measures_and_saves_and_prints_nothing_else(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     options = ["--repeats", "1", "--peer", "HEAD", "--timeout", "60", "--output", str(output)]
