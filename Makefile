@@ -51,7 +51,7 @@ demo: $(READY)
 	@$(BIN)/python examples/parameter_server.py
 
 # Parts of the tests run side by side, as groups of processes often wait; each is printed when it has ended.
-MORE := tests/unit/benchmarks tests/group/farcall/xla tests/group/farcall/test_xla_programs.py \
+MORE := tests/unit/benchmarks tests/group/farcall/xla tests/group/farcall/test_xla_names.py \
 	tests/group/spmd/engine/test_six_models.py tests/group/spmd/tensor_parallel/test_tensor_parallel_llama.py \
 	$(filter-out %/test_guide.py,$(wildcard tests/group/examples/test_*.py))
 PARTS := unit others spmd rpc farcall
