@@ -58,7 +58,7 @@ _CLONE_CHILD_CLEARTID: Final = 0x00200000
 _CLONE_CHILD_SETTID: Final = 0x01000000
 _PR_GET_TID_ADDRESS: Final = 40
 _FIRST_FREE: Final = 512  # number of descriptors that are put aside
-_LARGEST: Final = 1 << 20  # bytes of a request
+_LARGEST: Final = 100_000  # bytes of a request, which the kernel's usual limit for a socket must hold
 _IMITATED: Final = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 _HANDLED: Final = (
     signal.SIGINT,
@@ -165,7 +165,6 @@ class ProgramServer:
         if not is_possible():
             return None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST)
         pid = os.fork()
         if pid == 0:
             _serve(theirs.detach(), modules)
@@ -240,7 +239,7 @@ class ProgramServer:
             umask,
         )
         data = json.dumps(asdict(request)).encode()
-        if len(data) > _LARGEST // 4:
+        if len(data) > _LARGEST:
             return None
         answer, theirs = socket.socketpair()
         with answer, theirs:
@@ -448,18 +447,18 @@ def _forget_the_server() -> None:
 def _open_streams(unbuffered: bool) -> None:
     first = sys.__stdin__  # has what the locale asks for
     encoding, errors = (first.encoding, first.errors) if first else ("utf-8", "strict")
-    reader = io.BufferedReader(io.FileIO(0, closefd=False))
-    sys.stdin = io.TextIOWrapper(reader, encoding=encoding, errors=errors)
-    setattr(sys, "__stdin__", sys.stdin)  # noqa: B010
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        raw = io.FileIO(number, "w", closefd=False)
-        stream = io.TextIOWrapper(
-            raw if unbuffered else io.BufferedWriter(raw),
-            encoding=encoding,
-            errors="backslashreplace" if number == 2 else errors,
-            line_buffering=number == 2 or raw.isatty(),
-            write_through=unbuffered,
-        )
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = None
+        if _is_open(number):
+            raw = io.FileIO(number, "w" if number else "r", closefd=False)
+            buffered = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+            stream = io.TextIOWrapper(
+                raw if unbuffered and number else buffered,
+                encoding=encoding,
+                errors="backslashreplace" if number == 2 else errors,
+                line_buffering=number == 2 or raw.isatty(),
+                write_through=unbuffered and number > 0,
+            )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
