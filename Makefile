@@ -1,7 +1,8 @@
 # Every target sets up its own virtual environment first, once: only Python 3.11 or newer is needed.
 #
 #   make demo         train a model with one parameter server and two trainers
-#   make test         lint and all tests
+#   make test         lint and the tests, side by side
+#   make test-more    the examples, models and benchmarks, and PyTorch/XLA's names, of which `make test` has some
 #   make test-fast    the tests that need no processes of their own
 #   make test-nightly what is slow and rarely finds anything: more examples of each kind, 3,000 random programs
 #   make lint         ruff and mypy
@@ -22,7 +23,7 @@
 #   make clean        remove caches and builds; `make distclean` removes the environment too
 #
 # Another interpreter:        make test PYTHON=/path/to/python3.12
-# Arguments for pytest:       make test PYTEST_ARGS="-k shutdown -x" (which then runs once, not in shares)
+# Arguments for pytest:       make test PYTEST_ARGS="-k shutdown -x" (which then runs once, not in parts)
 # A CPU build of PyTorch where PyPI's would bring CUDA along:
 #                             PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 
@@ -46,21 +47,42 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures trace-processor bench clean distclean setup
+.PHONY: demo test test-more test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures trace-processor bench clean distclean setup
 
 demo: $(RUNS)
 	@$(BIN)/python examples/parameter_server.py
 
-# Shares of the tests run side by side, as groups of processes often wait; each is printed when it has ended.
-test: lint
+# Parts of the tests run side by side, as groups of processes often wait; each is printed when it has ended.
+MORE := tests/unit/benchmarks tests/group/farcall/xla tests/group/farcall/test_xla_names.py \
+	tests/group/spmd/engine/test_six_models.py tests/group/spmd/tensor_parallel/test_tensor_parallel_llama.py \
+	$(filter-out %/test_guide.py,$(wildcard tests/group/examples/test_*.py))
+PARTS := unit others spmd rpc farcall
+FOLDERS_unit := tests/unit
+FOLDERS_spmd := tests/group/spmd
+FOLDERS_rpc := tests/group/rpc
+FOLDERS_farcall := tests/group/farcall
+FOLDERS_others := tests $(addprefix --ignore tests/,unit group/farcall group/spmd group/rpc)
+PARTS_OF_MORE := more-examples more-others
+FOLDERS_more-examples := $(filter tests/group/examples/%,$(MORE))
+FOLDERS_more-others := $(filter-out tests/group/examples/%,$(MORE))
+SIDE_BY_SIDE = @$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync=target
+
+test: $(READY)
 ifdef PYTEST_ARGS
+	@$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
 else
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-share-1 test-share-2 test-share-3
+	$(SIDE_BY_SIDE) $(addprefix test-part-,$(PARTS)) lint
 endif
 
-test-share-%: $(READY)
-	$(BIN)/python -m pytest -m "not nightly" --share $*/3
+test-more: $(READY)
+	$(SIDE_BY_SIDE) $(addprefix test-part-,$(PARTS_OF_MORE))
+
+test-part-more-%: $(READY)
+	$(BIN)/python -m pytest -m "not nightly" $(FOLDERS_more-$*)
+
+test-part-%: $(READY)
+	$(BIN)/python -m pytest -m "not nightly" $(FOLDERS_$*) $(addprefix --ignore ,$(MORE))
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not processes and not nightly" $(PYTEST_ARGS)

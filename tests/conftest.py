@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import os
@@ -23,8 +22,9 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
 
 import pytest
 
-from tests.support import default_device, leftovers, shares, workers
+from tests.support import default_device, leftovers, workers
 from tests.support.fork_server import ForkServer, become_subreaper
+from tests.support.forked_programs import ProgramServer
 
 run_workers = workers.run_workers
 
@@ -32,30 +32,12 @@ _snapshot_key = pytest.StashKey[leftovers.Snapshot]()
 _found_key = pytest.StashKey[list[str]]()
 _temporary_key = pytest.StashKey[Path]()
 _jobs_key = pytest.StashKey[Path]()
+_programs_key = pytest.StashKey[ProgramServer]()
 _FIXTURE = "run_workers"
 
 
 # A job in the background is started with SIGINT ignored, and would pass that on to all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--share 2/3``: the second of three shares of the files."""
-    parser.addoption("--share", metavar="I/N", help="collect only the Ith of N shares of the files of tests")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out the files of other shares."""
-    share = config.getoption("share")
-    if not share or not collection_path.match("test_*.py"):
-        return None
-    return collection_path not in _files_of(share, config.rootpath / "tests") or None
-
-
-@functools.cache
-def _files_of(share: str, root: Path) -> frozenset[Path]:
-    number, of = map(int, share.split("/"))
-    return shares.share_of(list(root.glob("**/test_*.py")), root, number, of)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,11 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="farcall-tests-"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     config.stash[_temporary_key] = folder
-    if config.getoption("share"):  # both processes will need PyTorch
+    if any(Path(each).is_dir() for each in config.args):  # this process and its servers will need PyTorch
         gc.disable()
         for name in workers.PRELOADED:
             importlib.import_module(name)
         gc.enable()
+    if programs := ProgramServer.start(workers.PRELOADED):
+        programs.install()
+        config.stash[_programs_key] = programs
     config.stash[workers.fork_server_key] = ForkServer.start(workers.worker_main)
     gc.disable()  # while tests are imported; workers collect garbage
 
@@ -86,6 +71,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _FIXTURE in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
     items.sort(key=lambda item: item.get_closest_marker("logical_device") is None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Programs that the test starts are forked, unless it is about a fresh interpreter."""
+    if programs := item.config.stash.get(_programs_key, None):
+        programs.enabled = item.get_closest_marker("fresh_interpreter") is None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -128,9 +120,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Ends the fork server and removes the session's temporary folder."""
-    if server := config.stash.get(workers.fork_server_key, None):
-        with contextlib.suppress(OSError):
-            server.stop()
+    for server in (config.stash.get(workers.fork_server_key, None), config.stash.get(_programs_key, None)):
+        if server is not None:
+            with contextlib.suppress(OSError):
+                server.stop()
     for key in (_temporary_key, _jobs_key):
         if folder := config.stash.get(key, None):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Deletes a line of the source in a copy of the tree, so that a check can show that something notices."""
+"""Changes the source in a copy of the tree, so that a check can show that something notices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Deletion", "copied_without", "report", "run"]
+__all__ = ["Deletion", "copied", "copied_without", "report", "run"]
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _COPIED: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd", "farcall", "tests")
@@ -41,14 +41,21 @@ class Deletion:
 
 
 @contextmanager
-def copied_without(deletion: Deletion) -> Iterator[Path]:
-    """A temporary copy of the tree without the line."""
+def copied() -> Iterator[Path]:
+    """A temporary copy of the tree."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for each in _COPIED:
             shutil.copytree(_ROOT / each, folder / each, ignore=shutil.ignore_patterns("__pycache__"))
         for each in _FILES:
             shutil.copy(_ROOT / each, folder / each)
+        yield folder
+
+
+@contextmanager
+def copied_without(deletion: Deletion) -> Iterator[Path]:
+    """A temporary copy of the tree without the line."""
+    with copied() as folder:
         path = folder / deletion.file
         lines = path.read_text().split("\n")
         found = [number for number, line in enumerate(lines) if line.strip() == deletion.line]

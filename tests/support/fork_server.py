@@ -32,6 +32,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from tests.support.leftovers import SERVERS
+
 WorkerMain = Callable[[int], int]
 """What runs in a forked worker: it gets the descriptor of its channel and returns an exit status."""
 
@@ -67,6 +69,7 @@ class ForkServer:
             mine.close()
             _Server(theirs, worker_main).run()
         theirs.close()
+        SERVERS.add(pid)
         return cls(pid, mine)
 
     def fileno(self) -> int:
@@ -228,7 +231,7 @@ class _Server:
         try:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
-            _die_with_parent()
+            die_with_parent()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -288,7 +291,8 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """This process is killed when its parent ends (Linux)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -22,9 +22,10 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 _PATIENCE = 3.0  # seconds that things may take to vanish after they were told to
 _PAUSE = 0.02
@@ -34,6 +35,9 @@ _OUR_SEGMENTS = re.compile(r"farcall|torch_|psm_")
 _PYTORCHS_CACHE = "torchinductor_"  # made, empty, by whatever makes an optimizer
 _LISTEN_TCP = "0A"
 _LISTEN_UNIX = 0x10000  # __SO_ACCEPTCON
+
+SERVERS: Final[set[int]] = set()
+"""Processes of the session itself, which are no leftovers: servers that fork workers and programs."""
 
 
 class LeftBehind(AssertionError):
@@ -105,11 +109,11 @@ def nothing_left(patience: float = _PATIENCE) -> Iterator[None]:
         raise LeftBehind("left behind:\n" + "\n".join(found))
 
 
-def processes(excluding: Collection[int] = (), patience: float = _PATIENCE) -> list[Process]:
-    """Descendants of this process that run on, however long one waits."""
+def processes(patience: float = _PATIENCE) -> list[Process]:
+    """Descendants of this process that run on, however long one waits, without its servers."""
     until = time.monotonic() + patience
     while True:
-        found = [process for process in descendants() if process.pid not in excluding]
+        found = [process for process in descendants() if process.pid not in SERVERS]
         if not found or time.monotonic() > until:
             return found
         time.sleep(_PAUSE)

@@ -292,7 +292,7 @@ class RunWorkers:
         """Ends every run. A worker or a process of its making that is still there is a failure."""
         runs, self._runs = self._runs, []
         failures = [failure for run in runs for failure in run.close()]
-        strays = leftovers.processes(excluding={self._server.pid})
+        strays = leftovers.processes()
         failures += [Failure("run_workers", f"a worker left a process behind: {stray}") for stray in strays]
         for stray in strays:
             stray.kill()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,17 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
 are above them. What a worker of SPMD mode runs imports nothing of the driver, which is another process.
 """
 
+ABOVE_WITH_AGENT = {
+    "dist_autograd/installation.py",
+    "rref/installation.py",
+    "spmd/collectives/node.py",
+    "spmd/collectives/store.py",
+}
+"""Files of packages above ``rpc`` that take an agent apart: they compose what is given ports."""
+
+TOPICS = frozenset(("benchmarks", "devices", "examples", "farcall/xla", "rpc/testing"))
+"""Folders of tests that are not folders of a package."""
+
 ENTRY_POINTS = ROOT / "farcall_backend.py"
 GUARD = ROOT / "farcall_guard.py"
 """Modules of the distribution that are in no package."""
@@ -153,6 +165,7 @@ OTHER_NAMES = {
 
 PACKAGES = [package for package in MAY_IMPORT if (ROOT / package / "__init__.py").exists()]
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+OURS = frozenset(FILES)
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -164,12 +177,24 @@ def module_of(path: Path) -> list[str]:
     return list(path.relative_to(ROOT).parent.parts)
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """The nodes of a file that the rules are about: imports, calls that import, and strings."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Constant)
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, kinds) or is_dynamic_import(node)]
+
+
+@cache
+def imports(path: Path) -> list[tuple[int, str]]:
     """Every module that a file names in an import, at any depth: line and full name.
 
     For ``from a import b`` that is both ``a`` and ``a.b``, since ``b`` may be a module.
     """
-    for node in ast.walk(tree_of(path)):
+    return list(imports_in(path))
+
+
+def imports_in(path: Path) -> Iterator[tuple[int, str]]:
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -195,6 +220,8 @@ def is_dynamic_import(node: ast.AST) -> bool:
 
 def uses_of_torch(path: Path) -> Iterator[tuple[int, str]]:
     """Dotted names that begin with ``torch``, where a file uses them without an import."""
+    if not any(module in path.read_text() for module in REPLACED):
+        return
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             name = ast.unparse(node)
@@ -202,6 +229,7 @@ def uses_of_torch(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+@cache
 def file_of(module: str) -> Path | None:
     """The file of one of our modules; None if there is none of that name."""
     path = ROOT.joinpath(*module.split("."))
@@ -209,6 +237,7 @@ def file_of(module: str) -> Path | None:
     return next(found, None)
 
 
+@cache
 def imported_files(path: Path) -> set[Path]:
     """Our files that a file imports. (That Python also runs the faces of their packages does not count.)"""
     found: set[Path] = set()
@@ -219,7 +248,7 @@ def imported_files(path: Path) -> set[Path]:
             target = file_of(name.rpartition(".")[0])
         elif any(file_of(longer) for longer in every if longer.startswith(name + ".")):
             continue  # ``from package import module`` names the package, too
-        if target is not None and target in FILES and target != path:
+        if target is not None and target in OURS and target != path:
             found.add(target)
     return found
 
@@ -279,7 +308,7 @@ def test_no_string_names_a_module_above() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno} names {node.value}"
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and named.fullmatch(node.value)
@@ -344,6 +373,26 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not names(list(circles(graph))), "these import each other"
 
 
+def test_packages_above_are_given_ports_and_not_the_agent() -> None:
+    takes = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if path.relative_to(ROOT).parts[0] not in ("rpc", "farcall")
+        if any(name == "rpc.agent.agent.Agent" for _, name in imports(path))
+    }
+    assert takes == ABOVE_WITH_AGENT
+
+
+def test_tests_lie_where_the_code_lies() -> None:
+    found = {
+        str(path.parent.relative_to(ROOT / "tests" / kind))
+        for kind in ("unit", "group")
+        for path in (ROOT / "tests" / kind).rglob("test_*.py")
+    }
+    assert not {folder for folder in found - TOPICS if not (ROOT / folder).is_dir()}
+    assert not [path.name for path in (ROOT / "tests" / "group").glob("test_*.py")]
+
+
 def test_no_file_needs_what_it_replaces() -> None:
     assert not [
         f"{path.relative_to(ROOT)}:{line} {name}"
@@ -371,6 +420,7 @@ def test_what_a_file_imports_is_installed_with_the_distribution() -> None:
     known = {*sys.stdlib_module_names, *MAY_IMPORT, *imported_as(project["dependencies"]), "farcall_guard"}
     extras = project["optional-dependencies"]
 
+    @cache
     def may_import(path: Path) -> set[str]:
         needed = (names for place, names in WITH_EXTRAS.items() if path.is_relative_to(place))
         return known.union(*(imported_as(extras[name]) for names in needed for name in names))
@@ -401,6 +451,7 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_importing_the_packages_does_nothing() -> None:
     """No thread, no descriptor, no setting changed, and nothing heavy or replaced imported."""

@@ -16,6 +16,8 @@ import torch
 import farcall_guard
 from farcall_guard import PACKAGES, HiddenPackageError, check, namesakes
 
+pytestmark = pytest.mark.fresh_interpreter
+
 ROOT = Path(farcall_guard.__file__).resolve().parent
 
 
@@ -39,24 +41,25 @@ def test_a_module_that_was_imported_before_is_named(tmp_path: Path, monkeypatch:
     assert caught.value.path == str(tmp_path / "rpc.py")
 
 
+IMPORT_EACH = """
+LINES = "from farcall import rpc", "import farcall.rref", "import farcall; farcall.serve", "import farcall.serving"
+for line in LINES:
+    try:
+        exec(line)
+    except ImportError as error:
+        print(type(error).__name__, error)
+"""
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from farcall import rpc",
-        "import farcall.rref",
-        "import farcall; farcall.serve",
-        "import farcall.serving",
-    ],
-)
-def test_importing_from_farcall_checks(tmp_path: Path, line: str) -> None:
+def test_importing_from_farcall_checks(tmp_path: Path) -> None:
     """Not `import farcall` alone, which imports none of these packages, and comes before `farcall.compat`."""
     (tmp_path / "rpc.py").write_text("")
-    done = run_in(tmp_path, line)
-    assert done.stderr.splitlines()[-1].startswith(
-        "farcall_guard.HiddenPackageError: farcall needs its package"
-    )
-    assert str(tmp_path / "rpc.py") in done.stderr.splitlines()[-1]
+    lines = run_in(tmp_path, IMPORT_EACH).stdout.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert line.startswith("HiddenPackageError farcall needs its package")
+        assert str(tmp_path / "rpc.py") in line
 
 
 PRINT_WHOSE = """
@@ -117,12 +120,16 @@ def test_compat_does_not_replace_what_was_imported_before(tmp_path: Path) -> Non
 
 
 def run_in(
-    folder: Path, program: str, *command: str, path: Sequence[str] = (str(ROOT),)
+    folder: Path,
+    program: str,
+    *command: str,
+    path: Sequence[str] = (str(ROOT),),
+    arguments: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run a program that lies in a folder."""
     (folder / "program.py").write_text(program)
     return subprocess.run(
-        [sys.executable, *command, "program.py"],
+        [sys.executable, *command, "program.py", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
@@ -194,35 +201,44 @@ def test_the_guard_imports_nothing_of_ours() -> None:
     assert not loaded & {*PACKAGES, "farcall", "farcall_backend", "torch"}
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("imported", "name", "package"),
-    [
-        ("rpc", "rref", True),
-        ("rref", "rpc", False),
-        ("dist_autograd", "rpc", True),
-        ("dist_optim", "dist_autograd", False),
-    ],
+HIDERS = (
+    ("rpc", "rref", True),
+    ("rref", "rpc", False),
+    ("dist_autograd", "rpc", True),
+    ("dist_optim", "dist_autograd", False),
 )
-def test_importing_a_package_names_what_hides_its_companions(
-    tmp_path: Path, imported: str, name: str, package: bool
-) -> None:
-    other = tmp_path / name / "__init__.py" if package else tmp_path / f"{name}.py"
-    other.parent.mkdir(exist_ok=True)
-    other.write_text("")
-    (tmp_path / "program.py").write_text(f"import {imported}\n")
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"farcall_guard.HiddenPackageError: farcall needs its package '{name}'")
-    assert str(other.parent if package else other) in last
-    assert "Rename" in last
+"""What is imported, which of its companions is hidden, and whether by a package."""
+
+IMPORT_BESIDE = """
+import sys
+for each in sys.argv[1:]:
+    folder, _, imported = each.partition(":")
+    sys.path.insert(0, folder)
+    try:
+        __import__(imported)
+    except ImportError as error:
+        print(type(error).__name__, error)
+    sys.path.remove(folder)
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("rpc", "rref", "dist_autograd", "dist_optim", "spmd"):
+            del sys.modules[name]
+"""
+
+
+@pytest.mark.processes
+def test_importing_a_package_names_what_hides_its_companions(tmp_path: Path) -> None:
+    beside = []
+    for imported, name, package in HIDERS:
+        folder = tmp_path / imported
+        other = folder / name / "__init__.py" if package else folder / f"{name}.py"
+        other.parent.mkdir(parents=True)
+        other.write_text("")
+        beside.append((f"{folder}:{imported}", name, other.parent if package else other))
+    lines = run_in(tmp_path, IMPORT_BESIDE, arguments=[folder for folder, _, _ in beside]).stdout.splitlines()
+    for line, (_, name, other) in zip(lines, beside, strict=True):
+        assert line.startswith(f"HiddenPackageError farcall needs its package '{name}'")
+        assert str(other) in line
+        assert "Rename" in line
 
 
 @pytest.mark.parametrize("name", PACKAGES)

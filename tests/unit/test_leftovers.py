@@ -55,11 +55,13 @@ def test_leftovers_of_every_kind_are_found() -> None:
     assert before.leftovers() == []
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_a_session_fails_if_something_is_left(tmp_path: Path) -> None:
-    (tmp_path / "test_sample.py").write_text(CARELESS)
+    sample = tmp_path / "test_sample.py"
+    sample.write_text(CARELESS)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(sample)],
         capture_output=True,
         text=True,
         cwd=ROOT,
