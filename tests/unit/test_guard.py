@@ -42,8 +42,12 @@ def test_a_module_that_was_imported_before_is_named(tmp_path: Path, monkeypatch:
 
 
 IMPORT_EACH = """
-LINES = "from farcall import rpc", "import farcall.rref", "import farcall; farcall.serve", "import farcall.serving"
-for line in LINES:
+for line in (
+    "from farcall import rpc",
+    "import farcall.rref",
+    "import farcall; farcall.serve",
+    "import farcall.serving",
+):
     try:
         exec(line)
     except ImportError as error:

@@ -164,7 +164,7 @@ def _detach(tensor: LogicalTensor) -> Tensor:
 
 
 @_handles(aten.set_.source_Tensor)
-def _set(target: LogicalTensor, source: LogicalTensor) -> Tensor:
+def _set(target: LogicalTensor, source: Any) -> Tensor:
     show_instead(target, source)
     return target
 

@@ -289,7 +289,7 @@ def test_leaving_a_context_ends_its_backwards(run_workers: RunWorkers) -> None:
 def lack_threads() -> None:
     """Let this process start no more threads."""
 
-    def start(_: threading.Thread) -> None:
+    def start(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     threading.Thread.start = start  # type: ignore[method-assign]

@@ -188,7 +188,7 @@ def test_a_parameter_in_a_result_gets_its_gradient_at_its_owner() -> None:
         with dist_autograd.context() as context_id:
             tensors = result()
             assert all(type(each) is Tensor for each in tensors)
-            dist_autograd.backward(context_id, [sum(each.square().sum() for each in tensors)])
+            dist_autograd.backward(context_id, [torch.stack([each.square().sum() for each in tensors]).sum()])
             found = owner.rpc_sync().gradients(context_id)
         torch.testing.assert_close(found[: len(tensors)], [doubled(each) for each in tensors])
     assert type(owner.rpc_sync().weight()) is nn.Parameter
@@ -202,7 +202,7 @@ def test_a_penalty_on_remote_weights_reaches_their_owner() -> None:
     parameters = RemoteModule(f"{OTHER}/cpu", nn.Linear, args=(3, 1)).remote_parameters()
     with dist_autograd.context() as context_id:
         here = [each.to_here() for each in parameters]
-        dist_autograd.backward(context_id, [sum(each.square().sum() for each in here)])
+        dist_autograd.backward(context_id, [torch.stack([each.square().sum() for each in here]).sum()])
         found = rpc.rpc_sync(OTHER, gradients_of, args=(context_id, parameters))
     torch.testing.assert_close(found, [doubled(each) for each in here])
 
@@ -244,5 +244,6 @@ def test_modules_and_optimizers_consist_of_parameters_wherever_else_these_occur(
     assert "no gradients of them flow back" in line
 
 
-def second_squared(parts: Any) -> Tensor:
-    return parts[1].square().sum()
+def second_squared(parts: list[Any]) -> Tensor:
+    x: Tensor = parts[1]
+    return x.square().sum()

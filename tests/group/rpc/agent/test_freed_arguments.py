@@ -147,7 +147,7 @@ def test_a_cancelled_coroutine_keeps_no_arguments() -> None:
 
 @in_worker0()
 def test_a_failed_call_keeps_no_arguments_at_its_caller() -> None:
-    rref = rpc.remote("worker1", dict)
+    rref: rpc.RRef[dict[str, int]] = rpc.remote("worker1", dict)
 
     def timed_out(batch: Batch) -> None:
         with pytest.raises(RpcTimeoutError):

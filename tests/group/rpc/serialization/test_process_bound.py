@@ -13,8 +13,9 @@ import torch.distributed as c10d
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardMetadata, init_from_local_shards
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -89,7 +90,9 @@ def inside(value: Any) -> list[Any]:
 
 
 def fsdp_module(mesh: DeviceMesh) -> nn.Module:
-    return fully_shard(nn.Linear(2, 2), mesh=mesh)
+    layer = nn.Linear(2, 2)
+    fully_shard(layer, mesh=mesh)
+    return layer
 
 
 def sharded_tensor() -> Any:

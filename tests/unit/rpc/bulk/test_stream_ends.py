@@ -46,6 +46,9 @@ class Loop:
     def remove_reader(self, fd: int) -> bool:
         return True
 
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> None:
+        raise AssertionError("nothing waits here")
+
 
 class Watching(Loop):
     """A loop that finds something to read when a test says so."""

@@ -402,7 +402,12 @@ def test_task_that_must_not_wait_for_others_is_refused_where_there_is_no_thread(
     executor = warmed_up(make(1), 1)
     begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
     refuse_threads(monkeypatch)
-    executor.submit_at_once((lambda _: (begun.set(), go_on.wait(SOON)), None))
+
+    def first(_: object) -> None:
+        begun.set()
+        go_on.wait(SOON)
+
+    executor.submit_at_once((first, None))
     assert begun.wait(SOON)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         executor.submit_at_once((lambda _: done.set(), None))

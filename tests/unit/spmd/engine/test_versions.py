@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import _unsafe_preserve_version_counter
+from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 from torch.autograd.graph import increment_version
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -81,14 +81,14 @@ CHANGES: Final[dict[str, Change]] = {
     "data clamped": lambda h, _: h.data.clamp_(-1, 1),
     "data in a list": lambda h, _: torch._foreach_add_([h.data], 1.0),
     "data as out": lambda h, w: torch.add(w.detach(), 1, out=h.data),
-    "data set": lambda h, _: h.data.set_(like(h, 2)),
+    "data set": lambda h, _: h.data.set_(like(h, 2)),  # type: ignore[call-overload]
     "data reshaped": lambda h, _: h.data.unsqueeze_(0),
     "data counted": lambda h, _: increment_version(h.data),
     "data of the leaf": lambda _, w: w.data.add_(1),
     "data assigned": lambda h, _: setattr(h, "data", like(h, 7)),
     "data assigned from a view": assign_view,
-    "data assigned and changed": lambda h, _: (setattr(h, "data", like(h, 7)), h.data.add_(1)),
-    "data assigned from detach": lambda h, _: (setattr(h, "data", h.detach()), h.data.add_(1)),
+    "data assigned and changed": lambda h, _: (setattr(h, "data", like(h, 7)), h.data.add_(1)),  # type: ignore[func-returns-value]
+    "data assigned from detach": lambda h, _: (setattr(h, "data", h.detach()), h.data.add_(1)),  # type: ignore[func-returns-value]
     "data swapped": swap,
     "version kept": preserve,
     "detach": lambda h, _: h.detach().add_(1),
@@ -96,8 +96,8 @@ CHANGES: Final[dict[str, Change]] = {
     "detach in a list": lambda h, _: torch._foreach_add_([h.detach()], 1.0),
     "detach as out": lambda h, w: torch.add(w.detach(), 1, out=h.detach()),
     "without grad": without_grad(lambda h, _: h.add_(1)),
-    "set without grad": without_grad(lambda h, _: h.set_(like(h, 2))),
-    "set to another shape": without_grad(lambda h, _: h.set_(torch.ones(4, device=h.device))),
+    "set without grad": without_grad(lambda h, _: h.set_(like(h, 2))),  # type: ignore[call-overload]
+    "set to another shape": without_grad(lambda h, _: h.set_(torch.ones(4, device=h.device))),  # type: ignore[call-overload]
     "in a graph": lambda h, _: h.add_(1),
     "counted": lambda h, _: increment_version(h),
     "inference": in_inference(lambda h, _: h.add_(1)),
@@ -212,7 +212,7 @@ def counters(device: Device) -> list[Any]:
     h = ones(3, device=device) * 2
     versions: list[int] = []
     for make in (lambda: h.data, h.detach, lambda: h[0], lambda: h.data[0], lambda: h.view(3, 1)):
-        shown = make()
+        shown = make()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             shown.add_(1)
         versions += [h._version, shown._version]
@@ -221,13 +221,13 @@ def counters(device: Device) -> list[Any]:
 
 def set_to_views(device: Device) -> list[Any]:
     h, matrix = torch.ones(3, device=device), torch.arange(6.0, device=device).view(2, 3)
-    h.set_(matrix[1])
+    h.set_(matrix[1])  # type: ignore[call-overload]
     h.add_(1)
     row = h.clone()
-    h.set_(matrix.t())
+    h.set_(matrix.t())  # type: ignore[call-overload]
     h.mul_(2)
     empty = torch.ones(3, device=device)
-    empty.set_()
+    empty.set_()  # type: ignore[call-overload]
     return [row, h, matrix, h.stride(), empty]
 
 
