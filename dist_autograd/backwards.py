@@ -27,7 +27,7 @@ from rpc.agent.device_ports import Attempt
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import Kinds
 from rpc.agent.received_requests import Request
-from rpc.errors import AutogradError, NotInitializedError, RpcError, is_violation
+from rpc.errors import AutogradError, NotInitializedError, is_violation
 from rpc.group.peer import Peer
 from rpc.runtime import spans
 from rpc.runtime.executor import Executor
@@ -39,6 +39,10 @@ from rpc.wire.frames import Frame, Kind
 __all__ = ["Backwards"]
 
 _THREADS: Final = 8
+_REMEMBERED: Final = 4096
+"""Maximum number of failed passes that are remembered for messages that arrive late."""
+_LONGEST: Final = 1000
+"""Maximum number of characters of the reason that a root gives for a failure."""
 
 
 class Backwards:
@@ -80,6 +84,10 @@ class Backwards:
         self._models = models
         self._messages = messages_out
         self._running: dict[Key, Root | Participant] = {}
+        self._failed: dict[Key, Error] = {}
+        """The latest passes of other workers that have failed before this worker's part of them has begun: a
+        long mark or part arrives after a shorter abort.
+        """
         self._numbers = itertools.count(1)
         self._threads: Executor | None = None
         kinds.on(messages.MARK, self._mark_arrived)
@@ -126,7 +134,7 @@ class Backwards:
         peer, call_id = request.peer, request.frame.call_id
         try:
             if running is None:
-                raise self._contexts.unknown(asked.context_id)
+                raise self._over(peer, asked)
             found = running.own.mark(asked.marks, peer)
         except BaseException as error:
             self._answers.fail(peer, call_id, error)
@@ -163,7 +171,7 @@ class Backwards:
         asked = messages.read_request(frame)
         running = self._participant(peer, asked, whole=whole)
         if running is None:
-            return self._refuse, (peer, frame.call_id, self._contexts.unknown(asked.context_id))
+            return self._refuse, (peer, frame.call_id, self._over(peer, asked))
         if asked.message is not None:
             running.own.arrived(asked.message, peer, frame)
         self._enter(running)
@@ -172,13 +180,15 @@ class Backwards:
         return self._run_part, (running, frame.call_id, asked.marks)
 
     def _participant(self, root: Peer, asked: PartRequest, *, whole: bool) -> Participant | None:
-        """Return this worker's part of a backward pass, known or new; None if its context is over."""
+        """Return this worker's part of a backward pass, known or new; None if its context is over, or it has
+        failed already.
+        """
         key = (root.incarnation, asked.number)
         running = self._running.get(key)
         if isinstance(running, Participant):
             return running
         context = self._contexts.find(asked.context_id)
-        if context is None or running is not None:
+        if context is None or running is not None or key in self._failed:
             return None
         own = WorkerPass(context, asked.retain_graph, self._models)
         return Participant(key, own, root, self._messages, whole=whole)
@@ -187,8 +197,16 @@ class Backwards:
         if running.key not in self._running:
             self._activity.postponed.begin()
             self._running[running.key] = running
+        context = running.own.context
+        if context.over:  # since it was found: what ends its passes may not have seen this one
+            self._fail(running, self._over_error(context))
 
-    def _refuse(self, part: tuple[Peer, int, RpcError]) -> None:
+    def _over(self, root: Peer, asked: PartRequest) -> BaseException:
+        """Return the error for a message about a pass that is over, or whose context is."""
+        failed = self._failed.get((root.incarnation, asked.number))
+        return self._contexts.unknown(asked.context_id) if failed is None else failed()
+
+    def _refuse(self, part: tuple[Peer, int, BaseException]) -> None:
         self._answers.fail(*part)
 
     def _run_part(self, part: tuple[Participant, int, list[Any]]) -> None:
@@ -221,10 +239,8 @@ class Backwards:
 
     def _abort_arrived(self, peer: Peer, frame: Frame) -> None:
         number, reason = messages.read_abort(frame)
-        running = self._running.get((peer.incarnation, number))
-        if running is not None:
-            text = f"the backward was given up by worker '{peer.name}': {reason}"
-            self._fail(running, lambda: AutogradError(text))
+        text = f"the backward was given up by worker '{peer.name}': {reason[:_LONGEST]}"
+        self._fail_early((peer.incarnation, number), lambda: AutogradError(text))
 
     # ---- both
 
@@ -239,8 +255,18 @@ class Backwards:
             if not is_violation(error):  # the pass would wait for them
                 what = f"gradients from worker '{peer.name}' could not be taken in"
                 text = f"{what}: {type(error).__name__}: {error}"
-                self._fail(running, lambda: AutogradError(text))
+                self._fail_early(key, lambda: AutogradError(text))
             raise
+
+    def _fail_early(self, key: Key, error: Error) -> None:
+        """End a pass, also if its mark or its start has not arrived yet. On the loop's thread."""
+        if key[0] != self._incarnation:
+            self._failed[key] = error
+            if len(self._failed) > _REMEMBERED:
+                del self._failed[next(iter(self._failed))]
+        running = self._running.get(key)
+        if running is not None:
+            self._fail(running, error)
 
     def _fail(self, running: Root | Participant, error: Error) -> None:
         if running.fail(error) is Action.FORGET and isinstance(running, Participant):

@@ -16,6 +16,7 @@ from rpc.runtime.internals import Internals
 
 __all__ = [
     "ASYNC_COLLECTIVE_TENSOR",
+    "FSDP_FLATTENED",
     "FUNCTIONS_ENABLED",
     "INTERNALS",
     "SHARDED_TENSOR",
@@ -224,6 +225,10 @@ ASYNC_COLLECTIVE_TENSOR: Final = "torch.distributed._functional_collectives:Asyn
 SHARDED_TENSOR: Final = "torch.distributed._shard.sharded_tensor:ShardedTensor"
 async_collective_tensor: Final = INTERNALS.later(ASYNC_COLLECTIVE_TENSOR, _OF_ONE_PROCESS)
 INTERNALS.later(SHARDED_TENSOR, _OF_ONE_PROCESS)
+
+FSDP_FLATTENED: Final = "_fsdp_flattened"
+"""Attribute of the parameters that FSDP1 has sharded."""
+INTERNALS.later("torch.distributed.fsdp._common_utils:FSDP_FLATTENED", _OF_ONE_PROCESS)
 
 neg_view: Final[Callable[[torch.Tensor], torch.Tensor]] = _find(
     "torch:_neg_view", "tensors whose negative bit is set cannot be sent to other workers"

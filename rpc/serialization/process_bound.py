@@ -16,9 +16,16 @@ from torch import Tensor
 from rpc.errors import SerializationError
 from rpc.runtime.torch_internals import ASYNC_COLLECTIVE_TENSOR, SHARDED_TENSOR
 
-__all__ = ["reducer_of"]
+__all__ = ["FLATTENED", "reducer_of"]
 
 Reducer = Callable[[Any, Any], Any]
+
+FLATTENED: Final = (
+    "a process has one shard of a parameter of FullyShardedDataParallel, and a receiver would take the "
+    "sender's for its own: inside FullyShardedDataParallel.summon_full_params(module), which all ranks must "
+    "call, send parameter.detach().clone()"
+)
+"""The reason why parameters that FSDP1 has sharded are refused; they are of the usual type."""
 
 
 def _refuse(reason: str) -> Reducer:

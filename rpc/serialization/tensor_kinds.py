@@ -20,6 +20,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from rpc.errors import SerializationError
 from rpc.runtime.torch_internals import (
+    FSDP_FLATTENED,
     DisableTorchFunctionSubclass,
     is_fake,
     is_traceable_wrapper_subclass,
@@ -30,6 +31,7 @@ from rpc.runtime.torch_internals import (
 )
 from rpc.serialization.carriers import arrived
 from rpc.serialization.memory import memory_at
+from rpc.serialization.process_bound import FLATTENED
 from rpc.serialization.tensors import dense, plain, reduce_strided
 from rpc.serialization.tracked import is_tracked, take_out
 
@@ -76,6 +78,8 @@ def reduce_tensor(tensor: Tensor, pickler: Any = None) -> Any:
                 return _reduce_dispatching(tensor)
             reduced = subclassed, (kind, tensor.detach().as_subclass(Tensor), tensor.requires_grad)
     attributes = tensor.__dict__
+    if FSDP_FLATTENED in attributes:
+        raise SerializationError(FLATTENED)
     if reduced[0] is arrived and _IS_PARAMETER in attributes:  # as a part of a graph it is none
         attributes = {name: value for name, value in attributes.items() if name != _IS_PARAMETER}
     if attributes:

@@ -12,7 +12,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
-from dist_autograd import backwards, progress
+from dist_autograd import backwards
+from rpc.runtime import blocking
 from rpc.runtime.blocking import INFINITE
 from rpc.transport.inline_read import Awaited
 from tests.simulation.clock import WorkerLoop
@@ -131,7 +132,7 @@ class Threads:
         def sleep(awaited: Awaited, deadline: float) -> bool:
             return self.wait(awaited.done, deadline)
 
-        def wait_for_event(event: threading.Event) -> bool:
+        def wait_for_event(event: blocking.Event) -> bool:
             return self.wait(event.is_set)
 
         def executor(*_: object) -> _Executor:
@@ -139,7 +140,7 @@ class Threads:
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(Awaited, "sleep", sleep))
-            stack.enter_context(mock.patch.object(progress, "wait_for_event", wait_for_event))
+            stack.enter_context(mock.patch.object(blocking, "wait_for_event", wait_for_event))
             stack.enter_context(mock.patch.object(backwards, "Executor", executor))
             yield
 
@@ -151,12 +152,11 @@ class _Executor:
         self._threads = threads
         self._loop = loop
 
-    def submit(self, task: tuple[Callable[[Any], object], Any]) -> bool:
+    def submit_at_once(self, task: tuple[Callable[[Any], object], Any]) -> None:
         function, argument = task
         loop = self._loop
         delay = loop.clock.chance.random() * _LONGEST
         loop.call_later(delay, lambda: self._threads.start(loop, lambda: function(argument)))
-        return True
 
     def stop(self, timeout: float | None = None) -> bool:
         return True

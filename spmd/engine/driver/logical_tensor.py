@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rpc.runtime.torch_internals import InferenceMode
+from rpc.serialization.pickler import sending
 from spmd.engine.driver.aliases import Alias, Value, read
 from spmd.engine.driver.current import DEVICE, NAME, engine, is_running
 from spmd.engine.program.metas import spec_of
@@ -144,13 +145,23 @@ _TENSOR_DATA: Final[Any] = vars(BaseTensor).get("data")
 
 
 def in_message(tensor: LogicalTensor) -> tuple[Any, ...]:
-    """Return the reduction of a tensor in a message, whose receiver need not have the device."""
-    return _received, (tensor.detach().cpu(), tensor.requires_grad, isinstance(tensor, Parameter))
+    """Return the reduction of a tensor in a message, whose receiver need not have the device.
+
+    In an autograd context the copy on the CPU is part of the graph, so that gradients flow back through it;
+    not that of a parameter whose module is sent with it.
+    """
+    is_parameter, message = isinstance(tensor, Parameter), sending.pickler
+    is_owned = is_parameter and message is not None and id(tensor) in (message.owned or ())
+    data = (tensor.detach() if is_owned else tensor).cpu()
+    return _received, (data, tensor.requires_grad, is_parameter)
 
 
 def _received(data: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
     """Return a tensor on the device, if there is one; otherwise on the CPU."""
     tensor = data.to(DEVICE) if is_running() else data
+    if data.grad_fn is not None:
+        return tensor
+    tensor = tensor.detach()
     return Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 

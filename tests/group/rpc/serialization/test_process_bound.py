@@ -17,7 +17,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import rpc
@@ -100,11 +100,21 @@ def sharded_tensor() -> Any:
     return init_from_local_shards([shard], 2)
 
 
+def fsdp1_parameters(use_orig_params: bool) -> list[Any]:
+    """The parameter that a module is sharded as, or the parameters that it shows."""
+    sharded = FullyShardedDataParallel(
+        nn.Linear(2, 2), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    return list(sharded.parameters())
+
+
 REFUSED: list[tuple[str, Callable[[DeviceMesh], list[Any]]]] = [
     (r"full_tensor\(\)", lambda mesh: inside(shard_in(mesh))),
     (r"full_tensor\(\)", lambda mesh: inside(nn.Parameter(shard_in(mesh)))),
     (r"full_tensor\(\)", lambda mesh: [fsdp_module(mesh), fsdp_module(mesh).state_dict()]),
     (r"full_tensor\(\)", lambda mesh: [torch.optim.SGD(fsdp_module(mesh).parameters())]),
+    ("summon_full_params", lambda _: inside(fsdp1_parameters(False)[0])),
+    ("summon_full_params", lambda _: inside(fsdp1_parameters(True)[1])),
     (r"gather\(\)", lambda _: inside(sharded_tensor())),
     ("init_device_mesh", inside),
     ("new_group", lambda _: inside(c10d.group.WORLD)),

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
+from torch.nn import Parameter
 
+import dist_autograd
 import rpc
 import spmd
 from spmd.engine.api import constrain
@@ -67,6 +69,56 @@ def saved_and_sent(worker: Worker) -> str:
     assert device == "cpu"
     spmd.shutdown()
     return path
+
+
+def weighted(tensors: dict[str, Any]) -> Tensor:
+    weight, (x, again) = tensors["weight"], tensors["inputs"]
+    assert type(weight) is Tensor
+    assert x is again
+    return (weight * x.exp()).sum()
+
+
+def on_device(x: Tensor) -> Tensor:
+    return x.to(spmd.device()) ** 2
+
+
+def answered_from_device(x: Tensor) -> Tensor:
+    squared = rpc.rpc_sync("worker0", on_device, args=(x,))
+    assert squared.is_cpu
+    return squared.sum()
+
+
+def applied(module: torch.nn.Module, x: Tensor) -> Tensor:
+    assert all(type(each) is Parameter for each in module.parameters())
+    return module(x).sum()
+
+
+def differentiated(worker: Worker) -> None:
+    spmd.use_spmd()
+    leaf = torch.tensor([1.0, 2.0], device=spmd.device(), requires_grad=True)
+    weight = Parameter(torch.tensor([3.0, 4.0], device=spmd.device()))
+    module = torch.nn.Linear(2, 1, device=spmd.device())
+    with dist_autograd.context() as context:
+        x = leaf * 2
+        loss = rpc.rpc_sync("worker1", weighted, args=({"weight": weight, "inputs": [x, x]},))
+        loss = loss + rpc.rpc_sync("worker1", answered_from_device, args=(x,))
+        loss = loss + rpc.rpc_async("worker1", applied, args=(module, leaf)).wait()
+        dist_autograd.backward(context, [loss])
+        found = {each: gradient.cpu() for each, gradient in dist_autograd.get_gradients(context).items()}
+    x, by_hand = x.detach().cpu(), weight.detach().cpu()
+    torch.testing.assert_close(found[weight], x.exp())
+    torch.testing.assert_close(found[leaf], 2 * (by_hand * x.exp() + 2 * x) + module.weight.detach().cpu()[0])
+    assert module.weight not in found  # the copy of a module has parameters of its own
+    assert rpc.rpc_sync("worker1", is_leaf_that_requires_grad, args=(leaf,))
+    spmd.shutdown()
+
+
+def is_leaf_that_requires_grad(x: Tensor) -> bool:
+    return x.is_leaf and x.requires_grad
+
+
+def test_gradients_flow_back_to_tensors_that_were_sent(run_workers: RunWorkers) -> None:
+    run_workers([in_group(differentiated), serve], 2)
 
 
 def device_of(t: Tensor) -> str:

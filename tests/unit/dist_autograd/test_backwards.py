@@ -1,0 +1,130 @@
+"""Parts of other workers' backward passes, by the messages about them, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dist_autograd.backward_messages import ABORT, GRADIENTS, MARK, WHOLE_PART
+from dist_autograd.backwards import Backwards
+from dist_autograd.contexts import Context
+from dist_autograd.ddp import Models
+from dist_autograd.worker_pass import WorkerPass
+from rpc.errors import AutogradError
+from rpc.group.peer import Peer
+from rpc.wire.frames import Frame
+
+ME, ROOT, CONTEXT, NUMBER = 1, 2, 7, 5
+root = cast("Peer", SimpleNamespace(incarnation=ROOT, name="root", lost=None))
+
+
+class Participating:
+    """Backward passes of a worker that knows one context.
+
+    Attributes:
+        context: the context.
+        on_find: called when the context is looked up.
+        open: number of postponed activities.
+        failures: what is answered.
+    """
+
+    def __init__(self) -> None:
+        self.context = Context(cast("Any", SimpleNamespace(devices=None)), CONTEXT, ROOT, root)
+        self.on_find: Callable[[], object] = lambda: None
+        self.open = 0
+        self.failures: list[BaseException] = []
+        self._handlers: dict[int, Callable[[Peer, Frame], Any]] = {}
+        hooks = SimpleNamespace(gone=[], awaited=[], closed=[])
+        postponed = SimpleNamespace(begin=lambda: self._opened(1))
+        activity = SimpleNamespace(postponed=postponed, postponed_ended=lambda: self._opened(-1))
+        answers = SimpleNamespace(
+            fail=lambda peer, call_id, error: self.failures.append(error), answer=lambda *_: None
+        )
+        requests = SimpleNamespace(accept=lambda request, run: (run, request), devices=None)
+        executor = SimpleNamespace(submit=lambda task: task[0](task[1]))
+        contexts = SimpleNamespace(
+            find=self._find, on_end=lambda _: None, unknown=lambda _: AutogradError("it is over")
+        )
+        kinds = SimpleNamespace(on=lambda kind, handler, any_thread=False: self._on(kind, handler))
+        messages = SimpleNamespace(load=None)
+        made: Any = (requests, answers, None, kinds, hooks, activity, None, executor, messages, contexts)
+        self.backwards = Backwards(ME, *made, Models())
+
+    def _opened(self, change: int) -> None:
+        self.open += change
+
+    def _on(self, kind: int, handler: Callable[[Peer, Frame], Any]) -> None:
+        self._handlers[kind] = handler
+
+    def _find(self, context_id: int) -> Context:
+        self.on_find()
+        return self.context
+
+    def receive(self, kind: int, header: dict[str, Any]) -> None:
+        """Handle a message of the root, and what it leads to."""
+        task = self._handlers[kind](root, Frame(kind, 1, header, []))
+        if task is not None:
+            function, argument = task
+            function(argument)
+
+
+def asked(message: int | None = None) -> dict[str, Any]:
+    return {"backward": [NUMBER, CONTEXT, False, [], message]}
+
+
+def end(context: Context) -> None:
+    context.over = True
+
+
+def test_a_mark_that_arrives_after_its_abort_is_refused() -> None:
+    worker = Participating()
+    worker.receive(ABORT, {"abort": [NUMBER, "no gradient today"]})
+    worker.receive(MARK, asked())
+    worker.receive(WHOLE_PART, asked())
+    assert len(worker.backwards) == worker.open == 0
+    for failure in worker.failures:
+        assert "given up by worker 'root': no gradient today" in str(failure)
+    assert len(worker.failures) == 2
+
+
+def test_a_part_that_arrives_after_a_mark_and_its_abort_is_refused() -> None:
+    worker = Participating()
+    worker.receive(MARK, asked())
+    assert len(worker.backwards) == worker.open == 1
+    worker.receive(ABORT, {"abort": [NUMBER, "no gradient today"]})
+    worker.receive(WHOLE_PART, asked())
+    assert len(worker.backwards) == worker.open == 0
+    assert "no gradient today" in str(worker.failures[0])
+
+
+def test_a_part_is_refused_if_gradients_for_it_could_not_be_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Participating()
+    worker.receive(MARK, asked())
+
+    def lack_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(WorkerPass, "arrived", lack_memory)
+    with pytest.raises(MemoryError):
+        worker.receive(GRADIENTS, {"gradients": [ROOT, NUMBER, 1]})
+    worker.receive(WHOLE_PART, asked())
+    assert len(worker.backwards) == worker.open == 0
+    assert "could not be taken in: MemoryError" in str(worker.failures[0])
+
+
+@pytest.mark.parametrize("kind", [MARK, WHOLE_PART])
+def test_no_pass_is_left_open_if_its_context_ends_while_it_is_entered(kind: int) -> None:
+    worker = Participating()
+    worker.on_find = lambda: end(worker.context)  # as another thread does
+    worker.receive(kind, asked())
+    assert len(worker.backwards) == worker.open == 0
+
+
+def test_many_failures_are_not_remembered_for_ever() -> None:
+    worker = Participating()
+    for number in range(5000):
+        worker.receive(ABORT, {"abort": [number, ""]})
+    assert len(worker.backwards._failed) == 4096
