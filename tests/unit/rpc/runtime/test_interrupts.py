@@ -291,7 +291,7 @@ def test_a_handler_that_lets_system_calls_go_on_still_does() -> None:
     def restarts() -> bool:
         """Whether ``signal.siginterrupt(SIGUSR1, False)`` is in effect."""
         libc.sigaction(signal.SIGUSR1, None, action)
-        return bool(int.from_bytes(action[_FLAGS : _FLAGS + 4], sys.byteorder) & _SA_RESTART)
+        return bool(int.from_bytes(action.raw[_FLAGS : _FLAGS + 4], sys.byteorder) & _SA_RESTART)
 
     signal.signal(signal.SIGUSR1, too_long)
     before = restarts()
