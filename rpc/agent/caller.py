@@ -26,7 +26,7 @@ from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import this_thread
 from rpc.runtime.events import Events, Tell
-from rpc.runtime.interrupts import ensure_deferred, protected
+from rpc.runtime.interrupts import ensure_deferred, is_interruption, protected
 from rpc.runtime.tasks import COMPLETION, Task
 from rpc.serialization.payload import Connect, Payload
 from rpc.serialization.serializer import Serializer
@@ -194,15 +194,19 @@ class Caller:
             if payload.staging is not None and not call.keeps_place:
                 payload.staging.is_wanted = partial(self.table.is_wanted, call)
             self._send(call.peer, kind, call.call_id, payload, wait=wait, coalesce=call.coalesced)
-        except QueueFull:
-            if self.drop(call):
-                call.settle(call.timeout_error())
-        except WorkerLostError:
-            # If the loop has not recorded why the connection is closed, it is about to, and ends the call
-            # then.
-            if call.peer.lost is not None and self.drop(call):
-                call.settle(call.lost_error())
         except BaseException as error:
+            if is_interruption(error):  # even if it is an error of another call, made by a signal handler
+                pass
+            elif isinstance(error, QueueFull):
+                if self.drop(call):
+                    call.settle(call.timeout_error())
+                return
+            elif isinstance(error, WorkerLostError):
+                # If the loop has not recorded why the connection is closed, it is about to, and ends the call
+                # then.
+                if call.peer.lost is not None and self.drop(call):
+                    call.settle(call.lost_error())
+                return
             self.drop(call)
             self.table.ended(call, error)
             raise

@@ -45,6 +45,7 @@ from rpc.rendezvous.store import SharedStore
 from rpc.rendezvous.token import find_credential
 from rpc.runtime import file_limit
 from rpc.runtime.current import clear_current_agent, current_agent, is_initialized, set_current_agent
+from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.torch_internals import INTERNALS
 from rpc.serialization.failures import text_of
 from rpc.serialization.functions import main_identity
@@ -105,52 +106,78 @@ def _start(
         host, port = parse_listen(options.listen)
     else:
         host, port = listen_address(store.master, single_host=place.single_host)
+    return _start_at(host, port, store, WorkerInfo(name, rank), world_size, options, current=current)
+
+
+@protected  # an agent that could not join is closed
+def _start_at(
+    host: str,
+    port: int,
+    store: SharedStore,
+    info: WorkerInfo,
+    world_size: int | None,
+    options: AgentOptions,
+    *,
+    current: bool,
+) -> Agent:
     agent, token = _make(options, host, port)
-    store = store.sealed(token)
     try:
-        draft = _describe(agent, WorkerInfo(name, rank), store.master)
-        met = device_agreement.agree(agent)
-        INTERNALS.check()
-        profiling.install(agent)
-        replace_collect_all(agent)
-        agent.lifecycle.hooks.closed.append(partial(restore_collect_all, agent))
-        for extension in entry_points(group=EXTENSIONS):
-            extension.load()(agent)
-        agent.serializer.allow_function(noop)
-        group: Group
-        keeper: Keeper | None = None
-        timeout, job = options.rendezvous_timeout, job_key(os.environ)
-        if world_size is None:
-            group = joined = join_dynamic(store, draft, timeout, job=job)
-            file_limit.check(len(group.others))
-            keeper = _keeper(agent, joined, timeout)
-        else:
-            group = join_static(store, draft, world_size, timeout, job=job)
-        device_agreement.check(name, options, group.members, static=group.static)
-        if current:
-            watch(agent.lifecycle.hooks, agent.lifecycle.departure)
-            set_current_agent(agent)  # calls of others may arrive as soon as it has joined
-        agent.join(group.me, group.members, group.key, static=group.static)
-        met(agent.group.peers.own)
-        logger.debug(
-            "'%s' (id %d) is in a %s group of %d, listening at %s",
-            name,
-            group.me.id,
-            "static" if group.static else "dynamic",
-            len(group.members),
-            ", ".join(agent.addresses),
-        )
-        if keeper is not None:
-            introduce(agent.calls.caller, group.others)
-            keeper.start()
-            keeper.wait_until_member()
-        else:
-            meet(store, group, timeout)
+        _join(agent, store.sealed(token), info, world_size, options, current=current)
     except BaseException:
         clear_current_agent(agent)
         agent.close("it could not join its group")
         raise
     return agent
+
+
+@interruptible
+def _join(
+    agent: Agent,
+    store: SharedStore,
+    info: WorkerInfo,
+    world_size: int | None,
+    options: AgentOptions,
+    *,
+    current: bool,
+) -> None:
+    draft = _describe(agent, info, store.master)
+    met = device_agreement.agree(agent)
+    INTERNALS.check()
+    profiling.install(agent)
+    agent.lifecycle.hooks.closed.append(partial(restore_collect_all, agent))
+    replace_collect_all(agent)
+    for extension in entry_points(group=EXTENSIONS):
+        extension.load()(agent)
+    agent.serializer.allow_function(noop)
+    group: Group
+    keeper: Keeper | None = None
+    timeout, job = options.rendezvous_timeout, job_key(os.environ)
+    if world_size is None:
+        group = joined = join_dynamic(store, draft, timeout, job=job)
+        file_limit.check(len(group.others))
+        keeper = _keeper(agent, joined, timeout)
+    else:
+        group = join_static(store, draft, world_size, timeout, job=job)
+    device_agreement.check(info.name, options, group.members, static=group.static)
+    if current:
+        watch(agent.lifecycle.hooks, agent.lifecycle.departure)
+        set_current_agent(agent)  # calls of others may arrive as soon as it has joined
+    agent.join(group.me, group.members, group.key, static=group.static)
+    met(agent.group.peers.own)
+    logger.debug(
+        "'%s' (id %d) is in a %s group of %d, listening at %s",
+        info.name,
+        group.me.id,
+        "static" if group.static else "dynamic",
+        len(group.members),
+        ", ".join(agent.addresses),
+    )
+    if keeper is not None:
+        introduce(agent.calls.caller, group.others)
+        keeper.start()
+        keeper.wait_until_member()
+    else:
+        meet(store, group, timeout)
 
 
 def start_storeless_agent(name: str, group: str, options: AgentOptions) -> Agent:

@@ -20,6 +20,7 @@ from rpc.rendezvous.engines import placed_by_engine
 from rpc.rendezvous.init_method import open_store, resolve_group
 from rpc.runtime import file_limit, process_one
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
+from rpc.runtime.interrupts import defer_interrupts, interruptible, protected, restore_interrupts
 
 _RANK: Final = "{rank}"
 """Placeholder for the rank in a name."""
@@ -65,6 +66,7 @@ def init_rpc(
     init_with_store(backend, None, name, rank, world_size, rpc_backend_options)
 
 
+@protected
 def init_with_store(
     backend: BackendType | None,
     store: Store | None,
@@ -74,6 +76,22 @@ def init_with_store(
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
     """Like ``init_rpc``, with an existing c10d store, if any, in place of an ``init_method``."""
+    defer_interrupts()
+    try:
+        _init(backend, store, name, rank, world_size, rpc_backend_options)
+    finally:
+        restore_interrupts()
+
+
+@interruptible
+def _init(
+    backend: BackendType | None,
+    store: Store | None,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: RpcBackendOptions | None,
+) -> None:
     backend, options = _check(name, backend, rpc_backend_options)
     process_one.end_at_sigterm()
     dynamic, timeout = False, options.rpc_timeout

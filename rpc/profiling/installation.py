@@ -27,6 +27,7 @@ from rpc.profiling.calls import KEY, Gathered, ProfiledRequest, Settings, Span, 
 from rpc.profiling.chrome_trace import exporting
 from rpc.runtime.current import current_agent
 from rpc.runtime.events import CallBegun, CallEnded, Events
+from rpc.runtime.interrupts import protected
 from rpc.runtime.torch_internals import find_builtin, qualified_name
 
 __all__ = ["CallProfiler", "call_profiler", "install", "settings_of"]
@@ -266,6 +267,7 @@ def _parse_legacy(theirs: Callable[..., list[FunctionEvent]]) -> Callable[..., l
     return parse
 
 
+@protected
 def install(agent: Agent) -> None:
     """Make profilers of this process show the calls of an agent that has not joined its group yet."""
     calls = agent.extensions[EXTENSION] = CallProfiler(agent.events, agent.tracing, agent.group.peers)

@@ -13,7 +13,6 @@ group.
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
 import errno
 import functools
@@ -487,8 +486,7 @@ class _TcpStore:
         """
         seconds = min(patience, waiting.remaining)
         made = start(lambda _: self._made(seconds, serve=False), waiting)
-        concurrent.futures.wait([made], 1.25 * seconds + _MARGIN_SECONDS)
-        if not made.done():
+        if not made.wait(1.25 * seconds + _MARGIN_SECONDS):
             raise TimeoutError("it accepts connections and does not answer")
         store = made.result()
         store.set_timeout(timedelta(seconds=waiting.timeout))

@@ -8,7 +8,6 @@ next pause.
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import os
 import secrets
@@ -18,12 +17,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from functools import partial
+from typing import Final, Generic, NoReturn, TypeVar
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rpc.errors import RendezvousError, RendezvousTimeoutError
 from rpc.group.authentication import Seal
+from rpc.runtime.blocking import Event, wait_for_event
+from rpc.runtime.interrupts import protected
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,6 @@ T = TypeVar("T")
 
 _GRACE_SECONDS: Final = 2.0
 """Time in seconds beyond the deadline for the helper to report what was missing."""
-
-_SLICE_SECONDS: Final = 0.2
 
 _END_BYTES: Final = 256
 
@@ -57,7 +57,7 @@ class StoreWait:
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._abandoned = threading.Event()
+        self._abandoned = Event()
 
     @property
     def remaining(self) -> float:
@@ -66,7 +66,7 @@ class StoreWait:
 
     def pause(self, seconds: float) -> bool:
         """Sleep, at most to the deadline; returns whether there is time left, or raises ``Abandoned``."""
-        if self._abandoned.wait(min(seconds, self.remaining)):
+        if wait_for_event(self._abandoned, min(time.monotonic() + seconds, self._deadline)):
             raise Abandoned
         return self.remaining > 0
 
@@ -107,12 +107,10 @@ def run_with_deadline(
     Raises:
         RendezvousTimeoutError: ``work`` is blocked.
     """
-    waiting, patience = StoreWait(timeout), StoreWait(timeout + grace)
+    waiting = StoreWait(timeout)
     try:
         outcome = start(work, waiting)
-        # In short waits: a signal that comes just before the thread begins to wait does not wake it.
-        while not outcome.done() and patience.remaining:
-            concurrent.futures.wait([outcome], min(_SLICE_SECONDS, patience.remaining))
+        outcome.wait(timeout + grace)
     finally:
         waiting.abandon()
     if not outcome.done():
@@ -127,16 +125,46 @@ def run_with_deadline(
         del outcome  # breaks the cycle error -> traceback -> this frame -> outcome -> error
 
 
-def start(work: Callable[[StoreWait], T], waiting: StoreWait) -> concurrent.futures.Future[T]:
-    """Run ``work`` on a thread of its own, which may be abandoned."""
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+class Outcome(Generic[T]):
+    """The result of work on another thread. A signal handler may interrupt the wait for it."""
 
-    def run() -> None:
+    def __init__(self) -> None:
+        self._ended = Event()
+        self._result: Callable[[], T] | None = None
+
+    def done(self) -> bool:
+        """Whether the work has ended."""
+        return self._ended.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most this long; returns whether the work has ended."""
+        return wait_for_event(self._ended, time.monotonic() + seconds)
+
+    def result(self) -> T:
+        """Return the result of work that has ended, or raise its error."""
+        assert self._result is not None
+        return self._result()
+
+    def settle(self, work: Callable[[], T]) -> None:
+        """Do the work."""
         try:
-            outcome.set_result(work(waiting))
+            value = work()
         except BaseException as error:
-            outcome.set_exception(error)
+            self._result = partial(_raise, error)
+        else:
+            self._result = lambda: value
+        self._ended.set()
 
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+@protected
+def start(work: Callable[[StoreWait], T], waiting: StoreWait) -> Outcome[T]:
+    """Run ``work`` on a thread of its own, which may be abandoned."""
+    outcome = Outcome[T]()
+    run = partial(outcome.settle, partial(work, waiting))
     threading.Thread(target=run, name="rpc-rendezvous", daemon=True).start()
     return outcome
 

@@ -15,7 +15,9 @@ the program goes on; all signals of one number that have arrived in the meantime
 A program may install handlers at any time, and expects to find them as it has installed them. The functions
 ``signal.signal`` and ``signal.getsignal`` call those of the same names in ``_signal``, which are replaced
 while an agent runs: one wraps the handler that it is given, the other returns the wrapped one. A signal that
-is ignored, or has its default action, is left alone, and so is one that only wakes an event loop.
+is ignored, or has its default action, is left alone, and so is one that only wakes an event loop. Wrapping
+changes nothing but Python's own table: the system's action stays, which may be a function in C, such as
+faulthandler's, or have flags that ``signal.siginterrupt`` has set.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import _thread
 import asyncio.unix_events
+import ctypes
 import sys
 import threading
 import time
@@ -41,6 +44,9 @@ _installed: Final[Callable[[int], Any]] = _signal.getsignal
 
 _agents = 0
 """Number of agents that need protection. Signals belong to the process, and so does this."""
+
+_ACTION_BYTES: Final = 256
+"""More than the size of C's ``struct sigaction``, which has 152 bytes in glibc."""
 
 _are_wrapped = False
 """Whether the handlers are wrapped that the program had installed before the first agent began."""
@@ -102,7 +108,11 @@ def defer_interrupts() -> None:
     global _agents
     _agents += 1
     _signal.signal, _signal.getsignal = _set_handler, _get_handler
-    ensure_deferred()
+    try:
+        ensure_deferred()
+    except BaseException:  # of a handler that is not wrapped yet
+        restore_interrupts()
+        raise
 
 
 def restore_interrupts() -> None:
@@ -110,13 +120,13 @@ def restore_interrupts() -> None:
     on other threads they stay wrapped.
     """
     global _agents, _are_wrapped
-    _agents = max(0, _agents - 1)  # a signal may have interrupted ``defer_interrupts`` before it has counted
+    _agents -= 1
     if not _agents and _is_main_thread():
         _are_wrapped = False
         for number in _signal.valid_signals():
             found = _installed(number)
             if type(found) is _Deferring:
-                _install(number, found.handler)
+                _replace(number, found.handler)
         _signal.signal, _signal.getsignal = _install, _installed
 
 
@@ -131,8 +141,17 @@ def _wrap_all() -> None:
     for number in _signal.valid_signals():
         handler = _installed(number)
         if _may_raise(handler):
-            _install(number, _Deferring(handler))
+            _replace(number, _Deferring(handler))
     _are_wrapped = True
+
+
+def _replace(number: int, handler: Handler) -> None:
+    """Replace the handler that Python calls, and leave the system's action as it is."""
+    sigaction = ctypes.CDLL(None).sigaction
+    action = ctypes.create_string_buffer(_ACTION_BYTES)
+    sigaction(number, None, action)
+    _install(number, handler)
+    sigaction(number, action, None)
 
 
 def _may_raise(handler: Any) -> bool:

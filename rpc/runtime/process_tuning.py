@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rpc.runtime.autograd_engine import renew_autograd_engine
-from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
+from rpc.runtime.interrupts import defer_interrupts, protected, restore_interrupts
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -55,10 +55,11 @@ class ProcessTuning:
     _interval_before: float | None = None
     _libc: ctypes.CDLL | None = None
 
+    @protected
     def apply(self) -> None:
         """Put the settings into effect, until ``restore``."""
-        self._applied = True
         defer_interrupts()
+        self._applied = True
         renew_autograd_engine()
         if self.switch_interval is not None:
             self._interval_before = sys.getswitchinterval()

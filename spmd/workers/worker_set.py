@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from rpc.agent.futures import Future, as_completed, wait_futures
 from rpc.errors import GivenUpError, RpcError, RpcTimeoutError
 from rpc.runtime import waits
-from rpc.runtime.interrupts import is_interruption
+from rpc.runtime.interrupts import is_interruption, protected
 from spmd.collectives.errors import CollectiveError
 
 __all__ = ["OwnPort", "Port", "RemotePort", "WorkerSet", "cause_of", "wait_together"]
@@ -115,30 +115,43 @@ class WorkerSet:
     def __len__(self) -> int:
         return len(self._ports)
 
-    def send(self, steps: Sequence[Any]) -> list[Any]:
+    @protected
+    def send(self, steps: Sequence[Any], answers: list[Any] | None = None) -> list[Any]:
         """Send a step.
 
         Args:
             steps: for each worker. They have the number of the next step.
+            answers: list to put the futures into, complete even if a signal handler interrupts this.
 
         Returns:
             A future of each worker's answer. If a worker cannot be sent the step, its future has that error.
             The others do the step; but if it is the first, no worker does, and all futures have the error.
-            ``wait`` has those without the step continue with the next one.
+            ``wait`` has those without the step continue with the next one. If a signal handler interrupts
+            this, no further worker is sent the step.
         """
-        answers: list[Any] = [None] * len(steps)
+        answers = [] if answers is None else answers
+        answers[:] = [None] * len(steps)
+        self.number += 1
         for place, worker in enumerate(self._order):
             try:
                 answers[worker] = self._ports[worker].send(steps[worker])
-            except Exception as error:
-                if is_interruption(error):
+            except BaseException as error:
+                interrupts = not isinstance(error, Exception) or is_interruption(error)
+                failed = _failed(self._interrupted(error) if interrupts else cast("Exception", error))
+                without = self._order[place:] if interrupts or place == 0 else [worker]
+                for each in without:
+                    answers[each] = failed
+                if interrupts:
                     raise
-                answers[worker] = _failed(error)
                 if place == 0:
-                    answers = [answers[worker]] * len(steps)
                     break
-        self.number += 1
         return answers
+
+    def _interrupted(self, error: BaseException) -> RpcError:
+        return RpcError(
+            f"{self._what} was interrupted by {type(error).__name__} while it was sent, so that not all "
+            f"{len(self)} workers have got it. They cannot go on together: end them, and begin again"
+        )
 
     def wait(
         self, number: int, answers: Sequence[Any], **details: Any

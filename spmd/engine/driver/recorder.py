@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rpc.runtime.interrupts import protected
 from rpc.runtime.torch_internals import OpOverload
 from spmd.engine.driver import operators
 from spmd.engine.driver.aliases import Alias, Step, Value, read
@@ -167,11 +168,15 @@ class Recorder:
     def flush(self) -> None:
         """Hand over the recording."""
         with self.lock:
-            recording = self.recording
-            if recording.operations or recording.inputs:
-                self._moved.clear()
-                self.recording = Recording(self._default_dtype)
-                self._run(recording)
+            self._flush()
+
+    @protected
+    def _flush(self) -> None:
+        recording = self.recording
+        if recording.operations or recording.inputs:
+            self._moved.clear()
+            self.recording = Recording(self._default_dtype)
+            self._run(recording)
 
     def send(self, value: Value) -> None:
         """Hand over the recording, and a value that is still on the driver."""

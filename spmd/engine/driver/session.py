@@ -19,6 +19,7 @@ from torch import Tensor
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, WorkerLostError
 from rpc.runtime import spans
+from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from spmd.engine.driver.aliases import Value
 from spmd.engine.driver.blocks import cut, has_blocks, holders, put_together
 from spmd.engine.driver.bounded_cache import BoundedCache
@@ -162,6 +163,7 @@ class Session:
         self._broken: Exception | None = None
         self._ending: OperationError | None = None
         self._generation = 0
+        self._regrouping: list[Any] = []
         self.counts: Counter[str] = Counter()
         self.planner: Callable[[Recording], Callable[[], None] | None] | None = None
 
@@ -186,11 +188,12 @@ class Session:
 
     # ---- what is recorded
 
+    @protected
     def _run(self, recording: Recording) -> None:
         """Take a recording over."""
         if self._broken is not None:
             raise self._broken
-        then = None if self.planner is None else self.planner(recording)
+        then = None if self.planner is None else self._plan(self.planner, recording)
         specs = tuple([value.spec for value in recording.inputs])
         uploads = [(place, value) for place, value in enumerate(recording.inputs) if value.remote is None]
         parts = [self._parts(value) for _, value in uploads]
@@ -237,6 +240,12 @@ class Session:
         if then is not None:
             then()
 
+    @interruptible
+    def _plan(
+        self, planner: Callable[[Recording], Callable[[], None] | None], recording: Recording
+    ) -> Callable[[], None] | None:
+        return planner(recording)
+
     def _drop(self, known: _Known) -> None:
         """Make the workers forget a program that was not used for long, in the next step.
 
@@ -250,6 +259,7 @@ class Session:
         value.remote = _Remote(number, self._freed, value.spec)
         self._remotes[number] = weakref.ref(value.remote)
 
+    @protected
     def _send(
         self,
         under_way: _UnderWay,
@@ -267,6 +277,8 @@ class Session:
             gone: ids that the program uses up.
             workers: workers whose values are requested.
         """
+        if self._regrouping and self._broken is None:
+            self._regroup()
         freed, used = [], set(under_way.inputs)
         for _ in range(len(self._freed)):
             number = self._freed.popleft()
@@ -293,10 +305,10 @@ class Session:
             )
             for worker in range(len(self._ports))
         ]
-        under_way.answers = self._set.send(steps)
         self._under_way.append(under_way)
+        self._set.send(steps, under_way.answers)
         while len(self._under_way) > _AHEAD:
-            self._settle(self._under_way.popleft())
+            self._settle_next()
 
     # ---- waiting for workers
 
@@ -314,21 +326,26 @@ class Session:
                 self._send(_UnderWay([]), self._ids)
             self._wait()
 
+    @protected
     def _wait(self) -> None:
         while self._under_way:
-            self._settle(self._under_way.popleft())
+            self._settle_next()
         self._lost.clear()
         if self._broken is not None:
             raise self._broken
         if self._ending is not None:
-            self._ending = None
             self._regroup()
+            self._ending = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
-    def _settle(self, step: _UnderWay) -> list[Answer]:
-        """Wait for a step, and record what has failed."""
+    @protected
+    def _settle_next(self) -> list[Answer]:
+        """Wait for the first step under way, and record what has failed. If a signal handler interrupts this,
+        the step is still under way.
+        """
+        step = self._under_way[0]
         details = {"lines": step.described()} if spans.is_listened_to() else {}
         answers, failed = self._set.wait(step.number, step.answers, **details)
         for worker, error in failed.items():
@@ -337,6 +354,7 @@ class Session:
         lost = {place: self._lost[each] for place, each in enumerate(step.inputs) if each in self._lost}
         if lost or any(each.failures for each in answers):
             self._lose(step, lost, answers)
+        self._under_way.popleft()
         return answers
 
     def _lose(self, step: _UnderWay, lost: dict[int, OperationError], answers: Sequence[Answer]) -> None:
@@ -374,22 +392,30 @@ class Session:
                     remote.error = reason
 
     def _regroup(self) -> None:
-        """Form new groups: a program has ended early on some worker, and with it the collectives of all."""
-        self._generation += 1
+        """Form new groups: a program has ended early on some worker, and with it the collectives of all. If a
+        signal handler interrupts this, it is continued before the next step.
+        """
+        if not self._regrouping:
+            self._generation += 1
+            self._regrouping = [port.regroup(self._generation) for port in self._ports]
         try:
-            wait_futures([port.regroup(self._generation) for port in self._ports])
-        except RpcError as error:  # some workers have new groups, and others have not
+            wait_futures(self._regrouping)
+        except RpcError as error:
+            if is_interruption(error):
+                raise
+            # Some workers have new groups, and others have not.
             self._broken = _unanswered("the request for new process groups after a failed operation", error)
             self._set.abort("another worker has failed")  # the others may wait for the one that has failed
             if self._broken is error:
                 raise
             raise self._broken from None
+        self._regrouping = []
 
     def drain(self) -> None:
         """Wait until the workers have done everything that they were sent, successfully or not."""
         with self.recorder.lock:
             while self._under_way:
-                self._settle(self._under_way.popleft())
+                self._settle_next()
 
     def end(self) -> None:
         """End the workers, and delete their data, which must not be mistaken for later data."""
@@ -431,8 +457,8 @@ class Session:
             step = _UnderWay([], inputs=(value.remote.id,))
             self._send(step, self._ids, wanted=(value.remote.id,), workers=workers)
             while self._under_way[0] is not step:
-                self._settle(self._under_way.popleft())
-            answers = self._settle(self._under_way.popleft())
+                self._settle_next()
+            answers = self._settle_next()
             self._wait()
             if value.remote.error is not None:
                 raise lost(value.remote.error)

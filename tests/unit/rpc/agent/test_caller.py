@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import signal
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rpc.agent.tape import Tracing
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.events import Events
+from rpc.runtime.interrupts import interruptible
 from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import QueueFull
@@ -74,6 +76,33 @@ def test_a_call_whose_sending_raises_tells_that_it_has_ended(error: type[BaseExc
     with pytest.raises(error):
         agent.caller.inquire(peer(), Kind.CALL, Payload({}, [b""]), 1.0, "what")
     assert agent.under_way == [0, 0]
+
+
+@interruptible
+def ring(*_: object, **__: object) -> None:
+    signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.mark.usefixtures("deferred")
+@pytest.mark.parametrize("error", [QueueFull(), WorkerLostError("gone", "another", "it died")], ids=repr)
+def test_what_a_signal_handler_raises_while_a_call_is_sent_is_not_the_outcome_of_that_call(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler may have made a call itself, to another worker."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    agent = Unsending(AssertionError())
+    monkeypatch.setattr(agent.caller, "_send", ring)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(type(error)) as raised:
+            agent.request(peer())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert raised.value is error
+    assert agent.under_way == [0]
 
 
 def test_a_call_to_a_worker_about_to_be_lost_is_left_to_who_says_why() -> None:

@@ -21,6 +21,8 @@ from rpc.rendezvous.store import (
     StoreWait,
     run_with_deadline,
 )
+from tests.support.interrupting import interrupted_at_check
+from tests.support.streams import until
 from tests.unit.rpc.rendezvous.conftest import Connect
 
 # Waiting
@@ -51,6 +53,19 @@ def test_work_left_behind_ends_at_its_next_pause() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_with_deadline(work, 60, "x")
     assert ended.wait(10)
+
+
+@pytest.mark.usefixtures("deferred")
+def test_work_left_behind_ends_wherever_its_caller_is_interrupted() -> None:
+    def work(waiting: StoreWait) -> None:
+        while waiting.pause(0.001):
+            pass
+
+    before, number = threading.active_count(), 0
+    while interrupted_at_check(number := number + 1, lambda: run_with_deadline(work, 0.01, "the store")):
+        pass
+    assert number > 10
+    until(lambda: threading.active_count() == before)
 
 
 class Recorder(StoreWait):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import asyncio
+import ctypes
+import faulthandler
+import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +27,8 @@ from rpc.runtime.interrupts import (
 )
 
 SOON = 30.0
+_FLAGS, _SA_RESTART = 136, 0x10000000
+"""Offset of ``sa_flags`` in glibc's ``struct sigaction`` on 64-bit machines, and a flag."""
 
 
 @pytest.fixture(autouse=True)
@@ -256,6 +262,45 @@ def test_a_handler_of_the_programs_runs_outside_protected_sections(installed: st
     assert signal.getsignal(signal.SIGINT) is own
     signal.signal(signal.SIGINT, signal.default_int_handler)
     defer_interrupts()
+
+
+def test_what_c_code_has_installed_over_a_handler_stays_installed() -> None:
+    """As faulthandler, or an extension module: Python's own table still has the handler."""
+    restore_interrupts()
+    own: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: own.append(number))
+    with tempfile.TemporaryFile() as dumps:
+        sizes: list[int] = []
+        faulthandler.register(signal.SIGUSR1, dumps)
+        for change in (defer_interrupts, restore_interrupts, defer_interrupts):
+            change()
+            signal.raise_signal(signal.SIGUSR1)
+            sizes.append(os.fstat(dumps.fileno()).st_size)
+        faulthandler.unregister(signal.SIGUSR1)
+    assert 0 < sizes[0] < sizes[1] < sizes[2]
+    assert not own
+    signal.raise_signal(signal.SIGUSR1)
+    assert own == [signal.SIGUSR1]
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_a_handler_that_lets_system_calls_go_on_still_does() -> None:
+    restore_interrupts()
+    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+
+    def restarts() -> bool:
+        """Whether ``signal.siginterrupt(SIGUSR1, False)`` is in effect."""
+        libc.sigaction(signal.SIGUSR1, None, action)
+        return bool(int.from_bytes(action.raw[_FLAGS : _FLAGS + 4], sys.byteorder) & _SA_RESTART)
+
+    signal.signal(signal.SIGUSR1, too_long)
+    before = restarts()
+    signal.siginterrupt(signal.SIGUSR1, False)
+    for change in (defer_interrupts, restore_interrupts, defer_interrupts):
+        change()
+        assert restarts()
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert not before
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rpc.agent.futures import Future
 from rpc.errors import WorkerLostError
 from spmd.collectives.errors import CollectiveError
 from spmd.engine.api import (
@@ -39,6 +40,7 @@ from spmd.engine.program.program import REPLICATED, Layout, MeshKey
 from spmd.engine.program.repetition import Repetition
 from spmd.engine.program.step_messages import Answer, EngineStep, Failure
 from tests.support.effort import EFFORT, PROFILE
+from tests.support.interrupting import interrupted
 from tests.support.spmd_session import InlinePort, inline_session
 
 pytestmark = pytest.mark.logical_device
@@ -246,6 +248,25 @@ def test_what_is_under_way_when_something_fails_depends_on_it_or_not(
     assert kept_too.tolist() == [3, 4]
     with pytest.raises(OperationError, match="never computed"):
         lost_too.cpu()
+
+
+def test_the_answer_of_a_step_is_not_lost_when_the_wait_for_it_is_interrupted(
+    both: tuple[Session, InlinePort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, port = both
+    send, first = port.send, Future[Any]()
+
+    def send_first(step: EngineStep) -> Any:
+        monkeypatch.setattr(port, "send", send)
+        return first
+
+    monkeypatch.setattr(port, "send", send_first)
+    x = there(1) * 2
+    interrupted(session.sync)
+    first.set_result(Answer((), (Failure(0, ValueError("it does not fit"), ends=False),)))
+    with pytest.raises(OperationError, match="it does not fit"):
+        session.sync()
+    del x
 
 
 def test_workers_make_new_groups_when_a_collective_has_failed_on_all(

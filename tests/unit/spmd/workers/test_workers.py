@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_a_step_that_another_worker_cannot_be_sent_is_done_by_the_rest_until_the
     assert cause_of(failed) == 1
     assert workers.number == 1
     assert made[1].skipped == [0]
+
+
+def test_a_step_that_was_interrupted_while_it_was_sent_fails_on_all_workers() -> None:
+    made, sent = ports(None, None, None)
+    made[1].send = lambda step: signal.default_int_handler(signal.SIGINT, None)  # type: ignore[method-assign]
+    workers, answers = WorkerSet(made, "a step", grace=0.0), list[Any]()
+    with pytest.raises(KeyboardInterrupt):
+        workers.send(["step"] * 3, answers)
+    assert sent == ["w0 step"]
+    assert workers.number == 1
+    _, failed = workers.wait(0, answers)
+    assert isinstance(failed[0], CollectiveError)
+    assert "a step was interrupted by KeyboardInterrupt" in str(failed[cause_of(failed)])
+    assert [port.skipped for port in made[1:]] == [[0]] * 2
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["raises", "answers"])
