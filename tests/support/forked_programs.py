@@ -451,13 +451,13 @@ def _open_streams(unbuffered: bool) -> None:
         stream = None
         if _is_open(number):
             raw = io.FileIO(number, "w" if number else "r", closefd=False)
-            buffered = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+            direct = unbuffered and number > 0
             stream = io.TextIOWrapper(
-                raw if unbuffered and number else buffered,
+                raw if direct else io.BufferedWriter(raw) if number else io.BufferedReader(raw),
                 encoding=encoding,
                 errors="backslashreplace" if number == 2 else errors,
                 line_buffering=number == 2 or raw.isatty(),
-                write_through=unbuffered and number > 0,
+                write_through=direct,
             )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

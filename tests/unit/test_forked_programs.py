@@ -109,6 +109,10 @@ def test_a_forked_program_ends_as_python_does(folder: Path, program: str, status
     assert re.fullmatch(errors, said, re.DOTALL)
 
 
+def test_a_forked_program_prints_without_buffers(folder: Path) -> None:
+    assert run(folder, "-u", "-c", "print(1)") == (0, "1\n", "")
+
+
 def test_a_module_is_found_in_the_folder_and_one_that_is_not_there_is_named(folder: Path) -> None:
     assert "['-m', 'program']" in run(folder, "-m", "program")[1]
     assert "No module named not_there" in run(folder, "-m", "not_there")[2]
