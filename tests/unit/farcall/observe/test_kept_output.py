@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from farcall.cli import main
 from farcall.launch.output import Output
-from farcall.observe import kept_output
 from farcall.observe.kept_output import KeptOutput, LogTimes
 from farcall.observe.launches import note_end, note_launch
 from farcall.observe.state import WorkerState
@@ -35,7 +35,7 @@ def test_lines_of_several_workers_are_in_the_order_of_printing(
     logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
     times = [LogTimes(log) for log in logs]
     for now, (rank, text) in enumerate([(1, "1\n"), (0, "2\n3\n"), (1, "4\n"), (0, "5\n")]):
-        monkeypatch.setattr(kept_output.time, "time", lambda now=now: 100.0 + now)
+        monkeypatch.setattr(time, "time", lambda now=now: 100.0 + now)
         times[rank].note(logs[rank].stat().st_size if logs[rank].exists() else 0)
         append(tmp_path, rank, text)
     assert output.last_by_time(WORKERS, 9) == ["b  1", "a  2", "a  3", "b  4", "a  5"]
