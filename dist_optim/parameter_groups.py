@@ -85,6 +85,6 @@ def _check_references(given: Sequence[Any], where: str) -> None:
     for position, reference in enumerate(given):
         if not isinstance(reference, RRef):
             raise TypeError(
-                f"{where}[{position}] is {with_article(type(reference))}, not a reference: for a parameter "
-                "of this worker pass rpc.RRef(parameter)"
+                f"{where}[{position}] is {with_article(type(reference))}, not a reference: for "
+                "parameters of this worker pass a list of rpc.RRef(each) for each in model.parameters()"
             )

@@ -14,6 +14,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +55,41 @@ def _program(context: click.Context, _argument: click.Parameter, given: str) -> 
     return given
 
 
+class _Starter(click.Command):
+    """A command that runs a program, and explains command lines that are in another order."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            if error.param is None or (moved := _options_first(given, error.param.opts)) is None:
+                raise
+            text = f"options of {ctx.command_path} come before the program: {_line(ctx, moved)}"
+            raise click.UsageError(text, ctx) from error
+        arguments = ctx.params["arguments"]
+        at = len(given) - len(arguments) - 1
+        if re.fullmatch(r"python[\d.]*", os.path.basename(given[at])) and not os.path.isdir(given[at]):
+            moved = [*given[:at], *(arguments or ("PROGRAM",))]
+            text = f"the program is run by the Python of {ctx.command_path}: leave out {given[at]!r}, as in"
+            raise click.UsageError(f"{text}: {_line(ctx, moved)}", ctx)
+        return rest
+
+
+def _options_first(given: Sequence[str], names: Sequence[str]) -> list[str] | None:
+    """Return a command line with the option of these names at its beginning; None if it does not have it."""
+    for at, each in enumerate(given):
+        if each in names:
+            return [*given[at : at + 2], *given[:at], *given[at + 2 :]]
+        if each.startswith(tuple(f"{name}=" if name[:2] == "--" else name for name in names)):
+            return [each, *given[:at], *given[at + 1 :]]
+    return None
+
+
+def _line(context: click.Context, arguments: Sequence[str]) -> str:
+    return f"{context.command_path} {shlex.join(arguments)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line's entry.
 
@@ -87,7 +124,9 @@ for _command in (*COMMANDS, page_command):
 _XLA_HELP = "Libraries find torch_xla too, as if the program imported it."
 
 
-@cli.command(context_settings=_PROGRAM, short_help="Run a program of torch.distributed.rpc on farcall.")
+@cli.command(
+    cls=_Starter, context_settings=_PROGRAM, short_help="Run a program of torch.distributed.rpc on farcall."
+)
 @click.option("--xla", is_flag=True, help=_XLA_HELP)
 @click.option("-m", "module", is_flag=True, help="TARGET is the name of a module, not a file.")
 @click.argument("target", type=click.Path(), callback=_program)
@@ -103,7 +142,7 @@ def run(xla: bool, module: bool, target: str, arguments: tuple[str, ...]) -> int
     return (run_module if module else run_script)(target, arguments, xla=xla)
 
 
-@cli.command(context_settings=_PROGRAM)
+@cli.command(cls=_Starter, context_settings=_PROGRAM)
 @click.option("-n", "--workers", type=click.IntRange(1), required=True, help="Processes on this machine.")
 @click.option(
     "--nnodes", type=click.IntRange(1), help="Number of machines; each runs this command.  [1, or Slurm's]"

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from rpc.agent.futures import Future, collected_futures
 from rpc.agent.interface import AgentInterface
-from rpc.errors import with_article
+from rpc.errors import NotInitializedError, with_article
 from rpc.group.membership import WorkerReference
 from rpc.group.workers import WorkerInfo
 from rpc.options import UNSET_TIMEOUT, RpcBackendOptions
-from rpc.runtime.current import current_agent
+from rpc.runtime.current import check_not_forked, current_agent, is_initialized
 
 T = TypeVar("T")
 
@@ -293,4 +293,11 @@ def shutdown(
             still busy. This worker has left all the same.
         RRefError: others hold references, with ``raise_on_leaks``. This worker has left all the same.
     """
+    if not is_initialized():
+        check_not_forked()
+        raise NotInitializedError(
+            "shutdown: RPC has not been initialized, or is shut down already. Call init_rpc first, and shutdown "
+            "only once, at the end. "
+            "(Current RPC agent is not set! Did you initialize the RPC framework?)"
+        )
     _agent().shutdown(graceful, timeout, release_references=release_references, raise_on_leaks=raise_on_leaks)

@@ -14,6 +14,7 @@ import signal
 import sysconfig
 import textwrap
 import time
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +23,19 @@ from typing import Final
 from farcall.launch.terminal import say
 from farcall.observe.places import Place
 from farcall_guard import PACKAGES
+from rpc.runtime.current import is_initialized
 from rpc.runtime.preemption import REQUEUE_STATUS
 
-__all__ = ["Failure", "record", "signal_name"]
+__all__ = ["Failure", "is_of_pytorchs_rpc", "record", "signal_name"]
 
 _FILE: Final = "FARCALL_ERROR_FILE"
 """Environment variable that names the file for the record."""
 
 _SHOWN: Final = 120
 """Maximum number of characters of an exception in the summary; the process has printed all of them."""
+
+_PYTORCHS_RPC: Final = re.compile(r"/torch/distributed/(rpc|autograd|nn/api|optim)/[^/]*$")
+"""Files of PyTorch's own RPC."""
 
 _LOSS: Final = "WorkerLostError"
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
@@ -127,6 +132,12 @@ class Failure:
             say(f"preempted: {self.process} {self.what}")
             return
         say(f"{self.process} failed first{remark}: it {self.what}")
+
+
+def is_of_pytorchs_rpc(error: BaseException) -> bool:
+    """Whether PyTorch's own RPC has raised an error in a process that has an agent of farcall."""
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and _PYTORCHS_RPC.search(frames[-1]) is not None and is_initialized()
 
 
 def record(error: BaseException, trace: str) -> None:

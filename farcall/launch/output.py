@@ -19,6 +19,7 @@ from typing import IO, Final
 
 from farcall.launch.lines import Screen, Stream
 from farcall.launch.terminal import say
+from farcall.observe.kept_output import LogTimes
 
 __all__ = ["Output"]
 
@@ -38,11 +39,14 @@ class _Stream(Stream):
     written.
     """
 
-    def __init__(self, pipe: int, target: int, prefix: bytes, log: IO[bytes] | None) -> None:
+    def __init__(
+        self, pipe: int, target: int, prefix: bytes, log: IO[bytes] | None, times: LogTimes | None
+    ) -> None:
         super().__init__(prefix)
         self.pipe = pipe
         self.target = target
         self.log = log
+        self.times = times
         self.due: float | None = None
 
     def take(self, read: bytes) -> list[bytes]:
@@ -54,7 +58,9 @@ class _Stream(Stream):
     def _note(self, text: bytes) -> None:
         """Write to the file, as long as that is possible: pipes must be read in any case."""
         assert self.log is not None
+        assert self.times is not None
         try:
+            self.times.note(os.fstat(self.log.fileno()).st_size)
             while text:
                 text = text[self.log.write(text) :]
         except OSError as error:
@@ -93,13 +99,14 @@ class Output:
         """Start to read a process's streams; returns the argument for ``ended``."""
         file = self.log_file(rank)
         log = None if file is None else open(file, "ab", buffering=0)  # noqa: SIM115
+        times = None if file is None else LogTimes(file)
         pipes = []
         for target, stream in ((1, process.stdout), (2, process.stderr)):
             assert stream is not None
             pipes.append(pipe := os.dup(stream.fileno()))
             stream.close()
             os.set_blocking(pipe, False)
-            self._order(_Stream(pipe, target, b"[%d] " % rank, log))
+            self._order(_Stream(pipe, target, b"[%d] " % rank, log, times))
         return tuple(pipes)
 
     def ended(self, pipes: tuple[int, ...]) -> None:

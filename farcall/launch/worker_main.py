@@ -24,7 +24,7 @@ import farcall_guard
 
 farcall_guard.prefer()  # before any import of packages that the program's folder may hide
 
-from farcall.launch.failures import record
+from farcall.launch.failures import is_of_pytorchs_rpc, record
 from farcall.launch.program import run_module, run_script
 from farcall.observe.installation import begin, failed
 from rpc.errors import WorkerLostError
@@ -57,6 +57,11 @@ def main() -> int:
 
 def _record(error: Exception) -> str | None:
     """Leave a record for the launcher. The loss of another worker, which says why itself, is one line."""
+    if is_of_pytorchs_rpc(error):
+        error.add_note(
+            "PyTorch's own RPC raised this, and this process uses farcall's: import the name from farcall, "
+            "as in farcall.rpc, or use `farcall launch --lend-names`"
+        )
     record(error, folded(error))
     failed(error)
     return f"{in_one_line(error)}\n" if isinstance(error, WorkerLostError) else None

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -17,6 +18,9 @@ __all__ = ["COMMANDS"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _JOB: Final = "The job: its name, or the beginning of it.  [one of this user that runs, or the last one]"
+
+_FOLLOW_SECONDS: Final = 0.25
+"""Time in seconds between two looks of ``farcall logs --follow``."""
 
 
 def _job_option(command: F) -> F:
@@ -144,7 +148,7 @@ def top(job: str | None) -> int:
 
 @click.command(short_help="Show the stacks of the threads of workers.")
 @_job_option
-@click.option("--all", "everything", is_flag=True, help="Idle threads, too.")
+@click.option("--all", "everything", is_flag=True, help="Idle threads and farcall's own frames, too.")
 @click.option("--native", is_flag=True, help="With frames of C and C++: needs farcall[stacks].")
 @click.argument("workers", nargs=-1)
 def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, ...]) -> int:
@@ -177,19 +181,33 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
 @click.option(
     "-n", "lines", type=click.IntRange(1), default=20, show_default=True, help="Last lines of each."
 )
+@click.option("--by-time", is_flag=True, help="The last lines of all together, in the order of printing.")
+@click.option("-f", "--follow", is_flag=True, help="The same, and then new lines, until the job is over.")
 @click.argument("workers", nargs=-1)
-def logs(job: str | None, lines: int, workers: tuple[str, ...]) -> int:
+def logs(job: str | None, lines: int, by_time: bool, follow: bool, workers: tuple[str, ...]) -> int:
     """Show the end of the output of WORKERS, by name or rank; of all by default."""
-    from farcall.observe.launches import log_ends
+    from farcall.observe.kept_output import KeptOutput
+    from farcall.observe.launches import is_over
     from farcall.observe.reader import read_job
     from farcall.observe.stacks import chosen
 
     folder = _find(job)
     try:
-        for text in log_ends(folder.path, chosen(read_job(folder), workers), lines):
-            click.echo(text)
+        output = KeptOutput(folder.path)
+        found = chosen(read_job(folder), workers)
     except LookupError as error:
         raise click.ClickException(str(error)) from error
+    last = output.last_by_time if by_time or follow else output.last_of_each
+    for line in last(found, lines):
+        click.echo(line)
+    with contextlib.suppress(KeyboardInterrupt):
+        while follow:
+            state = read_job(folder)
+            follow = not is_over(folder.path, state)
+            for line in output.new(chosen(state, workers)):
+                click.echo(line)
+            if follow:
+                time.sleep(_FOLLOW_SECONDS)
     return 0
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from farcall.observe.frozen_stacks import Stack
 from farcall.observe.native_stacks import native_stacks
 from farcall.observe.places import Place
-from farcall.observe.state import JobState, ThreadState, WorkerState, items
+from farcall.observe.state import JobState, ThreadState, WorkerState
+from rpc.runtime.stacks import OURS
 
 __all__ = ["chosen", "native_stack_lines", "stack_lines"]
 
@@ -32,14 +34,20 @@ def chosen(job: JobState, names: Sequence[str]) -> list[WorkerState]:
 
 
 def stack_lines(worker: WorkerState, *, everything: bool = False) -> Iterator[str]:
-    """Yield the threads of a worker, the innermost frame of each first."""
+    """Yield the threads of a worker, the innermost frame of each first.
+
+    Args:
+        worker: the worker.
+        everything: whether to include idle threads, and each frame of this distribution; otherwise the frames
+            of this distribution that follow each other are one line.
+    """
     if worker.is_frozen and worker.frozen:
         is_spied = any(each.native for each in worker.frozen.values())
         how = "as of now, by py-spy" if is_spied else "written without it"
         yield f"{worker.name}: its interpreter does not run; stacks {how}"
         names = {each.id: each.name for each in worker.threads}
         for stack in worker.frozen.values():
-            yield from _stack(stack, names)
+            yield from _stack(stack, names, everything=everything)
         return
     when = f"as of {worker.silent:.1f} s ago" if worker.process.alive else "at its last look"
     yield f"{worker.name} ({when})"
@@ -49,12 +57,11 @@ def stack_lines(worker: WorkerState, *, everything: bool = False) -> Iterator[st
             idle += 1
             continue
         yield f"  {thread.name}{_doing(thread)}"
-        yield from _places(thread.stack)
+        yield from _places(_whole(thread.fields.get("stack")), thread.folder, everything=everything)
     for request in worker.requests:
-        places = [Place.of(each) for each in items(request.get("stack"))]
-        if places:
+        if places := _whole(request.get("stack")):
             yield f"  coroutine for {request.get('from')}, {worker.age(request.get('began')):.1f} s"
-            yield from _places([each for each in places if each is not None])
+            yield from _places(places, everything=everything)
     if idle:
         yield f"  and {idle} idle threads (--all)"
 
@@ -67,9 +74,21 @@ def _doing(thread: ThreadState) -> str:
     return f": {doing}{f' `{on}`' if on else ''}" if doing else ""
 
 
-def _places(places: Sequence[Place]) -> Iterator[str]:
-    for place in places:
-        yield f"    {place.function}  {place.file}:{place.line}"
+def _whole(stack: object) -> list[Place]:
+    """Return the places of a stack in a snapshot, with whole paths."""
+    places = (Place.of(each) for each in (stack if isinstance(stack, list) else ()))
+    return [each for each in places if each is not None]
+
+
+def _places(places: Sequence[Place], folder: str = "", *, everything: bool) -> Iterator[str]:
+    prefix = folder.rstrip("/") + "/" if folder else ""
+    for is_ours, group in groupby(places, lambda place: place.file.startswith(OURS)):
+        same = list(group)
+        if is_ours and not everything:
+            yield f"    ... {len(same)} frame{'' if len(same) == 1 else 's'} of farcall (--all)"
+            continue
+        for place in same:
+            yield f"    {place.function}  {place.file.removeprefix(prefix)}:{place.line}"
 
 
 def native_stack_lines(worker: WorkerState) -> Iterator[str]:
@@ -83,10 +102,10 @@ def native_stack_lines(worker: WorkerState) -> Iterator[str]:
     names = {each.id: each.name for each in worker.threads}
     yield f"{worker.name} (now)"
     for stack in native_stacks(worker.pid):
-        yield from _stack(stack, names)
+        yield from _stack(stack, names, everything=True)
 
 
-def _stack(stack: Stack, names: Mapping[int, str]) -> Iterator[str]:
+def _stack(stack: Stack, names: Mapping[int, str], *, everything: bool) -> Iterator[str]:
     name = names.get(stack.thread) or stack.name or f"thread {stack.thread:#x}"
     yield f"  {name}{': holds the interpreter lock' if stack.holds_interpreter else ''}"
-    yield from _places([Place(*each) for each in stack.frames])
+    yield from _places([Place(*each) for each in stack.frames], everything=everything)

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from farcall.observe.analysis import analyze
 from farcall.observe.jobs import JobFolder, find_job, jobs
-from farcall.observe.launches import log_ends
+from farcall.observe.kept_output import KeptOutput
 from farcall.observe.reader import read_job
 from farcall.observe.stacks import chosen
 from farcall.page.access import Access, Refusal
@@ -377,7 +377,7 @@ class Server:
         try:
             workers = chosen(watched.job, [request.query.get("name", "")])
             lines = await asyncio.to_thread(
-                lambda: list(log_ends(watcher.folder.path, workers, _MAX_LOG_LINES))
+                lambda: list(KeptOutput(watcher.folder.path).last_of_each(workers, _MAX_LOG_LINES))
             )
         except LookupError as error:
             return web.json_response({"lines": [], "trouble": str(error.args[0])})

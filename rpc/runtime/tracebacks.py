@@ -67,7 +67,7 @@ def _fold(described: traceback.TracebackException) -> None:
     text = str(described)
     while (cause := described.__cause__ or _context(described)) is not None:
         users = _users(cause.stack)
-        if not users and cause.stack and str(cause) in text:
+        if not users and (cause.stack or str(cause)) and str(cause) in text:
             described.__cause__, described.__context__ = cause.__cause__, cause.__context__
             described.__suppress_context__ = cause.__suppress_context__
             continue

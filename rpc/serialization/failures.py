@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable
-from types import FunctionType
+from types import AsyncGeneratorType, FunctionType, GeneratorType
 from typing import Any, Final
 
 from rpc.errors import NoMemoryError, RpcError, SerializationError, with_article
@@ -105,15 +105,23 @@ def _explained(said: str, value: Any, cause: Exception, attempt: Attempt) -> Exc
         path, culprit, cause = _locate(value, cause, attempt)
     if path:
         said = f"{said}, because of {path.lstrip()} in it, of type {type_name(type(culprit))}"
-    error = SerializationError(f"{said}: {_reason(cause)}")
+    error = SerializationError(f"{said}: {_reason(cause, culprit)}")
     error.__cause__ = cause
     return error
 
 
-def _reason(cause: Exception) -> str:
+def _reason(cause: Exception, culprit: Any) -> str:
     if isinstance(cause, RecursionError):
         return "it is nested too deeply: send something flat, such as a list with indices in place of nesting"
-    return text_of(cause) or type(cause).__name__
+    reason = text_of(cause) or type(cause).__name__
+    if isinstance(culprit, GeneratorType):
+        return (
+            f"{reason}. Send a list of its items, or a reference to it (rpc.remote makes one for a callee's "
+            "result, and rpc.RRef for an object): rref.rpc_sync().__next__() returns the next item"
+        )
+    if isinstance(culprit, AsyncGeneratorType):
+        return f"{reason}. Send a list of its items"
+    return reason
 
 
 def _try(obj: Any, attempt: Attempt) -> Exception | None:

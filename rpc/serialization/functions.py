@@ -190,8 +190,9 @@ def resolve(module: str, name: str) -> Any:
 def not_found(module: str, name: str, why: str) -> FunctionNotFoundError:
     """Return the error for an object that the sender can import and the receiver cannot."""
     hint = (
-        "The script that this process runs does not have the name, or not yet (is it defined below the call "
-        'of init_rpc, or only if __name__ == "__main__"?)'
+        "The script of that worker has not defined it: the definition is below the call of init_rpc, or "
+        "under an `if` that is false there, such as `if rank == 0:` or "
+        '`if __name__ == "__main__":`. Move it to the top level of the script, above init_rpc'
         if module == "__main__"
         else "The RPC pickler does not serialize the code of what can be imported: install the same module "
         "on both workers, or name it to cloudpickle.register_pickle_by_value() on the sender"

@@ -199,3 +199,27 @@ def test_what_cannot_be_under_slurm_is_refused_by_name(
             monkeypatch.delenv(name)
     assert main(["launch", "-n", "1", __file__]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("launch x.py -n 2", "launch -n 2 x.py"),
+        ("launch x.py --lr 1 -n2", "launch -n2 x.py --lr 1"),
+        ("launch --restart 3 x.py --workers=4", "launch --workers=4 --restart 3 x.py"),
+        ("launch -n 2 python x.py", "launch -n 2 x.py"),
+        ("launch -n 2 /usr/bin/python3.11 -m trainer 1", "launch -n 2 -m trainer 1"),
+        ("launch -n 2 python3", "launch -n 2 PROGRAM"),
+        ("run python x.py", "run x.py"),
+    ],
+)
+def test_a_command_line_in_another_order_is_answered_with_the_one_that_was_meant(
+    given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(given.split()) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f": farcall {meant}")
+
+
+def test_a_command_line_without_a_required_option_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "x.py", "--lr", "1"]) == 2
+    assert "Missing option '-n'" in capsys.readouterr().err

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed.autograd
 
-from farcall.launch.failures import Failure, record
+from farcall.launch import failures
+from farcall.launch.failures import Failure, is_of_pytorchs_rpc, record
 
 RAISED = Failure(0, 10, 1, 3.0, "LookupError: bad luck", "Traceback ...")
 LOST_ANOTHER = Failure(1, 11, 1, 2.0, "WorkerLostError: worker0 is lost", "Traceback ...")
@@ -55,3 +57,12 @@ def test_an_exception_without_a_text_leaves_a_record(tmp_path: Path, monkeypatch
     record(Unprintable(), "Traceback ...")
     left = Failure.of(0, 1, 1, tmp_path / "record")
     assert left.what == "raised Unprintable: <exception str() failed>"
+
+
+@pytest.mark.parametrize("uses_farcall", [True, False])
+def test_an_error_of_pytorchs_own_rpc_is_known(uses_farcall: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "is_initialized", lambda: uses_farcall)
+    with pytest.raises(RuntimeError) as caught, torch.distributed.autograd.context():
+        pass
+    assert is_of_pytorchs_rpc(caught.value) == uses_farcall
+    assert not is_of_pytorchs_rpc(ValueError())

@@ -14,7 +14,8 @@ import pytest
 from farcall.observe import reader
 from farcall.observe.job_files import write_private
 from farcall.observe.jobs import JobFolder, find_job, jobs, make_private, remove_old
-from farcall.observe.launches import log_ends, note_launch
+from farcall.observe.kept_output import KeptOutput
+from farcall.observe.launches import note_launch
 from farcall.observe.layout import FILE_BYTES, SNAPSHOT_BYTES, Beat
 from farcall.observe.orders import give_order
 from farcall.observe.reader import read_job
@@ -178,7 +179,7 @@ def test_output_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     note_launch(tmp_path / "j", log_dir=str(tmp_path))
     write(tmp_path, "j", "w", name="w", rank=0)
     (worker,) = read_job(job_at(tmp_path, "j"))
-    assert list(log_ends(tmp_path / "j", [worker], 5)) == [
+    assert list(KeptOutput(tmp_path / "j").last_of_each([worker], 5)) == [
         f"w: {tmp_path / 'rank0.log'}: it is not a regular file"
     ]
 

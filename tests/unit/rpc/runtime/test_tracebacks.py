@@ -101,3 +101,9 @@ def test_an_error_in_one_line_names_the_programs_line() -> None:
     assert place_of(caught.value) == f" at {__file__}:{line}"
     assert in_one_line(caught.value).startswith(f"NotInitializedError at {__file__}:{line}: ")
     assert "\n" not in in_one_line(ValueError("a\nb"))
+
+
+def test_a_cause_that_has_lost_its_frames_is_left_out_if_the_error_says_it() -> None:
+    text = folded(raised(SerializationError("cannot pickle a lock"), TypeError("cannot pickle a lock")))
+    assert text.count("cannot pickle a lock") == 1
+    assert "KeyError" in folded(raised(SerializationError("not found"), KeyError()))

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import enum
+import re
 import threading
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -98,6 +100,17 @@ def test_error_for_result_says_so() -> None:
         SerializationError, match=r"cannot send the result, of type generator, to worker 'callee'"
     ):
         PICKLES.dumps((i for i in range(3)), CALLEE)
+
+
+def test_error_for_a_generator_says_what_to_send() -> None:
+    async def numbers() -> AsyncGenerator[int, None]:
+        yield 1
+
+    assert re.search(
+        r"Send a list of its items, or a reference .* rref\.rpc_sync\(\)\.__next__\(\) returns the next",
+        cannot_call({"a": (i for i in range(3))}),
+    )
+    assert cannot_call(numbers()).endswith("Send a list of its items")
 
 
 def test_future_cannot_be_sent_and_says_what_pytorch_says() -> None:
