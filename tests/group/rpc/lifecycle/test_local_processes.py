@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -130,34 +131,49 @@ def test_a_script_that_starts_workers_wherever_it_is_imported_is_told(tmp_path: 
     done = run(tmp_path, "", "rpc.spawn(main, 'count')")
     assert done.returncode == 1
     assert 'under `if __name__ == "__main__":`' in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert sum(-(-len(line) // 80) for line in done.stderr.splitlines()) < 24
 
 
 OF_ITS_OWN = """
 import multiprocessing, os, sys, time
+from concurrent.futures import ProcessPoolExecutor
 from farcall import rpc
+from torch.utils.data import DataLoader
+
+class Number(int):
+    pass
 
 def plus(x):
-    return x + 1
+    return Number(x + 1)
 
 if __name__ == "__main__":
-    def work():
+    def work(given):
+        results, number = [rpc.rpc_sync("worker0", plus, args=(given,))], int(given)
         with multiprocessing.Pool(1) as pool:
-            return pool.apply(abs, (rpc.rpc_sync("worker0", plus, args=(-42,)),))
+            results.append(pool.apply(abs, (number,)))
+        with multiprocessing.Manager() as manager:
+            results.append(manager.list([number])[0])
+        with ProcessPoolExecutor(1) as executor:
+            results.append(executor.submit(abs, number).result())
+        results.append([int(each) for each in DataLoader([number], num_workers=1)])
+        return [*results, rpc.spawn(abs, number, workers=1)]
 
-    def hang():
-        pool = multiprocessing.Pool(1)
+    def hang(depth):
+        pool, manager = multiprocessing.Pool(1), multiprocessing.Manager()
         print(os.getpid(), *[child.pid for child in multiprocessing.active_children()], flush=True)
-        time.sleep(3600)
+        rpc.spawn(hang, depth - 1, workers=1) if depth else time.sleep(3600)
 
-    print(rpc.spawn(hang if "hang" in sys.argv else work, workers=1))
+    print(rpc.spawn(hang, 1, workers=1) if "hang" in sys.argv else rpc.spawn(work, Number(-42), workers=1))
 """
+OWN_RESULTS = "[[-41, 42, -42, 42, [-42], [42]]]\n"
 
 
 def test_workers_of_a_package_run_its_functions_and_have_children(tmp_path: Path) -> None:
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "__main__.py").write_text(OF_ITS_OWN)
     done = run_program(tmp_path, "", "-m", "app")
-    assert (done.returncode, done.stdout) == (0, "[41]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, OWN_RESULTS), done.stderr
 
 
 @pytest.mark.nightly
@@ -166,18 +182,24 @@ def test_a_script_may_come_from_standard_input(tmp_path: Path) -> None:
     done = subprocess.run(
         command, check=False, input=OF_ITS_OWN, capture_output=True, text=True, timeout=80, cwd=tmp_path
     )
-    assert (done.returncode, done.stdout) == (0, "[41]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, OWN_RESULTS), done.stderr
 
 
-@pytest.mark.nightly
-def test_workers_and_their_children_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [pytest.param("program", marks=pytest.mark.nightly), "worker"])
+def test_children_of_workers_end_with_a_program_or_a_worker_that_is_killed(
+    tmp_path: Path, killed: str
+) -> None:
     (tmp_path / "program.py").write_text(OF_ITS_OWN)
     command = [sys.executable, "program.py", "hang"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as program:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as program:
         assert program.stdout is not None
-        ends = [os.pidfd_open(int(pid)) for pid in program.stdout.readline().split()]
-        program.kill()
-    assert len(ends) == 2
+        pids = [int(pid) for _ in range(2) for pid in program.stdout.readline().split()]
+        ends = [os.pidfd_open(pid) for pid in pids]
+        os.kill(program.pid if killed == "program" else pids[0], signal.SIGKILL)
+        _, errors = program.communicate(timeout=80)
+    assert killed == "program" or ") was killed by SIGKILL" in errors.splitlines()[-1]
+    assert len(ends) == 6
     for end in ends:
         assert select.select([end], [], [], SOON)[0]
         os.close(end)
