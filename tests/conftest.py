@@ -24,7 +24,6 @@ import pytest
 
 from tests.support import default_device, leftovers, workers
 from tests.support.fork_server import ForkServer, become_subreaper
-from tests.support.forked_programs import ProgramServer
 
 run_workers = workers.run_workers
 
@@ -32,7 +31,6 @@ _snapshot_key = pytest.StashKey[leftovers.Snapshot]()
 _found_key = pytest.StashKey[list[str]]()
 _temporary_key = pytest.StashKey[Path]()
 _jobs_key = pytest.StashKey[Path]()
-_programs_key = pytest.StashKey[ProgramServer]()
 _FIXTURE = "run_workers"
 
 
@@ -55,9 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
         for name in workers.PRELOADED:
             importlib.import_module(name)
         gc.enable()
-    if programs := ProgramServer.start(workers.PRELOADED):
-        programs.install()
-        config.stash[_programs_key] = programs
     config.stash[workers.fork_server_key] = ForkServer.start(workers.worker_main)
     gc.disable()  # while tests are imported; workers collect garbage
 
@@ -71,13 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _FIXTURE in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
     items.sort(key=lambda item: item.get_closest_marker("logical_device") is None)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Programs that the test starts are forked, unless it is about a fresh interpreter."""
-    if programs := item.config.stash.get(_programs_key, None):
-        programs.enabled = item.get_closest_marker("fresh_interpreter") is None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -120,10 +108,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Ends the fork server and removes the session's temporary folder."""
-    for server in (config.stash.get(workers.fork_server_key, None), config.stash.get(_programs_key, None)):
-        if server is not None:
-            with contextlib.suppress(OSError):
-                server.stop()
+    if server := config.stash.get(workers.fork_server_key, None):
+        with contextlib.suppress(OSError):
+            server.stop()
     for key in (_temporary_key, _jobs_key):
         if folder := config.stash.get(key, None):
             shutil.rmtree(folder, ignore_errors=True)

@@ -451,7 +451,6 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
-@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_importing_the_packages_does_nothing() -> None:
     """No thread, no descriptor, no setting changed, and nothing heavy or replaced imported."""

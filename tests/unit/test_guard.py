@@ -16,8 +16,6 @@ import torch
 import farcall_guard
 from farcall_guard import PACKAGES, HiddenPackageError, check, namesakes
 
-pytestmark = pytest.mark.fresh_interpreter
-
 ROOT = Path(farcall_guard.__file__).resolve().parent
 
 

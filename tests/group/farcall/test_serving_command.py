@@ -62,7 +62,6 @@ def test_a_client_in_javascript(serve: Serve, tmp_path: Path) -> None:
 # ---- the command
 
 
-@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     (tmp_path / "made.py").write_text("from torch import nn\ndef make_model(): return nn.Identity()\n")

@@ -118,7 +118,6 @@ def test_a_side_that_fails_has_fresh_workers_for_what_comes_next(
 
 @in_repository
 @pytest.mark.processes
-@pytest.mark.fresh_interpreter
 def test_command_measures_and_saves_and_prints_nothing_else(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     options = ["--repeats", "1", "--peer", "HEAD", "--timeout", "60", "--output", str(output)]
@@ -131,7 +130,6 @@ def test_command_measures_and_saves_and_prints_nothing_else(tmp_path: Path) -> N
     assert json.loads(output.read_text())["summary"]["null"]["farcall"] > 0
 
 
-@pytest.mark.fresh_interpreter
 @in_repository
 def test_a_revision_is_measured_without_what_this_installation_has(tmp_path: Path) -> None:
     program = textwrap.dedent("""

@@ -29,7 +29,6 @@ rpc.shutdown()
 """
 
 
-@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_gradients_are_right_wherever_the_import_stood(tmp_path: Path, device: str) -> None:
     program = PROGRAM.format(device=device, folder=tmp_path)

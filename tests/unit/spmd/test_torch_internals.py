@@ -25,7 +25,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_what_is_missing_is_said_once_and_the_rest_works() -> None:
     done = subprocess.run(

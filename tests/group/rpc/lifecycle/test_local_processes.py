@@ -95,7 +95,6 @@ def test_the_log_level_holds_for_the_start_of_workers(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.fresh_interpreter
 def test_a_worker_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
     done = run(tmp_path, "raise")
     assert done.returncode == 1

@@ -108,7 +108,6 @@ def lines_of(workers: Workers) -> list[list[str]]:
     return [worker.log.read_text().splitlines() for worker in workers]
 
 
-@pytest.mark.fresh_interpreter
 def test_a_script_that_forgets_shutdown_ends_quietly_with_status_0(tmp_path: Path) -> None:
     with terminal(tmp_path, FORGETS_SHUTDOWN, FORGETS_SHUTDOWN) as processes:
         assert ends(processes) == [(0, []), (0, [])]

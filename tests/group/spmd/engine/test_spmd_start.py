@@ -45,7 +45,6 @@ def run(tmp_path: Path, *prefix: str, program: str = PROGRAM, **variables: str) 
     return done.stdout.strip()
 
 
-@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_workers_are_started_here_and_find_our_packages_though_a_namesake_is_on_the_drivers_path(
     tmp_path: Path,

@@ -231,7 +231,6 @@ def test_numbers_that_are_none_come_too() -> None:
     assert sent(-math.inf, NUMPY) == -math.inf
 
 
-@pytest.mark.fresh_interpreter
 def test_clients_need_no_pytorch() -> None:
     program = "import sys; sys.modules['torch'] = None; import farcall.client"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -88,7 +88,6 @@ rpc.shutdown()
 """
 
 
-@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_a_version_without_some_names_says_so_and_the_rest_works(tmp_path: Path) -> None:
     done = subprocess.run(
