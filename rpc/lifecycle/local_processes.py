@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -491,7 +492,7 @@ def _say(pipe: Connection, what: outcomes.Outcome | None) -> None:
 
 
 def _end_with_parent(mark_path: str) -> None:
-    """End this worker and its children when the process that started it has ended."""
+    """End this worker and its children when the process that started it has ended, and remove its folder."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         end = _end_of(parent)
@@ -499,4 +500,5 @@ def _end_with_parent(mark_path: str) -> None:
             wait([end])
         kill(descendants([os.getpid()]))
         kill(marked([mark_path]))
+        shutil.rmtree(os.path.dirname(mark_path), ignore_errors=True)
         os._exit(1)
