@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import gc
 import sys
 import threading
@@ -17,6 +16,7 @@ import uvloop
 
 from rpc.agent.futures import Future
 from rpc.errors import BlockingCallError
+from rpc.runtime import blocking
 from rpc.runtime.loop import LoopThread
 from tests.support.ctrl_c import CtrlC
 from tests.support.streams import SOON, until
@@ -84,7 +84,7 @@ def test_ctrl_c_ends_the_waiting_and_cancels_what_was_waited_for(thread: LoopThr
 
     def press() -> None:  # there is no agent, so nothing defers Ctrl-C before the wait begins
         begun.wait()
-        ctrl_c.press_in(concurrent.futures.Future.result)
+        ctrl_c.press_in(blocking.wait_for)
 
     with ThreadPoolExecutor(1) as other_thread:
         other_thread.submit(press)
