@@ -245,6 +245,10 @@ class Future(torch.futures.Future[T]):
         Threads and coroutines that wait for the future get ``concurrent.futures.CancelledError`` at once.
         Callbacks run on the thread that cancels.
 
+        A task that is cancelled while it awaits the future cancels the call, too, as with futures of asyncio;
+        ``asyncio.shield(future)`` prevents that. If it awaits a future of ``then``, the call goes on, since
+        others may use its value.
+
         Returns:
             True if the call was cancelled. False if it had ended before, and for a future that does not
             belong to a call, such as that of ``then``.

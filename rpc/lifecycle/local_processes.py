@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Final, NoReturn, Self
 
@@ -37,13 +40,16 @@ from rpc.lifecycle.startup import init_rpc
 from rpc.options import AgentOptions
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.current import current_agent, is_initialized
-from rpc.runtime.descendants import descendants, kill
+from rpc.runtime.descendants import descendants, kill, mark, marked
 from rpc.runtime.notices import Notices, tell_of_start
 
 __all__ = ["LocalGroup", "local_group", "spawn", "worker_names"]
 
 _GRACE_SECONDS: Final = 1.0
 """Time in seconds after a failure in which the other processes may notice it themselves and end."""
+
+_BY_VALUE: Final = "by value"
+"""Sent by a worker whose process lacks a function or class of its work: it asks for copies."""
 
 
 def spawn(main: Callable[..., Any], *args: Any, workers: int | Sequence[str] = 2) -> list[Any]:
@@ -164,29 +170,53 @@ def worker_names(workers: int | Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Worker:
-    """One process: ``outcome`` is what it reported at its end: a value, or an error and its traceback."""
+    """One process.
+
+    Attributes:
+        end: a descriptor that is readable once the process has ended.
+        mark: path that marks the processes that it starts.
+        outcome: what it reported at its end: a value, or an error and its traceback.
+        lost: whether it has ended without a report.
+    """
 
     name: str
     process: SpawnProcess
     pipe: Connection
+    end: int
+    mark: str
     started: bool = False
     outcome: outcomes.Outcome | None = None
+    lost: bool = False
+
+    @property
+    def died(self) -> bool:
+        """Whether it has ended without ending its children."""
+        return self.outcome is None or (self.process.exitcode or 0) < 0
 
     @property
     def failed(self) -> bool:
-        if self.outcome is not None:
-            return len(self.outcome) > 1
-        return self.process.exitcode is not None
+        return self.lost or (self.outcome is not None and len(self.outcome) > 1)
 
-    def listen(self) -> None:
-        """Read its report."""
+    def listen(self, by_value: Callable[[], bytes]) -> None:
+        """Read its reports; ``by_value`` makes the pickle of its work that it may ask for."""
+        ended = self.process.exitcode is not None  # before its reports are read: it has made them all then
+        while (said := self._next_report()) != ():
+            if said == _BY_VALUE:
+                work = by_value()
+                with contextlib.suppress(OSError):
+                    self.pipe.send_bytes(work)
+            elif said is None:
+                self.started = True
+            else:
+                self.outcome = said
+        self.lost = ended and self.outcome is None
+
+    def _next_report(self) -> Any:
+        """Return a report; () if there is none."""
         with contextlib.suppress(EOFError, OSError):
-            while self.pipe.poll():
-                said = cloudpickle.loads(self.pipe.recv_bytes())
-                if said is None:
-                    self.started = True
-                else:
-                    self.outcome = said
+            if self.pipe.poll():
+                return cloudpickle.loads(self.pipe.recv_bytes())
+        return ()
 
 
 class _Processes:
@@ -194,7 +224,7 @@ class _Processes:
 
     def __init__(self, names: Sequence[str], world_size: int, options: AgentOptions | None = None) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise RpcError(
+            raise SystemExit(
                 "this script is being imported by a worker that it has started itself: put the code that "
                 'starts workers under `if __name__ == "__main__":`'
             )
@@ -202,6 +232,7 @@ class _Processes:
         self._world_size = world_size
         self._options = options
         self._workers: list[_Worker] = []
+        self._by_value: Callable[[], bytes] = bytes
         self._folder = tempfile.TemporaryDirectory(prefix="farcall-")
 
     def __enter__(self) -> Self:
@@ -220,9 +251,11 @@ class _Processes:
                     end(worker.process)
                 self._join(_GRACE_SECONDS)
             kill(theirs)
+            kill(marked([worker.mark for worker in self._workers if worker.died]))
         finally:
             for worker in self._workers:
                 worker.pipe.close()
+                os.close(worker.end)
             self._folder.cleanup()
 
     def options(self) -> AgentOptions:
@@ -236,11 +269,14 @@ class _Processes:
         if not is_initialized():  # or this process has a log already, under its name
             show_log("main process")
         context = multiprocessing.get_context("spawn")
-        work = _pickled((main, args))
+        work = main, args
+        self._by_value = functools.cache(lambda: bytes(cloudpickle.dumps(work)))
+        sent = _by_name(work) or self._by_value()
         threads = max(1, usable_cores() // self._world_size)
         for rank, name in enumerate(self._names):
-            ours, theirs = context.Pipe(duplex=False)
-            given = (name, rank, self._world_size, self.options(), threads, work, theirs)
+            ours, theirs = context.Pipe()
+            mark = f"{os.path.realpath(self._folder.name)}/{rank}.started"
+            given = (name, rank, self._world_size, self.options(), threads, sent, theirs, mark)
             process = context.Process(target=_run_worker, args=given, name=name, daemon=True)
             try:
                 with _interrupts_later(), _without_missing_script():
@@ -250,7 +286,7 @@ class _Processes:
                 raise
             finally:
                 theirs.close()
-            self._workers.append(_Worker(name, process, ours))
+            self._workers.append(_Worker(name, process, ours, _end_of(process), mark))
 
     def started(self) -> None:
         """Wait until all are about to join; the log names those that take long."""
@@ -267,7 +303,7 @@ class _Processes:
     def _wait(self, done: Callable[[_Worker], bool], notices: Notices | None = None) -> None:
         while waiting := [worker for worker in self._workers if not done(worker)]:
             left = None if notices is None else max(0.0, notices.next - time.monotonic())
-            wait([each for worker in waiting for each in _signs(worker)], left)
+            wait([each for worker in waiting for each in (worker.pipe, worker.end)], left)
             self._listen()
             if any(worker.failed for worker in self._workers):
                 self._settle()
@@ -277,7 +313,7 @@ class _Processes:
 
     def _listen(self) -> None:
         for worker in self._workers:
-            worker.listen()
+            worker.listen(self._by_value)
 
     def _settle(self) -> None:
         """Give the others a moment to end as well, since the first to report may not be the cause."""
@@ -286,7 +322,7 @@ class _Processes:
             running = [worker for worker in self._workers if worker.process.exitcode is None]
             if not running:
                 break
-            wait([worker.process.sentinel for worker in running], left)
+            wait([worker.end for worker in running], left)
         self._listen()
 
     def _failure(self) -> BaseException:
@@ -305,11 +341,18 @@ class _Processes:
     def _join(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         for worker in self._workers:
-            worker.process.join(max(0.0, until - time.monotonic()))
+            if wait([worker.end], max(0.0, until - time.monotonic())):
+                worker.process.is_alive()  # takes its exit status
 
 
-def _signs(worker: _Worker) -> list[Any]:
-    return [worker.pipe, worker.process.sentinel] if worker.process.exitcode is None else [worker.pipe]
+def _end_of(process: BaseProcess) -> int:
+    """Return a new descriptor that is readable once a process has ended. It is no sentinel of
+    ``multiprocessing``, a pipe that the process's own children keep open, except on a kernel before 5.3.
+    """
+    try:
+        return os.pidfd_open(process.pid or 0)
+    except OSError:
+        return os.dup(process.sentinel)
 
 
 def _consequence(worker: _Worker) -> int:
@@ -319,20 +362,15 @@ def _consequence(worker: _Worker) -> int:
     return 2 if isinstance(worker.outcome[0], WorkerLostError) else 1
 
 
-def _pickled(work: tuple[Callable[..., Any], Any]) -> list[bytes]:
-    """Return pickles of what workers run, of which a worker reads the first that it can: by name, so that it
-    uses its own functions, and by value if it may not have them. That is so for those of a notebook, of a
-    package's or zipapp's ``__main__``, and those that a script defines only for itself, under ``if __name__
-    == "__main__":``.
+def _by_name(work: tuple[Callable[..., Any], Any]) -> bytes | None:
+    """Return a pickle by which workers use their own functions and classes. None if that is impossible, and
+    in a notebook. A worker that lacks one asks for copies: it does not import the ``__main__`` of a package
+    or zipapp, and lacks what a script defines only ``if __name__ == "__main__":``.
     """
-    pickles = []
     if getattr(sys.modules["__main__"], "__file__", None) and not hasattr(sys, "ps1"):
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
-            pickles.append(pickle.dumps(work))
-    if not pickles or getattr(work[0], "__module__", None) == "__main__":
-        with contextlib.suppress(Exception) if pickles else contextlib.nullcontext():
-            pickles.append(bytes(cloudpickle.dumps(work)))
-    return pickles
+            return pickle.dumps(work)
+    return None
 
 
 @contextlib.contextmanager
@@ -402,20 +440,22 @@ def _run_worker(
     world_size: int,
     options: AgentOptions,
     threads: int,
-    work: list[bytes],
+    work: bytes,
     pipe: Connection,
+    mark_path: str,
 ) -> None:
     """The main function of a worker's process."""
     # To this process's parent it is a daemon, which ends with it; but it may have children, as a DataLoader's
     # workers.
     multiprocessing.current_process().daemon = False
+    mark(mark_path)
     gc.freeze()  # collections need not visit what PyTorch has made at its import
-    threading.Thread(target=_end_with_parent, name="farcall-parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(mark_path,), name="farcall-parent", daemon=True).start()
     torch.set_num_threads(threads)
     status = 0
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # before, the traceback would be internal
-        main, args = _loaded(work)
+        main, args = _loaded(work, pipe)
         _say(pipe, None)
         init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
         value = main(*args)
@@ -437,23 +477,28 @@ def _run_worker(
     sys.exit(status)
 
 
-def _loaded(work: list[bytes]) -> Any:
-    for pickled in work[:-1]:
-        with contextlib.suppress(AttributeError):  # this process does not have the function
-            return pickle.loads(pickled)
-    return pickle.loads(work[-1])
+def _loaded(work: bytes, pipe: Connection) -> Any:
+    try:
+        return pickle.loads(work)
+    except AttributeError:
+        pipe.send_bytes(cloudpickle.dumps(_BY_VALUE))
+        return pickle.loads(pipe.recv_bytes())
 
 
 def _say(pipe: Connection, what: outcomes.Outcome | None) -> None:
     said = cloudpickle.dumps(None) if what is None else outcomes.pack(what)
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(ConnectionError):
         pipe.send_bytes(said)
 
 
-def _end_with_parent() -> None:
-    """End this worker and its children when the process that started it has ended."""
+def _end_with_parent(mark_path: str) -> None:
+    """End this worker and its children when the process that started it has ended, and remove its folder."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        wait([parent.sentinel])
+        end = _end_of(parent)
+        if os.getppid() == parent.pid:  # or it has ended, and the descriptor may be another process's
+            wait([end])
         kill(descendants([os.getpid()]))
+        kill(marked([mark_path]))
+        shutil.rmtree(os.path.dirname(mark_path), ignore_errors=True)
         os._exit(1)

@@ -51,7 +51,8 @@ class Participating:
         kinds = SimpleNamespace(on=lambda kind, handler, any_thread=False: self._on(kind, handler))
         messages = SimpleNamespace(load=None)
         made: Any = (requests, answers, None, kinds, hooks, activity, None, executor, messages, contexts)
-        self.backwards = Backwards(ME, *made, Models())
+        parts: Any = (ME, *made, Models())
+        self.backwards = Backwards(*parts)
 
     def _opened(self, change: int) -> None:
         self.open += change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -129,26 +130,33 @@ def test_a_script_that_starts_workers_wherever_it_is_imported_is_told(tmp_path: 
     done = run(tmp_path, "", "rpc.spawn(main, 'count')")
     assert done.returncode == 1
     assert 'under `if __name__ == "__main__":`' in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert sum(-(-len(line) // 80) for line in done.stderr.splitlines()) < 24
 
 
 OF_ITS_OWN = """
-import multiprocessing, os, sys, time
+import multiprocessing, os, subprocess, sys, time
 from farcall import rpc
 
+class Number(int):
+    pass
+
 def plus(x):
-    return x + 1
+    return Number(x + 1)
 
 if __name__ == "__main__":
-    def work():
+    def work(number):
         with multiprocessing.Pool(1) as pool:
-            return pool.apply(abs, (rpc.rpc_sync("worker0", plus, args=(-42,)),))
+            return pool.apply(abs, (int(rpc.rpc_sync("worker0", plus, args=(number,))),))
 
     def hang():
-        pool = multiprocessing.Pool(1)
-        print(os.getpid(), *[child.pid for child in multiprocessing.active_children()], flush=True)
+        child = os.fork()
+        if child:
+            program = subprocess.Popen(["sleep", "3600"])
+            print(os.getpid(), child, program.pid, flush=True)
         time.sleep(3600)
 
-    print(rpc.spawn(hang if "hang" in sys.argv else work, workers=1))
+    rpc.spawn(hang, workers=1) if "hang" in sys.argv else print(rpc.spawn(work, Number(-42), workers=1))
 """
 
 
@@ -168,15 +176,21 @@ def test_a_script_may_come_from_standard_input(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "[41]\n"), done.stderr
 
 
-@pytest.mark.nightly
-def test_workers_and_their_children_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [pytest.param("program", marks=pytest.mark.nightly), "worker"])
+def test_children_of_workers_end_with_a_program_or_a_worker_that_is_killed(
+    tmp_path: Path, killed: str
+) -> None:
     (tmp_path / "program.py").write_text(OF_ITS_OWN)
     command = [sys.executable, "program.py", "hang"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as program:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as program:
         assert program.stdout is not None
-        ends = [os.pidfd_open(int(pid)) for pid in program.stdout.readline().split()]
-        program.kill()
-    assert len(ends) == 2
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+        ends = [os.pidfd_open(pid) for pid in pids]
+        os.kill(program.pid if killed == "program" else pids[0], signal.SIGKILL)
+        _, errors = program.communicate(timeout=80)
+    assert killed == "program" or ") was killed by SIGKILL" in errors.splitlines()[-1]
+    assert len(ends) == 3
     for end in ends:
         assert select.select([end], [], [], SOON)[0]
         os.close(end)

@@ -83,14 +83,15 @@ def on_device(x: Tensor) -> Tensor:
 
 
 def answered_from_device(x: Tensor) -> Tensor:
-    squared = rpc.rpc_sync("worker0", on_device, args=(x,))
+    squared: Tensor = rpc.rpc_sync("worker0", on_device, args=(x,))
     assert squared.is_cpu
     return squared.sum()
 
 
 def applied(module: torch.nn.Module, x: Tensor) -> Tensor:
     assert all(type(each) is Parameter for each in module.parameters())
-    return module(x).sum()
+    answer: Tensor = module(x).sum()
+    return answer
 
 
 def differentiated(worker: Worker) -> None:
