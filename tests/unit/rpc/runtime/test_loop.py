@@ -16,11 +16,7 @@ import uvloop
 
 from rpc.agent.futures import Future
 from rpc.errors import BlockingCallError
-<<<<<<< HEAD
 from rpc.runtime.blocking import wait_for
-=======
-from rpc.runtime import blocking
->>>>>>> futures
 from rpc.runtime.loop import LoopThread
 from tests.support.ctrl_c import CtrlC
 from tests.support.streams import SOON, until
@@ -88,11 +84,7 @@ def test_ctrl_c_ends_the_waiting_and_cancels_what_was_waited_for(thread: LoopThr
 
     def press() -> None:  # there is no agent, so nothing defers Ctrl-C before the wait begins
         begun.wait()
-<<<<<<< HEAD
         ctrl_c.press_in(wait_for)
-=======
-        ctrl_c.press_in(blocking.wait_for)
->>>>>>> futures
 
     with ThreadPoolExecutor(1) as other_thread:
         other_thread.submit(press)
