@@ -383,7 +383,8 @@ class Dispatcher:
         handler = self._failed_handlers.get(kind)
         if handler is None and call_id and kind not in _WITHOUT_CALL:
             handler = self._failed_handlers.get(None)
-        if handler is None and kind not in self._has_logged:
+        is_lacking = isinstance(error, _LACKING) and not is_violation(error)
+        if not (is_lacking and handler is not None) and kind not in self._has_logged:
             self._has_logged.add(kind)
             text = "this worker could not handle a message of kind %d from worker '%s'"
             logger.error(text, kind, peer.name, exc_info=error)
@@ -394,7 +395,7 @@ class Dispatcher:
                 return False
             if kind in _UNNUMBERED:
                 return False
-            if isinstance(error, _LACKING) and not is_violation(error) and attempts < _ATTEMPTS:
+            if is_lacking and attempts < _ATTEMPTS:
                 self._later(_PAUSE_SECONDS, partial(self._handle_again, peer, frame, attempts + 1))
                 return False
         except Exception as another:
