@@ -8,6 +8,7 @@ Objects are dropped on an executor thread, since their destructors are user code
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from _thread import LockType
@@ -17,7 +18,7 @@ from typing import Any, Final, TypeVar
 from rpc.agent.device_ports import SharedWork
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import CallsUnderWay, ControlMessages
-from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError
+from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError, is_violation
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
@@ -35,6 +36,8 @@ from rref.turns import Turns
 from rref.value import Value
 
 __all__ = ["References"]
+
+logger = logging.getLogger(__name__)
 
 TOPIC: Final = "rref"
 
@@ -88,7 +91,7 @@ class References:
         self.futures = threading.RLock()
         """Lock that is held while the future of a creation is made."""
         self._protocol = Protocol(incarnation)
-        self.steps = Steps(self._protocol, mailbox, self._act, self._malformed)
+        self.steps = Steps(self._protocol, mailbox, self._act, self._step_failed)
         self.state, self.when_settled = self.steps.state, self.steps.when_settled
         self.reason = self._protocol.reason
         self._values: dict[RRefId, Value] = {}
@@ -169,17 +172,23 @@ class References:
         self._watch_late()
 
     def _receive(self, messages: list[Any], peer: int) -> None:
-        for message in messages:
-            self._protocol.receive(peer, message)
+        while messages:
+            self._protocol.receive(peer, messages[0])
+            del messages[0]
 
-    def _malformed(self, args: tuple[Any, ...], error: ProtocolError) -> None:
-        """Cut off the peer whose message was malformed, in a step that was queued. It is the last
+    def _step_failed(self, args: tuple[Any, ...], error: Exception) -> None:
+        """Cut off the peer whose message could not be handled in a step that was queued. It is the last
         argument.
         """
         peer = self.workers.by_incarnation(args[-1])
-        if peer is not None:
+        if peer is None:
+            logger.error("a step of the reference protocol failed", exc_info=error)
+            return
+        if is_violation(error):
             reason = f"it sent a malformed message: {error}"
-            self._mailbox.call(self._lose, peer, reason)
+        else:
+            reason = f"this worker could not handle a message from it: {type(error).__name__}: {error}"
+        self._mailbox.call(self._lose, peer, reason)
 
     # ---- creating and releasing references
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
-from rpc.errors import ProtocolError, RRefError
+from rpc.errors import RRefError
 from rpc.runtime.interrupts import protected
 from rpc.runtime.mailbox import Mailbox
 from rref.protocol.machine import Protocol
@@ -44,7 +44,8 @@ class Steps:
         protocol: used by nothing else, except for the methods that may be called from any thread.
         mailbox: mailbox of the agent.
         act: performs actions other than ``Confirmed`` and ``Failed``; it neither waits nor runs user code.
-        malformed: called on a ``ProtocolError`` in a queued step, with the step's arguments and the error.
+        failed: called on an error in a queued step, such as a ``ProtocolError``, with the step's arguments
+            and the error.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class Steps:
         protocol: Protocol,
         mailbox: Mailbox,
         act: Callable[[list[Action]], object],
-        malformed: Callable[[tuple[Any, ...], ProtocolError], object],
+        failed: Callable[[tuple[Any, ...], Exception], object],
     ) -> None:
         self._protocol = protocol
         self._actions = protocol.actions
         self._mailbox = mailbox
         self._act = act
-        self._malformed = malformed
+        self._failed = failed
         self._free = threading.Lock()
         self._taker = 0
         self._left: SimpleQueue[Step] = SimpleQueue()
@@ -162,10 +163,10 @@ class Steps:
     def _take(self, step: Callable[..., object], args: tuple[Any, ...]) -> None:
         try:
             step(*args)
-        except ProtocolError as error:
-            self._malformed(args, error)
         except RRefError as error:  # such as passing on a reference that has failed in the meantime
             logger.debug("%s", error)
+        except Exception as error:
+            self._failed(args, error)
 
     # ---- waiting for a reference
 

@@ -146,7 +146,7 @@ class Agent:
         # Workers, and messages from and to them.
         self.group = group = AgentGroup(options, platform, mailbox, serializer, events, hooks, authenticator)
         peers, connections = group.peers, group.connections
-        dispatcher = Dispatcher(serializer, events, activity, completions.run_soon, group.lose)
+        dispatcher = Dispatcher(serializer, events, activity, completions.run_soon, group.lose, mailbox.later)
         control = Control(loop, mailbox, connections.lose)
         shared_memory = SharedMemory(
             loop,

@@ -10,14 +10,18 @@ thread.
 
 A message that violates the protocol ends its sender's connection. Handlers and decoders report a violation
 by an ``RpcError``, mostly a ``ProtocolError``. Any other exception is this worker's own: it lacks memory,
-threads or file descriptors, or has a defect. The message is dropped then, the call that it belongs to fails,
-and the connection is used further.
+threads or file descriptors, or has a defect. Then the call that the message belongs to fails, and the
+connection is used further. A message that belongs to no call must not be lost, since others wait for what it
+says: if resources are lacking, it is handled again later. If that does not succeed either, or for another
+reason, its sender is cut off, which is told that this worker has failed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from rpc.agent.activity import Activity
@@ -55,6 +59,15 @@ _WITHOUT_CALL: Final = frozenset(
     (Kind.ALIVE, Kind.ARRIVED, Kind.IN_SEGMENT, Kind.BULK, Kind.BULK_CREDIT, Kind.BULK_CLOSE)
 )
 """Kinds of frames whose call id is another number."""
+
+_LACKING: Final = (MemoryError, OSError, RuntimeError)
+"""What is raised for want of memory, file descriptors or threads."""
+
+_PAUSE_SECONDS: Final = 0.1
+"""Time in seconds after which a message is handled again that could not be."""
+
+_ATTEMPTS: Final = 50
+"""Number of attempts to handle a message, after which its sender is cut off."""
 
 _FEW: Final = 4
 """Maximum number of entries in the header of a small frame."""
@@ -182,6 +195,7 @@ class Dispatcher:
     Args:
         run_soon: has tasks run on executor threads.
         lose: cuts off a worker that sends malformed messages, or to which a necessary message cannot be sent.
+        later: calls a function on the loop's thread after a number of seconds.
 
     Attributes:
         followed: kinds of frames that another frame usually follows at once.
@@ -194,20 +208,23 @@ class Dispatcher:
         activity: Activity,
         run_soon: Callable[[Sequence[Task]], object],
         lose: Callable[[Peer, str], object],
+        later: Callable[[float, Callable[[], object]], object],
     ) -> None:
         self.followed: set[int] = set()
         self._events = events
         self._activity = activity
         self._brings_nothing = serializer.brings_nothing
+        self._adopt = serializer.adopt
         self._take_back = serializer.take_back
         self._run_soon = run_soon
         self._lose = lose
+        self._later = later
         self._handlers: dict[int, KindHandler] = {}
         self._any_thread: set[int] = set()
         self._lost_handlers: dict[int | None, LostHandler] = {}
         self._failed_handlers: dict[int | None, FailedHandler] = {}
         self._has_logged: set[int] = set()
-        """Kinds of messages of which one was dropped, as the log says."""
+        """Kinds of messages of which one could not be handled, as the log says."""
         self._openers: dict[int, Callable[[Peer, Frame], Frame]] = {}
 
     # ---- the table of message kinds
@@ -357,23 +374,54 @@ class Dispatcher:
         else:
             handler(peer, call_id, what)
 
-    def _failed(self, peer: Peer, frame: Frame, error: Exception) -> bool:
+    def _failed(self, peer: Peer, frame: Frame, error: Exception, attempts: int = 1) -> bool:
         """Handle that a handler has raised; returns whether the sender is cut off for it."""
-        if is_violation(error):
+        kind, call_id = frame[:2]
+        if is_violation(error) and attempts == 1:
             self._lose(peer, f"it sent a malformed message: {error}")
             return True
-        kind, call_id = frame[:2]
         handler = self._failed_handlers.get(kind)
         if handler is None and call_id and kind not in _WITHOUT_CALL:
             handler = self._failed_handlers.get(None)
-        if handler is not None:
-            handler(peer, call_id, error)
-        elif kind not in self._has_logged:
+        is_lacking = isinstance(error, _LACKING) and not is_violation(error)
+        if not (is_lacking and handler is not None) and kind not in self._has_logged:
             self._has_logged.add(kind)
-            logger.error(
-                "a message of kind %d from worker '%s' was dropped, as this worker could not handle it",
-                kind,
-                peer.name,
-                exc_info=error,
-            )
-        return False
+            text = "this worker could not handle a message of kind %d from worker '%s'"
+            logger.error(text, kind, peer.name, exc_info=error)
+        try:
+            if handler is not None:
+                self._adopt_unused(peer, frame)
+                handler(peer, call_id, error)
+                return False
+            if kind in _UNNUMBERED:
+                return False
+            if is_lacking and attempts < _ATTEMPTS:
+                self._later(_PAUSE_SECONDS, partial(self._handle_again, peer, frame, attempts + 1))
+                return False
+        except Exception as another:
+            error = another
+        self._lose(peer, f"this worker could not handle a message from it: {type(error).__name__}: {error}")
+        return True
+
+    def _handle_again(self, peer: Peer, frame: Frame, attempts: int) -> None:
+        """Handle a message that could not be handled. On the loop's thread."""
+        if peer.lost is not None:
+            return
+        try:
+            if frame[0] in self._openers:
+                frame = self._openers[frame[0]](peer, frame)
+            task = self._handlers[frame[0]](peer, frame)
+            if task is not None:
+                self._run_soon([task])
+        except Exception as error:
+            self._failed(peer, frame, error, attempts)
+        if self._activity.listener is not None:
+            self._activity.ended()
+
+    def _adopt_unused(self, peer: Peer, frame: Frame) -> None:
+        """Take the references from a message that will not be read, and release them: otherwise its sender
+        would keep them for this worker.
+        """
+        if frame.header and not self._brings_nothing(frame.header):
+            with suppress(SerializationError):  # the handler has taken them before it failed
+                self._adopt(frame.header, peer)

@@ -69,14 +69,13 @@ class _Exchange:
 
     def take_in(self, batch: object) -> list[Any]:
         """The messages in a batch from the peer. ``ProtocolError`` if the batch is malformed, or acknowledges
-        what was never sent; none of it is taken in then.
+        what was never sent.
         """
         match batch:
             case [int(count), list(messages)] if (
                 0 <= count <= self.posted - len(self.queue) and len(messages) <= BATCH_MOST
             ):
                 self.acknowledged = max(self.acknowledged, count)  # a large batch may have been overtaken
-                self.handled += len(messages)
                 return messages
         raise ProtocolError(f"a malformed batch of control messages: {str(batch)[:200]}")
 
@@ -108,13 +107,16 @@ class Control:
         """Register ``handler`` for the messages of a topic; it is called on the loop's thread."""
 
         def one_by_one(peer: Peer, bodies: list[Any]) -> None:
-            for body in bodies:
-                handler(peer, body)
+            while bodies:
+                handler(peer, bodies[0])
+                del bodies[0]
 
         self.on_batch(topic, one_by_one)
 
     def on_batch(self, topic: str, handler: BatchHandler) -> None:
-        """Like ``on``, with a list of messages that arrived together."""
+        """Like ``on``, with a list of messages that arrived together. If it raises, it is called again later
+        with those that are in the list then: it must take out the others.
+        """
         if topic in self._topics:
             raise ValueError(f"topic '{topic}' is taken")
         self._topics[topic] = handler
@@ -128,24 +130,38 @@ class Control:
         if peer.is_self:
             self._loop.call_soon(self._topics[topic], peer, [body])
         elif peer.lost is None:
-            exchange = self._exchange(peer)
-            exchange.queue.append([topic, body])
-            exchange.posted += 1
-            self.posted += topic not in self.uncounted
-            self._flush_soon(peer)
+            try:
+                exchange = self._exchange(peer)
+                exchange.queue.append([topic, body])
+                exchange.posted += 1
+                self.posted += topic not in self.uncounted
+                self._flush_soon(peer)
+            except MemoryError:
+                self._lose(peer, "there is no memory for a control message to it")
 
     def received(self, peer: Peer, frame: Frame) -> None:
-        """Handle a frame of kind ``CONTROL``."""
+        """Handle a frame of kind ``CONTROL``. If a handler raises, the messages that are not handled are left
+        in the frame, which may be passed again.
+        """
         exchange = self._exchange(peer)
+        messages = exchange.take_in(frame.header.get("batch"))
+        count = len(messages)
         by_topic: dict[str, list[Any]] = {}
-        for message in exchange.take_in(frame.header.get("batch")):
+        for message in messages:
             topic, body = _parse(message)
             by_topic.setdefault(topic, []).append(body)
-        for topic, bodies in by_topic.items():
-            handler = self._topics.get(topic)
-            if handler is None:
-                raise ProtocolError(f"a control message on topic '{topic}', which has no handler here")
-            handler(peer, bodies)
+        try:
+            for topic, bodies in by_topic.items():
+                handler = self._topics.get(topic)
+                if handler is None:
+                    raise ProtocolError(f"a control message on topic '{topic}', which has no handler here")
+                handler(peer, bodies)
+                by_topic[topic] = []
+        except Exception:
+            messages[:] = [[topic, body] for topic, bodies in by_topic.items() for body in bodies]
+            exchange.handled += count - len(messages)
+            raise
+        exchange.handled += count
         owed = exchange.handled - exchange.told
         if owed >= ACK_EVERY:
             self._flush_soon(peer)

@@ -44,6 +44,11 @@ logger = logging.getLogger(__name__)
 
 _TICK: Final = 0.005
 _IDLE_SECONDS: Final = 10.0
+_REFUSALS: Final = 20
+"""Number of ticks in which the system gives no thread, after which the monitor runs tasks if no other thread
+can.
+"""
+
 _TICKS_BEYOND_CEILING: Final = 10
 """Number of ticks without progress after which one thread beyond the ceiling is started: 20 threads
 a second.
@@ -419,7 +424,7 @@ class Executor:
         while True:
             self._wake.acquire()
             progress = self._progress()
-            warned = False
+            refused = 0
             while not self._stopped:
                 time.sleep(_TICK)
                 with self._lock:
@@ -429,11 +434,11 @@ class Executor:
                     before, progress = progress, self._progress()
                 if before != progress or self._grow():
                     continue
-                if not self._threads:
-                    self._run_here()
-                elif not warned:
-                    warned = True
+                refused += 1
+                if refused == 1:
                     logger.warning("%d tasks wait, but the system gives no more threads", len(self._backlog))
+                if refused >= _REFUSALS and not self._threads:
+                    self._run_here()
             if self._stopped:
                 return
 

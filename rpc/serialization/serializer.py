@@ -110,6 +110,8 @@ class Serializer:
                 )
             try:
                 arrivals[kind] = self._carriers[kind].arrive(descriptors, source)
+            except (MemoryError, OSError):  # the message is not at fault
+                raise
             except Exception as error:
                 raise SerializationError(
                     f"a message from worker '{source.name}' has unreadable '{kind}' descriptors: {error}"

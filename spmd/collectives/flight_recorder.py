@@ -237,7 +237,12 @@ class FlightRecorder:
         prefix = self._prefix
         wanted = os.environ.get("TORCH_FR_DUMP_ON_TIMEOUT", "1").lower() not in ("0", "false", "off", "no")
         if prefix and wanted and self._records.maxlen and self._has_dumped.acquire(blocking=False):
-            threading.Thread(target=self._dump, args=(prefix, rank), name="farcall-flight-recorder").start()
+            try:
+                threading.Thread(
+                    target=self._dump, args=(prefix, rank), name="farcall-flight-recorder"
+                ).start()
+            except RuntimeError as error:
+                logger.warning("the flight recorder's file could not be written: %s", error)
 
     def _dump(self, prefix: str, rank: int) -> None:
         try:

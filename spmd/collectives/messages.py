@@ -151,7 +151,8 @@ class Messages:
                 then.
         """
         size, dtype = tensor.nbytes, str(tensor.dtype).encode()
-        work = GroupWork(f"send of {size} bytes to {self._members.describe(to)}, tag {tag}", [tensor])
+        text = f"send of {size} bytes to {self._members.describe(to)}, tag {tag}"
+        work = GroupWork(text, [tensor], run_soon=self._run_soon)
         with self._lock:
             self._members.check_rank(to)
             work.show("send", [tensor])
@@ -179,7 +180,8 @@ class Messages:
             limit: time in seconds after which a waiting thread gives up; 0 for none.
         """
         whom = "any rank" if source == ANY else self._members.describe(source)
-        work = GroupWork(f"receive of {tensor.nbytes} bytes from {whom}, tag {tag}", [tensor])
+        text = f"receive of {tensor.nbytes} bytes from {whom}, tag {tag}"
+        work = GroupWork(text, [tensor], run_soon=self._run_soon)
         receive = _Receive(tensor, source, tag, work)
         work.expires(limit, partial(self._forget, receive))
         with self._lock:

@@ -32,5 +32,9 @@ def _end(event: object) -> None:
     # The profiler takes events that begin and end on one thread to be nested, but those of operations
     # overlap.
     thread = threading.Thread(target=end_event, args=(event,))
-    thread.start()
-    thread.join()
+    try:
+        thread.start()
+    except RuntimeError:  # the system has no more threads
+        end_event(event)
+    else:
+        thread.join()

@@ -3,8 +3,9 @@
 All ranks must run a group's collectives in the same order, so each group has a queue. One thread at a time
 has the *turn*, and runs the first operation of the queue. A thread that waits for an operation takes the turn
 if it is free, so that a blocking collective needs no other thread; otherwise a thread of the group's own has
-it, which is started when it is first needed. Callbacks of an operation run without the turn, and may make and
-await further collectives; while the group's thread runs them, another takes its place.
+it, which is started when it is first needed. If the system gives no thread, the calling thread runs what is
+queued. Callbacks of an operation run without the turn, and may make and await further collectives; while the
+group's thread runs them, another takes its place.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Sequencer:
     def submit(self, operation: Operation) -> None:
         """Run an operation after all earlier ones, soon, on another thread if no waiting thread helps."""
         self._queue.append(operation)
-        if not self._turn.locked():
-            self._want_thread()
+        if not self._is_served():
+            self.help(None)
 
     def run(self, operation: Operation) -> None:
         """Run an operation after all earlier ones, on this thread, unless another has the turn."""
@@ -75,7 +76,7 @@ class Sequencer:
         try:
             while self._queue and not (operation is not None and operation.done):
                 if not self._turn.acquire(blocking=False):
-                    return
+                    break
                 ended: Operation | None = None
                 try:
                     while self._queue and not (operation is not None and operation.done):
@@ -86,27 +87,37 @@ class Sequencer:
                 finally:
                     self._turn.release()
                     if ended is not None and ended.has_callbacks:
-                        if self._queue and not self._turn.locked():
-                            self._want_thread()
+                        self._is_served()
                         ended.call_back()
         finally:
-            if self._queue and not self._turn.locked():
-                self._want_thread()
+            is_served = self._is_served()
+        if not is_served:
+            self.help(None)
+
+    def _is_served(self) -> bool:
+        """Whether another thread runs what is queued, if anything is; one is started if necessary. False if
+        the system gives none.
+        """
+        return not self._queue or self._turn.locked() or self._want_thread()
 
     @protected
-    def _want_thread(self) -> None:
+    def _want_thread(self) -> bool:
+        """Have the group's thread take the turn, or start it; false if the system gives no thread."""
         with self._wanted:
             if self._is_wanted:
-                return  # one is about to start
+                return True  # one is about to start
             self._is_wanted = True
             if self._idle:
                 self._wanted.notify()
-                return
+                return True
         try:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-        except BaseException:
+        except BaseException as error:
             self._is_wanted = False
+            if isinstance(error, RuntimeError | MemoryError):
+                return False
             raise
+        return True
 
     def _serve(self) -> None:
         while True:

@@ -13,6 +13,7 @@ from torch.distributed import Work
 
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
+from rpc.runtime.tasks import Task
 from spmd.collectives import profiling
 from spmd.collectives.arguments import seconds_of
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
@@ -35,6 +36,8 @@ class GroupWork(Work):
         outputs: result of ``result``.
         perform: performs it, for a sequencer; None if it is ended by ``finish``.
         sequencer: runs it; a waiting thread helps.
+        run_soon: runs callbacks on another thread if the system gives none for them; not needed with a
+            sequencer.
 
     Attributes:
         done: whether it has ended, successfully or not.
@@ -48,6 +51,7 @@ class GroupWork(Work):
         outputs: Sequence[torch.Tensor],
         perform: Callable[[], object] | None = None,
         sequencer: Sequencer | None = None,
+        run_soon: Callable[[Sequence[Task]], object] | None = None,
     ) -> None:
         super().__init__()
         self.what = what
@@ -59,6 +63,7 @@ class GroupWork(Work):
         self._staged: Staged | None = None
         self._perform = perform
         self._sequencer = sequencer
+        self._run_soon = run_soon
         self._waiters: list[threading.Lock] = []
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
@@ -137,7 +142,12 @@ class GroupWork(Work):
             waiter.release()
         del dropped  # without the lock, as tensors may have finalizers
         if self._sequencer is None and self.has_callbacks:  # this may be the agent's thread
-            threading.Thread(target=self.call_back, name="farcall-callbacks", daemon=True).start()
+            try:
+                threading.Thread(target=self.call_back, name="farcall-callbacks", daemon=True).start()
+            except RuntimeError:  # the system has no more threads
+                if self._run_soon is None:
+                    raise
+                self._run_soon([(lambda _: self.call_back(), None)])
 
     @property
     def has_callbacks(self) -> bool:

@@ -68,16 +68,23 @@ def _private_bytes() -> float:
 
 @contextlib.contextmanager
 def load(processes: int, seconds: float) -> Iterator[None]:
-    """Processes that compute, until the block ends, this process ends, or ``seconds`` have passed."""
+    """Processes that compute, until the block ends, this process ends, or ``seconds`` have passed. They begin
+    when all of them are there: this process would get no core to start the others.
+    """
     parent, deadline = os.getpid(), time.monotonic() + seconds
+    gate, opener = os.pipe()
     children = []
     for _ in range(processes):
         child = os.fork()
         if child == 0:
+            os.close(opener)
+            os.read(gate, 1)
             while time.monotonic() < deadline and os.getppid() == parent:
                 sum(range(100_000))
             os._exit(0)
         children.append(child)
+    os.close(gate)
+    os.close(opener)
     try:
         yield
     finally:

@@ -80,7 +80,14 @@ class End(Recorder):
         self.taken: list[int] = []
         self.meanwhile: Callable[[], object] = int
         activity: Any = SimpleNamespace(listener=None)
-        self.dispatcher = Dispatcher(Serializer(), Events(), activity, self.agent.run_soon, self.agent.lose)
+        self.dispatcher = Dispatcher(
+            Serializer(),
+            Events(),
+            activity,
+            self.agent.run_soon,
+            self.agent.lose,
+            lambda *_: None,
+        )
         self.dispatcher.on(Kind.CALL, self._take_call, any_thread=True)
         self.dispatcher.on(Kind.REPLY, self._take_reply, any_thread=True)
         self.dispatcher.on(Kind.FAILURE, self._take_reply, any_thread=True)

@@ -42,7 +42,10 @@ VICTIM: Final = -1_000_002
 HONEST: Final = -1_000_003
 GROWTH_MIB: Final = 400
 """By how much the agent may grow in all: one member may have it remember some 150 MB for two minutes."""
-DEFECTS: Final = ("deferred action", "Exception in callback", "Task exception", "an internal task failed")
+DEFECTS: Final = (
+    *("deferred action", "Exception in callback", "Task exception", "an internal task failed"),
+    "could not handle a message",
+)
 """What a log says if something of ours has failed that no message may make fail."""
 EVICTED: Final = "another worker found it gone"
 PATIENCE: Final = 20.0

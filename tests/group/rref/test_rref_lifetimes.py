@@ -15,6 +15,7 @@ import pytest
 import rpc
 from rpc.errors import RpcTimeoutError, SerializationError, WorkerLostError
 from rpc.runtime.current import current_agent
+from rref.protocol.machine import Protocol
 from tests.support.orders import ask, dismiss, start_followers
 from tests.support.serving import first_of, open_gate, serve, wait_at_gate
 from tests.support.tracked import Tracked
@@ -327,3 +328,28 @@ def call_methods_and_let_go(worker: Worker) -> tuple[str, str, int]:
 
 def test_a_method_of_an_own_object_is_called_though_the_reference_is_let_go(run_workers: RunWorkers) -> None:
     assert run_workers(call_methods_and_let_go, 1) == [("TEXT", "Text", 1)]
+
+
+def lack_memory_for_messages(count: int) -> None:
+    """Have the next ``count`` attempts to handle a message of the reference protocol fail here."""
+    receive = Protocol.receive
+
+    def scarce(protocol: Protocol, peer: int, message: object) -> None:
+        nonlocal count
+        if count:
+            count -= 1
+            raise MemoryError("there is none left")
+        receive(protocol, peer, message)
+
+    Protocol.receive = scarce  # type: ignore[method-assign]
+
+
+def test_an_owner_without_memory_for_a_message_handles_it_when_it_has_some(run_workers: RunWorkers) -> None:
+    workers = start_followers(run_workers, 2)
+    ask(workers[0], make_on, "worker1", "one", "two")
+    ask(workers[1], drop)
+    ask(workers[1], lack_memory_for_messages, 3)
+    ask(workers[0], drop)
+    assert workers[1].wait_for("freed") == "nothing yet"
+    assert {workers[1].wait_for("freed") for _ in range(2)} == {"one", "two"}
+    dismiss(workers)

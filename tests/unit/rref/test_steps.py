@@ -26,14 +26,14 @@ class Shell:
     def __init__(self) -> None:
         self.protocol = Protocol(ME)
         self.acted: list[Action] = []
-        self.malformed: list[str] = []
+        self.failed: list[str] = []
         self.gathered: list[Callable[[None], object]] = []
         mailbox: Any = SimpleNamespace(gathered=lambda function, _: self.gathered.append(function))
         self.steps = Steps(
             self.protocol,
             mailbox,
             self.acted.extend,
-            lambda args, error: self.malformed.append(f"{args[-1]}: {error}"),
+            lambda args, error: self.failed.append(f"{args[-1]}: {error}"),
         )
 
     def in_a_step(self, function: Callable[[], object]) -> None:
@@ -187,4 +187,20 @@ def test_a_malformed_message_in_a_step_that_was_left_is_reported() -> None:
         shell.steps.do(shell.protocol.fork, (9, 9), OWNER)  # of no use meanwhile, which is nobody's fault
 
     shell.in_a_step(interrupted)
-    assert shell.malformed == [f"{SENDER}: worker {SENDER} sent a fork in another's name: (4, 1)"]
+    assert shell.failed == [f"{SENDER}: worker {SENDER} sent a fork in another's name: (4, 1)"]
+
+
+def test_a_step_that_was_left_and_fails_for_want_of_memory_is_reported_and_ends_no_other() -> None:
+    shell = Shell()
+    later: list[int] = []
+
+    def scarce(_: int) -> None:
+        raise MemoryError("none left")
+
+    def interrupted() -> None:
+        shell.steps.do(scarce, SENDER)
+        shell.steps.do(later.append, 1)
+
+    shell.in_a_step(interrupted)
+    assert shell.failed == [f"{SENDER}: none left"]
+    assert later == [1]

@@ -240,3 +240,35 @@ def test_a_malformed_batch_is_refused_whole(
     assert here.heard == []
     clockwork.advance(0)
     assert here.control.unacknowledged() == 3
+
+
+def test_messages_that_could_not_be_handled_are_left_in_their_frame_and_only_the_others_are_acknowledged(
+    clockwork: Clockwork, here: Worker, there: Worker
+) -> None:
+    failures = [MemoryError(), MemoryError()]
+
+    def scarce(_: Any, body: Any) -> None:
+        if body == 1 and failures:
+            raise failures.pop()
+        there.heard.append(("scarce", body))
+
+    there.control.on("scarce", scarce)
+    for topic in ("news", "scarce", "news", "scarce", "scarce"):
+        here.control.post(there.seen_as, topic, len(here.heard))
+        here.heard.append(("posted", topic))
+    clockwork.advance(0)
+    (frame,) = there.seen_as.frames
+    numbers = [body for _, body in frame.header["batch"][1]]
+    assert numbers == [0, 1, 2, 3, 4]
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            there.control.received(here.seen_as, frame)
+    assert frame.header["batch"][1] == [["scarce", 1], ["scarce", 3], ["scarce", 4]]
+    clockwork.advance(ACK_SECONDS)
+    here.receive(there)
+    assert here.control.unacknowledged(), "a shutdown waits for them"
+    there.control.received(here.seen_as, frame)
+    assert there.heard == [("here", 0), ("here", 2), ("scarce", 1), ("scarce", 3), ("scarce", 4)]
+    clockwork.advance(ACK_SECONDS)
+    here.receive(there)
+    assert here.control.unacknowledged() == 0

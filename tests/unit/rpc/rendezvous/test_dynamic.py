@@ -144,10 +144,10 @@ def test_leaving_a_store_that_is_gone_does_no_harm(workers: Workers) -> None:
     class Closing(HashStore):
         closed = False
 
-        def check(self, keys: list[str]) -> bool:
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             if self.closed:
                 raise RuntimeError("connection closed")
-            return bool(super().check(keys))
+            return bytes(super().compare_set(key, expected, desired))
 
     store = Closing()
     group = join_dynamic(open_store(store, 0, None, timeout=5), workers(1)[0].member, 5)

@@ -209,9 +209,9 @@ def test_settled_beginning_is_not_read_again() -> None:
     asked: list[str] = []
 
     class Watched(HashStore):
-        def check(self, keys: list[str]) -> bool:
-            asked.extend(keys)
-            return bool(super().check(keys))
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            asked.append(key)
+            return bytes(super().compare_set(key, expected, desired))
 
     store = open_store(Watched(), 0, None, timeout=5)
     log = Log(store)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 from collections.abc import Callable
@@ -135,6 +136,18 @@ def test_failed_unpickling_has_adopted_already(office: TicketOffice) -> None:
 def test_malformed_descriptors_are_an_error(office: TicketOffice, descriptors: Any) -> None:
     with pytest.raises(SerializationError, match=r"worker 'caller'.*'ticket'"):
         office.serializer.adopt({"ticket": descriptors}, CALLER)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "Too many open files")])
+def test_want_of_resources_while_descriptors_are_read_is_no_fault_of_the_message(
+    office: TicketOffice, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def arrive(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(office, "arrive", arrive)
+    with pytest.raises(type(error)):
+        office.serializer.adopt({"ticket": [[1, "x"]]}, CALLER)
 
 
 def test_pickle_that_refers_to_what_did_not_arrive_is_an_error(office: TicketOffice) -> None:
