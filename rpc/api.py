@@ -296,8 +296,8 @@ def shutdown(
     if not is_initialized():
         check_not_forked()
         raise NotInitializedError(
-            "shutdown: RPC has not been initialized, or is shut down already. Call init_rpc first, and shutdown "
-            "only once, at the end. "
+            "shutdown: RPC has not been initialized, or is shut down already. Call init_rpc first, and "
+            "shutdown only once, at the end. "
             "(Current RPC agent is not set! Did you initialize the RPC framework?)"
         )
     _agent().shutdown(graceful, timeout, release_references=release_references, raise_on_leaks=raise_on_leaks)
