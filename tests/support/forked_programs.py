@@ -430,6 +430,8 @@ def _forget_the_server() -> None:
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    if backend := sys.modules.get("rpc.lifecycle.own_backend"):
+        atexit.register(backend._leave_at_exit)  # which it does on import
     atexit.register(logging.shutdown)
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     logging.root.handlers.clear()
