@@ -164,6 +164,8 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         become_subreaper()
         atexit._clear()  # what pytest's process does at its exit is not for its children to do
+        if backend := sys.modules.get("rpc.lifecycle.own_backend"):
+            atexit.register(backend._leave_at_exit)  # which it does on import
         self._wake, wake_writer = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake_writer, False)

@@ -93,7 +93,6 @@ def test_a_launcher_that_is_ended_ends_the_job_on_all_machines(
 
 
 @pytest.mark.nightly
-@pytest.mark.fresh_interpreter  # PyTorch reads its log level when it is loaded
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_launcher_that_is_killed_ends_the_job_on_all_machines(
     launchers: Launchers, place: str, killed: int

@@ -334,14 +334,14 @@ def lack_memory_for_messages(count: int) -> None:
     """Have the next ``count`` attempts to handle a message of the reference protocol fail here."""
     receive = Protocol.receive
 
-    def scarce(protocol: Protocol, peer: int, message: object) -> None:
+    def scarce(protocol: Any, peer: int, message: Any) -> None:
         nonlocal count
         if count:
             count -= 1
             raise MemoryError("there is none left")
         receive(protocol, peer, message)
 
-    Protocol.receive = scarce  # type: ignore[method-assign]
+    Protocol.receive = scarce  # type: ignore[method-assign,assignment]
 
 
 def test_an_owner_without_memory_for_a_message_handles_it_when_it_has_some(run_workers: RunWorkers) -> None:
