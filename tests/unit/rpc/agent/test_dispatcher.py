@@ -143,7 +143,7 @@ def test_references_in_a_message_that_cannot_be_handled_are_adopted() -> None:
     def adopt(header: dict[str, Any], source: Any) -> None:
         arrived.append(header)
 
-    desk.dispatcher._adopt = adopt  # type: ignore[assignment]
+    desk.dispatcher._adopt = adopt
     desk.dispatcher._brings_nothing = lambda header: not header
     desk.dispatcher.frames_received(sender, [Frame(Kind.CALL, 7, {"refs": [1]}, [])])
     assert arrived == [{"refs": [1]}]
