@@ -334,12 +334,12 @@ def lack_memory_for_messages(count: int) -> None:
     """Have the next ``count`` attempts to handle a message of the reference protocol fail here."""
     receive = Protocol.receive
 
-    def scarce(protocol: Protocol, peer: int, message: object) -> None:
+    def scarce(self: Protocol, peer: int, message: object) -> None:
         nonlocal count
         if count:
             count -= 1
             raise MemoryError("there is none left")
-        receive(protocol, peer, message)
+        receive(self, peer, message)
 
     Protocol.receive = scarce  # type: ignore[method-assign]
 

@@ -135,12 +135,12 @@ def test_a_message_of_a_worker_that_is_lost_meanwhile_is_not_handled_later() -> 
     assert not desk.found
 
 
-def test_references_in_a_message_that_cannot_be_handled_are_adopted() -> None:
+def test_references_in_a_message_that_cannot_be_handled_are_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the sender would keep its references for ever."""
     desk, sender = Desk(MemoryError()), peer()
     arrived: list[Any] = []
-    desk.dispatcher._adopt = lambda header, _: arrived.append(header)
-    desk.dispatcher._brings_nothing = lambda header: not header
+    monkeypatch.setattr(desk.dispatcher, "_adopt", lambda header, _: arrived.append(header))
+    monkeypatch.setattr(desk.dispatcher, "_brings_nothing", lambda header: not header)
     desk.dispatcher.frames_received(sender, [Frame(Kind.CALL, 7, {"refs": [1]}, [])])
     assert arrived == [{"refs": [1]}]
     assert desk.found == ["request 7"]

@@ -38,7 +38,11 @@ def test_operations_run_on_the_calling_thread_in_order_if_the_system_gives_no_ot
     order: list[str] = []
 
     def operation(name: str, then: Callable[[], object] = int) -> GroupWork:
-        return GroupWork(name, [], lambda: (order.append(name), then()), sequencer)
+        def perform() -> None:
+            order.append(name)
+            then()
+
+        return GroupWork(name, [], perform, sequencer)
 
     last = operation("last")
     first = operation("first", lambda: sequencer.submit(last))  # as another thread may
