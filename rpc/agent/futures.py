@@ -130,6 +130,7 @@ class Future(torch.futures.Future[T]):
         """Return a future whose value is a list of these futures, completed when all are. If one of them
         fails, it fails at once with the same error.
         """
+        futures = tuple(futures)  # the caller's list may change meanwhile
         collected: Future[Any] = cls()
         peers = [each._peer for each in futures if isinstance(each, Future)]
         uses_devices = (each for each in peers if each is not None and each.devices is not None)

@@ -75,6 +75,8 @@ class _Uninitialized:
         made.__class__ = type(self)
         return made
 
+    data: Any = property(detach, vars(LogicalTensor)["data"].fset)
+
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             copied = self.detach().requires_grad_(self.requires_grad)
