@@ -89,19 +89,23 @@ def wait_for_event(event: Event, deadline: float = INFINITE) -> bool:
 class Condition(threading.Condition):
     """A condition for ``wait_while``: a signal handler may interrupt its ``wait`` only while that sleeps."""
 
+    # What ``threading.Condition`` is made of, which typeshed omits.
+    _waiters: Any
+    _release_save: Any
+    _acquire_restore: Any
+
     @protected
     def wait(self, timeout: float | None = None) -> bool:
-        condition: Any = self  # typeshed omits what ``threading.Condition`` is made of
         lock = allocate_lock()
         lock.acquire()
-        condition._waiters.append(lock)
-        held = condition._release_save()
+        self._waiters.append(lock)
+        held = self._release_save()
         try:
             return wait_for(lock, INFINITE if timeout is None else monotonic() + timeout)
         finally:
-            condition._acquire_restore(held)
+            self._acquire_restore(held)
             with suppress(ValueError):  # it was notified
-                condition._waiters.remove(lock)
+                self._waiters.remove(lock)
 
 
 @protected
