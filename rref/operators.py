@@ -1,4 +1,7 @@
-"""Operators that references and proxies do not have: the error says what to write instead."""
+"""Operators that references do not have: the error says what to write instead.
+
+Proxies keep Python's own errors: their attributes with such names call methods of the object.
+"""
 
 from __future__ import annotations
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rref.operators import without_operators
-
 __all__ = ["RRefProxy"]
 
 Invocation = Callable[[str, tuple[Any, ...], dict[str, Any], float], Any]
 """Calls a method of one object. Arguments: name, positional and keyword arguments, timeout in seconds."""
 
 
-@without_operators(
-    "call a method of the object, such as rref.rpc_sync().__len__(), or fetch the object by rref.to_here()"
-)
 class RRefProxy:
     """A stand-in for a remote object; its attributes call the object's methods on the owner.
 

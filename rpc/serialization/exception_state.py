@@ -36,6 +36,7 @@ from types import (
 from typing import Any, Final, Protocol, TypeVar, cast
 
 from rpc.errors import RemoteError
+from rpc.runtime.interrupts import is_interruption
 from rpc.serialization.failures import cannot_send, cut, encodable, text_of, type_name
 from rpc.serialization.kept_errors import noted
 from rpc.serialization.payload import Destination
@@ -423,7 +424,9 @@ def _attempt(function: Callable[[BaseException], str], error: BaseException) -> 
     """Return a text of an exception; None if its own methods fail."""
     try:
         return encodable(cut(function(error), _MAX_LINK_BYTES))
-    except Exception:
+    except BaseException as reason:
+        if is_interruption(reason):
+            raise
         return None
 
 

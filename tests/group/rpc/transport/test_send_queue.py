@@ -47,7 +47,7 @@ def begin_to_send() -> None:
 
 def waits(thread: threading.Thread) -> bool:
     frame = sys._current_frames()[thread.ident or 0]
-    return frame.f_code.co_name == "wait"
+    return frame.f_code.co_name == "wait_for"
 
 
 def is_sending() -> bool:
