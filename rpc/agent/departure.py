@@ -240,9 +240,11 @@ class Departure:
         own = self._describe()
         # It is usual that a worker serves until the others leave as well.
         usual = self._expects_long or (self._activity.serving() and "not in shutdown" in for_whom)
-        is_new, self._told_of = for_whom != self._told_of, for_whom
+        is_news = not usual and for_whom != self._told_of
+        if is_news:
+            self._told_of = for_whom
         logger.log(
-            logging.WARNING if is_new and not usual else logging.DEBUG,
+            logging.WARNING if is_news else logging.DEBUG,
             "worker '%s' has waited in shutdown for %s: %s%s",
             self._me.name,
             self._notices.waited,
