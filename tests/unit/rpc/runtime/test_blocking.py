@@ -132,5 +132,5 @@ def test_an_interrupted_wait_leaves_no_lock_locked() -> None:
         interrupted = interrupted_at_check(number, wait)
         assert not lock.locked()
         assert not event._waiting
-        assert not changed._waiters  # type: ignore[attr-defined]
+        assert not changed._waiters
     assert number > 3
