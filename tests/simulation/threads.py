@@ -1,7 +1,7 @@
 """Threads of simulated workers that may wait: each runs only while the clock lets it, one at a time.
 
-Whoever starts or resumes one waits until it waits itself, or ends. So a run stays decided by its seed. What a
-thread waits for is looked at after each step of its worker, and the thread goes on a moment later.
+The thread that starts or resumes another pauses until that one waits or ends, so a seed still determines
+the run. What a thread waits for is looked at after each step of its worker, and it goes on a moment later.
 """
 
 from __future__ import annotations

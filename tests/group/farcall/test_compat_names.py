@@ -126,7 +126,7 @@ IN_NEWER_VERSIONS = {
 """Names that PyTorch 2.14 and 2.15 have added, and that are refused."""
 
 NOT_REPLACED = {f"{RPC}._utils", f"{RPC}._testing.faulty_agent_backend_registry"}
-"""Modules that nothing stands in for."""
+"""Modules without a counterpart."""
 
 STAY = {
     "torch.distributed.nn",
