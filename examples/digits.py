@@ -29,7 +29,7 @@ def load_images() -> tuple[Images, Images]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise RuntimeError("this example needs scikit-learn: pip install 'farcall[examples]'") from error
+        raise RuntimeError("this example needs scikit-learn: pip install scikit-learn") from error
     digits = load_digits()
     images = Images(torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target))
     shuffled = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]

@@ -27,6 +27,7 @@ from click.shell_completion import get_completion_class
 
 import farcall
 import farcall_guard
+from farcall.extras import install_command
 from farcall.observe.commands import COMMANDS
 from farcall.page.command import page as page_command
 
@@ -249,7 +250,7 @@ def launch(
             "--outlive needs --log-dir: the output of workers without a launcher is not read"
         )
     if page and find_spec("aiohttp") is None:
-        raise click.UsageError("--page needs aiohttp: pip install 'farcall[page]'")
+        raise click.UsageError(f"--page needs aiohttp: {install_command('page')}")
     if (found.nodes > 1 or found.node_rank) and not found.rdzv:
         raise click.UsageError("several machines need --rdzv HOST:PORT, where they meet")
     if dynamic and found.rdzv and found.node_rank is None:

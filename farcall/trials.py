@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import rpc
 import spmd
 from farcall.doctor import Finding
+from farcall.extras import install_command
 
 __all__ = ["TRIALS", "Trial", "pytorch"]
 
@@ -170,7 +171,7 @@ def _same(result: torch.Tensor, expected: torch.Tensor) -> None:
 TRIALS: Final = (
     Trial("calls", partial(_call, "FARCALL")),
     Trial(
-        "calls over gRPC", partial(_call, "GRPC"), "grpc_reflection", "For this: pip install 'farcall[grpc]'."
+        "calls over gRPC", partial(_call, "GRPC"), "grpc_reflection", f"For this: {install_command('grpc')}"
     ),
     Trial("process groups", _collectives),
     Trial("SPMD mode, with one worker", _spmd_step),  # before any backward on the CPU

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from farcall.client.arrays import BCOMPLEX32, COMPLEX32, FLOAT4_PAIR
-from farcall.client.connection import AsyncClient, Client, Tls, connect, connect_async
-from farcall.client.errors import CallError, ServedError
+from farcall.extras import missing
+
+try:
+    from farcall.client.arrays import BCOMPLEX32, COMPLEX32, FLOAT4_PAIR
+    from farcall.client.connection import AsyncClient, Client, Tls, connect, connect_async
+    from farcall.client.errors import CallError, ServedError
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(missing("farcall.client", "client", error), name=error.name) from error
 
 __all__ = [
     "BCOMPLEX32",

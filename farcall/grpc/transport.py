@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final
 
+from farcall.extras import missing
 from farcall.grpc import forking  # before gRPC
 
 try:
@@ -18,10 +19,7 @@ try:
 
     from farcall.grpc.server import OPTIONS, Probes, bind, server_credentials
 except ImportError as error:
-    raise ImportError(
-        f"the backend GRPC needs grpcio and what serves health and reflection ({error}): "
-        "pip install 'farcall[grpc]'"
-    ) from error
+    raise ImportError(missing("the backend GRPC", "grpc", error), name=error.name) from error
 
 from farcall.grpc.stream import MESSAGE_BYTES, GrpcStream, as_os_error
 from farcall.v1 import worker_pb2

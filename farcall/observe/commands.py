@@ -13,6 +13,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from farcall.extras import missing
+
 __all__ = ["COMMANDS"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -149,7 +151,7 @@ def top(job: str | None) -> int:
 @click.command(short_help="Show the stacks of the threads of workers.")
 @_job_option
 @click.option("--all", "everything", is_flag=True, help="Idle threads and farcall's own frames, too.")
-@click.option("--native", is_flag=True, help="With frames of C and C++: needs farcall[stacks].")
+@click.option("--native", is_flag=True, help="With frames of C and C++: needs the extra `stacks`.")
 @click.argument("workers", nargs=-1)
 def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, ...]) -> int:
     """Show the stacks of the threads of WORKERS, by name or rank; of all by default.
@@ -223,13 +225,12 @@ def metrics(job: str | None, port: int) -> int:
     """Serve the metrics of all workers of a job at one address of this host, for Prometheus; Ctrl-C ends it.
 
     Readers need the token in the file that is named: `authorization: {credentials_file: FILE}` in a scrape
-    configuration of Prometheus. Needs farcall[metrics].
+    configuration of Prometheus. Needs the extra `metrics`.
     """
     try:
         from farcall.observe.metrics_endpoint import serve_metrics
     except ModuleNotFoundError as error:
-        text = f"{error.name} is not installed: pip install 'farcall[metrics]'"
-        raise click.ClickException(text) from error
+        raise click.ClickException(missing("farcall metrics", "metrics", error)) from error
     from rpc.errors import InvalidOptionError, RendezvousError
 
     try:

@@ -1,5 +1,5 @@
 """Stacks of a living process from ``py-spy``: also frames of C and C++, and the thread that holds the
-interpreter lock. ``py-spy`` is optional (``pip install farcall[stacks]``), and the process need not run.
+interpreter lock. ``py-spy`` is optional (the extra ``stacks``), and the process need not run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any, Final
 
+from farcall.extras import install_command
 from farcall.observe.frozen_stacks import Stack
 
 __all__ = ["NativeStacksError", "is_native", "native_stacks", "read_dump", "spy_program"]
@@ -44,7 +45,7 @@ def native_stacks(process: int, *, seconds: float = _SECONDS) -> list[Stack]:
     """
     program = spy_program()
     if program is None:
-        raise NativeStacksError("py-spy is not installed: pip install 'farcall[stacks]'")
+        raise NativeStacksError(f"py-spy is not installed: {install_command('stacks')}")
     command = [program, "dump", "--native", "--json", "--full-filenames", "--pid", str(process)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)

@@ -6,16 +6,14 @@ import asyncio
 import os
 import signal
 import sys
-from typing import Final
 
 import click
 
+from farcall.extras import missing
 from farcall.observe.choosing import choose_job
 from farcall.observe.jobs import jobs_folder
 
 __all__ = ["page", "serve_page"]
-
-_NEEDS: Final = "the page needs aiohttp: pip install 'farcall[page]'"
 
 
 def serve_page(job: str | None, port: int, *, launched_by: int = 0) -> int:
@@ -35,7 +33,7 @@ def serve_page(job: str | None, port: int, *, launched_by: int = 0) -> int:
     try:
         from farcall.page.server import Server
     except ModuleNotFoundError as error:
-        raise click.ClickException(_NEEDS) from error
+        raise click.ClickException(missing("the page", "page", error)) from error
     from farcall.page.token_file import page_token
 
     folder = jobs_folder(os.environ)

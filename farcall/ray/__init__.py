@@ -10,7 +10,7 @@
     @ray.method(tensor_transport="FARCALL")
     def make(self): ...
 
-Needs Ray: ``pip install 'farcall[ray]'``.
+Needs Ray: the extra ``ray``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import farcall_guard
+from farcall.extras import missing
 
 farcall_guard.check(*farcall_guard.PACKAGES)
 
@@ -13,8 +14,6 @@ from farcall.serving.endpoint import Batching, Endpoint, TensorSpec
 try:
     from farcall.serving.server import Server, serve
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"farcall.serve needs the package {error.name}: pip install 'farcall[serve]'", name=error.name
-    ) from error
+    raise ModuleNotFoundError(missing("farcall.serve", "serve", error), name=error.name) from error
 
 __all__ = ["Batching", "Endpoint", "Limits", "Server", "TensorSpec", "serve"]

@@ -101,7 +101,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"api", "auto"},
     ),
     "farcall": (
-        {"v1", "kserve"},
+        {"v1", "kserve", "extras"},
         {"grpc", "scraping"},
         {"client"},
         {"serving", "compat"},
@@ -140,7 +140,10 @@ HEAVY_AT_IMPORT = ("sklearn", "scipy", "grpc", "torch._dynamo", "torch._inductor
 """What importing the packages must not bring along, beyond what ``import torch`` does."""
 
 WITH_EXTRAS = {
-    ROOT / "farcall" / "serving": ("grpc", "metrics", "serve"),
+    ROOT / "farcall" / "client": ("client",),
+    ROOT / "farcall" / "kserve": ("client",),
+    ROOT / "farcall" / "serving": ("client", "grpc", "metrics"),
+    ROOT / "farcall" / "v1": ("client",),
     ROOT / "farcall" / "scraping.py": ("metrics",),
     ROOT / "farcall" / "observe" / "metric_families.py": ("metrics",),
     ROOT / "farcall" / "observe" / "metrics_endpoint.py": ("metrics",),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-INSTALLED_BY_USERS = ("grpc", "metrics", "page", "serve", "stacks")
+INSTALLED_BY_USERS = ("client", "grpc", "metrics", "page", "serve", "stacks")
 """Extras that users install."""
 MINOR_VERSIONS = 1
 """How many minor versions a requirement may be behind."""
