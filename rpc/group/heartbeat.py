@@ -172,6 +172,9 @@ class Heartbeat:
     def _is_silent(self, peer: Peer) -> None:
         before = self._asked.pop(peer.incarnation, None)
         now = _process_of(peer)
+        if before is None and now is None:  # its process has not been looked for yet
+            self._neighbours.find(peer)
+            now = before = _process_of(peer)
         if computes(before, now):
             self._liveness.excuse(peer.incarnation)
             logger.warning(

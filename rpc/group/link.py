@@ -178,7 +178,7 @@ class Link:
         """One of the worker's addresses answers."""
         if not self._step(LinkEvent.REACH):
             return False
-        self.process = process
+        self._is_process(process)
         return True
 
     def cross(self) -> bool:
@@ -198,7 +198,7 @@ class Link:
         if not self._step(LinkEvent.ACCEPT):
             return False
         self.dialled = False
-        self.process = process
+        self._is_process(process)
         self._accepted_at = heard
         self._connected(now)
         return True
@@ -210,6 +210,11 @@ class Link:
     def lose(self) -> bool:
         """The other worker is gone for good."""
         return self._step(LinkEvent.LOSE)
+
+    def _is_process(self, process: int | None) -> None:
+        """Keep the worker's process, which a connection over TCP does not tell: it is the same for all."""
+        if process is not None:
+            self.process = process
 
     def _connected(self, now: float) -> None:
         self._connected_since = now

@@ -9,6 +9,7 @@ import pytest
 
 from rpc.group import heartbeat
 from rpc.group.heartbeat import Heartbeat
+from rpc.group.own_time import Neighbours
 from rpc.group.peer import Peer
 from rpc.runtime.process_signs import ProcessSigns
 from rpc.transport.base import DirectConnection
@@ -35,7 +36,11 @@ class Watched:
     """A heartbeat, and one worker with a connection."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, lost_after: float, process: int | None = None
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        lost_after: float,
+        process: int | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.clock = Clockwork()
         self.peer, self.connection = peer(), Recorder()
@@ -44,7 +49,13 @@ class Watched:
         self.lost: list[str] = []
         loop: Any = self.clock
         self.heartbeat = Heartbeat(
-            loop, lambda: [self.peer], self._lose, lambda *_: None, lambda _: None, lost_after
+            loop,
+            lambda: [self.peer],
+            self._lose,
+            lambda *_: None,
+            lambda _: None,
+            lost_after,
+            neighbours=neighbours,
         )
         self.heartbeat.begin()
 
@@ -109,6 +120,28 @@ def test_a_worker_that_sleeps_is_lost_for_what_it_does_not_acknowledge(
         watched.peer.session.note(MESSAGE)
     watched.clock.advance(60.0)
     assert len(watched.lost) == 1
+
+
+class FoundLate(Neighbours):
+    """Finds a worker's process at the third look: the search is made now and then only."""
+
+    looks = 0
+
+    def find(self, peer: Peer) -> None:
+        self.looks += 1
+        if self.looks == 3:
+            peer.link.process = 4711
+
+
+@pytest.mark.parametrize("waits_for_core", [True, False])
+def test_before_a_silent_worker_is_lost_its_process_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, waits_for_core: bool
+) -> None:
+    watched = Watched(monkeypatch, 30.0, neighbours=FoundLate())
+    monkeypatch.setattr(heartbeat, "process_signs", lambda _: ProcessSigns(False, waits_for_core, 5, 1))
+    watched.peer.session.note(MESSAGE)
+    watched.clock.advance(200.0)
+    assert bool(watched.lost) is not waits_for_core
 
 
 def test_who_acknowledges_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,14 @@ def test_whatever_happens_there_is_one_attempt_and_one_connection() -> None:
             assert not CONNECTING & set(following) or LinkState.BROKEN in following
 
 
+def test_a_connection_that_does_not_tell_the_process_leaves_the_known_one() -> None:
+    link = Link()
+    link.accept(0.0, 4711)
+    link.broke("cut", 1.0, 30.0, progressed=True)
+    link.accept(2.0)
+    assert link.process == 4711
+
+
 def test_attempts_fail_with_growing_pauses_until_patience_is_over() -> None:
     link, now, pauses = Link(), 0.0, []
     while True:
