@@ -29,11 +29,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import rpc
-from command_line import example_parser, positive
-from digits import load_images
-from example_run import Miss, run_example
-from live_progress import LiveProgress, live_progress, print_figures
+from farcall import rpc
+from farcall.examples import (
+    LiveProgress,
+    Miss,
+    example_parser,
+    live_progress,
+    load_images,
+    positive,
+    print_figures,
+    run_example,
+)
 
 SPEED_UP = 1.5
 """How many times as many requests a second count as success; about five on an idle machine."""
@@ -190,7 +196,7 @@ NAMES = ("server", "caller0", "caller1")
 
 def main() -> None:
     """Run one worker if its name is given, otherwise all of them."""
-    parser = example_parser(__doc__)
+    parser = example_parser(__doc__, needs=["scikit-learn"])
     parser.add_argument("--requests", type=positive, default=6000, help="each way (%(default)s)")
     parser.add_argument("--rounds", type=positive, default=10, help="in which they are sent (%(default)s)")
     parser.add_argument("--in-flight", type=positive, default=64, help="of each caller (%(default)s)")

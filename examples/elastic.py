@@ -36,11 +36,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import rpc
-from command_line import example_parser, positive, rate
-from digits import Images, load_images
-from example_run import Miss, add_checkpoint_argument, ending, preempted, restored, save
-from live_progress import live_progress, print_figures, print_line
+from farcall import rpc
+from farcall.examples import (
+    Images,
+    Miss,
+    add_checkpoint_argument,
+    ending,
+    example_parser,
+    live_progress,
+    load_images,
+    positive,
+    preempted,
+    print_figures,
+    print_line,
+    rate,
+    restored,
+    save,
+)
 
 TARGET = 0.93
 LOST_SECONDS = 120.0
@@ -229,7 +241,7 @@ def direct(options: argparse.Namespace, meeting: str) -> None:
 
 def main() -> None:
     """The command."""
-    parser = example_parser(__doc__)
+    parser = example_parser(__doc__, needs=["scikit-learn"])
     parser.add_argument("--trainers", type=positive, default=3, help="at work at a time (%(default)s)")
     parser.add_argument("--steps", type=positive, default=3000, help="in all (%(default)s)")
     parser.add_argument("--kill-every", type=positive, default=600, help="steps (%(default)s)")

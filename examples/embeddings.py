@@ -1,7 +1,11 @@
 #!/usr/bin/env python3
 """A recommender whose embeddings are on a parameter server. Any of its processes may be killed at any time.
 
-On this machine, or on several (each with the same FOLDER; see `farcall launch --help`)::
+A server and two trainers on this machine, started by one command::
+
+    python examples/embeddings.py
+
+It runs the command with which to start them on several machines, where all see the same FOLDER::
 
     farcall launch -n 3 --dynamic --restart 9 examples/embeddings.py --folder FOLDER
 
@@ -19,20 +23,24 @@ its process; nobody waits for a message that might have been sent before it was 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import queue
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-import rpc
-from command_line import example_parser, positive, rate
-from example_run import Miss, ending
-from rpc.errors import UnknownWorkerError, WorkerLostError
+from farcall import rpc
+from farcall.examples import Miss, ending, example_parser, positive, rate
+from farcall.rpc.errors import UnknownWorkerError, WorkerLostError
 
 ROWS, SIZE, BATCH = 300, 8, 128
 
@@ -185,10 +193,22 @@ def await_server(changes: queue.SimpleQueue[str], seconds: float) -> None:
             ) from None
 
 
+def launch() -> NoReturn:
+    """Start the server and two trainers, and end as they do."""
+    command = ["launch", "-n", "3", "--dynamic", "--restart", "9", *sys.argv]
+    with contextlib.ExitStack() as ending:
+        if not any(each.startswith("--folder") for each in sys.argv):
+            command += ["--folder", ending.enter_context(tempfile.TemporaryDirectory())]
+        print("farcall", *command, flush=True)
+        launcher = subprocess.Popen([sys.executable, "-m", "farcall", *command])
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, too, which ends all
+        sys.exit(launcher.wait())
+
+
 def main() -> None:
     """Be the server, or a trainer."""
     parser = example_parser(__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="for the checkpoint; all see it")
+    parser.add_argument("--folder", type=Path, help="for the checkpoint; all see it (a temporary one)")
     parser.add_argument("--steps", type=positive, default=1500, help="in all (%(default)s)")
     parser.add_argument("--every", type=positive, default=100, help="steps between checkpoints (%(default)s)")
     parser.add_argument(
@@ -197,7 +217,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=rate, default=0.03, help="at first (%(default)s)")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with `farcall launch`, as the first lines of --help show")
+        launch()
+    if options.folder is None:
+        parser.error("--folder is needed where each process is started by itself")
     rank = int(os.environ["RANK"])
     options.folder.mkdir(parents=True, exist_ok=True)
     checkpoint = options.folder / "checkpoint.pt"

@@ -37,14 +37,24 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import farcall
-import spmd
-from command_line import example_parser, positive
-from example_run import Miss, Preempted, ending
-from live_progress import live_progress, print_figures, print_line
-from spmd.checkpoint import CheckpointManager, prime_optimizer
-from spmd.fsdp import FSDPv2, checkpoint_module
+from farcall import spmd
+from farcall.examples import (
+    Block,
+    Miss,
+    Preempted,
+    Text,
+    Transformer,
+    ending,
+    example_parser,
+    live_progress,
+    load_text,
+    positive,
+    print_figures,
+    print_line,
+)
+from farcall.spmd.checkpoint import CheckpointManager, prime_optimizer
+from farcall.spmd.fsdp import FSDPv2, checkpoint_module
 from spmd.fsdp.wrap import transformer_auto_wrap_policy
-from transformer import Block, Text, Transformer, load_text
 
 BATCH, LENGTH, SIZE = 12, 32, 32
 

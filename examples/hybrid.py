@@ -27,14 +27,20 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # PyTorch does not say that it exports it
 from torch.nn.parallel import DistributedDataParallel
 
-import dist_autograd
-import rpc
-from command_line import example_parser, positive, rate
-from digits import Images, load_images
-from dist_optim import DistributedOptimizer
-from example_run import Miss, run_example
-from live_progress import live_progress, print_figures
-from rref import RemoteModule
+from farcall import dist_autograd, rpc
+from farcall.dist_optim import DistributedOptimizer
+from farcall.examples import (
+    Images,
+    Miss,
+    example_parser,
+    live_progress,
+    load_images,
+    positive,
+    print_figures,
+    rate,
+    run_example,
+)
+from farcall.rref import RemoteModule
 
 TARGET = 0.9
 """The accuracy on held-out images that counts as success."""
@@ -169,7 +175,7 @@ NAMES = ("server", "trainer0", "trainer1")
 
 def main() -> None:
     """Run one worker if its name is given, otherwise all of them."""
-    parser = example_parser(__doc__)
+    parser = example_parser(__doc__, needs=["scikit-learn"])
     parser.add_argument("--passes", type=positive, default=8, help="over the images (%(default)s)")
     parser.add_argument("--batch", type=positive, default=32, help="images per step (%(default)s)")
     parser.add_argument("--size", type=positive, default=32, help="of the embedding's rows (%(default)s)")

@@ -39,11 +39,25 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-import rpc
-from command_line import add_group_arguments, example_parser, parse_arguments, positive, rate
-from digits import Images, load_images
-from example_run import Miss, Preempted, add_checkpoint_argument, preempted, restored, run_workers, save
-from training_display import TrainerProgress, training_display
+from farcall import rpc
+from farcall.examples import (
+    Images,
+    Miss,
+    Preempted,
+    TrainerProgress,
+    add_checkpoint_argument,
+    add_group_arguments,
+    example_parser,
+    load_images,
+    parse_arguments,
+    positive,
+    preempted,
+    rate,
+    restored,
+    run_workers,
+    save,
+    training_display,
+)
 
 TARGET = 0.95
 """The accuracy on held-out images that counts as success."""
@@ -264,7 +278,7 @@ def direct(options: argparse.Namespace) -> float:
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of this example, and those that tell one worker its place."""
-    parser = example_parser(__doc__)
+    parser = example_parser(__doc__, needs=["scikit-learn"])
     training = parser.add_argument_group("training (what rank 0 is told counts)")
     training.add_argument(
         "--steps", type=positive, default=1500, help="updates by each trainer (%(default)s)"

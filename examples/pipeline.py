@@ -31,13 +31,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import dist_autograd
-import rpc
-from command_line import example_parser, positive, rate
-from digits import Images, load_images
-from dist_optim import DistributedOptimizer
-from example_run import Miss, add_checkpoint_argument, preempted, restored, run_example, save
-from live_progress import live_progress, print_figures, print_line
+from farcall import dist_autograd, rpc
+from farcall.dist_optim import DistributedOptimizer
+from farcall.examples import (
+    Images,
+    Miss,
+    add_checkpoint_argument,
+    example_parser,
+    live_progress,
+    load_images,
+    positive,
+    preempted,
+    print_figures,
+    print_line,
+    rate,
+    restored,
+    run_example,
+    save,
+)
 
 ACCURACY = 0.93
 """Required share of held-out images whose digit is recognized."""
@@ -201,7 +212,7 @@ NAMES = ("trainer", "stage0", "stage1")
 
 def main() -> None:
     """Run one worker if its name is given, otherwise all of them."""
-    parser = example_parser(__doc__)
+    parser = example_parser(__doc__, needs=["scikit-learn"])
     parser.add_argument("--passes", type=positive, default=20, help="over the images (%(default)s)")
     parser.add_argument("--batch", type=positive, default=640, help="images per step (%(default)s)")
     parser.add_argument("--micro-batches", type=positive, default=4, help="per batch (%(default)s)")

@@ -29,12 +29,20 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.functional import cross_entropy
 
-import rpc
-import spmd
-from command_line import add_group_arguments, example_parser, parse_arguments, positive, rate
-from digits import Images, load_images
-from example_run import Miss, run_workers
-from live_progress import live_progress, print_figures
+from farcall import rpc, spmd
+from farcall.examples import (
+    Images,
+    Miss,
+    add_group_arguments,
+    example_parser,
+    live_progress,
+    load_images,
+    parse_arguments,
+    positive,
+    print_figures,
+    rate,
+    run_workers,
+)
 
 SCHEDULES: dict[str, tuple[Any, int]] = {
     "gpipe": (ScheduleGPipe, 1),
@@ -161,7 +169,7 @@ def run_worker(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run one worker if its name is given, otherwise all of them."""
-    parser = example_parser(__doc__)
+    parser = example_parser(__doc__, needs=["scikit-learn"])
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="which (%(default)s)")
     parser.add_argument("--workers", type=positive, default=2, help="how many (%(default)s)")
     parser.add_argument("--steps", type=positive, default=100, help="of training (%(default)s)")

@@ -25,10 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import rpc
-from command_line import example_parser, positive, rate
-from example_run import Miss, run_example
-from live_progress import live_progress, print_figures
+from farcall import rpc
+from farcall.examples import Miss, example_parser, live_progress, positive, print_figures, rate, run_example
 
 LONGEST = 200
 """Steps after which a pole counts as balanced."""

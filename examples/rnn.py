@@ -30,13 +30,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import dist_autograd
-import rpc
-from command_line import example_parser, positive, rate
-from dist_optim import DistributedOptimizer
-from example_run import Miss, run_example
-from live_progress import live_progress, print_figures
-from rref import RemoteModule
+from farcall import dist_autograd, rpc
+from farcall.dist_optim import DistributedOptimizer
+from farcall.examples import Miss, example_parser, live_progress, positive, print_figures, rate, run_example
+from farcall.rref import RemoteModule
 
 TARGET = 0.6
 """The most that the perplexity may be, as a share of that of the words' frequencies."""

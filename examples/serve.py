@@ -7,10 +7,10 @@ For clients on other machines, use `farcall serve`, which does the same: see `do
 
 How it works. A classifier of handwritten digits is trained for a moment and then served over gRPC, marked
 (1) below, twice: as it is, and with concurrent calls batched. Many clients ask about one image
-each, again and again (2): `examples/clients/python/ask.py`, a process without PyTorch, which sends and gets
-arrays of NumPy. One row and 32 rows take the model about as long, since it has to read all its weights for
-either, so batches answer several times as many calls. Where Node is installed, a client in
-JavaScript asks about the same images (3), and must get the same answers: `examples/clients/node/call.js`.
+each, again and again (2), in a process without PyTorch, which sends and gets arrays of NumPy. One row and
+32 rows take the model about as long, since it has to read all its weights for either, so batches answer
+several times as many calls. Where Node is installed, a client in JavaScript asks about the same images (3),
+and must get the same answers: `examples/clients/node/call.js`.
 At last a better version of the model takes the place of the first while clients ask (4); no call fails.
 
 It prints latencies: the median and the 99th percentile.
@@ -35,14 +35,51 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import farcall
-from command_line import example_parser, positive
-from digits import Images, load_images
-from example_run import Miss, ending
+from farcall.examples import (
+    Images,
+    Miss,
+    ending,
+    example_parser,
+    live_progress,
+    load_images,
+    positive,
+    print_figures,
+    print_line,
+)
 from farcall.serving import Batching, Endpoint, Limits, TensorSpec
-from live_progress import live_progress, print_figures, print_line
 
 ACCURACY = 0.9
-PYTHON, NODE = (Path(__file__).resolve().parent / "clients" / each for each in ("python", "node"))
+NODE = Path(__file__).resolve().parent / "clients" / "node"
+CLIENTS = """
+import asyncio, json, sys
+from time import perf_counter
+
+import numpy as np
+from farcall import client as clients
+
+
+async def ask_all(address, name, images, number):
+    digits, seconds = [0] * len(images), [0.0] * len(images)
+    left = iter(range(len(images)))
+
+    async def ask():
+        async with clients.connect_async(address) as client:
+            for index in left:  # shared: the next client takes the next image
+                begun = perf_counter()
+                scores = await client.call(name, images[index : index + 1], timeout=60)
+                seconds[index] = perf_counter() - begun
+                digits[index] = int(scores.argmax())
+
+    begun = perf_counter()
+    await asyncio.gather(*(ask() for _ in range(number)))
+    return {"digits": digits, "seconds": seconds, "total": perf_counter() - begun}
+
+
+address, name, number = sys.argv[1:]
+images = np.frombuffer(sys.stdin.buffer.read(), np.float32).reshape(-1, 64)
+print(json.dumps(asyncio.run(ask_all(address, name, images, int(number)))))
+"""
+"""(2) A program without PyTorch: many clients, each of which asks about one image after the other."""
 
 
 def classifier(width: int) -> nn.Module:
@@ -114,11 +151,10 @@ def ask_all(
         The digits, of shape (N,); how long each call took; and how long all took, in seconds.
     """
     done = subprocess.run(
-        [sys.executable, "ask.py", address, name, str(number)],
+        [sys.executable, "-c", CLIENTS, address, name, str(number)],
         check=False,
         capture_output=True,
         input=pixels.tobytes(),
-        cwd=PYTHON,
     )
     if done.returncode:
         raise Miss(f"The clients failed: {done.stderr.decode().strip()}")
@@ -209,7 +245,7 @@ def direct(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """The command."""
-    parser = example_parser(__doc__)
+    parser = example_parser(__doc__, needs=["scikit-learn"])
     parser.add_argument("--clients", type=positive, default=32, help="that ask at once (%(default)s)")
     parser.add_argument("--rounds", type=positive, default=8, help="how often each image is asked about")
     parser.add_argument("--width", type=positive, default=2048, help="of the model's layers (%(default)s)")

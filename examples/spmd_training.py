@@ -33,12 +33,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import spmd
-from command_line import example_parser, positive
-from digits import load_images
-from example_run import Miss, ending
-from live_progress import live_progress, print_figures, print_line
-from transformer import HEADS, Transformer, load_text
+from farcall import spmd
+from farcall.examples import (
+    HEADS,
+    Miss,
+    Transformer,
+    ending,
+    example_parser,
+    live_progress,
+    load_images,
+    load_text,
+    positive,
+    print_figures,
+    print_line,
+)
 
 # ---------------------------------------------------------------- two models and their data: plain PyTorch
 
@@ -179,7 +187,7 @@ def on_device(t: Tensor, specs: list[spmd.ShardingSpec]) -> Tensor:
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of this example."""
-    parser = example_parser(__doc__)
+    parser = example_parser(__doc__, needs=["scikit-learn"])
     parser.add_argument("--model", choices=[*TASKS, "all"], default="all", help="which model (%(default)s)")
     parser.add_argument(
         "--cut", choices=["data", "model", "both", "all"], default="all", help="in which way (%(default)s)"

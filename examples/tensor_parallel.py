@@ -47,14 +47,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import cross_entropy
 
-import dist_autograd
-import rpc
-import spmd
-from command_line import add_group_arguments, example_parser, parse_arguments, positive, rate
-from dist_optim import DistributedOptimizer
-from example_run import Miss, run_workers
-from live_progress import live_progress, print_figures
-from spmd.tensor_parallel import (
+from farcall import dist_autograd, rpc, spmd
+from farcall.dist_optim import DistributedOptimizer
+from farcall.examples import (
+    HEADS,
+    Miss,
+    Text,
+    Transformer,
+    add_group_arguments,
+    example_parser,
+    live_progress,
+    load_text,
+    parse_arguments,
+    positive,
+    print_figures,
+    rate,
+    run_workers,
+)
+from farcall.spmd.tensor_parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
@@ -62,7 +72,6 @@ from spmd.tensor_parallel import (
     loss_parallel,
     parallelize_module,
 )
-from transformer import HEADS, Text, Transformer, load_text
 
 # ------------------------------------------------------------ training: plain PyTorch, except for averages
 

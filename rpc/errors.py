@@ -33,8 +33,6 @@ __all__ = [
     "SerializationError",
     "UnknownWorkerError",
     "WorkerLostError",
-    "is_violation",
-    "with_article",
 ]
 
 

@@ -10,12 +10,10 @@ from torch.distributed import DistBackendError, DistStoreError
 from rpc.errors import GivenUpError, RpcError
 
 __all__ = [
-    "KINDS",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "RankLostError",
-    "RanksMissingError",
     "StoreGivenUpError",
 ]
 

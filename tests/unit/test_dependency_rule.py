@@ -107,7 +107,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"serving", "compat"},
         {"observe"},
         {"page"},
-        {"launch", "environment", "one_sided", "ray"},
+        {"launch", "environment", "examples", "one_sided", "ray"},
         {"doctor"},
         {"accelerator_trial", "meeting", "trials"},
         {"cli"},
@@ -142,6 +142,7 @@ HEAVY_AT_IMPORT = ("sklearn", "scipy", "grpc", "torch._dynamo", "torch._inductor
 WITH_EXTRAS = {
     ROOT / "farcall" / "client": ("client",),
     ROOT / "farcall" / "kserve": ("client",),
+    ROOT / "farcall" / "examples": ("examples",),
     ROOT / "farcall" / "serving": ("client", "grpc", "metrics"),
     ROOT / "farcall" / "v1": ("client",),
     ROOT / "farcall" / "scraping.py": ("metrics",),
@@ -163,6 +164,7 @@ OTHER_NAMES = {
     "opentelemetry-sdk": "opentelemetry",
     "prometheus-client": "prometheus_client",
     "protobuf": "google",
+    "scikit-learn": "sklearn",
 }
 """Distributions whose package has another name."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -58,6 +59,18 @@ def test_a_trainer_without_a_server_ends_with_that_reason(tmp_path: Path) -> Non
         assert trainer.end() == 1
         del store
     assert trainer.lines[-1].startswith("trainer1: There is no server, and none has come for 0.5 s.")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_copy_of_an_example_starts_its_workers_with_one_command(tmp_path: Path) -> None:
+    copy = shutil.copy(EXAMPLES / "embeddings.py", tmp_path)
+    with leftovers.nothing_left():
+        launcher = Launcher([sys.executable, copy, "--steps", "1500"], tmp_path, QUIET)
+        assert launcher.end() == 0, launcher.said
+    error = re.search(r"error (\d\.\d\d) after 1500 steps", launcher.said)
+    assert error is not None
+    assert float(error[1]) < 0.2
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from live_progress import figures_table, progress_bars
+from farcall.examples.progress import figures_table, progress_bars
 
 __all__ = ["TrainerProgress", "TrainingDisplay", "training_display"]
 

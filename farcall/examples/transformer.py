@@ -1,49 +1,15 @@
-"""The language model of several examples, in plain PyTorch for one device, and the text that it learns."""
+"""The language model of several examples, in plain PyTorch for one device."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-__all__ = ["HEADS", "Block", "Text", "Transformer", "load_text"]
+__all__ = ["HEADS", "Block", "Transformer"]
 
 HEADS = 4
 LAYERS = 2
-
-
-class Text(NamedTuple):
-    """A text as numbers of characters, of shape (characters,), and the different ones, by number."""
-
-    characters: Tensor
-    alphabet: list[str]
-
-    @property
-    def vocabulary(self) -> int:
-        """How many different characters there are."""
-        return len(self.alphabet)
-
-    def spelled(self, characters: Tensor) -> str:
-        """Return the text for numbers of shape (characters,)."""
-        return "".join(self.alphabet[number] for number in characters.tolist())
-
-    def batch(self, step: int, size: int, length: int) -> Tensor:
-        """Pieces of the text, of shape (size, length + 1): the same on all ranks."""
-        generator = torch.Generator().manual_seed(step)
-        starts = torch.randint(len(self.characters) - length, (size,), generator=generator)
-        return self.characters[starts.unsqueeze(1) + torch.arange(length + 1)]
-
-
-def load_text() -> Text:
-    """Seven of Shakespeare's sonnets; lines that begin with # tell their source."""
-    lines = (Path(__file__).parent / "texts" / "sonnets.txt").read_text(encoding="utf-8").splitlines()
-    text = "\n".join(line for line in lines if not line.startswith("#")).strip()
-    alphabet = sorted(set(text))
-    numbers = {character: number for number, character in enumerate(alphabet)}
-    return Text(torch.tensor([numbers[character] for character in text]), alphabet)
 
 
 class Attention(nn.Module):

@@ -20,8 +20,8 @@ import torch
 
 import farcall
 import rpc
-from command_line import add_group_arguments, parse_arguments
-from live_progress import print_line
+from farcall.examples.command_line import add_group_arguments, parse_arguments
+from farcall.examples.progress import print_line
 
 __all__ = [
     "Miss",

@@ -6,9 +6,13 @@ Without ``--rank`` an example starts all of its workers on this machine.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import math
 import os
+import sys
 import textwrap
+from collections.abc import Sequence
+from typing import Any
 
 __all__ = ["add_group_arguments", "example_parser", "parse_arguments", "positive", "rate"]
 
@@ -24,10 +28,31 @@ class _Paragraphs(argparse.HelpFormatter):
         )
 
 
-def example_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help shows an example's docstring."""
+class _Parser(argparse.ArgumentParser):
+    needs: Sequence[str] = ()
+
+    def parse_args(self, *arguments: Any, **keywords: Any) -> Any:
+        options = super().parse_args(*arguments, **keywords)
+        for name in self.needs:
+            try:
+                importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                self.exit(1, f"This example needs {name}: {sys.executable} -m pip install {name}\n")
+        return options
+
+
+def example_parser(description: str | None, needs: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser whose help shows an example's docstring.
+
+    Args:
+        description: the docstring.
+        needs: distributions that the example imports and farcall does not. If one is missing, parsing the
+            command line ends the process with the command that installs it, before any worker starts.
+    """
     head, _, rest = (description or "").partition("\n\n")
-    return argparse.ArgumentParser(description=head, epilog=rest, formatter_class=_Paragraphs)
+    parser = _Parser(description=head, epilog=rest, formatter_class=_Paragraphs)
+    parser.needs = needs
+    return parser
 
 
 def add_group_arguments(parser: argparse.ArgumentParser) -> None:
