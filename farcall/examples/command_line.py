@@ -9,6 +9,7 @@ import argparse
 import importlib.metadata
 import math
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ class _Parser(argparse.ArgumentParser):
             try:
                 importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
-                self.exit(1, f"This example needs {name}: {sys.executable} -m pip install {name}\n")
+                command = shlex.join([sys.executable, "-m", "pip", "install", name])
+                self.exit(1, f"This example needs {name}: {command}\n")
         return options
 
 

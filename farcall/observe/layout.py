@@ -1,4 +1,4 @@
-"""The layout of a worker's state file: bytes to values and back. Pure. ``docs/observing.md`` specifies it.
+"""The layout of a worker's state file: bytes to values and back. Pure. ``docs/state_files.md`` specifies it.
 
 A file has a header, a heartbeat, two snapshots of which the newer valid one counts, and a ring of records.
 Writers never change what a reader may rely on: a snapshot overwrites the older of the two, and each block

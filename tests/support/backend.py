@@ -18,7 +18,7 @@ PRELOADED: Final = ("farcall.grpc.transport",) if NAME == "grpc" else ()
 
 RECEIVERS_BYTES: Final = 24 << 20 if NAME == "grpc" else 0
 """What a receiver takes besides: gRPC's threads each keep as much as they had in hand at a time, 14 to 26 MiB
-together when the first large tensor has come (20 groups), see docs/grpc.md.
+together when the first large tensor has come.
 """
 
 over_sockets: Final = pytest.mark.skipif(NAME == "grpc", reason="it is about what is sent over a socket")
