@@ -2,7 +2,7 @@
 
 Example::
 
-    import rpc
+    from farcall import rpc
 
     rpc.init_rpc("worker0", rank=0, world_size=2)
     total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))

@@ -4,8 +4,8 @@ Importing it registers the backend ``farcall`` with PyTorch. Its names are impor
 
 Example::
 
-    import rpc, spmd
-    from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from farcall import rpc, spmd
+    from farcall.spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     rpc.init_rpc("worker0", rank=0, world_size=4)
     spmd.init_process_group()

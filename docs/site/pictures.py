@@ -38,7 +38,7 @@ HANG: Final = """\
 import os
 import threading
 
-import rpc
+from farcall import rpc
 
 lock = threading.Lock()
 
@@ -64,7 +64,7 @@ TRACED: Final = """\
 import os
 import time
 
-import rpc
+from farcall import rpc
 
 
 def load(n):

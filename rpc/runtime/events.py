@@ -10,7 +10,8 @@ and is not even made::
 
 Example::
 
-    from rpc import events
+    from farcall import rpc
+    from farcall.rpc import events
 
     durations = {}
     with events.listen(events.CallEnded, lambda call: durations.setdefault(call.to, []).append(call.seconds)):
