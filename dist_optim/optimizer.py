@@ -218,7 +218,7 @@ class DistributedOptimizer:
 
         Raises:
             ValueError: the state is about other parameters or groups, or is not a state. Nothing is changed
-            then.
+                then.
         """
         states = checkpoint.split(state_dict, list(self._positions.values()))
         parts = {

@@ -24,7 +24,7 @@ class Limits:
         queue: maximum number of calls that wait to run, or for others of their batch.
         per_caller: maximum number of one caller's calls that run or wait; default: no limit per caller.
         message_bytes: maximum size in bytes of one request, and of the memory that its values take when it is
-        read.
+            read.
         compressed: whether to accept compressed requests. One of 300 KB can fill ``message_bytes`` of memory
             before any of it can be checked.
     """

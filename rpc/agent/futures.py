@@ -199,9 +199,9 @@ class Future(torch.futures.Future[T]):
             Its value.
 
         Raises:
-            The error that it was completed with; ``RpcTimeoutError`` when the timeout has expired; what a
-            signal handler raises, such as ``KeyboardInterrupt``, at once; ``BlockingCallError`` inside an
-            ``async def`` callee, where it must be awaited instead.
+            Exception: the error that it was completed with, or what a signal handler raises meanwhile.
+            RpcTimeoutError: the timeout has expired.
+            BlockingCallError: called inside an ``async def`` callee, where it must be awaited instead.
         """
         if not _is_done(self):
             check_may_block()
@@ -523,7 +523,7 @@ def wait_all() -> Iterator[None]:
     """Wait, on leaving the block, for all futures that ``rpc_async`` returned on this thread inside it.
 
     Raises:
-        The error of the first future found to have failed, without waiting for the others.
+        Exception: the error of the first future found to have failed, without waiting for the others.
 
     Example::
 

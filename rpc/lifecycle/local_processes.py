@@ -62,7 +62,7 @@ def spawn(main: Callable[..., Any], *args: Any, workers: int | Sequence[str] = 2
         main: function that each worker runs; it can find out which one by ``rpc.get_worker_info()``.
         args: arguments of ``main``.
         workers: number of workers; they are called ``worker0``, ``worker1`` and so on. Or their names, by
-        rank.
+            rank.
 
     Returns:
         The return values of ``main``, by rank.
@@ -114,7 +114,7 @@ def local_group(
 
     Args:
         workers: number of workers; they are called ``worker0``, ``worker1`` and so on. Or their names, by
-        rank.
+            rank.
         name: name of this process as a worker; its rank comes after theirs.
         options: options of the agents; ``init_method`` is set. Default: as for ``init_rpc``.
 

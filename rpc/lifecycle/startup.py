@@ -45,8 +45,8 @@ def init_rpc(
         backend: a member of ``BackendType``; default: the backend of the options' class, else farcall's own.
         rank: number that is unique in the group, from 0. Default: ``RANK`` from the environment, as torchrun
             sets it, or the value from the variables of ``srun``, ``mpirun`` or Kubeflow.
-        world_size: number of workers. Default: ``WORLD_SIZE`` from the environment, or likewise, else
-        dynamic.
+        world_size: number of workers. Default: ``WORLD_SIZE`` from the environment, or likewise; without
+            any, the group is dynamic.
         rpc_backend_options: see ``AgentOptions``; contains the meeting place, by default ``env://``.
 
     Raises:
@@ -54,7 +54,7 @@ def init_rpc(
         InvalidNameError, TypeError, ValueError: an argument is invalid.
         GroupMismatchError: a name or rank is taken, or ranks and world sizes disagree.
         RendezvousTimeoutError: the others, or the store, were not there in time; the text says which and
-        where.
+            where.
         RpcError: this process may not open as many files as the group needs; the text has the number.
 
     Example::

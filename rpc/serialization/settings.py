@@ -28,7 +28,7 @@ def allow_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         function: any callable that can be imported by name; ``ValueError`` for anything else, and for a
-        class.
+            class.
 
     Example::
 

@@ -50,9 +50,9 @@ class SpmdFullyShardedDataParallel(nn.Module):
 
     Raises:
         ValueError: there is no mesh, or the mesh lacks an axis, or a submodule is wrapped while there is a
-        policy.
+            policy.
         RuntimeError: ``module`` is wrapped, or has no ``forward``; in forward, its output needs a
-        ``shard_output``.
+            ``shard_output``.
 
     Example::
 

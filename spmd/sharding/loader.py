@@ -39,7 +39,7 @@ class DeviceLoader:
 
     Args:
         loader: yields batches: tensors in tuples, lists, mappings and dataclasses, which may have other
-        values.
+            values.
         device: the logical device.
         input_sharding: one spec shards every tensor with the same number of dimensions; the others are
             replicated. A dict has a spec, or None, for each entry of a batch.

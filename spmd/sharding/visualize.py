@@ -30,7 +30,7 @@ def visualize_sharding(
     Args:
         sharding: in the format of ``t.sharding_spec``. Further dimensions of the tensor must not be sharded.
         use_color: whether tiles have colours, if the terminal supports them; otherwise there are lines
-        between them.
+            between them.
         scale: factor for the cells' heights and widths.
         min_width: minimum width of a cell, in characters.
         max_width: maximum width of the table, in characters.

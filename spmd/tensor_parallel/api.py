@@ -76,7 +76,7 @@ def parallelize_module(
 
     Args:
         module: the module, changed in place. With ``workers`` a function that returns it, which is sent to
-        them.
+            them.
         device_mesh: a one-dimensional mesh; default: the one whose ``with`` block this is in. Of a mesh with
             more dimensions, pass a slice: ``mesh["tp"]``.
         parallelize_plan: a style for the module itself, or styles by the names of submodules:

@@ -140,7 +140,7 @@ class ShardedModule:
 
         Args:
             optimizer: optimizer of the model's parameters, and perhaps of others, which perform their step
-            afterwards.
+                afterwards.
             context_id: the id that ``dist_autograd.context`` returned.
 
         Raises:

@@ -35,6 +35,16 @@ def test_pages_link_to_pages_and_not_to_folders() -> None:
     assert wrong == []
 
 
+def test_no_table_has_an_empty_head() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    heads = [
+        (page.name, head)
+        for page in pages
+        for head in re.findall(r"^(\|.*\|)\n\|[-:| ]+\|$", page.read_text(), re.MULTILINE)
+    ]
+    assert [(page, head) for page, head in heads if re.search(r"\| *\|", head)] == []
+
+
 def test_pictures_are_small_and_load_nothing() -> None:
     pictures = sorted((DOCS / "pictures").iterdir())
     assert pictures
