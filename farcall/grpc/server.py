@@ -27,7 +27,7 @@ _REQUEST_BYTES: Final = 4096
 _WATCHES_OF_ONE: Final = 16
 _WATCHES: Final = 256
 """Maximum numbers of health watches on one connection, of which the next is refused, and in all, of which the
-oldest ends.
+oldest ends. Those of strangers are counted apart, so that they end no others.
 """
 
 
@@ -90,7 +90,8 @@ class Probes:
         self._services = services
         self._reads = reads
         self._status = health_pb2.HealthCheckResponse.SERVING
-        self._watches: dict[asyncio.Future[Any], str] = {}
+        self._watches: tuple[dict[asyncio.Future[Any], str], ...] = ({}, {})
+        """Connections of the watches of strangers, and of callers whose requests are read."""
         answers = {"Check": self._check, "Watch": self._watch}
         self._methods = {name: grpc.stream_stream_rpc_method_handler(each) for name, each in answers.items()}
 
@@ -109,7 +110,7 @@ class Probes:
     def ending(self) -> None:
         """Report that the server accepts no more calls, for good."""
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
-        for each in list(self._watches):
+        for each in (*self._watches[False], *self._watches[True]):
             if not each.done():
                 each.set_result(None)
 
@@ -120,16 +121,17 @@ class Probes:
 
     async def _watch(self, _: Any, context: Any) -> None:
         is_known, connection = await self._is_known(context), context.peer()
-        if list(self._watches.values()).count(connection) >= _WATCHES_OF_ONE:
+        watches = self._watches[self._reads(context)]
+        if list(watches.values()).count(connection) >= _WATCHES_OF_ONE:
             text = f"{_WATCHES_OF_ONE} watches are under way on this connection, all that it may have"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        if len(self._watches) >= _WATCHES:
-            oldest = next(iter(self._watches))
-            del self._watches[oldest]
+        if len(watches) >= _WATCHES:
+            oldest = next(iter(watches))
+            del watches[oldest]
             if not oldest.done():
                 oldest.set_exception(_TooMany())
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watches[changed] = connection
+        watches[changed] = connection
         unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         try:
             before = self._status
@@ -142,7 +144,7 @@ class Probes:
         except _TooMany:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "there are newer watches")
         finally:
-            self._watches.pop(changed, None)
+            watches.pop(changed, None)
 
     async def _is_known(self, context: Any) -> bool:
         """Whether a call asks for a service that is here, or for the server as a whole."""

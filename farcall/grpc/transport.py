@@ -105,7 +105,7 @@ class GrpcTransport:
 
         method = grpc.stream_stream_rpc_method_handler(connect)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
-        probes = Probes((SERVICE,), lambda _: True)
+        probes = Probes((SERVICE,), self._is_ours)
         probes.add_to(server)
         tls = self._context.tls
         port = bind(server, str(bound), port, None if tls is None else server_credentials(tls.options))

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from farcall.launch.job import Job
 from farcall.launch.liveness import Quiet
@@ -41,7 +41,7 @@ from rpc.errors import RpcError
 from rpc.group.authentication import ForeignRecordError
 from rpc.group.handshake import legible
 from rpc.options import AgentOptions
-from rpc.rendezvous.address import loopback_remark
+from rpc.rendezvous.address import is_loopback, loopback_remark
 from rpc.rendezvous.init_method import ServedTCPStore, open_store
 from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, StoreWait
 from rpc.rendezvous.token import WAYS, Credential, find_credential
@@ -54,9 +54,11 @@ _BEAT_SECONDS: Final = 1.0
 _MARGIN_SECONDS: Final = 2 * SILENT_SECONDS
 """Time in seconds that a launcher has to stop, beyond its workers' grace period."""
 
-_FOREIGN_SECONDS: Final = 2.0
-"""Time in seconds for which a coordinator's record with another token is there, and none with this one, until
-that is believed: anyone can write one.
+_DOUBT_SECONDS: Final = 2.0
+_DOUBT_LOOK_SECONDS: Final = 0.02
+"""Time in seconds for which only records are found that refuse this launcher, until they are believed, and
+between two looks meanwhile: anyone can write one with another token, or those of an earlier run again. The
+coordinator overwrites them.
 """
 
 _NOTE_BYTES: Final = 1000
@@ -130,7 +132,7 @@ class Link:
         self._exchanged_at: float | None = None
         self._quiet = Quiet()
         self._refused: list[str] = []
-        self._foreign_since: float | None = None
+        self._doubt = ("", 0.0)
         self._notice = Notice(job.rdzv)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="farcall-link", daemon=True)
@@ -191,7 +193,8 @@ class Link:
         host, name = socket.gethostname(), secrets.token_hex(8)
         me = Launcher(0, job.nodes, job.workers, host, os.getpid(), job.node_rank, name=name)
         credential = find_credential(AgentOptions(), self._environ) if job.nodes > 1 else Credential(None)
-        token = None if credential.automatic else credential.token
+        # All launchers that meet on loopback are on this host, and have this user's own key.
+        token = None if credential.automatic and not is_loopback(_host(job.rdzv)) else credential.token
         rank = 0 if job.nodes == 1 else job.node_rank
         init_method = f"tcp://{job.rdzv or '127.0.0.1:0'}"
         notices = Notices()
@@ -209,14 +212,14 @@ class Link:
                     return
                 if self._follow(store, me):
                     return
-                reason = "no launcher of this job serves the store there yet"
+                reason = self._doubt[0] or "no launcher of this job serves the store there yet"
             except StoreLost as error:
                 if self._exchanged_at is not None:
                     raise
                 reason = str(error)
             if notices.due():
                 say(f"waiting at {job.rdzv} for {notices.waited}: {reason}")
-            if not self._waiting.pause(_LOOK_SECONDS):
+            if not self._waiting.pause(_DOUBT_LOOK_SECONDS if self._doubt[0] else _LOOK_SECONDS):
                 raise Lost(f"there was no launcher of this job at {job.rdzv} for {job.timeout:g} s: {reason}")
 
     def _coordinate(self, store: SharedStore, me: Launcher) -> None:
@@ -311,51 +314,39 @@ class Link:
             self._refused.append(why)
             say(f"a launcher has come to {self._job.rdzv} and was refused: {why}")
 
-    def _run_of_job(self, store: SharedStore, me: Launcher) -> _Run | None:
-        """Return the run that the coordinator has announced; None if there is none.
-
-        Raises:
-            Lost: the coordinator has another token.
+    def _announced(self, store: SharedStore) -> tuple[_Run | None, bool]:
+        """Return the run that a coordinator has announced, None if there is none; and whether the record is
+        sealed with another token.
         """
         try:
             packed, is_foreign = store.get("coordinator"), False
         except ForeignRecordError as error:
             packed, is_foreign = error.claimed, True
         try:
-            run = None if packed is None else unpacked(packed, _Run.unpack)
+            return None if packed is None else unpacked(packed, _Run.unpack), is_foreign
         except Unreadable as error:
             self._notice("coordinator", str(error))
-            run = None
-        if run is None or not is_foreign:
-            self._foreign_since = None
-            return run
-        self._foreign_since = self._foreign_since or time.monotonic()
-        if time.monotonic() - self._foreign_since >= _FOREIGN_SECONDS:
-            self._refuse(
-                store, f"the launcher that serves the store has another token than {me}", f". {WAYS}"
-            )
-        return None
+            return None, is_foreign
 
     def _follow(self, store: SharedStore, me: Launcher) -> bool:
         """Follow the orders, until this launcher has left.
 
         Returns:
-            False if there is no coordinator, or it is about to end.
+            False if there is no coordinator, it is about to end, or it may not be this launcher's.
         """
-        run = self._run_of_job(store, me)
+        run, is_foreign = self._announced(store)
         if run is None:
             return False
         board, coordinator = store.under(run.board), run.coordinator
+        if is_foreign:
+            reason = f"the launcher that serves the store has another token than {me}"
+            return self._refuse(store, reason, f". {WAYS}")
         if run.job != self._job.name:
-            self._refuse(
-                store,
-                f"{coordinator} is of the job {run.job!r}, {me} of the job {self._job.name!r}. "
-                "Each needs a port of its own",
-            )
+            reason = f"{coordinator} is of the job {run.job!r}, {me} of the job {self._job.name!r}"
+            return self._refuse(store, f"{reason}. Each needs a port of its own")
         if coordinator.nodes != me.nodes:
-            self._refuse(
-                store, f"{coordinator} was started with --nnodes {coordinator.nodes}, {me} with {me.nodes}"
-            )
+            reason = f"{coordinator} was started with --nnodes {coordinator.nodes}, {me} with {me.nodes}"
+            return self._refuse(store, reason)
         arrivals, reports = Arrivals(board, self._notice), Post(board, f"report/{me.name}")
         orders = Records(board, "order", Order.from_json, self._notice)
         told, notices, place = None, Notices(), self._job.rdzv
@@ -381,7 +372,9 @@ class Link:
                 self._exchanged_at, told = time.monotonic(), order
                 self._news.put(order)
             if told is None:
-                if self._run_of_job(store, me) not in (None, run):
+                self._doubt = ("", 0.0)
+                other, is_foreign = self._announced(store)
+                if other not in (None, run) and not is_foreign:
                     return False  # the one that was found before was an earlier run's, written again
                 if not self._waiting.remaining:
                     raise Lost(
@@ -406,20 +399,28 @@ class Link:
     def _takes_its_place(
         self, store: SharedStore, launchers: Sequence[Launcher], me: Launcher, order: Order
     ) -> bool:
-        """Find the place of this launcher; false if the job at the store is about to end."""
+        """Find the place of this launcher; false if it has none, or the job at the store is about to end."""
         if not any(each.name == me.name for each in launchers):
             if order.kind is Kind.END:
                 return False
             there = ", ".join(map(str, launchers))
-            self._refuse(store, f"the job has its {me.nodes} launchers, {there}; {me} is one too many")
+            reason = f"the job has its {me.nodes} launchers, {there}; {me} is one too many"
+            return self._refuse(store, reason)
         if order.kind is not Kind.END:
             self._news.put(_plan(me, launchers, self._job.rdzv))
         return True
 
-    def _refuse(self, store: SharedStore, reason: str, advice: str = "") -> NoReturn:
-        """Refuse: this launcher is not of the job at the store, and notifies the coordinator there."""
-        store.set("refused", reason.encode())
-        raise Lost(f"refused at {self._job.rdzv}: {reason}{advice}")
+    def _refuse(self, store: SharedStore, reason: str, advice: str = "") -> bool:
+        """Refuse: this launcher is not of the job at the store, and notifies the coordinator there. Returns
+        False while nothing has been found for so long but what says that.
+        """
+        now, (doubt, since) = time.monotonic(), self._doubt
+        if doubt != reason:
+            self._doubt = (reason, now)
+        elif now - since > _DOUBT_SECONDS:
+            store.set("refused", reason.encode())
+            raise Lost(f"refused at {self._job.rdzv}: {reason}{advice}")
+        return False
 
 
 def _plan(me: Launcher, launchers: Sequence[Launcher], place: str) -> Plan:

@@ -73,7 +73,7 @@ def unpacked(packed: bytes, parse: Callable[[bytes], T]) -> T:
     """
     try:
         return parse(packed)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise Unreadable("is damaged") from error
 
 
@@ -261,7 +261,10 @@ class Arrivals:
         while not self._place:
             self._last += 1
             key = f"launcher/{self._last}"
-            if self._at(self._last) is None:
+            found = self._at(self._last)
+            if found == me:
+                self._place = self._last
+            elif found is None:
                 self._board.remove(key)
                 try:
                     is_mine = self._board.swap(key, b"", packed) == packed

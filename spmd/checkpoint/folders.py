@@ -15,14 +15,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["Checkpoint", "Folders", "naming"]
+__all__ = ["Checkpoint", "Folders", "check_file", "naming"]
 
 _MARKER: Final = ".manager_folder"
 _METADATA: Final = ".manager_metadata"
@@ -30,6 +32,8 @@ _COMING: Final = ".coming"
 """Suffix of the folder of a step that is being saved again."""
 _GOING: Final = ".going"
 """Suffix of the folder that it replaces, while the two are exchanged."""
+_MAX_CHARACTERS: Final = 4096
+"""Maximum length of a marker, and of ``.manager_metadata``."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ class Folders:
         if not number.isdecimal() or f".{state}" not in (".", _COMING, _GOING):
             return False
         folder = f"{self._root}/{name}"
+        if isinstance(self._files, LocalFileSystem) and os.path.islink(folder):
+            return False  # what is removed is below the path of the manager
         said = self._read(f"{folder}/{_MARKER}") or self._read(f"{folder}/{_METADATA}")
         return said is not None and str(said.get("step")) == number
 
@@ -151,20 +157,37 @@ class Folders:
         said = self._read(f"{path}/{_METADATA}")
         try:
             return None if said is None else Checkpoint(int(said["step"]), float(said["time"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
     def _read(self, path: str) -> dict[str, Any] | None:
         try:
+            if isinstance(self._files, LocalFileSystem):
+                check_file(*os.path.split(path))
             with self._files.open(path, "r") as file:
-                said = json.load(file)
-        except (OSError, ValueError):
+                said = json.loads(file.read(_MAX_CHARACTERS))
+        except (OSError, ValueError, RecursionError):
             return None
         return said if isinstance(said, dict) else None
 
     def _write(self, path: str, said: dict[str, Any]) -> None:
         with naming(path), self._files.open(path, "w") as file:
             json.dump(said, file)
+
+
+def check_file(folder: str, name: str) -> None:
+    """Check that a file in a folder of this host, if there is one, is a regular file below that folder.
+
+    Raises:
+        PermissionError: it is not, and may even wait for a writer.
+    """
+    folder = os.path.realpath(folder)
+    path = os.path.join(folder, name)
+    found = os.path.realpath(path)
+    if os.path.commonpath([folder, found]) != folder:
+        raise PermissionError(errno.EPERM, f"{path} is a link to {found}, outside the checkpoint")
+    if os.path.lexists(found) and not os.path.isfile(found):
+        raise PermissionError(errno.EPERM, f"{path} is not a regular file")
 
 
 @contextlib.contextmanager

@@ -6,15 +6,19 @@ pickles: its ``.metadata``, and one for each entry of the state dict that is not
 can run any code that it names. So ``.metadata`` is loaded here by an unpickler that only knows the classes
 that PyTorch writes there, and other entries are loaded with ``weights_only``; ``bounds`` has what neither
 limits. Files are regular ones in the checkpoint's own folder, also through links.
+
+*Archives.* Python and PyTorch find the records of a damaged archive in different ways, and PyTorch loads a
+file that is no archive in another way still. So the records are checked and copied into a new archive, and
+that one is loaded.
 """
 
 from __future__ import annotations
 
 import enum
 import io
-import os
 import pickle
 import zipfile
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Final
 
@@ -23,9 +27,11 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from spmd.checkpoint.bounds import check_pickle
+from spmd.checkpoint.folders import check_file
 from spmd.checkpoint.torch_internals import FileRange, FsspecReader
 
 __all__ = ["RestrictedReader", "load_data"]
@@ -61,6 +67,7 @@ class RestrictedReader(FsspecReader):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
+        self.transforms = _Checked()
         self._metadata = self._read(self.fs.concat_path(self.path, _METADATA))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -104,15 +111,22 @@ class RestrictedReader(FsspecReader):
     def _check_file(self, name: str) -> None:
         """Check where a file of a local checkpoint is, and that reading it does not wait for a writer."""
         found_by, local = fsspec.core.url_to_fs(str(self.path))
-        if not isinstance(found_by, LocalFileSystem):
-            return
-        folder = os.path.realpath(local)
-        path = os.path.join(folder, name)
-        found = os.path.realpath(path)
-        if os.path.commonpath([folder, found]) != folder:
-            raise pickle.UnpicklingError(f"{path} is a link to {found}, outside the checkpoint")
-        if os.path.lexists(found) and not os.path.isfile(found):
-            raise pickle.UnpicklingError(f"{path} is not a regular file")
+        if isinstance(found_by, LocalFileSystem):
+            try:
+                check_file(local, name)
+            except PermissionError as error:
+                raise pickle.UnpicklingError(str(error.strerror)) from error
+
+
+class _Checked:
+    """Checks what a ``RestrictedReader`` reads from its files, where PyTorch decompresses it."""
+
+    def transform_load_stream(self, read_item: ReadItem, descriptors: Sequence[str], stream: Any) -> Any:
+        """Return the stream that an item is loaded from; those of entries are checked by ``load_data``."""
+        name = read_item.storage_index.fqn
+        if descriptors:
+            raise pickle.UnpicklingError(f"{name!r} is compressed, as no CheckpointManager does")
+        return stream if read_item.type is LoadItemType.BYTE_IO else _checked(f"the tensor {name!r}", stream)
 
 
 def load_data(entry: str, pickled: io.BytesIO) -> object:
@@ -125,13 +139,7 @@ def load_data(entry: str, pickled: io.BytesIO) -> object:
     Raises:
         pickle.UnpicklingError: it has objects of classes or functions that were not declared as safe.
     """
-    try:
-        _check_entry(pickled)
-    except pickle.UnpicklingError as error:
-        raise pickle.UnpicklingError(
-            f"the entry {entry!r} of the checkpoint is damaged, or made to do harm: {error}. If you trust "
-            "whoever wrote it, use restore(..., weights_only=False)"
-        ) from error
+    pickled = _checked(f"the entry {entry!r}", pickled)
     try:
         return torch.load(pickled, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -145,18 +153,41 @@ def load_data(entry: str, pickled: io.BytesIO) -> object:
         ) from error
 
 
-def _check_entry(pickled: io.BytesIO) -> None:
-    """Check the pickles of an entry, which ``torch.save`` has put into an archive."""
-    if not zipfile.is_zipfile(pickled):
+def _checked(what: str, stream: Any) -> io.BytesIO:
+    """Return an archive of ``torch.save`` with the records of another one, whose pickles are bounded.
+
+    Args:
+        what: what is stored there, for errors.
+        stream: the archive.
+    """
+    try:
+        return _copied(stream.read())
+    except (pickle.UnpicklingError, zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        raise pickle.UnpicklingError(
+            f"{what} of the checkpoint is damaged, or made to do harm: {error}. If you trust whoever wrote "
+            "it, use restore(..., weights_only=False)"
+        ) from error
+
+
+def _copied(packed: bytes) -> io.BytesIO:
+    if not packed.startswith(b"PK"):
         raise pickle.UnpicklingError("it is no archive of torch.save")
-    pickled.seek(0)
-    with zipfile.ZipFile(pickled) as archive:
-        for each in archive.infolist():
-            if each.compress_type != zipfile.ZIP_STORED:
-                raise pickle.UnpicklingError("it is compressed, as torch.save never does")
-            if each.filename.endswith(".pkl"):
-                check_pickle(archive.read(each))
-    pickled.seek(0)
+    copy, names = io.BytesIO(), set[str]()
+    with zipfile.ZipFile(io.BytesIO(packed)) as archive, zipfile.ZipFile(copy, "w") as copied:
+        records = archive.infolist()
+        if sum(each.file_size for each in records) > len(packed):
+            raise pickle.UnpicklingError("its records overlap, or are compressed")
+        for each in records:
+            name = each.filename.lower()  # PyTorch finds a record in either case
+            if name in names or each.compress_type != zipfile.ZIP_STORED:
+                raise pickle.UnpicklingError("it is compressed, or has two records of one name")
+            names.add(name)
+            record = archive.read(each)
+            if name.endswith(".pkl"):
+                check_pickle(record)
+            copied.writestr(each.filename, record)
+    copy.seek(0)
+    return copy
 
 
 class _MetadataUnpickler(pickle._Unpickler):

@@ -102,6 +102,11 @@ def test_health_watches_are_limited_on_each_connection_and_in_all(channel: Open)
     def watch(opened: Any) -> Any:
         return opened.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=SECONDS)
 
+    owner = channel()
+    own = owner.unary_stream("/grpc.health.v1.Health/Watch")(
+        b"", timeout=SECONDS, metadata=[("authorization", f"Bearer {TOKEN}")]
+    )
+    assert next(own) == SERVING
     first = channel()
     watches = [watch(first) for _ in range(16)]
     assert [next(each) for each in watches] == [SERVING] * 16
@@ -113,6 +118,7 @@ def test_health_watches_are_limited_on_each_connection_and_in_all(channel: Open)
     with pytest.raises(grpc.RpcError) as ended:  # the oldest gives way
         next(watches[0])
     assert ended.value.code() == CODE.RESOURCE_EXHAUSTED
+    assert own.is_active()  # strangers' watches end no others
 
 
 def test_the_owner_of_a_token_asks_for_one_service(channel: Open) -> None:

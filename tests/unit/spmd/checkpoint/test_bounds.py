@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 import zipfile
 from collections import OrderedDict
 from typing import Any
@@ -104,13 +105,20 @@ def test_metadata_of_many_tensors_that_share_their_parts_is_admitted() -> None:
     check_pickle(pickle.dumps(metadata))
 
 
-def archive(packed: bytes, compression: int = zipfile.ZIP_STORED) -> io.BytesIO:
-    """A file as ``torch.save`` makes it, with another pickle."""
+def archive(
+    packed: bytes, compression: int = zipfile.ZIP_STORED, *, name: str = "data.pkl", twice: bool = False
+) -> io.BytesIO:
+    """A file as ``torch.save`` makes it, with another pickle, or with both."""
     saved, changed = io.BytesIO(), io.BytesIO()
     torch.save({}, saved)
     with zipfile.ZipFile(saved) as before, zipfile.ZipFile(changed, "w", compression) as after:
         for each in before.namelist():
-            after.writestr(each, packed if each.endswith("data.pkl") else before.read(each))
+            if each.endswith("data.pkl"):
+                after.writestr(each.replace("data.pkl", name), packed)
+            if twice or not each.endswith("data.pkl"):
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Duplicate name")
+                    after.writestr(each, before.read(each))
     changed.seek(0)
     return changed
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import pickle
 import shutil
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from spmd.checkpoint import CheckpointManager
-from tests.unit.spmd.checkpoint.test_bounds import HARMFUL
+from tests.unit.spmd.checkpoint.test_bounds import HARMFUL, archive
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -206,6 +208,33 @@ def test_metadata_that_names_a_file_elsewhere_is_refused(tmp_path: Path, other: 
         saving.restore(1, state())
 
 
+PIPES_AND_LINKS: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a link to what never ends": lambda path: path.symlink_to("/dev/zero"),
+    "nested": lambda path: path.write_text("[" * 4000),
+    "no number": lambda path: path.write_text('{"step": Infinity, "time": 1}'),
+}
+
+
+@pytest.mark.parametrize("make", PIPES_AND_LINKS.values(), ids=PIPES_AND_LINKS)
+def test_what_is_no_file_of_a_manager_is_passed_over(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    manager(tmp_path).save(1, state())
+    for name in (".manager_metadata", ".manager_folder"):
+        (tmp_path / "1" / name).unlink()
+        make(tmp_path / "1" / name)
+    assert manager(tmp_path).all_steps() == []
+
+
+def test_a_folder_behind_a_link_is_not_removed(tmp_path: Path) -> None:
+    other = manager(tmp_path / "other")
+    interrupt(other, 7)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "other" / "7" / "part").touch()
+    (tmp_path / "own" / "7").symlink_to(tmp_path / "other" / "7")
+    manager(tmp_path / "own").save(8, state())
+    assert (tmp_path / "other" / "7" / "part").exists()
+
+
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_a_link_to_a_file_elsewhere_and_a_pipe_are_refused(tmp_path: Path, name: str) -> None:
     saving = manager(tmp_path / "all")
@@ -234,6 +263,55 @@ def test_metadata_that_builds_more_than_it_should_is_refused(tmp_path: Path) -> 
     saving.save(1, state())
     (tmp_path / "1" / ".metadata").write_bytes(HARMFUL["as a key"])
     with pytest.raises(pickle.UnpicklingError, match=r"damaged, or made to do harm: its \d+ bytes build"):
+        saving.restore(1, state())
+
+
+def legacy(packed: bytes) -> bytes:
+    """A pickle as earlier versions of ``torch.save`` wrote it, and an archive behind it."""
+    before, archived = io.BytesIO(), io.BytesIO()
+    torch.save(None, before, _use_new_zipfile_serialization=False)
+    torch.save(None, archived)
+    header = before.getvalue().partition(pickle.dumps(None, 2))[0]
+    return header + packed + archived.getvalue()
+
+
+TENSORS = {
+    "its pickle": lambda: archive(HARMFUL["as a key"]).getvalue(),
+    "in capitals": lambda: archive(HARMFUL["as a key"], name="DATA.PKL").getvalue(),
+    "two pickles": lambda: archive(HARMFUL["as a key"], twice=True).getvalue(),
+    "compressed": lambda: archive(HARMFUL["as a key"], zipfile.ZIP_DEFLATED).getvalue(),
+    "before an archive": lambda: legacy(HARMFUL["as a key"]),
+    "no archive": lambda: HARMFUL["as a key"],
+    "nothing": lambda: b"",
+}
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+@pytest.mark.parametrize("entry", ["x", "run"])
+def test_a_file_that_builds_more_than_it_should_is_refused(
+    tmp_path: Path, entry: str, make: Callable[[], bytes]
+) -> None:
+    saving = manager(tmp_path)
+    saving.save(1, {**state(), "run": 1})
+    metadata: Any = metadata_of(tmp_path / "1")
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == entry)
+    info.relative_path, info.offset, info.length = "other.distcp", 0, len(make())
+    (tmp_path / "1" / "other.distcp").write_bytes(make())
+    (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(
+        CheckpointException, match=rf"the (tensor|entry) '{entry}' of the checkpoint is damaged"
+    ):
+        saving.restore(1, {**state(), "run": 0})
+
+
+def test_a_tensor_that_is_to_be_decompressed_is_refused(tmp_path: Path) -> None:
+    saving = manager(tmp_path)
+    saving.save(1, state())
+    metadata: Any = metadata_of(tmp_path / "1")
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["stream.zstd"]
+    (tmp_path / "1" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException, match="'x' is compressed"):
         saving.restore(1, state())
 
 
