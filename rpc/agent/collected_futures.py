@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -28,9 +29,10 @@ def replace_collect_all(user: object) -> None:
     if theirs is None:
         return  # this version of PyTorch does not have it, as the log says
 
-    def with_calls_own(futures: list[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
-        is_call = any(isinstance(each, Future) for each in futures)
-        return Future.of_several(futures) if is_call else theirs(futures)
+    def with_calls_own(futures: Iterable[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
+        given = list(futures)  # an iterator can be read once only
+        is_call = any(isinstance(each, Future) for each in given)
+        return Future.of_several(given) if is_call else theirs(given)
 
     with _lock:
         _users.append(user)

@@ -131,7 +131,7 @@ class Future(torch.futures.Future[T]):
         fails, it fails at once with the same error.
         """
         futures = tuple(futures)  # the caller's list may change meanwhile
-        collected: Future[Any] = cls()
+        collected = _Collected(futures)
         peers = [each._peer for each in futures if isinstance(each, Future)]
         uses_devices = (each for each in peers if each is not None and each.devices is not None)
         collected._peer = next(uses_devices, None)
@@ -142,9 +142,11 @@ class Future(torch.futures.Future[T]):
             try:
                 _value_of(future)
             except BaseException as error:
+                collected._parts = ()
                 _end(collected, None, without_frames(error))
             else:
                 if next(left) == 0:
+                    collected._parts = ()
                     _end(collected, list(futures), None)
 
         for each in futures:
@@ -247,7 +249,8 @@ class Future(torch.futures.Future[T]):
         Callbacks run on the thread that cancels.
 
         A task that is cancelled while it awaits the future cancels the call, too, as with futures of asyncio;
-        ``asyncio.shield(future)`` prevents that. If it awaits a future of ``then``, the call goes on, since
+        ``asyncio.shield(future)`` prevents that. If it awaits a future of ``collect_all``, all of its calls
+        are cancelled, as with ``asyncio.gather``. If it awaits a future of ``then``, the call goes on, since
         others may use its value.
 
         Returns:
@@ -362,6 +365,21 @@ class Future(torch.futures.Future[T]):
         if self._arrived is not None:
             self._arrived.join()
         return cast("T", _value_of(self))
+
+
+class _Collected(Future[Any]):
+    """The future of several, which a task that awaits it gives up together."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[torch.futures.Future[Any]]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def _give_up(self) -> None:
+        for each in self._parts:
+            if isinstance(each, Future):
+                each._give_up()
 
 
 class _Continuation:

@@ -5,7 +5,7 @@ The recorder knows neither views nor writes; here they become values and assignm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -153,11 +153,10 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
             returned.append(arg)
         if isinstance(arg, (list, tuple)):
             targets += arg
-            increment_version(arg)  # of lists, autograd leaves it to kernels
         elif arg is not None:
             targets.append(arg)
-    if operation.is_of_lists and len({id(each._alias) for each in targets}) < len(targets):
-        for place in range(len(targets)):  # a tensor that is in a list twice is changed twice
+    if operation.is_of_lists and len(targets) > 1 and _share_memory(targets, args):
+        for place in range(len(targets)):  # each change is seen by those after it
             one = tuple([[each[place]] if isinstance(each, (list, tuple)) else each for each in args])
             _mutate(recorder, operation, one, kwargs)
         return None
@@ -172,6 +171,10 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
         results = [each._alias for each in (made if isinstance(made, (list, tuple)) else (made,))]
     results = [each for each in results if each is not None]
     others = results[: len(results) - len(targets)]
+    for where in operation.mutated:  # of lists, autograd leaves it to kernels
+        arg = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
+        if isinstance(arg, (list, tuple)):
+            increment_version(arg)
     for target, result in zip(targets, results[len(others) :], strict=True):
         if operation.is_out:
             _write_out(recorder, operation, target, result)
@@ -181,6 +184,22 @@ def _mutate(recorder: Recorder, operation: Operation, args: tuple[Any, ...], kwa
         return None
     every = [*(wrap(each) for each in others), *returned]
     return every[0] if len(every) == 1 else tuple(every)
+
+
+def _share_memory(changed: Sequence[Any], args: tuple[Any, ...]) -> bool:
+    """Whether the change of one tensor of a list changes others in the list, or what they are changed by."""
+    places: dict[Alias, int] = {}
+    for place, each in enumerate(changed):
+        if places.setdefault(each._alias.base or each._alias, place) != place:
+            return True
+    for arg in args[1:]:
+        is_list = isinstance(arg, (list, tuple))
+        for place, each in enumerate(arg if is_list else (arg,)):
+            if isinstance(each, LogicalTensor):
+                found = places.get(each._alias.base or each._alias)
+                if found is not None and not (is_list and found == place):
+                    return True
+    return False
 
 
 def _composed_out(operation: Operation) -> Callable[..., Any]:

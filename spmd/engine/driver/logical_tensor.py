@@ -244,7 +244,8 @@ def fetched(alias: Alias) -> Tensor:
 
 def show_instead(tensor: LogicalTensor, other: LogicalTensor) -> None:
     """Make a tensor show what another one does, as assigning its ``data`` does."""
-    _TENSOR_DATA.__set__(tensor, other)
+    shown = other if tensor.is_inference() is other.is_inference() else wrap_view(tensor, other._alias)
+    _TENSOR_DATA.__set__(tensor, shown)
     tensor._alias = other._alias
 
 

@@ -135,6 +135,8 @@ async def call_on(how: str) -> None:
     future = rpc.rpc_async("worker0", sleep_long)
     if how == "gather":
         await asyncio.gather(future, asyncio.sleep(3600))
+    elif how == "collect_all":
+        await torch.futures.collect_all([torch.futures.Future(), future])
     elif how == "wait_for":
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(future, 0.01)
@@ -142,7 +144,7 @@ async def call_on(how: str) -> None:
         await future
 
 
-@pytest.mark.parametrize("how", ["await", "gather"])
+@pytest.mark.parametrize("how", ["await", "gather", "collect_all"])
 @in_worker0()
 def test_calls_that_a_cancelled_coroutine_awaits_are_cancelled(how: str) -> None:
     future = rpc.rpc_async("worker1", call_on, args=(how,))

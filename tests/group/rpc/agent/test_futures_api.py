@@ -76,6 +76,7 @@ def test_torchs_wait_all_and_collect_all_fail_at_the_first_error() -> None:
     assert not collected.done()
     theirs.set_result(2)
     assert torch.futures.wait_all(collected.wait()) == [2, 2]
+    assert torch.futures.wait_all(call(number) for number in range(3)) == [1, 2, 3]  # type: ignore[arg-type]  # which PyTorch accepts
 
 
 @in_worker0()

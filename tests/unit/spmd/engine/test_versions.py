@@ -231,6 +231,26 @@ def set_to_views(device: Device) -> list[Any]:
     return [row, h, matrix, h.stride(), empty]
 
 
+def lists_that_share(device: Device) -> list[Any]:
+    a, b = torch.arange(4.0, device=device), torch.ones(2, 2, device=device)
+    torch._foreach_add_([a, a[1:3], a.view(2, 2)], 1.0)
+    torch._foreach_mul_([b, a[:2]], [a.view(2, 2), b[0]])
+    torch._foreach_copy_([b[0], b[1]], [b[1], b[0]])
+    torch._foreach_add_([b[0, 0], b[0, 1]], b[0, 0])  # type: ignore[call-overload]
+    with pytest.raises(RuntimeError):
+        torch._foreach_add_([a], [torch.ones(3, device=device)])
+    return [a, b, a._version, b._version]
+
+
+def resized_in_inference(device: Device) -> list[Any]:
+    a, b = torch.empty(0, device=device), torch.ones(2, device=device)
+    with torch.inference_mode():
+        torch.cat([b, b], out=a)
+    made = torch.ones(2, device=device)
+    made.data = a.detach()
+    return [a, made, a.is_inference(), made.is_inference()]
+
+
 def inference_views(device: Device) -> list[Any]:
     w = ones(2, 3, device=device)
     with torch.inference_mode():
@@ -256,6 +276,8 @@ PROGRAMS: Final[dict[str, Callable[[Device], list[Any]]]] = {
     "a parameter of data": parameters_of_data,
     "counters": counters,
     "set to views": set_to_views,
+    "lists that share memory": lists_that_share,
+    "resized in inference": resized_in_inference,
     "views in inference": inference_views,
 }
 
