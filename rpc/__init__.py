@@ -44,6 +44,8 @@ from rpc.lifecycle.backend_registry import (
 from rpc.lifecycle.local_processes import LocalGroup, local_group, spawn
 from rpc.lifecycle.startup import init_rpc, init_with_store
 from rpc.lifecycle.worker_watch import on_worker_joined, on_worker_lost
+from rpc.mapping import MapResults
+from rpc.mapping import map as map  # noqa: A004  # not in __all__: it would replace Python's own
 from rpc.options import (
     AgentOptions,
     GrpcRpcBackendOptions,
@@ -59,6 +61,8 @@ from rpc.serving import serve
 from rpc.tracing import trace
 
 if TYPE_CHECKING:
+    from rref.names import find as find
+    from rref.names import remove_name as remove_name
     from rref.reference import RRef as RRef
     from rref.remote import remote as remote
 
@@ -69,6 +73,7 @@ __all__ = [
     "Future",
     "GrpcRpcBackendOptions",
     "LocalGroup",
+    "MapResults",
     "PortablePickler",
     "RRef",
     "RpcBackendOptions",
@@ -85,6 +90,7 @@ __all__ = [
     "construct_rpc_backend_options",
     "errors",
     "events",
+    "find",
     "functions",
     "get_debug_info",
     "get_rpc_timeout",
@@ -98,6 +104,7 @@ __all__ = [
     "on_worker_lost",
     "register_backend",
     "remote",
+    "remove_name",
     "rpc_async",
     "rpc_sync",
     "serve",
@@ -110,8 +117,13 @@ __all__ = [
     "wait_any",
 ]
 
-_HIGHER = {"RRef": "rref.reference", "remote": "rref.remote"}
-"""Names that PyTorch has in this package, and the modules of higher packages that define them."""
+_HIGHER = {
+    "RRef": "rref.reference",
+    "find": "rref.names",
+    "remote": "rref.remote",
+    "remove_name": "rref.names",
+}
+"""Names of this package, and the modules of higher packages that define them."""
 
 
 def __getattr__(name: str) -> _Any:

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar, overload
 import torch
 from torch import Tensor
 
+from rpc import retrying
 from rpc.agent.futures import Future, collected_futures
 from rpc.agent.interface import AgentInterface
 from rpc.errors import NotInitializedError, with_article
@@ -32,6 +33,8 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
 ) -> T: ...
 @overload
 def rpc_sync(
@@ -40,6 +43,8 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
 ) -> T: ...
 @overload
 def rpc_sync(
@@ -48,6 +53,8 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
 ) -> T: ...
 def rpc_sync(
     to: WorkerReference,
@@ -55,6 +62,8 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
 ) -> Any:
     """Call ``func`` on another worker and wait for its value.
 
@@ -72,14 +81,21 @@ def rpc_sync(
         kwargs: keyword arguments.
         timeout: timeout in seconds; 0 for no limit. The callee is not interrupted. Default: 60, or the value
             of ``set_rpc_timeout``.
+        retries: number of times that the call may be made again if the callee or a message is lost
+            (``WorkerLostError`` of the callee, ``MessageLostError``). The function must be one that may run
+            several times, since a lost callee may have run it. In a dynamic group, the call waits until a
+            worker has joined under the callee's name; in a static one, a worker does not come back, and only
+            lost messages are sent again. ``timeout`` is for all attempts together. Default: the call is made
+            once.
 
     Returns:
         The return value of ``func``; tensors in it belong to the caller.
 
     Raises:
         RpcTimeoutError: there was no answer in time.
-        WorkerLostError: the callee is gone.
+        WorkerLostError: the callee is gone; with ``retries``, it has not come back, or was lost each time.
         UnknownWorkerError: there is no such worker.
+        ValueError: ``retries`` is no number of retries.
         SerializationError: an argument or the value cannot be serialized.
         BlockingCallError: called inside an ``async def`` callee; use ``await rpc_async(...)`` there.
         Exception: the error that ``func`` raised, of the same type, with the callee's traceback as a note.
@@ -92,6 +108,8 @@ def rpc_sync(
         raise not_callable(func)
     if type(args) is not tuple:
         args = () if args is None else positional(args)
+    if retries:
+        return retrying.call(_agent(), to, func, args, keywords(kwargs), timeout, retries)
     return _agent().call(to, func, args, keywords(kwargs) if kwargs else {}, timeout)
 
 
@@ -102,6 +120,8 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
 ) -> Future[T]: ...
 @overload
 def rpc_async(
@@ -110,6 +130,8 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
 ) -> Future[T]: ...
 @overload
 def rpc_async(
@@ -118,6 +140,8 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
 ) -> Future[T]: ...
 def rpc_async(
     to: WorkerReference,
@@ -125,14 +149,17 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
 ) -> Future[Any]:
     """Call ``func`` on another worker and return a future immediately.
 
     Arguments are as for ``rpc_sync``: tensors of more than 1 MiB for another host or on a device must not be
     changed until the future is completed, and neither must those that a callee returns until its caller has
-    them. The rest of a transfer whose call has timed out may still be read from them. Errors in making the
-    call (an unknown worker, an argument that cannot be serialized) are raised here; all others are set on the
-    future.
+    them. The rest of a transfer whose call has timed out may still be read from them. With ``retries``, no
+    argument may be changed until the future is completed, as each attempt serializes them anew. Errors in
+    making the call (an unknown worker, an argument that cannot be serialized) are raised here; all others are
+    set on the future.
 
     Returns:
         A ``torch.futures.Future`` of the value; ``wait()`` for it, chain with ``then``, or ``await`` it in a
@@ -145,7 +172,10 @@ def rpc_async(
     """
     if not callable(func):
         raise not_callable(func)
-    future = _agent().call_async(to, func, positional(args), keywords(kwargs), timeout)
+    if retries:
+        future = retrying.call_async(_agent(), to, func, positional(args), keywords(kwargs), timeout, retries)
+    else:
+        future = _agent().call_async(to, func, positional(args), keywords(kwargs), timeout)
     collect(future)
     return future
 

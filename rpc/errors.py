@@ -20,6 +20,7 @@ __all__ = [
     "InvalidOptionError",
     "MessageLostError",
     "MissingInternalError",
+    "NameTakenError",
     "NoMemoryError",
     "NotAdmittedError",
     "NotInitializedError",
@@ -67,7 +68,11 @@ class InvalidOptionError(RpcError, ValueError):
 
 
 class InvalidNameError(RpcError, ValueError):
-    """A worker name is empty, too long or has characters that names may not have."""
+    """A name of a worker or an object is empty, too long or has characters that names may not have."""
+
+
+class NameTakenError(RpcError, ValueError):
+    """Two objects have, or would have, the same name: see ``rpc.find``."""
 
 
 class UnknownWorkerError(RpcError, ValueError):

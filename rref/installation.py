@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from rpc.agent.agent import Agent
+from rref import names
 from rref.carrier import RRefCarrier
 from rref.delayed_answers import DelayedAnswers
+from rref.names import Names
 from rref.reference import EXTENSION, RRef
 from rref.reference_server import ReferenceServer
 from rref.references import References
@@ -40,8 +42,10 @@ def install(agent: Agent) -> References:
     )
     agent.extensions[EXTENSION] = references
     agent.serializer.register_carrier(RRef, RRefCarrier(references))
+    named = agent.extensions[names.EXTENSION] = Names(references, agent.serializer, hooks)
     ReferenceServer(
         references,
+        named,
         agent.calls.requests,
         agent.calls.runner,
         agent.calls.answers,

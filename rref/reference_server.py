@@ -25,6 +25,7 @@ from rpc.serialization.serializer import Serializer
 from rpc.transport.base import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, encode_small
 from rref.delayed_answers import DelayedAnswers
+from rref.names import Names, check_object_name
 from rref.ports import Answers, Requests, Runner
 from rref.protocol.messages import RRefId
 from rref.references import References
@@ -53,6 +54,7 @@ class ReferenceServer:
 
     Args:
         references: the references of this worker, which has not joined a group yet.
+        names: the names of its objects.
         requests, runner, answers, kinds: see ``rref.ports`` and ``rpc.agent.ports``.
         activity: counts the requests that wait for an object.
         recording_of: see ``Tracing.recording_of``.
@@ -62,6 +64,7 @@ class ReferenceServer:
     def __init__(
         self,
         references: References,
+        names: Names,
         requests: Requests,
         runner: Runner,
         answers: Answers,
@@ -73,6 +76,7 @@ class ReferenceServer:
         delayed: DelayedAnswers,
     ) -> None:
         self._references = references
+        self._names = names
         self._requests = requests
         self._runner = runner
         self._answers = answers
@@ -219,6 +223,7 @@ class ReferenceServer:
 
     def _run_creation(self, request: Request, rref: RRefId, value: Value, on: Value | None) -> None:
         peer, frame = request.peer, request.frame
+        name = frame.header.get("name") if frame.header else None
 
         def answer(content: Any, error: BaseException | None) -> None:
             made = None
@@ -230,6 +235,8 @@ class ReferenceServer:
             parked = value.set(content, made) if error is None else value.fail(error)
             if on is not None and on.turns is not None:
                 on.turns.leave()
+            if error is not None and name is not None:
+                self._names.remove(name, rref)
             self._references.finished(rref)
             if error is not None:
                 self._answers.fail(peer, frame.call_id, error)
@@ -240,6 +247,12 @@ class ReferenceServer:
             del content
             self._answer_parked(parked, value)
 
+        if name is not None:
+            try:
+                self._names.claim(check_object_name(name), rref)
+            except Exception as error:
+                answer(None, error)
+                return
         self._run(request, on, answer)
 
     def _answer_parked(self, parked: list[Fetch], value: Value) -> None:

@@ -11,6 +11,7 @@ from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.api import keywords, not_callable, positional
 from rpc.group.membership import WorkerReference
 from rpc.runtime.interrupts import protected
+from rref.names import check_object_name
 from rref.reference import RRef, references
 
 __all__ = ["remote"]
@@ -27,6 +28,7 @@ def remote(
     timeout: float = UNSET_TIMEOUT,
     *,
     concurrency: int | None = None,
+    name: str | None = None,
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -37,6 +39,7 @@ def remote(
     timeout: float = UNSET_TIMEOUT,
     *,
     concurrency: int | None = None,
+    name: str | None = None,
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -47,6 +50,7 @@ def remote(
     timeout: float = UNSET_TIMEOUT,
     *,
     concurrency: int | None = None,
+    name: str | None = None,
 ) -> RRef[T]: ...
 @protected  # references in the arguments are either sent or taken back
 def remote(
@@ -57,6 +61,7 @@ def remote(
     timeout: float = UNSET_TIMEOUT,
     *,
     concurrency: int | None = None,
+    name: str | None = None,
 ) -> RRef[Any]:
     """Call ``func`` on another worker and return a reference to its value, which stays there.
 
@@ -75,6 +80,10 @@ def remote(
             calls. But a call may overtake one with more than 64 KiB of arguments and, at the caller's own
             worker, one that carries references. A method that calls the object's methods through a reference,
             and waits, deadlocks. ``to_here`` and ``local_value`` do not count against the limit.
+        name: name by which every worker, also one that joins later, finds the object: ``rpc.find(name)``. The
+            name keeps the object until its owner leaves or is lost, or until ``rpc.remove_name(name)``. 1 to
+            255 ASCII letters, digits and characters of ``_:./-``. If another object of ``to`` has it, the
+            creation fails with ``NameTakenError``, and ``func`` does not run. Default: no name.
 
     Returns:
         An ``RRef`` whose owner is ``to``. If ``func`` raises, ``to_here`` raises the same error.
@@ -84,6 +93,7 @@ def remote(
         SerializationError: an argument cannot be serialized.
         NotInitializedError: ``rpc.init_rpc`` has not been called.
         ValueError: ``concurrency`` is not a positive integer.
+        InvalidNameError: ``name`` cannot be the name of an object.
 
     Example::
 
@@ -99,6 +109,8 @@ def remote(
         raise ValueError(
             f"concurrency is how many methods may run at a time, at least 1, not {concurrency!r:.60}"
         )
-    object_header = {} if concurrency is None else {"concurrency": concurrency}
+    object_header: dict[str, Any] = {} if concurrency is None else {"concurrency": concurrency}
+    if name is not None:
+        object_header["name"] = check_object_name(name)
     payload = shell.calls.dump_call(func, positional(args), keywords(kwargs), peer)
     return shell.create(peer, object_header, payload, timeout, func, RRef._of)

@@ -54,7 +54,7 @@ ROOMS = (
     {"profiling"},
     {"rendezvous"},
     {"lifecycle"},
-    {"api", "serving", "testing", "tracing"},
+    {"api", "mapping", "retrying", "serving", "testing", "tracing"},
 )
 """The rooms (and single files) of ``rpc``, from the lowest. Only its face stands above."""
 

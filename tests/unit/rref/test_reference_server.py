@@ -57,6 +57,7 @@ def test_who_waits_to_leave_is_told_of_a_fetch_that_need_not_wait_after_all(head
     unused: Any = None
     ReferenceServer(
         references,
+        unused,
         agent,
         unused,
         unused,
