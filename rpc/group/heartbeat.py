@@ -172,9 +172,12 @@ class Heartbeat:
     def _is_silent(self, peer: Peer) -> None:
         before = self._asked.pop(peer.incarnation, None)
         now = _process_of(peer)
-        if before is None and now is None:  # its process has not been looked for yet
+        if before is None and now is None:  # its process was not known
             self._neighbours.find(peer)
-            now = before = _process_of(peer)
+            now = _process_of(peer)
+            if now is not None and not now.stopped:  # the next look tells whether it has computed
+                self._liveness.excuse(peer.incarnation)
+                return
         if computes(before, now):
             self._liveness.excuse(peer.incarnation)
             logger.warning(

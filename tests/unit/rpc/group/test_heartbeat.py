@@ -140,6 +140,8 @@ def test_before_a_silent_worker_is_lost_its_process_is_looked_for(
     watched = Watched(monkeypatch, 30.0, neighbours=FoundLate())
     monkeypatch.setattr(heartbeat, "process_signs", lambda _: ProcessSigns(False, waits_for_core, 5, 1))
     watched.peer.session.note(MESSAGE)
+    watched.clock.advance(45.0)
+    assert not watched.lost
     watched.clock.advance(200.0)
     assert bool(watched.lost) is not waits_for_core
 
