@@ -64,7 +64,7 @@ def test_a_trainer_without_a_server_ends_with_that_reason(tmp_path: Path) -> Non
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_copy_of_an_example_starts_its_workers_with_one_command(tmp_path: Path) -> None:
-    copy = shutil.copy(EXAMPLES / "embeddings.py", tmp_path)
+    copy = str(shutil.copy(EXAMPLES / "embeddings.py", tmp_path))
     with leftovers.nothing_left():
         launcher = Launcher([sys.executable, copy, "--steps", "1500"], tmp_path, QUIET)
         assert launcher.end() == 0, launcher.said
