@@ -8,7 +8,7 @@ const charts = new Map();
 
 const MEMORY = { series: [["memory", 4, "--c4"]], show: bytes, steps: Array.from({ length: 44 }, (_, n) => 2 ** n) };
 const CHARTS = [
-  { id: "chart-calls", series: [["made", 1, "--c0"], ["taken in", 2, "--c2"]], show: rate },
+  { id: "chart-calls", series: [["made", 1, "--c0"], ["received", 2, "--c2"]], show: rate },
   { id: "chart-cores", series: [["cores", 3, "--c1"]], show: (value) => (value == null ? "" : value.toFixed(value < 10 ? 1 : 0)) },
   { id: "chart-memory", ...MEMORY },
 ];
