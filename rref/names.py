@@ -133,6 +133,9 @@ def find(name: str, timeout: float = UNSET_TIMEOUT, *, owner: WorkerReference | 
         owner: the worker that has the object; only that worker is asked, which is cheaper in a large group.
             Default: all workers that are in the group are asked.
 
+    Returns:
+        An ``RRef``, which can be used at once, even if the object is still being created.
+
     Raises:
         RpcTimeoutError: there was no such object in time.
         NameTakenError: several workers have an object with this name; the text says which.
@@ -249,7 +252,7 @@ class _Search:
                     worker, future = answered.pop()
                     del under_way[worker]
                     value = self._answer(future)
-                    if value:
+                    if value is True or isinstance(value, RRef):
                         found[worker] = value
                         until = min(until, time.monotonic() + _OTHERS_SECONDS)
                 if under_way and not answered and not wait_for_event(changed, until):
