@@ -179,7 +179,7 @@ def why_gone(agent: AgentInterface, name: str) -> str | None:
 
 def limit_of(agent: AgentInterface, timeout: float) -> float:
     """Return the limit in seconds that a timeout sets; 0 for none, and for values that calls refuse."""
-    seconds = agent.rpc_timeout if timeout == UNSET_TIMEOUT else timeout
+    seconds: Any = agent.rpc_timeout if timeout == UNSET_TIMEOUT else timeout
     return seconds if isinstance(seconds, int | float) and 0 < seconds <= threading.TIMEOUT_MAX else 0.0
 
 
@@ -331,7 +331,11 @@ class _Attempts:
             return False
         self._left -= 1
         logger.warning("%s is called again as soon as the worker is back: %s", self._asked, error)
-        again = partial(self._context.run, self._again, without_frames(error))
+        lost = without_frames(error)
+
+        def again(is_back: bool) -> None:
+            self._context.run(self._again, lost, is_back)
+
         self._forget = returns.when_back(self.name, again, self._seconds_left())
         if self._cancelled:
             self._forget()
