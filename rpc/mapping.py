@@ -29,7 +29,7 @@ from rpc.errors import WorkerLostError, with_article
 from rpc.group.membership import WorkerReference
 from rpc.group.workers import WorkerInfo
 from rpc.options import UNSET_TIMEOUT
-from rpc.retrying import check_retries, loss_of, returns_of, why_gone
+from rpc.retrying import check_retries, limit_of, loss_of, returns_of, why_gone
 from rpc.runtime import waits
 from rpc.runtime.blocking import Event, check_may_block, wait_for_event
 from rpc.runtime.current import current_agent
@@ -282,28 +282,31 @@ class _Work:
         reason = why_gone(self._agent, worker.name)
         if reason is None:
             return False
+        may_return = returns_of(self._agent) is not None
         with self._lock:
             is_known = worker.reason is not None
             worker.reason = reason
+            worker.awaited = worker.awaited if is_known else may_return
         if not is_known:
-            self._await(worker)
+            self._use_when_back(worker)
         return True
 
-    def _await(self, worker: _Worker) -> None:
+    def _use_when_back(self, worker: _Worker) -> None:
         returns = returns_of(self._agent)
-        if returns is not None and not self._closed:
-            worker.awaited = True
-            limit = self._agent.rpc_timeout if self._timeout == UNSET_TIMEOUT else self._timeout
+        if returns is None:  # in the meantime, this worker has left
+            worker.awaited = False
+        elif not self._closed:
+            limit = limit_of(self._agent, self._timeout)
             self._forget[worker] = returns.when_back(worker.name, partial(self._back, worker), limit)
 
     def _back(self, worker: _Worker, is_back: bool) -> None:
         if self._closed:
             return
+        worker.awaited = False
         if is_back:
             worker.reason = None
-        else:
-            self._await(worker)  # it is used when it comes, but no item waits for it any longer
-        worker.awaited = False
+        else:  # it is used when it comes, but items do not wait for it any longer
+            self._use_when_back(worker)
         self._send_all()
 
 
@@ -330,11 +333,11 @@ class MapResults(Generic[T]):
 
     def __next__(self) -> T:
         """Return the next result; waits until it is there."""
+        check_may_block()
         while (outcome := self._next()) is None:
             if self._exhausted and self._given == self._read:
                 raise StopIteration
-            check_may_block()
-            with waits.waiting("map", self._work.awaited):
+            with waits.waiting("rpc.map", self._work.awaited):
                 wait_for_event(self._work.changed)
         value: T = outcome.value()
         return value

@@ -30,7 +30,16 @@ from rpc.runtime.blocking import check_may_block
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.serialization.kept_errors import without_frames
 
-__all__ = ["Returns", "call", "call_async", "check_retries", "loss_of", "returns_of", "why_gone"]
+__all__ = [
+    "Returns",
+    "call",
+    "call_async",
+    "check_retries",
+    "limit_of",
+    "loss_of",
+    "returns_of",
+    "why_gone",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +177,12 @@ def why_gone(agent: AgentInterface, name: str) -> str | None:
         return str(error)
 
 
+def limit_of(agent: AgentInterface, timeout: float) -> float:
+    """Return the limit in seconds that a timeout sets; 0 for none, and for values that calls refuse."""
+    seconds: Any = agent.rpc_timeout if timeout == UNSET_TIMEOUT else timeout
+    return seconds if isinstance(seconds, int | float) and 0 < seconds <= threading.TIMEOUT_MAX else 0.0
+
+
 def check_retries(retries: int) -> int:
     """Return ``retries``; ``ValueError`` if it is not a number of retries."""
     if type(retries) is not int or retries < 0:
@@ -191,7 +206,7 @@ def call(
     attempts = _Attempts(agent, to, function, args, kwargs, timeout, retries)
     future = attempts.begin()
     try:
-        with waits.waiting("a call with retries", lambda: [attempts.name]):
+        with waits.waiting("rpc_sync with retries", lambda: [attempts.name]):
             return future.wait()
     except BaseException:
         future.cancel()
@@ -272,9 +287,8 @@ class _Attempts:
         future = _RetriedCall()
         future._attempts = self
         self._unfinished.append(future)
-        limit = self._agent.rpc_timeout if self._timeout == UNSET_TIMEOUT else self._timeout
-        if isinstance(limit, int | float) and limit > 0:  # otherwise the call raises the error
-            self._deadline = monotonic() + limit
+        limit = limit_of(self._agent, self._timeout)
+        self._deadline = monotonic() + limit if limit else 0.0
         self._make(self._timeout)
         return future
 
@@ -317,7 +331,11 @@ class _Attempts:
             return False
         self._left -= 1
         logger.warning("%s is called again as soon as the worker is back: %s", self._asked, error)
-        again = partial(self._context.run, self._again, without_frames(error))
+        lost = without_frames(error)
+
+        def again(is_back: bool) -> None:
+            self._context.run(self._again, lost, is_back)
+
         self._forget = returns.when_back(self.name, again, self._seconds_left())
         if self._cancelled:
             self._forget()

@@ -133,6 +133,9 @@ def find(name: str, timeout: float = UNSET_TIMEOUT, *, owner: WorkerReference | 
         owner: the worker that has the object; only that worker is asked, which is cheaper in a large group.
             Default: all workers that are in the group are asked.
 
+    Returns:
+        An ``RRef``, which can be used at once, even if the object is still being created.
+
     Raises:
         RpcTimeoutError: there was no such object in time.
         NameTakenError: several workers have an object with this name; the text says which.
@@ -151,7 +154,7 @@ def find(name: str, timeout: float = UNSET_TIMEOUT, *, owner: WorkerReference | 
     check_may_block()
     search = _Search(name, timeout, owner)
     pause = _FIRST_PAUSE
-    with waits.waiting("find", search.asked, name=name):
+    with waits.waiting("rpc.find", search.asked, name=name):
         while True:
             found = search.run(_named)
             if len(found) > 1:
@@ -185,7 +188,7 @@ def remove_name(name: str, timeout: float = UNSET_TIMEOUT, *, owner: WorkerRefer
     check_object_name(name)
     check_may_block()
     search = _Search(name, timeout, owner)
-    with waits.waiting("remove_name", search.asked, name=name):
+    with waits.waiting("rpc.remove_name", search.asked, name=name):
         removed = search.run(_unnamed)
     if not removed and search.silent:
         raise search.too_late(f"the name '{name}' is perhaps not removed")
@@ -209,12 +212,13 @@ class _Search:
         self._seconds = shell.calls.effective_timeout(timeout)
         self._owner = None if owner is None else agent.get_worker_info(owner).name
         self._workers: list[str] = []
+        self._under_way: dict[str, Future[Any]] = {}
         self.deadline = time.monotonic() + self._seconds if self._seconds else INFINITE
         self.silent: list[str] = []
 
     def asked(self) -> list[str]:
-        """Return the names of the workers that have not answered."""
-        return self.silent
+        """Return the names of the workers whose answers are awaited."""
+        return list(self._under_way)
 
     def run(self, function: Callable[[str], Any]) -> dict[str, Any]:
         """Ask each worker once; returns what those have answered that have the object. If one has, the others
@@ -225,7 +229,7 @@ class _Search:
         )
         changed = Event()
         answered: list[tuple[str, Future[Any]]] = []
-        under_way: dict[str, Future[Any]] = {}
+        under_way = self._under_way
 
         @protected
         def note(worker: str, future: Future[Any]) -> None:
@@ -248,7 +252,7 @@ class _Search:
                     worker, future = answered.pop()
                     del under_way[worker]
                     value = self._answer(future)
-                    if value:
+                    if value is True or isinstance(value, RRef):
                         found[worker] = value
                         until = min(until, time.monotonic() + _OTHERS_SECONDS)
                 if under_way and not answered and not wait_for_event(changed, until):
@@ -257,6 +261,7 @@ class _Search:
             self.silent = list(under_way)
             for future in under_way.values():
                 future.cancel()
+            under_way.clear()
         return found
 
     def _left(self) -> float:

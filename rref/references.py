@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from rpc.agent.device_ports import SharedWork
 from rpc.agent.hooks import Hooks
 from rpc.agent.ports import CallsUnderWay, ControlMessages
-from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError, is_violation
+from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError, is_violation
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
@@ -30,7 +30,7 @@ from rref.creation import Creation
 from rref.ports import ReferenceCalls, Workers
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Action, Fence, ForkId, Free, Ref, RRefId, Send, parse_descriptor
-from rref.requests import CREATE, name_creation, turns_of_object
+from rref.requests import CREATE, name_creation, object_id, turns_of_object
 from rref.steps import LEFT, Steps
 from rref.turns import Turns
 from rref.value import Value
@@ -396,10 +396,21 @@ class References:
                 "number": rref[1],
                 "state": state.name,
                 "type": "" if value is None else value.type_name,
+                "bytes": 0 if value is None else value.tensor_bytes,
                 "holders": [list(each) for each in forks.items()],
             }
             owned.append(described)
         return {"objects": len(self._values), "owned": owned}
+
+    def method_in_words(self, header: dict[str, Any]) -> str:
+        """Describe the method that a request calls, as "Server.pull", for observers; "" if it calls none, or
+        its object is not here.
+        """
+        method, value = header.get("method"), None
+        if isinstance(method, str):
+            with contextlib.suppress(ProtocolError):
+                value = self._values.get(object_id(header) or (0, 0))
+        return f"{value.type_name}.{method}" if value is not None and value.type_name else ""
 
     def check_leaks(self) -> None:
         """Raise ``RRefError`` if other workers still refer to objects of this one."""

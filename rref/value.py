@@ -90,6 +90,12 @@ class Value:
             return f"{str(content.dtype).removeprefix('torch.')}{list(content.shape)}"
         return type(content).__qualname__
 
+    @property
+    def tensor_bytes(self) -> int:
+        """The size in bytes of the object, if it is a tensor; otherwise 0."""
+        content = self._content
+        return content.numel() * content.element_size() if type(content) is torch.Tensor else 0
+
     def set(self, content: Any, made: SharedWork | None = None) -> list[Fetch]:
         """Set the object. Returns the parked fetches, for the caller to answer.
 

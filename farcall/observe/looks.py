@@ -68,6 +68,7 @@ class Observed(Protocol):
     calls: Calls
     group: AgentGroup
     executor: Executor
+    extensions: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -207,7 +208,11 @@ class Looker:
         found: list[dict[str, Any]] = []
         for agent in agents:
             oldest = agent.calls.requests.entered()[:_MAX_ITEMS]
-            found += [_request(request, agent.executor) for request in oldest]
+            describe = getattr(agent.extensions.get("rref"), "method_in_words", None)
+            for request in oldest:
+                described = _request(request, agent.executor)
+                what = "" if describe is None else describe(request.frame.header)
+                found.append(described | {"what": _text(what)} if what else described)
         return found
 
 

@@ -39,7 +39,7 @@ from farcall.observe.layout import (
 )
 from farcall.observe.native_stacks import NativeStacksError, native_stacks, spy_program
 from farcall.observe.processes import Signs, ask_for_stacks, core_waits, signs_of
-from farcall.observe.state import JobState, Process, WorkerState
+from farcall.observe.state import JobState, Process, WorkerState, with_methods
 
 __all__ = ["END", "read_job", "read_worker", "settled"]
 
@@ -190,7 +190,7 @@ def read_job(
     if gathered:
         found += _gathered(folder, {each.pid for each in found if each.host == socket.gethostname()}, skipped)
     end = _legible(read_facts(folder.path / END))
-    return JobState(folder.id, tuple(_newest(found)), tuple(skipped), end)
+    return JobState(folder.id, with_methods(_newest(found)), tuple(skipped), end)
 
 
 def _gathered(folder: JobFolder, here: Collection[int], skipped: list[tuple[str, str]]) -> list[WorkerState]:

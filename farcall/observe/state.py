@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from farcall.observe.frozen_stacks import FROZEN_SECONDS, Stack
 from farcall.observe.layout import Beat, Record
 from farcall.observe.places import Place
 
-__all__ = ["JobState", "Place", "Process", "ThreadState", "WorkerState"]
+__all__ = ["JobState", "Place", "Process", "ThreadState", "WorkerState", "with_methods"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,3 +326,26 @@ class JobState:
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self.workers)
+
+
+def with_methods(workers: Iterable[WorkerState]) -> tuple[WorkerState, ...]:
+    """Return the workers with the calls of methods described as their callees do, by class and name: callers
+    do not know the classes of all objects.
+    """
+    workers = tuple(workers)
+    known = {
+        (callee.incarnation, whole(each.get("incarnation")), whole(each.get("id"))): each["what"]
+        for callee in workers
+        for each in callee.requests
+        if isinstance(each.get("what"), str)
+    }
+
+    def described(caller: WorkerState) -> WorkerState:
+        calls = [{**call, "what": known.get(_key(call, caller), call.get("what"))} for call in caller.calls]
+        return replace(caller, snapshot={**caller.snapshot, "calls": calls})
+
+    return tuple(described(each) if each.calls else each for each in workers) if known else workers
+
+
+def _key(call: Mapping[str, Any], caller: WorkerState) -> tuple[int, int, int]:
+    return whole(call.get("incarnation")), caller.incarnation, whole(call.get("id"))

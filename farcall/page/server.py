@@ -374,14 +374,15 @@ class Server:
         watched = watcher.watched
         if watched is None:
             raise web.HTTPNotFound
+        name = request.query.get("name", "")
         try:
-            workers = chosen(watched.job, [request.query.get("name", "")])
+            workers = chosen(watched.job, [name] if name else [])
             lines = await asyncio.to_thread(
-                lambda: list(KeptOutput(watcher.folder.path).last_of_each(workers, _MAX_LOG_LINES))
+                lambda: KeptOutput(watcher.folder.path).last_by_time(workers, _MAX_LOG_LINES)
             )
         except LookupError as error:
             return web.json_response({"lines": [], "trouble": str(error.args[0])})
-        prefix = f"{workers[0].name}  "
+        prefix = f"{name}  " if name else ""
         shown = [line.removeprefix(prefix)[:_MAX_LOG_CHARACTERS] for line in lines]
         return web.json_response({"lines": shown, "trouble": ""})
 

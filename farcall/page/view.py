@@ -248,6 +248,7 @@ def _references(job: JobState) -> dict[str, Any]:
                     "owner": worker.name,
                     "id": f"{created_on} #{whole(each.get('number'))}",
                     "type": str(each.get("type", "")),
+                    "bytes": whole(each.get("bytes")),
                     "state": str(each.get("state", "")),
                     "holders": sorted(holders),
                 }

@@ -8,7 +8,7 @@ const charts = new Map();
 
 const MEMORY = { series: [["memory", 4, "--c4"]], show: bytes, steps: Array.from({ length: 44 }, (_, n) => 2 ** n) };
 const CHARTS = [
-  { id: "chart-calls", series: [["made", 1, "--c0"], ["taken in", 2, "--c2"]], show: rate },
+  { id: "chart-calls", series: [["made", 1, "--c0"], ["received", 2, "--c2"]], show: rate },
   { id: "chart-cores", series: [["cores", 3, "--c1"]], show: (value) => (value == null ? "" : value.toFixed(value < 10 ? 1 : 0)) },
   { id: "chart-memory", ...MEMORY },
 ];
@@ -50,8 +50,25 @@ function drawFigure(chart) {
   }, (node, [name, index]) => setText(node.lastChild, last ? `${chart.show(last[index])}${many ? ` ${name}` : ""}` : ""));
 }
 
-export function draw(place, chart, data) {
+// No line is drawn over a time in which nobody has looked.
+function withGaps([times, ...values]) {
+  const steps = times.slice(1).map((each, n) => each - times[n]).sort((a, b) => a - b);
+  const longest = Math.max(5, 4 * (steps[steps.length >> 1] ?? 0));
+  const found = [[], ...values.map(() => [])];
+  times.forEach((time, n) => {
+    if (n && time - times[n - 1] > longest) {
+      found[0].push((times[n - 1] + time) / 2);
+      values.forEach((_, m) => found[m + 1].push(null));
+    }
+    found[0].push(time);
+    values.forEach((each, m) => found[m + 1].push(each[n]));
+  });
+  return found;
+}
+
+export function draw(place, chart, figures) {
   if (!place.clientWidth) return;
+  const data = withGaps(figures);
   const look = `${cssColour("--ink")} ${place.clientWidth} ${place.clientHeight}`;
   let known = charts.get(place);
   if (!known || known.look !== look) {

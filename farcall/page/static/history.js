@@ -37,7 +37,7 @@ async function figures(job, button) {
   const title = points.length ? `${job.id}: calls per second` : `${job.id}: no figures were kept, as no page was open while it ran`;
   const card = el("article", { class: "card wide figures" }, el("h2", {}, title), place);
   byId("history").parentNode.after(card);
-  if (points.length) draw(place, { series: [["made", 1, "--c0"], ["taken in", 2, "--c2"]], show: rate }, [0, 1, 2].map((n) => points.map((each) => each[n])));
+  if (points.length) draw(place, { series: [["made", 1, "--c0"], ["received", 2, "--c2"]], show: rate }, [0, 1, 2].map((n) => points.map((each) => each[n])));
   else place.remove();
   card.scrollIntoView({ block: "nearest" });
 }

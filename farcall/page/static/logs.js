@@ -1,13 +1,17 @@
-// The end of a worker's output, where `farcall launch --log-dir` keeps it.
+// The end of the output of one worker, or of all by time, where `farcall launch --log-dir` keeps it.
 
 import { byId, el, keyed, setText } from "./dom.js";
 import { ask } from "./page.js";
 
+const ALL = { name: "", title: "all, by time" };
+
 let timer = 0;
+let lines = [];
+let trouble = "";
 
 export function showLogs(view) {
   const select = byId("log-worker");
-  keyed(select, view.workers, (each) => each.name, (each) => el("option", { value: each.name }, each.name));
+  keyed(select, [ALL, ...view.workers], (each) => `worker ${each.name}`, (each) => el("option", { value: each.name }, each.title ?? each.name));
   if (!timer) {
     timer = setInterval(load, 2000);
     load();
@@ -20,15 +24,23 @@ export function leaveLogs() {
 }
 
 async function load() {
-  const log = byId("log");
   try {
-    const { lines, trouble } = await (await ask("logs", { name: byId("log-worker").value })).json();
-    const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 8;
-    setText(log, trouble || lines.join("\n") || "Nothing was printed yet.");
-    if (atEnd) log.scrollTop = log.scrollHeight;
+    ({ lines, trouble } = await (await ask("logs", { name: byId("log-worker").value })).json());
+    draw();
   } catch (error) {
-    setText(log, `The output cannot be shown: ${error.message}`);
+    setText(byId("log"), `The output cannot be shown: ${error.message}`);
   }
 }
 
+function draw() {
+  const log = byId("log");
+  const wanted = byId("log-search").value.toLowerCase();
+  const found = wanted ? lines.filter((each) => each.toLowerCase().includes(wanted)) : lines;
+  const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 8;
+  const nothing = lines.length ? `None of the last ${lines.length} lines contains this text.` : "Nothing was printed yet.";
+  setText(log, trouble || found.join("\n") || nothing);
+  if (atEnd) log.scrollTop = log.scrollHeight;
+}
+
 byId("log-worker").addEventListener("change", load);
+byId("log-search").addEventListener("input", draw);

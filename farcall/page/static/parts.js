@@ -13,7 +13,7 @@ export function showMemory(view, open) {
       { title: "Host", show: (each) => each.host },
       { title: "Resident", class: "num", show: (each) => meter(bytes(each.memory), each.memory / largest) },
       { title: "Shared memory", class: "num", show: (each) => bytes(each.shared) },
-      { title: "Lent", class: "num", show: (each) => bytes(each.lent) },
+      { title: "Used by receivers", class: "num", show: (each) => bytes(each.lent) },
       { title: "Waits to be sent", class: "num", show: (each) => bytes(each.unsent) },
       { title: "Objects", class: "num", show: (each) => whole(each.objects) },
       { title: "Autograd contexts", class: "num", show: (each) => whole(each.contexts) },
@@ -33,12 +33,13 @@ export function showReferences(view) {
       { title: "Owner", show: (each) => each.owner },
       { title: "Object", class: "mono", show: (each) => each.id },
       { title: "Type", class: "mono cut", show: (each) => each.type || "–" },
+      { title: "Size", class: "num", show: (each) => (each.bytes ? bytes(each.bytes) : "–") },
       { title: "State", show: (each) => each.state.toLowerCase() },
       { title: "Held by", class: "wrap", show: holders },
     ],
     objects,
     (each) => `${each.owner} ${each.id}`,
-    "No worker owns an object to which remote references exist." + (left_out ? ` ${left_out} objects are not listed.` : ""),
+    "No worker owns an object to which remote references exist: rpc.remote() makes them." + (left_out ? ` ${left_out} objects are not listed.` : ""),
   );
 }
 
@@ -71,7 +72,7 @@ export function showCollectives(view) {
     ],
     operations,
     (each) => each.name,
-    "No collective was called lately.",
+    "No collective was called lately: all_reduce, broadcast and others of torch.distributed with the backend farcall are listed here.",
   );
 }
 

@@ -159,6 +159,14 @@ def test_the_name_ends_with_its_owner_and_is_found_again_when_a_new_owner_makes_
     dismiss(workers)
 
 
+def test_the_name_outlives_the_worker_that_has_created_the_object(run_workers: RunWorkers) -> None:
+    workers = start_followers(run_workers, 3)
+    ask(workers[2], make, "worker1")
+    workers[2].kill()
+    assert [ask(worker, add_to) for worker in (workers[0], workers[1])] == [1, 2]
+    dismiss(workers)
+
+
 def find_at_lost() -> str:
     with pytest.raises(WorkerLostError) as caught:
         rpc.find("counter", owner="worker1", timeout=0)

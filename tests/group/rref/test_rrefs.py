@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import rpc
+from farcall.observe.looks import Looker
 from rpc.errors import RpcTimeoutError, RRefError
-from tests.support.serving import in_worker0, open_gate, wait_at_gate
+from rpc.runtime.current import current_agent
+from tests.support.serving import in_worker0, open_gate, wait_at_gate, wait_for_arrivals
 
 
 class Account:
@@ -234,3 +238,28 @@ def test_a_reference_may_be_forgotten_as_soon_as_it_is_passed_on() -> None:
         for number in range(100)
     ]
     assert [call.wait() for call in calls] == list(range(1, 101))
+
+
+# ---- what observers are told
+
+
+def observed() -> tuple[list[Any], list[Any]]:
+    """What runs here, and the types and sizes of the objects."""
+    snapshot = Looker().look([current_agent()], time.monotonic())
+    owned = current_agent().extensions["rref"].observed()["owned"]
+    return [each.get("what") for each in snapshot["requests"]], [
+        (each["type"], each["bytes"]) for each in owned
+    ]
+
+
+@in_worker0()
+def test_observers_are_told_the_classes_of_methods_and_the_sizes_of_tensors() -> None:
+    account, tensor = rpc.remote("worker1", Account), rpc.remote("worker1", torch.ones, args=(3, 5))
+    held = account.rpc_async().hold()
+    rpc.rpc_sync("worker1", wait_for_arrivals, args=(1,))
+    tensor.to_here()
+    running, owned = rpc.rpc_sync("worker1", observed)
+    assert "Account.hold" in running
+    assert sorted(owned) == [("Account", 0), ("float32[3, 5]", 60)]
+    rpc.rpc_sync("worker1", open_gate)
+    held.wait()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from farcall.observe.analysis import analyze
 from farcall.observe.figures import job_line
 from farcall.observe.gathered import pack_states, unpack_states
-from farcall.observe.state import JobState, Process, WorkerState
+from farcall.observe.state import JobState, Process, WorkerState, with_methods
 from farcall.page.view import job_view, past_job, point_of
 from farcall.page.worker_view import worker_view
 from tests.unit.farcall.page.jobs_at_hand import NOW, call, job, main_thread, request, worker
@@ -81,9 +81,11 @@ def test_headline_says_for_how_long_nothing_moved() -> None:
 
 def test_references_have_their_holders() -> None:
     owned = {"creator": 11, "number": 4, "state": "OWNED", "type": "Shard", "holders": [[11, 2], [99, 1]]}
+    owned["bytes"] = 4096
     found = view(worker(0, rref={"objects": 3, "owned": [owned]}), worker(1))
     (shown,) = found["references"]["objects"]
     assert (shown["owner"], shown["id"], shown["type"]) == ("worker0", "worker1 #4", "Shard")
+    assert shown["bytes"] == 4096
     assert shown["holders"] == [["a worker that is gone (63)", 1], ["worker1", 2]]
     assert found["references"]["left_out"] == 2
 
@@ -204,3 +206,10 @@ PARTS = ("rref", "spmd.node", "spmd.collectives", "spmd.session", "executor", "p
 @given(st.dictionaries(st.sampled_from(PARTS), VALUES, max_size=4))
 def test_whatever_a_file_holds_the_page_shows_something(parts: dict[str, Any]) -> None:
     assert view(worker(0, main_thread(), **parts))["workers"][0]["name"] == "worker0"
+
+
+def test_calls_of_methods_are_described_as_their_callee_does() -> None:
+    caller = worker(0, calls=[call(1, 5, "method 'pull' of an object"), call(1, 6, "work")])
+    callee = worker(1, requests=[request(0, 5) | {"what": "Server.pull"}, request(0, 6)])
+    described, _ = with_methods([caller, callee])
+    assert [each["what"] for each in described.calls] == ["Server.pull", "work"]
