@@ -86,7 +86,7 @@ class ReferenceServer:
         self._recording_of = recording_of
         self._delayed = delayed
         serializer.allow_function(method_of_object)
-        kinds.on(CREATE, self._creation_arrived, any_thread=True, followed=True)
+        kinds.on(CREATE, self._creation_arrived, any_thread=True)
         kinds.on(FETCH, self._fetch_arrived, any_thread=True)
         kinds.on(INVOKE, self._invocation_arrived, any_thread=True)
 

@@ -18,6 +18,7 @@ from torch import Tensor, is_grad_enabled
 
 from rpc.agent.activity import Activity
 from rpc.agent.calls import CallTable, PendingCall
+from rpc.agent.dispatcher import Dispatcher, Sender
 from rpc.agent.futures import Future
 from rpc.agent.ports import CANCEL, SendMessage
 from rpc.agent.tape import Tracing, note
@@ -88,6 +89,14 @@ class Caller:
         self._send = send
         self._post = post
         self._run_soon = run_soon
+
+    def register(self, dispatcher: Dispatcher, sender: Sender) -> None:
+        """Register the handlers of answers, and of requests that do not arrive."""
+        dispatcher.on(Kind.REPLY, self.received, any_thread=True)
+        dispatcher.on(Kind.FAILURE, self.received, any_thread=True)
+        dispatcher.on_lost((None,), self.request_lost)
+        dispatcher.on_failed((Kind.REPLY, Kind.FAILURE), self.request_unsent)
+        sender.on_unsent((None,), self.request_unsent)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the default timeout of calls."""

@@ -514,18 +514,18 @@ class Completions:
     """Has tasks run, and futures completed, on executor threads. From any thread."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+        self.executor = executor
 
     def run_soon(self, tasks: Sequence[Task]) -> None:
         """Run tasks on executor threads; after their end, only futures are completed."""
-        if not self._executor.submit_batch(tasks):
+        if not self.executor.submit_batch(tasks):
             self._complete(tasks)
 
     def stop(self, timeout: float) -> None:
         """End the executor; tasks that have not begun are dropped, but futures are completed."""
-        dropped = self._executor.drop_backlog()
+        dropped = self.executor.drop_backlog()
         try:
-            self._executor.stop(timeout=timeout)
+            self.executor.stop(timeout=timeout)
         finally:
             self._complete(dropped)
 

@@ -41,9 +41,7 @@ class SendMessage(Protocol):
 class Kinds(Protocol):
     """Registers further kinds of messages; see ``Messages``."""
 
-    def on(
-        self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
-    ) -> None: ...
+    def on(self, kind: int, handler: KindHandler, *, any_thread: bool = False) -> None: ...
 
 
 class ControlMessages(Protocol):

@@ -92,8 +92,7 @@ class End(Recorder):
         self.dispatcher.on(Kind.REPLY, self._take_reply, any_thread=True)
         self.dispatcher.on(Kind.FAILURE, self._take_reply, any_thread=True)
         self.dispatcher.on(ON_LOOP, self._take_on_loop)
-        self.dispatcher.on(ANYWHERE, self._take_anywhere, any_thread=True, followed=True)
-        self.followed = self.dispatcher.followed
+        self.dispatcher.on(ANYWHERE, self._take_anywhere, any_thread=True)
         self.connection = open_connection(loop, self.here, self, **options)
         reader = self.connection.reader
         assert reader is not None
