@@ -28,13 +28,13 @@ from typing import Any, Final
 from torch import Tensor
 
 from dist_autograd.graph import Leaf
-from dist_autograd.ports import Requests, Workers
 from dist_autograd.recording import Sent
 from rpc.agent.device_ports import RequestDevices, SharedWork
 from rpc.agent.hooks import Hooks
-from rpc.agent.ports import ControlMessages, Kinds, SendMessage
+from rpc.agent.messages import Messages
+from rpc.agent.received_requests import ReceivedRequests
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.mailbox import Mailbox
@@ -169,32 +169,29 @@ class Contexts:
 
     Args:
         incarnation: incarnation of this worker.
-        requests, workers: see ``dist_autograd.ports``.
-        kinds, control, send: see ``rpc.agent.ports``.
+        requests, workers, messages: parts of this worker's agent.
         when_made: called before a context becomes known, or may become so.
 
     Attributes:
+        incarnation: as given.
         find: returns the context with an id; None if it is over, or was never known here.
     """
 
     def __init__(
         self,
         incarnation: int,
-        requests: Requests,
-        workers: Workers,
-        kinds: Kinds,
-        control: ControlMessages,
-        send: SendMessage,
+        requests: ReceivedRequests,
+        workers: PeerTable,
+        messages: Messages,
         hooks: Hooks,
         mailbox: Mailbox,
         executor: Executor,
         when_made: Callable[[], object],
     ) -> None:
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._requests = requests
         self._workers = workers
-        self._control = control
-        self._send = send
+        self._messages = messages
         self._mailbox = mailbox
         self._executor = executor
         self._when_made = when_made
@@ -208,8 +205,8 @@ class Contexts:
         ended them, if one did.
         """
         self._unsaid: dict[tuple[Peer, Loss | None], list[int]] = {}
-        kinds.on(OVER, self._over_arrived, any_thread=True)
-        control.on(_TOPIC, self._told)
+        messages.on(OVER, self._over_arrived, any_thread=True)
+        messages.control.on(_TOPIC, self._told)
         hooks.gone.append(self._gone)
 
     @property
@@ -242,7 +239,7 @@ class Contexts:
         """Make a context whose creator is this worker."""
         self._when_made()
         context_id = (self._workers.own.member.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
-        context = self._known[context_id] = Context(self, context_id, self._incarnation, None)
+        context = self._known[context_id] = Context(self, context_id, self.incarnation, None)
         return context
 
     def largest_id(self) -> int:
@@ -276,7 +273,7 @@ class Contexts:
         if context_id not in self._known:
             self._when_made()
         with self._lock:
-            if creator == self._incarnation or context_id in self._over:
+            if creator == self.incarnation or context_id in self._over:
                 self.check(context_id)
                 return self._known.get(context_id)
             maker = self._workers.by_incarnation(creator)
@@ -358,7 +355,7 @@ class Contexts:
             if loss is not None:
                 header["lost"] = loss
             try:
-                self._send(peer, OVER, 0, Payload(header, []), wait=False)
+                self._messages.sender.send(peer, OVER, 0, Payload(header, []), wait=False)
             except WorkerLostError as error:
                 logger.debug("no worker is left to be notified that contexts are over: %s", error)
 
@@ -378,7 +375,7 @@ class Contexts:
                 context = self._known.get(context_id)
                 if context is None and (loss is None or context_id not in self._over):
                     self._remember(context_id, loss)
-            if context is None or context.creator == self._incarnation:  # only this worker ends its own
+            if context is None or context.creator == self.incarnation:  # only this worker ends its own
                 continue
             if self._end(context, peer, loss):
                 ended.append(context)
@@ -413,7 +410,7 @@ class Contexts:
             self._end_on_loop(context, _loss_of(through))
         elif creator is not None and nobody_tells:
             context.through = creator
-            self._control.post(creator, _TOPIC, ["joined", context.id])
+            self._messages.control.post(creator, _TOPIC, ["joined", context.id])
 
 
 def _loss_of(peer: Peer) -> Loss:

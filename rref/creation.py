@@ -58,7 +58,7 @@ class Creation(PendingCall):
             self._failed(str(outcome.header["refused"]))
         else:
             self._creator.created(self.peer.incarnation, self._rref, self._fork)
-        if self.outcome is not None:
+        if self.done():
             return False  # it had timed out, and the waiting threads know
         unattended = super().settle(outcome)
         self.holds = None
@@ -87,7 +87,7 @@ class Creation(PendingCall):
             found: Future[None] | None = self.future
             future = found or Future.to_complete(self)
         if found is None and self.outcome is not None:
-            self.owner.complete_soon(future)
+            self.table.complete_soon(future)
         return future
 
     def check(self) -> None:

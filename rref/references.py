@@ -15,11 +15,11 @@ from _thread import LockType
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from rpc.agent.device_ports import SharedWork
+from rpc.agent.agent_calls import Calls
 from rpc.agent.hooks import Hooks
-from rpc.agent.ports import CallsUnderWay, ControlMessages
 from rpc.errors import NotInitializedError, RpcTimeoutError, RRefError, is_violation
-from rpc.group.peer import Peer
+from rpc.group.control import Control
+from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.executor import Executor
@@ -27,7 +27,6 @@ from rpc.runtime.interrupts import protected
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
-from rref.ports import ReferenceCalls, Workers
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Action, Fence, ForkId, Free, Ref, RRefId, Send, parse_descriptor
 from rref.requests import CREATE, name_creation, turns_of_object
@@ -54,35 +53,33 @@ class References:
 
     Args:
         incarnation: incarnation of this worker, which has not joined a group yet.
-        calls, under_way, workers, control: see ``rref.ports``.
+        calls, workers, control: parts of its agent.
         lose: cuts off a worker; from any thread.
-        ready: returns the device work that makes an object; see ``ReceivedRequests.object_ready``.
 
     Attributes:
-        calls, workers: as given.
+        calls: makes calls.
+        workers: as given.
     """
 
     def __init__(
         self,
         incarnation: int,
-        calls: ReferenceCalls,
-        under_way: CallsUnderWay,
-        workers: Workers,
-        control: ControlMessages,
+        calls: Calls,
+        workers: PeerTable,
+        control: Control,
         lose: Callable[[Peer, str], object],
         hooks: Hooks,
         mailbox: Mailbox,
         executor: Executor,
-        ready: Callable[[], SharedWork | None],
     ) -> None:
-        self.calls = calls
+        self.calls = calls.caller
         self.workers = workers
-        self._under_way = under_way
+        self._under_way = calls.table
+        self._requests = calls.requests
         self._control = control
         self._lose = lose
         self._mailbox = mailbox
         self._executor = executor
-        self._ready = ready
         self._left = False
         self.released = False
         """Whether all references have been released, or the agent is closing."""
@@ -195,7 +192,7 @@ class References:
     def own(self, content: Any) -> tuple[RRefId, Ref]:
         """Register an object of this worker that references refer to."""
         rref = self._protocol.new_id()
-        self._values[rref] = Value.of(content, self._ready())
+        self._values[rref] = Value.of(content, self._requests.object_ready())
         self.steps.do(self._protocol.own, rref)
         return rref, rref
 
@@ -227,7 +224,7 @@ class References:
         try:
             self.calls.transmit(creation, CREATE, payload)
         except BaseException as error:  # such as KeyboardInterrupt, while the send queue is full
-            self.calls.drop(creation)
+            self._under_way.drop(creation)
             self.creation_failed(peer.incarnation, rref, fork, f"it could not be sent: {error}")
             self.release(fork)
             raise

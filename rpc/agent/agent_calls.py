@@ -8,6 +8,7 @@ from rpc.agent.activity import Activity
 from rpc.agent.answer_sender import AnswerSender
 from rpc.agent.call_frames import running
 from rpc.agent.caller import Caller
+from rpc.agent.calls import CallTable
 from rpc.agent.futures import Completions
 from rpc.agent.group import AgentGroup
 from rpc.agent.hooks import Hooks
@@ -54,26 +55,17 @@ class Calls:
         loop, peers, executor = group.loop_thread.loop, group.peers, completions.executor
         dispatcher, sender, control = messages.dispatcher, messages.sender, messages.control
         self.completions = completions
-        self.caller = caller = Caller(
-            options.rpc_timeout,
-            loop,
-            serializer,
-            tracing,
-            events,
-            activity,
-            find=peers.find,
-            send=sender.send,
-            post=control.post,
-            run_soon=completions.run_soon,
+        self.table = table = CallTable(
+            loop, serializer, tracing, events, activity, control.post, completions.run_soon
         )
-        self.table = table = caller.table
+        self.caller = Caller(options.rpc_timeout, table, peers, sender, serializer, tracing, events)
         self.requests = requests = ReceivedRequests(serializer, events, executor, activity)
         self.answers = answers = AnswerSender(
             requests, peers, serializer, tracing, events, sender.send, completions.run_soon
         )
         self.runner = runner = RequestRunner(peers, serializer, tracing, events, executor, activity, answers)
         self.waiting = Waiting(table, requests, control, peers, executor, loop, options.slow_call_seconds)
-        caller.register(dispatcher, sender)
+        table.register(dispatcher, sender)
         answers.register(dispatcher, sender)
         requests.register(dispatcher, control, runner.run)
         activity.add(table.unanswered, lambda: table.opened)

@@ -109,7 +109,7 @@ class Future(torch.futures.Future[T]):
         """Make the future of a call."""
         future = cls.to_complete(call)
         if call.outcome is not None:
-            call.owner.complete_soon(future)
+            call.table.complete_soon(future)
         return future
 
     @classmethod
@@ -264,7 +264,7 @@ class Future(torch.futures.Future[T]):
                 print(future.result())
         """
         call = self._call
-        if call is None or not call.owner.cancel(call):
+        if call is None or not call.table.cancel(call):
             return False
         self._complete_here()
         return True
@@ -275,8 +275,8 @@ class Future(torch.futures.Future[T]):
         thread.
         """
         call = self._call
-        if call is not None and call.owner.cancel(call):
-            call.owner.complete_soon(self)
+        if call is not None and call.table.cancel(call):
+            call.table.complete_soon(self)
 
     def __repr__(self) -> str:
         call, asked = self._call, self._asked
@@ -303,7 +303,7 @@ class Future(torch.futures.Future[T]):
             self._complete_here()
         except BaseException:
             if call.done():
-                call.owner.complete_soon(self)
+                call.table.complete_soon(self)
             raise
 
     def _complete_here(self) -> None:

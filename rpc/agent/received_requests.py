@@ -17,9 +17,9 @@ from time import monotonic
 from typing import Any
 
 from rpc.agent.activity import Activity
+from rpc.agent.calls import CANCEL
 from rpc.agent.device_ports import RequestDevices, RequestStreams, SharedWork
 from rpc.agent.dispatcher import Dispatcher
-from rpc.agent.ports import CANCEL
 from rpc.agent.tape import Observation, Recording
 from rpc.errors import ProtocolError
 from rpc.group.control import Control

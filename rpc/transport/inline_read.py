@@ -272,21 +272,19 @@ class Awaited:
 
     Attributes:
         outcome: None until the result is here, or will not come.
-        claimed: the turn at reading that the current thread has claimed in advance, to wait for this.
     """
 
-    outcome: Any = None
-    claimed: Turn | None = None
-
     def __init__(self) -> None:
+        self.outcome: Any = None
         self._waiters: list[LockType | Turn] = []
 
     def done(self) -> bool:
         """Whether no thread needs to wait any more."""
         return self.outcome is not None
 
-    def wake(self) -> bool:
-        """Wake all waiting threads; returns whether there were any."""
+    def settle(self, outcome: Any) -> bool:
+        """Set the outcome, and wake all waiting threads; returns whether there were any."""
+        self.outcome = outcome
         waiters = self._waiters
         if not waiters:
             return False
