@@ -339,10 +339,12 @@ class Dispatcher:
         if handler is None:
             raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
         due = False
+        session = peer.session
         if kind in _UNNUMBERED or type(frame) is LargeFrame:
-            peer.session.take_in_heartbeat()
-        else:
-            due = peer.session.take_in()
+            session.take_in_heartbeat()
+        else:  # as ``Session.take_in``, for each message
+            session.received += 1
+            due = session.received >= session.acknowledge_at
         task = handler(peer, frame)
         if task is not None:
             tasks.append(task)

@@ -319,6 +319,7 @@ class InlineReader:
     Attributes:
         closed: set by the loop; nothing is dispatched afterwards.
         buffer: receive buffer, set by the loop before any thread reads.
+        is_between_frames: whether what arrives next begins with a frame; set by the loop after it has read.
     """
 
     def __init__(
@@ -331,6 +332,7 @@ class InlineReader:
     ) -> None:
         self.lease = ReadLease()
         self.closed = False
+        self.is_between_frames = False
         self._connection = connection
         self._descriptor = descriptor
         self._decoder = decoder
@@ -385,7 +387,18 @@ class InlineReader:
             else:
                 decode(sum(count for count in turn.unread if count > 0))
         finally:
+            self.is_between_frames = self._decoder.is_between_frames()
             self._give_up(LOOP)
+
+    def read_by_loop(self, read: Callable[[], bool]) -> bool:
+        """Have the loop read, unless a thread does; returns whether there may be more, as ``read`` does."""
+        if not self.lease.take(LOOP):
+            return False
+        try:
+            return read()
+        finally:
+            self.is_between_frames = self._decoder.is_between_frames()
+            self.lease.leave(LOOP)
 
     def is_read_by_thread(self) -> bool:
         """Whether a thread other than the loop's has the lease."""
@@ -431,7 +444,7 @@ class InlineReader:
         if lease.holder() is not turn:  # ended by a call of a finalizer, or a signal handler, that ran here
             watch.resume()
             return None
-        if not self.closed and self._decoder.is_between_frames():
+        if not self.closed and self.is_between_frames:
             return turn
         self.leave()
         return None
