@@ -66,6 +66,7 @@ class Context:
 
     Attributes:
         id: id, the same on all workers.
+        devices: the devices that messages of this worker use; None if they use none.
         creator: incarnation of the worker that made it.
         through: the worker that sent it here; None on its creator.
         sends: the messages sent from here, by number.
@@ -78,6 +79,7 @@ class Context:
 
     def __init__(self, contexts: Contexts, context_id: int, creator: int, through: Peer | None) -> None:
         self.contexts = contexts
+        self.devices = contexts.devices
         self.id = context_id
         self.creator = creator
         self.through = through
@@ -92,11 +94,6 @@ class Context:
         """Each leaf and its gradient, by the leaf's identity."""
         self._work: SharedWork | None = None
         """The device work that computes the gradients, or None."""
-
-    @property
-    def devices(self) -> RequestDevices | None:
-        """The devices that messages of this worker use; None if they use none."""
-        return self.contexts.devices
 
     def work_on(self, gradients: Sequence[Tensor | None]) -> SharedWork | None:
         """Return the device work that computes gradients, for another thread to wait on; None if on

@@ -23,8 +23,9 @@ from rpc.errors import WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.group.peer import Peer, PeerTable
 from rpc.options import UNSET_TIMEOUT
+from rpc.runtime import interrupts
 from rpc.runtime.events import Events
-from rpc.runtime.interrupts import ensure_deferred, is_interruption, protected
+from rpc.runtime.interrupts import is_interruption, protected
 from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
 from rpc.serialization.tracked import stand_ins
@@ -131,7 +132,8 @@ class Caller:
 
         If the worker is gone, the call fails with ``WorkerLostError``.
         """
-        ensure_deferred()
+        if not interrupts.are_wrapped:
+            interrupts.ensure_deferred()
         timeout = self.rpc_timeout if timeout is UNSET_TIMEOUT else self._checked(timeout, payload, peer)
         call = self._table.open(peer, what, timeout, header=payload.header)
         call.coalesced = coalesce

@@ -178,11 +178,11 @@ class PendingCall:
             turn: the turn at reading that this thread has claimed for its answer, if it has. If the
                 turn has not ended afterwards, it must be given up.
         """
-        awaited = self.awaited
-        if awaited.outcome is not None:
+        if self.awaited.outcome is not None:
             return
         if this_thread.must_not_block is not None:
             raise BlockingCallError(this_thread.must_not_block)
+        awaited = self.awaited
         try:
             if turn is not None:
                 turn.reader.wait_for(awaited, self.deadline, turn)

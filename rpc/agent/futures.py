@@ -108,7 +108,7 @@ class Future(torch.futures.Future[T]):
     def for_call(cls, call: PendingCall) -> Future[Any]:
         """Make the future of a call."""
         future = cls.to_complete(call)
-        if call.outcome is not None:
+        if call.awaited.outcome is not None:
             call.table.complete_soon(future)
         return future
 

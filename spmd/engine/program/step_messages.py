@@ -72,9 +72,11 @@ def from_message(
     common: bytes | EngineStep, wanted: tuple[int, ...], uploads: Sequence[Tensor], driver: Source
 ) -> EngineStep:
     """Return the step that a driver has sent: what all workers get, and this worker's own part."""
-    if not isinstance(common, EngineStep):
-        common = current_agent().serializer.codecs[PICKLE].loads({}, [common], None, driver)
-    return replace(common, uploads=tuple(uploads), wanted=wanted)
+    step = common
+    if not isinstance(step, EngineStep):
+        loaded: EngineStep = current_agent().serializer.codecs[PICKLE].loads({}, [step], None, driver)
+        step = loaded
+    return replace(step, uploads=tuple(uploads), wanted=wanted)
 
 
 @dataclass(frozen=True, slots=True)
