@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dist_autograd.graph import Leaf
 from dist_autograd.recording import Sent
-from rpc.agent.device_ports import RequestDevices, SharedWork
+from rpc.agent.device_ports import SharedWork
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
 from rpc.agent.received_requests import ReceivedRequests
@@ -66,7 +66,7 @@ class Context:
 
     Attributes:
         id: id, the same on all workers.
-        devices: the devices that messages of this worker use; None if they use none.
+        requests: the requests of other workers, which know the devices that messages use.
         creator: incarnation of the worker that made it.
         through: the worker that sent it here; None on its creator.
         sends: the messages sent from here, by number.
@@ -79,7 +79,7 @@ class Context:
 
     def __init__(self, contexts: Contexts, context_id: int, creator: int, through: Peer | None) -> None:
         self.contexts = contexts
-        self.devices = contexts.devices
+        self.requests = contexts.requests
         self.id = context_id
         self.creator = creator
         self.through = through
@@ -99,9 +99,10 @@ class Context:
         """Return the device work that computes gradients, for another thread to wait on; None if on
         the CPU.
         """
-        if self.devices is None or all(each is None or each.is_cpu for each in gradients):
+        devices = self.requests.devices
+        if devices is None or all(each is None or each.is_cpu for each in gradients):
             return None
-        return self.devices.ready()
+        return devices.ready()
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """The gradient of each leaf of this worker that a backward has reached."""
@@ -116,7 +117,7 @@ class Context:
 
         A leaf that no longer requires grad gets none, as in PyTorch.
         """
-        devices = self.devices
+        devices = self.requests.devices
         on_device = devices is not None and not all(each is None or each.is_cpu for each in gradients)
         with self._lock:
             known = self._gradients
@@ -170,7 +171,7 @@ class Contexts:
         when_made: called before a context becomes known, or may become so.
 
     Attributes:
-        incarnation: as given.
+        incarnation, requests: as given.
         find: returns the context with an id; None if it is over, or was never known here.
     """
 
@@ -186,7 +187,7 @@ class Contexts:
         when_made: Callable[[], object],
     ) -> None:
         self.incarnation = incarnation
-        self._requests = requests
+        self.requests = requests
         self._workers = workers
         self._messages = messages
         self._mailbox = mailbox
@@ -205,11 +206,6 @@ class Contexts:
         messages.on(OVER, self._over_arrived, any_thread=True)
         messages.control.on(_TOPIC, self._told)
         hooks.gone.append(self._gone)
-
-    @property
-    def devices(self) -> RequestDevices | None:
-        """The devices that messages of this worker use; None if they use none."""
-        return self._requests.devices
 
     def __len__(self) -> int:
         return len(self._known)

@@ -266,7 +266,7 @@ class WorkerPass:
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
-        devices = self.context.devices
+        devices = self.context.requests.devices
         if devices is not None:
             devices.updates.wait()  # go on with parameters as they are now: others may have stepped meanwhile
         with contextlib.ExitStack() as stack:
@@ -319,8 +319,9 @@ class WorkerPass:
         self._finish_on_devices(newer)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self._await_one_of((sent.number,))
-        if self.context.devices is not None:
-            self.context.devices.updates.wait()  # as before the engine runs
+        devices = self.context.requests.devices
+        if devices is not None:
+            devices.updates.wait()  # as before the engine runs
         self._take_gradients(sent)
         gradients, nothing = self._gradients[sent.number], torch.empty(0, device="cpu")
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]

@@ -212,7 +212,9 @@ class RRef(Generic[T]):
 
     def _usable(self, doing: str, timeout: float) -> References:
         """Check that the owner can be asked about the object, once it has confirmed this reference."""
-        shell = self._check_open(doing)
+        shell = self._references
+        if shell.released or not interrupts.are_wrapped:
+            self._check_open(doing)
         if self._confirmed and self._owner.lost is None:
             return shell
         creation = self._creation

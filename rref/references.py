@@ -13,6 +13,7 @@ import threading
 import time
 from _thread import LockType
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from rpc.agent.agent_calls import Calls
@@ -85,7 +86,7 @@ class References:
         """Whether all references have been released, or the agent is closing."""
         self.backward: Callable[[Any, int, bool], None] | None = None
         """Runs ``RRef.backward``; distributed autograd sets it, if it is installed."""
-        self.futures = threading.RLock()
+        self._futures = threading.RLock()
         """Lock that is held while the future of a creation is made."""
         self._protocol = Protocol(incarnation)
         self.steps = Steps(self._protocol, mailbox, self._act, self._step_failed)
@@ -220,26 +221,26 @@ class References:
         self.steps.do(self._protocol.create, peer.incarnation, rref, fork)
         name_creation(payload, rref, fork)
         creation = self._under_way.open(peer, what, timeout, Creation, payload.header, "remote")
-        creation.begin(self, rref, fork)
+        ended = partial(self._creation_ended, peer.incarnation, rref, fork)
+        creation.begin(ended, self._futures)
         try:
             self.calls.transmit(creation, CREATE, payload)
         except BaseException as error:  # such as KeyboardInterrupt, while the send queue is full
             self._under_way.drop(creation)
-            self.creation_failed(peer.incarnation, rref, fork, f"it could not be sent: {error}")
+            ended(f"it could not be sent: {error}")
             self.release(fork)
             raise
         self._under_way.watch(creation)
         return bind(self, peer, rref, fork, creation)
 
-    def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
-        """Record that the owner has answered a creation."""
-        take = self.steps.do if self.steps.is_awaited(fork) else self.steps.later
-        take(self._protocol.created, owner, rref, fork)
-
-    def creation_failed(self, owner: int, rref: RRefId, fork: ForkId, reason: str) -> None:
-        """Record that a creation timed out or could not be sent."""
-        self.steps.do(self._protocol.creation_failed, owner, rref, fork, reason)
-        self._watch_late()
+    def _creation_ended(self, owner: int, rref: RRefId, fork: ForkId, failure: str | None) -> None:
+        """Record that the owner has answered a creation, or why it has failed."""
+        if failure is None:
+            take = self.steps.do if self.steps.is_awaited(fork) else self.steps.later
+            take(self._protocol.created, owner, rref, fork)
+        else:
+            self.steps.do(self._protocol.creation_failed, owner, rref, fork, failure)
+            self._watch_late()
 
     def fork(self, rref: RRefId, ref: Ref, owner: Peer, to: Peer) -> list[Any]:
         """Return a descriptor for a message to ``to``."""

@@ -36,9 +36,11 @@ from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
 from rpc.runtime.current import clear_current_agent
 from rpc.runtime.events import Events
+from rpc.runtime.interrupts import protected
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.serializer import Serializer
 from rpc.transport.tls import TlsContexts
+from rpc.wire.frames import Kind
 
 __all__ = ["UNSET_TIMEOUT", "Agent"]
 
@@ -148,6 +150,7 @@ class Agent:
     def rpc_timeout(self, seconds: float) -> None:
         self.calls.caller.set_timeout(seconds)
 
+    @protected  # objects beside the payload are either sent or taken back
     def call(
         self,
         to: WorkerReference,
@@ -157,7 +160,9 @@ class Agent:
         timeout: float,
     ) -> Any:
         """Call a function on a worker, wait, and return its value or raise its error."""
-        return self.calls.caller.ask(to, function, args, kwargs, timeout)
+        caller, peer = self.calls.caller, self.group.peers.find(to)
+        payload = caller.dump_call(function, args, kwargs, peer)
+        return caller.inquire(peer, Kind.CALL, payload, timeout, function)
 
     def call_async(
         self,

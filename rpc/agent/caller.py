@@ -96,22 +96,6 @@ class Caller:
         coalesce = coalesce and len(self._table) > _FEW
         return self.request(peer, Kind.CALL, payload, timeout, function, coalesce=coalesce)
 
-    @protected
-    def ask(
-        self,
-        to: WorkerReference,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-    ) -> Any:
-        """Send a call of a function, wait, and return its value or raise its error; arguments are as for
-        ``call``.
-        """
-        peer = self._peers.find(to)
-        payload = self.dump_call(function, args, kwargs, peer)
-        return self.inquire(peer, Kind.CALL, payload, timeout, function)
-
     def call_async(self, *call: Any) -> Future[Any]:
         """Like ``call``, but return a future."""
         return self.future(self.call(*call, coalesce=True))

@@ -32,7 +32,9 @@ class Participating:
     """
 
     def __init__(self) -> None:
-        self.context = Context(cast("Any", SimpleNamespace(devices=None)), CONTEXT, ROOT, root)
+        self.context = Context(
+            cast("Any", SimpleNamespace(requests=SimpleNamespace(devices=None))), CONTEXT, ROOT, root
+        )
         self.on_find: Callable[[], object] = lambda: None
         self.open = 0
         self.failures: list[BaseException] = []
