@@ -390,7 +390,7 @@ class InlineReader:
             self.is_between_frames = self._decoder.is_between_frames()
             self._give_up(LOOP)
 
-    def read_by_loop(self, read: Callable[[], bool]) -> bool:
+    def read_on_loop(self, read: Callable[[], bool]) -> bool:
         """Have the loop read, unless a thread does; returns whether there may be more, as ``read`` does."""
         if not self.lease.take(LOOP):
             return False
