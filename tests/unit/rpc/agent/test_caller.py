@@ -31,8 +31,9 @@ class Unsending:
         self.under_way: list[int] = []
         unused: Any = None
         self.calls = table_of(unused, ended=self.something_ended)
-        self.sender: Any = SimpleNamespace(send=self.send)
-        self.caller = Caller(60.0, self.calls, unused, self.sender, Serializer(), Tracing(), Events())
+        sender: Any = SimpleNamespace(send=self.send)
+        self.sender = sender
+        self.caller = Caller(60.0, self.calls, unused, sender, Serializer(), Tracing(), Events())
 
     def send(self, *_: object, **__: object) -> None:
         raise self.error
