@@ -18,23 +18,24 @@ incarnation is implied.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
 from dist_autograd.contexts import Context
 from dist_autograd.graph import Mark
-from dist_autograd.ports import BackwardCalls
 from dist_autograd.recording import Origin
 from dist_autograd.remote_part import RemotePart
-from rpc.agent.calls import PendingCall
-from rpc.agent.ports import CallsUnderWay, SendMessage
+from rpc.agent.caller import Caller
+from rpc.agent.calls import CallTable, PendingCall
+from rpc.agent.dispatcher import Sender
 from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 from rpc.serialization.failures import text_of
 from rpc.serialization.payload import Payload
+from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame, Kind
 
 __all__ = [
@@ -105,24 +106,18 @@ def read_abort(frame: Frame) -> tuple[int, str]:
 class SentMessages:
     """Sends the messages. From any thread."""
 
-    def __init__(
-        self,
-        calls: BackwardCalls,
-        under_way: CallsUnderWay,
-        send: SendMessage,
-        load_exception: Callable[..., BaseException],
-    ) -> None:
-        self._calls = calls
-        self._under_way = under_way
-        self._send = send
-        self._load_exception = load_exception
+    def __init__(self, caller: Caller, table: CallTable, sender: Sender, serializer: Serializer) -> None:
+        self._caller = caller
+        self._table = table
+        self._sender = sender
+        self._serializer = serializer
 
     def mark(
         self, key: Key, context: Context, peer: Peer, retain_graph: bool, marks: Iterable[Mark]
     ) -> PendingCall:
         """Ask a worker which marks follow from some; see ``marks_in``."""
         payload = Payload({"backward": _request(key, context, retain_graph, marks, None)}, [])
-        return self._calls.request(peer, MARK, payload, 0, _WHAT)
+        return self._caller.request(peer, MARK, payload, 0, _WHAT)
 
     def marks_in(self, answer: PendingCall) -> list[Mark]:
         """Wait for the answer to ``mark``; raises its error, if it has one."""
@@ -135,7 +130,7 @@ class SentMessages:
 
     def new_part(self, peer: Peer) -> RemotePart:
         """Make a part, to be started by ``begin``."""
-        return self._under_way.open(peer, _WHAT, 0, RemotePart)
+        return self._table.open(peer, _WHAT, 0, RemotePart)
 
     def begin(
         self,
@@ -159,21 +154,21 @@ class SentMessages:
                 kind, message, part.whole = WHOLE_PART, origin.message, True
                 payload = self.dump(gradients, origin)
             payload.header["backward"] = _request(key, context, retain_graph, marks, message)
-            self._calls.transmit(part, kind, payload)
+            self._caller.transmit(part, kind, payload)
         except BaseException:
-            self._calls.drop(part)
+            self._table.drop(part)
             raise
 
     def cancel(self, part: RemotePart, error: BaseException) -> None:
         """Stop waiting for a part."""
-        if self._calls.drop(part):
+        if self._table.drop(part):
             part.settle(error)
 
     def gradients(self, key: Key, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of a message to its sender."""
         payload = self.dump(gradients, origin)
         payload.header["gradients"] = [*key, origin.message]
-        self._send(origin.source, GRADIENTS, 0, payload)
+        self._sender.send(origin.source, GRADIENTS, 0, payload)
 
     def dump(self, gradients: Sequence[Tensor | None], origin: Origin) -> Payload:
         """Serialize a message's gradients for its sender; to devices, with the inverse of the device map that
@@ -192,13 +187,13 @@ class SentMessages:
         """Notify a worker that the backward pass has failed."""
         header = {"abort": [key[1], f"{type(error).__name__}: {text_of(error)}"]}
         try:
-            self._send(peer, ABORT, 0, Payload(header, []))
+            self._sender.send(peer, ABORT, 0, Payload(header, []))
         except WorkerLostError as lost:
             logger.debug("no worker is left to be notified of the end of a backward pass: %s", lost)
 
     def failure(self, peer: Peer, frame: Frame) -> BaseException:
         """Return a worker's failure as the root raises it; loading the error may run user code."""
-        error = self._load_exception(frame.header, frame.buffers, None, peer, codec=frame.codec)
+        error = self._serializer.load_exception(frame.header, frame.buffers, None, peer, codec=frame.codec)
         if isinstance(error, WorkerLostError):
             return error
         failure = failure_of(peer.member.info, error)

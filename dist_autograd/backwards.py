@@ -13,22 +13,22 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from dist_autograd import backward_messages as messages
+from dist_autograd import backward_messages as kinds
 from dist_autograd.backward_messages import Key, PartRequest, SentMessages
 from dist_autograd.contexts import Context, Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.participant import Participant
-from dist_autograd.ports import Answers, Requests, Workers
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.root import Root
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.activity import Activity
+from rpc.agent.agent_calls import Calls
 from rpc.agent.device_ports import Attempt
 from rpc.agent.hooks import Hooks
-from rpc.agent.ports import Kinds
+from rpc.agent.messages import Messages
 from rpc.agent.received_requests import Request
 from rpc.errors import AutogradError, NotInitializedError, is_violation
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.runtime import spans
 from rpc.runtime.executor import Executor
 from rpc.runtime.tasks import Task
@@ -49,9 +49,7 @@ class Backwards:
     """Runs backward passes. From any thread, except where noted.
 
     Args:
-        incarnation: incarnation of this worker, which has not joined a group yet.
-        requests, answers, workers: see ``dist_autograd.ports``.
-        kinds: see ``rpc.agent.ports``.
+        calls, workers, messages: parts of this worker's agent, which has not joined a group yet.
         activity: counts the parts that run for other workers.
         serializer: serializer of this worker.
         contexts: contexts of this worker.
@@ -60,29 +58,25 @@ class Backwards:
 
     def __init__(
         self,
-        incarnation: int,
-        requests: Requests,
-        answers: Answers,
-        workers: Workers,
-        kinds: Kinds,
+        calls: Calls,
+        workers: PeerTable,
+        messages: Messages,
         hooks: Hooks,
         activity: Activity,
         serializer: Serializer,
         executor: Executor,
-        messages_out: SentMessages,
         contexts: Contexts,
         models: Models,
     ) -> None:
-        self._incarnation = incarnation
-        self._requests = requests
-        self._answers = answers
+        self._requests = calls.requests
+        self._answers = calls.answers
         self._workers = workers
         self._activity = activity
         self._serializer = serializer
         self._executor = executor
         self._contexts = contexts
         self._models = models
-        self._messages = messages_out
+        self._messages = SentMessages(calls.caller, calls.table, messages.sender, serializer)
         self._running: dict[Key, Root | Participant] = {}
         self._failed: dict[Key, Error] = {}
         """The latest passes of other workers that have failed before this worker's part of them has begun: a
@@ -90,11 +84,11 @@ class Backwards:
         """
         self._numbers = itertools.count(1)
         self._threads: Executor | None = None
-        kinds.on(messages.MARK, self._mark_arrived)
-        kinds.on(messages.PART, self._part_arrived)
-        kinds.on(messages.WHOLE_PART, self._whole_part_arrived, any_thread=True)
-        kinds.on(messages.GRADIENTS, self._gradients_arrived)
-        kinds.on(messages.ABORT, self._abort_arrived)
+        messages.on(kinds.MARK, self._mark_arrived)
+        messages.on(kinds.PART, self._part_arrived)
+        messages.on(kinds.WHOLE_PART, self._whole_part_arrived, any_thread=True)
+        messages.on(kinds.GRADIENTS, self._gradients_arrived)
+        messages.on(kinds.ABORT, self._abort_arrived)
         contexts.on_end(self._context_over)
         hooks.gone.append(self._peer_gone)
         hooks.awaited.append(self._awaited)
@@ -107,7 +101,7 @@ class Backwards:
 
     def run(self, context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
         """Run a backward pass from ``roots``, which have been checked; see ``dist_autograd.backward``."""
-        key = (self._incarnation, next(self._numbers))
+        key = (self._contexts.incarnation, next(self._numbers))
         own = WorkerPass(context, retain_graph, self._models)
         root = Root(key, own, self._workers.own, self._messages, self._workers.by_incarnation)
         try:
@@ -121,7 +115,7 @@ class Backwards:
     # ---- started by other workers
 
     def _mark_arrived(self, peer: Peer, frame: Frame) -> None:
-        asked = messages.read_request(frame)
+        asked = kinds.read_request(frame)
         running = self._participant(peer, asked, whole=False)
         if running is not None:
             self._enter(running)
@@ -168,7 +162,7 @@ class Backwards:
 
     def _begun(self, peer: Peer, frame: Frame, *, whole: bool) -> Task:
         """Handle the start of a part; returns the task that runs it."""
-        asked = messages.read_request(frame)
+        asked = kinds.read_request(frame)
         running = self._participant(peer, asked, whole=whole)
         if running is None:
             return self._refuse, (peer, frame.call_id, self._over(peer, asked))
@@ -238,14 +232,14 @@ class Backwards:
             self._activity.postponed_ended()
 
     def _abort_arrived(self, peer: Peer, frame: Frame) -> None:
-        number, reason = messages.read_abort(frame)
+        number, reason = kinds.read_abort(frame)
         text = f"the backward was given up by worker '{peer.name}': {reason[:_LONGEST]}"
         self._fail_early((peer.incarnation, number), lambda: AutogradError(text))
 
     # ---- both
 
     def _gradients_arrived(self, peer: Peer, frame: Frame) -> None:
-        key, message = messages.read_gradients(frame)
+        key, message = kinds.read_gradients(frame)
         running = self._running.get(key)
         if running is None:  # it has failed in the meantime
             return
@@ -260,7 +254,7 @@ class Backwards:
 
     def _fail_early(self, key: Key, error: Error) -> None:
         """End a pass, also if its mark or its start has not arrived yet. On the loop's thread."""
-        if key[0] != self._incarnation:
+        if key[0] != self._contexts.incarnation:
             self._failed[key] = error
             if len(self._failed) > _REMEMBERED:
                 del self._failed[next(iter(self._failed))]

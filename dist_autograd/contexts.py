@@ -28,13 +28,13 @@ from typing import Any, Final
 from torch import Tensor
 
 from dist_autograd.graph import Leaf
-from dist_autograd.ports import Requests, Workers
 from dist_autograd.recording import Sent
-from rpc.agent.device_ports import RequestDevices, SharedWork
+from rpc.agent.device_ports import SharedWork
 from rpc.agent.hooks import Hooks
-from rpc.agent.ports import ControlMessages, Kinds, SendMessage
+from rpc.agent.messages import Messages
+from rpc.agent.received_requests import ReceivedRequests
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
-from rpc.group.peer import Peer
+from rpc.group.peer import Peer, PeerTable
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.mailbox import Mailbox
@@ -66,6 +66,7 @@ class Context:
 
     Attributes:
         id: id, the same on all workers.
+        requests: the requests of other workers, which know the devices that messages use.
         creator: incarnation of the worker that made it.
         through: the worker that sent it here; None on its creator.
         sends: the messages sent from here, by number.
@@ -78,6 +79,7 @@ class Context:
 
     def __init__(self, contexts: Contexts, context_id: int, creator: int, through: Peer | None) -> None:
         self.contexts = contexts
+        self.requests = contexts.requests
         self.id = context_id
         self.creator = creator
         self.through = through
@@ -93,18 +95,14 @@ class Context:
         self._work: SharedWork | None = None
         """The device work that computes the gradients, or None."""
 
-    @property
-    def devices(self) -> RequestDevices | None:
-        """The devices that messages of this worker use; None if they use none."""
-        return self.contexts.devices
-
     def work_on(self, gradients: Sequence[Tensor | None]) -> SharedWork | None:
         """Return the device work that computes gradients, for another thread to wait on; None if on
         the CPU.
         """
-        if self.devices is None or all(each is None or each.is_cpu for each in gradients):
+        devices = self.requests.devices
+        if devices is None or all(each is None or each.is_cpu for each in gradients):
             return None
-        return self.devices.ready()
+        return devices.ready()
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """The gradient of each leaf of this worker that a backward has reached."""
@@ -119,7 +117,7 @@ class Context:
 
         A leaf that no longer requires grad gets none, as in PyTorch.
         """
-        devices = self.devices
+        devices = self.requests.devices
         on_device = devices is not None and not all(each is None or each.is_cpu for each in gradients)
         with self._lock:
             known = self._gradients
@@ -169,32 +167,29 @@ class Contexts:
 
     Args:
         incarnation: incarnation of this worker.
-        requests, workers: see ``dist_autograd.ports``.
-        kinds, control, send: see ``rpc.agent.ports``.
+        requests, workers, messages: parts of this worker's agent.
         when_made: called before a context becomes known, or may become so.
 
     Attributes:
+        incarnation, requests: as given.
         find: returns the context with an id; None if it is over, or was never known here.
     """
 
     def __init__(
         self,
         incarnation: int,
-        requests: Requests,
-        workers: Workers,
-        kinds: Kinds,
-        control: ControlMessages,
-        send: SendMessage,
+        requests: ReceivedRequests,
+        workers: PeerTable,
+        messages: Messages,
         hooks: Hooks,
         mailbox: Mailbox,
         executor: Executor,
         when_made: Callable[[], object],
     ) -> None:
-        self._incarnation = incarnation
-        self._requests = requests
+        self.incarnation = incarnation
+        self.requests = requests
         self._workers = workers
-        self._control = control
-        self._send = send
+        self._messages = messages
         self._mailbox = mailbox
         self._executor = executor
         self._when_made = when_made
@@ -208,14 +203,9 @@ class Contexts:
         ended them, if one did.
         """
         self._unsaid: dict[tuple[Peer, Loss | None], list[int]] = {}
-        kinds.on(OVER, self._over_arrived, any_thread=True)
-        control.on(_TOPIC, self._told)
+        messages.on(OVER, self._over_arrived, any_thread=True)
+        messages.control.on(_TOPIC, self._told)
         hooks.gone.append(self._gone)
-
-    @property
-    def devices(self) -> RequestDevices | None:
-        """The devices that messages of this worker use; None if they use none."""
-        return self._requests.devices
 
     def __len__(self) -> int:
         return len(self._known)
@@ -242,7 +232,7 @@ class Contexts:
         """Make a context whose creator is this worker."""
         self._when_made()
         context_id = (self._workers.own.member.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
-        context = self._known[context_id] = Context(self, context_id, self._incarnation, None)
+        context = self._known[context_id] = Context(self, context_id, self.incarnation, None)
         return context
 
     def largest_id(self) -> int:
@@ -276,7 +266,7 @@ class Contexts:
         if context_id not in self._known:
             self._when_made()
         with self._lock:
-            if creator == self._incarnation or context_id in self._over:
+            if creator == self.incarnation or context_id in self._over:
                 self.check(context_id)
                 return self._known.get(context_id)
             maker = self._workers.by_incarnation(creator)
@@ -358,7 +348,7 @@ class Contexts:
             if loss is not None:
                 header["lost"] = loss
             try:
-                self._send(peer, OVER, 0, Payload(header, []), wait=False)
+                self._messages.sender.send(peer, OVER, 0, Payload(header, []), wait=False)
             except WorkerLostError as error:
                 logger.debug("no worker is left to be notified that contexts are over: %s", error)
 
@@ -378,7 +368,7 @@ class Contexts:
                 context = self._known.get(context_id)
                 if context is None and (loss is None or context_id not in self._over):
                     self._remember(context_id, loss)
-            if context is None or context.creator == self._incarnation:  # only this worker ends its own
+            if context is None or context.creator == self.incarnation:  # only this worker ends its own
                 continue
             if self._end(context, peer, loss):
                 ended.append(context)
@@ -413,7 +403,7 @@ class Contexts:
             self._end_on_loop(context, _loss_of(through))
         elif creator is not None and nobody_tells:
             context.through = creator
-            self._control.post(creator, _TOPIC, ["joined", context.id])
+            self._messages.control.post(creator, _TOPIC, ["joined", context.id])
 
 
 def _loss_of(peer: Peer) -> Loss:

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from dist_autograd import engine
-from dist_autograd.backward_messages import SentMessages
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
-from dist_autograd.ports import BackwardCalls
 from dist_autograd.propagation import Propagation
 from dist_autograd.recording import anchor
 from dist_autograd.roots import checked
 from dist_autograd.torch_internals import INTERNALS, NO_AUTOGRAD
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
+from rpc.agent.caller import Caller
 from rpc.errors import AutogradError, RRefError, with_article
 from rpc.runtime import spans
 from rpc.runtime.blocking import check_may_block
@@ -38,9 +37,7 @@ class Autograd:
         calls: makes calls.
     """
 
-    def __init__(
-        self, models: Models, contexts: Contexts, backwards: Backwards, calls: BackwardCalls
-    ) -> None:
+    def __init__(self, models: Models, contexts: Contexts, backwards: Backwards, calls: Caller) -> None:
         self.models = models
         self.contexts = contexts
         self.backwards = backwards
@@ -102,38 +99,26 @@ def install(agent: Agent) -> None:
     engine.prepare()
     anchor()  # before several threads ask for it, each of which might make one
     agent.serializer.allow_function(backward_here)
-    requests, workers, caller = agent.calls.requests, agent.group.peers, agent.calls.caller
-    sender, hooks, serializer = agent.messages.sender, agent.lifecycle.hooks, agent.serializer
+    calls, workers, messages = agent.calls, agent.group.peers, agent.messages
+    hooks, executor = agent.lifecycle.hooks, agent.executor
     models = Models()
     contexts = Contexts(
-        agent.incarnation,
-        requests,
-        workers,
-        agent.messages,
-        agent.messages.control,
-        sender.send,
-        hooks,
-        agent.mailbox,
-        agent.executor,
-        models.watch,
+        agent.incarnation, calls.requests, workers, messages, hooks, agent.mailbox, executor, models.watch
     )
     backwards = Backwards(
-        agent.incarnation,
-        requests,
-        agent.calls.answers,
+        calls,
         workers,
-        agent.messages,
+        messages,
         hooks,
         agent.lifecycle.activity,
-        serializer,
-        agent.executor,
-        SentMessages(caller, agent.calls.table, sender.send, serializer.load_exception),
+        agent.serializer,
+        executor,
         contexts,
         models,
     )
     hooks.closed.append(models.stop)
     agent.tracing.follow(Propagation(contexts))
-    agent.extensions[_EXTENSION] = installed = Autograd(models, contexts, backwards, caller)
+    agent.extensions[_EXTENSION] = installed = Autograd(models, contexts, backwards, calls.caller)
     install_references(agent).backward = installed.backward_of
 
 

@@ -156,7 +156,7 @@ class Root:
         try:
             if engine.is_running():
                 run: Callable[..., None] = self.own.run
-                devices = self.own.context.devices
+                devices = self.own.context.requests.devices
                 if devices is not None:
                     run = devices.current_streams().around(run)
                 _on_another_thread(partial(run, self, roots, gradients))

@@ -266,7 +266,9 @@ class WorkerPass:
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
-        self._wait_for_updates()
+        devices = self.context.requests.devices
+        if devices is not None:
+            devices.updates.wait()  # go on with parameters as they are now: others may have stepped meanwhile
         with contextlib.ExitStack() as stack:
             stack.enter_context(spans.span("gradients", leaves=len(leaves)))
             hooked = accumulate and any(not leaf.tensor.is_cpu for leaf in leaves)
@@ -281,14 +283,9 @@ class WorkerPass:
                 known_as=self,
             )
         found = list(captured[: len(leaves)])
-        if self.context.devices is not None:  # the engine makes the current streams wait, and does no more
-            self.context.devices.use(found)
+        if devices is not None:  # the engine makes the current streams wait, and does no more
+            devices.use(found)
         return found
-
-    def _wait_for_updates(self) -> None:
-        """Go on with parameters as they are now: others may have stepped since the pass began."""
-        if self.context.devices is not None:
-            self.context.devices.updates.wait()
 
     def _tickets(self) -> Tensor:
         """Make the chain of tickets, oldest first; returns the newest, which is the first to run."""
@@ -322,7 +319,9 @@ class WorkerPass:
         self._finish_on_devices(newer)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self._await_one_of((sent.number,))
-        self._wait_for_updates()
+        devices = self.context.requests.devices
+        if devices is not None:
+            devices.updates.wait()  # as before the engine runs
         self._take_gradients(sent)
         gradients, nothing = self._gradients[sent.number], torch.empty(0, device="cpu")
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]

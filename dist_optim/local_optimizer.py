@@ -158,7 +158,7 @@ def _updates(optimizer: object) -> Iterator[None]:
     """Let an optimizer use and change its parameters and its state on devices inside the block, after earlier
     changes and before later uses. Called with the locks held.
     """
-    devices = autograd().contexts.devices
+    devices = autograd().contexts.requests.devices
     if devices is None:
         yield
         return

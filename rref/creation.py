@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from rpc.agent.calls import PendingCall
 from rpc.agent.futures import Future
 from rpc.errors import RpcTimeoutError, RRefError
 from rpc.wire.frames import Frame
-from rref.protocol.messages import ForkId, RRefId
 
-__all__ = ["Creation", "Creator"]
-
-
-class Creator(Protocol):
-    """The object that is notified when a creation ends: ``References``."""
-
-    @property
-    def futures(self) -> AbstractContextManager[Any]:
-        """A lock that is held while the future of a creation is made."""
-
-    def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
-        """Record that the owner has answered the creation."""
-
-    def creation_failed(self, owner: int, rref: RRefId, fork: ForkId, reason: str) -> None:
-        """Record that the creation timed out or could not be sent."""
+__all__ = ["Creation"]
 
 
 class Creation(PendingCall):
@@ -40,32 +26,33 @@ class Creation(PendingCall):
 
     keeps_place = True
 
-    __slots__ = ("_creator", "_fork", "_rref", "error")
+    __slots__ = ("_ended", "_making", "error")
 
-    def begin(self, creator: Creator, rref: RRefId, fork: ForkId) -> None:
-        """Record the ids of what is created; called before the call is sent."""
-        self._creator = creator
-        self._rref = rref
-        self._fork = fork
+    def begin(self, ended: Callable[[str | None], object], making: AbstractContextManager[Any]) -> None:
+        """Set what is called at its end; before the call is sent.
+
+        Args:
+            ended: called with None when the owner has answered, or with the reason why that has failed.
+            making: lock that is held while the future of a creation is made.
+        """
+        self._ended = ended
+        self._making = making
         self.error: BaseException | None = None
         self.what = self.asked  # the user's function must not be destroyed on the loop's thread
 
     def settle(self, outcome: Frame | BaseException) -> bool:
         if isinstance(outcome, BaseException):
             self.error = outcome
-            self._failed(_reason(outcome))
+            self._ended(f"its creation failed: {outcome}")
         elif "refused" in outcome.header:
-            self._failed(str(outcome.header["refused"]))
+            self._ended(str(outcome.header["refused"]))
         else:
-            self._creator.created(self.peer.incarnation, self._rref, self._fork)
-        if self.outcome is not None:
+            self._ended(None)
+        if self.done():
             return False  # it had timed out, and the waiting threads know
         unattended = super().settle(outcome)
         self.holds = None
         return unattended
-
-    def _failed(self, reason: str) -> None:
-        self._creator.creation_failed(self.peer.incarnation, self._rref, self._fork, reason)
 
     def hold(self, reference: object) -> None:
         """Keep a reference until the creation has ended."""
@@ -83,11 +70,11 @@ class Creation(PendingCall):
 
     def future_of_end(self) -> Future[None]:
         """Return the future of the creation's end; the same one each time."""
-        with self._creator.futures:  # one thread makes it, the others find it
+        with self._making:  # one thread makes it, the others find it
             found: Future[None] | None = self.future
             future = found or Future.to_complete(self)
         if found is None and self.outcome is not None:
-            self.owner.complete_soon(future)
+            self.table.complete_soon(future)
         return future
 
     def check(self) -> None:
@@ -104,7 +91,3 @@ class Creation(PendingCall):
             raise kind(
                 f"RRef creation via rpc.remote on worker '{worker}' failed, so it cannot be used: {error}"
             ) from error
-
-
-def _reason(error: BaseException) -> str:
-    return f"its creation failed: {error}"

@@ -30,15 +30,13 @@ def install(agent: Agent) -> References:
     hooks = agent.lifecycle.hooks
     references = References(
         agent.incarnation,
-        agent.calls.caller,
-        agent.calls.table,
+        agent.calls,
         agent.group.peers,
         agent.messages.control,
         agent.group.lose,
         hooks,
         agent.mailbox,
         agent.executor,
-        agent.calls.requests.object_ready,
     )
     agent.extensions[EXTENSION] = references
     agent.serializer.register_carrier(RRef, RRefCarrier(references))
@@ -46,9 +44,7 @@ def install(agent: Agent) -> References:
     ReferenceServer(
         references,
         named,
-        agent.calls.requests,
-        agent.calls.runner,
-        agent.calls.answers,
+        agent.calls,
         agent.messages,
         agent.lifecycle.activity,
         agent.executor,

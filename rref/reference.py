@@ -15,8 +15,9 @@ from rpc.api import collect
 from rpc.errors import AutogradError, RRefError, SerializationError, WorkerLostError, with_article
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
+from rpc.runtime import interrupts
 from rpc.runtime.current import check_not_forked, extension
-from rpc.runtime.interrupts import ensure_deferred, protected
+from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
 from rref.operators import without_operators
@@ -198,7 +199,8 @@ class RRef(Generic[T]):
         return value
 
     def _check_open(self, doing: str) -> References:
-        ensure_deferred()
+        if not interrupts.are_wrapped:
+            interrupts.ensure_deferred()
         shell = self._references
         if shell.released:
             check_not_forked()
@@ -210,7 +212,9 @@ class RRef(Generic[T]):
 
     def _usable(self, doing: str, timeout: float) -> References:
         """Check that the owner can be asked about the object, once it has confirmed this reference."""
-        shell = self._check_open(doing)
+        shell = self._references
+        if shell.released or not interrupts.are_wrapped:
+            self._check_open(doing)
         if self._confirmed and self._owner.lost is None:
             return shell
         creation = self._creation
@@ -296,7 +300,8 @@ class RRef(Generic[T]):
         shell = self._usable(name, timeout)
         payload = self._dump_call(name, args, kwargs)
         what = f"method '{name}' of {self._described()}"
-        made = shell.create(self._owner, self._target(name), payload, timeout, what, RRef._of)
+        target = {"object": self._rref, "method": name}
+        made = shell.create(self._owner, target, payload, timeout, what, RRef._of)
         assert made._creation is not None
         made._creation.hold(self)
         return made
@@ -307,7 +312,7 @@ class RRef(Generic[T]):
         """Return the message that calls a method of the object, and its description for error messages."""
         self._usable(name, timeout)
         payload = self._dump_call(name, args, kwargs)
-        payload.header.update(self._target(name))
+        payload.header |= {"object": self._rref, "method": name}
         if self._shown is None:
             self._shown = self._described()
         return payload, f"method '{name}' of {self._shown}"
@@ -323,10 +328,6 @@ class RRef(Generic[T]):
             raise SerializationError(text) from reason.__cause__
         finally:
             del reason  # it refers to this frame, a cycle
-
-    def _target(self, method: str) -> dict[str, Any]:
-        """Return the header fields of a message that calls a method of the object."""
-        return {"object": self._rref, "method": method}
 
     def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
         """Return the object's type, which is asked for once; a future of it if not ``blocking``."""

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from rpc.agent.activity import Activity
+from rpc.agent.agent_calls import Calls
 from rpc.agent.answer_sender import Answer
 from rpc.agent.device_ports import Attempt
-from rpc.agent.ports import Kinds
+from rpc.agent.messages import Messages
 from rpc.agent.received_requests import Request
 from rpc.agent.request_runner import LATER, Call
 from rpc.agent.tape import Observation, Recording
@@ -26,7 +27,6 @@ from rpc.transport.base import INFINITE, SMALL_BYTES
 from rpc.wire.frames import Frame, Kind, encode_small
 from rref.delayed_answers import DelayedAnswers
 from rref.names import Names, check_object_name
-from rref.ports import Answers, Requests, Runner
 from rref.protocol.messages import RRefId
 from rref.references import References
 from rref.requests import (
@@ -55,7 +55,7 @@ class ReferenceServer:
     Args:
         references: the references of this worker, which has not joined a group yet.
         names: the names of its objects.
-        requests, runner, answers, kinds: see ``rref.ports`` and ``rpc.agent.ports``.
+        calls, messages: parts of its agent.
         activity: counts the requests that wait for an object.
         recording_of: see ``Tracing.recording_of``.
         delayed: the answers to creations.
@@ -65,10 +65,8 @@ class ReferenceServer:
         self,
         references: References,
         names: Names,
-        requests: Requests,
-        runner: Runner,
-        answers: Answers,
-        kinds: Kinds,
+        calls: Calls,
+        messages: Messages,
         activity: Activity,
         executor: Executor,
         serializer: Serializer,
@@ -77,18 +75,18 @@ class ReferenceServer:
     ) -> None:
         self._references = references
         self._names = names
-        self._requests = requests
-        self._runner = runner
-        self._answers = answers
+        self._requests = calls.requests
+        self._runner = calls.runner
+        self._answers = calls.answers
         self._activity = activity
         self._executor = executor
         self._serializer = serializer
         self._recording_of = recording_of
         self._delayed = delayed
         serializer.allow_function(method_of_object)
-        kinds.on(CREATE, self._creation_arrived, any_thread=True, followed=True)
-        kinds.on(FETCH, self._fetch_arrived, any_thread=True)
-        kinds.on(INVOKE, self._invocation_arrived, any_thread=True)
+        messages.on(CREATE, self._creation_arrived, any_thread=True)
+        messages.on(FETCH, self._fetch_arrived, any_thread=True)
+        messages.on(INVOKE, self._invocation_arrived, any_thread=True)
 
     def _creation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         rref, fork, call = creation(frame, peer.incarnation)

@@ -13,13 +13,14 @@ import threading
 import time
 from _thread import LockType
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, TypeVar
 
-from rpc.agent.device_ports import SharedWork
+from rpc.agent.agent_calls import Calls
 from rpc.agent.hooks import Hooks
-from rpc.agent.ports import CallsUnderWay, ControlMessages
 from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError, is_violation
-from rpc.group.peer import Peer
+from rpc.group.control import Control
+from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.executor import Executor
@@ -27,7 +28,6 @@ from rpc.runtime.interrupts import protected
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.payload import Payload
 from rref.creation import Creation
-from rref.ports import ReferenceCalls, Workers
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Action, Fence, ForkId, Free, Ref, RRefId, Send, parse_descriptor
 from rref.requests import CREATE, name_creation, object_id, turns_of_object
@@ -54,41 +54,39 @@ class References:
 
     Args:
         incarnation: incarnation of this worker, which has not joined a group yet.
-        calls, under_way, workers, control: see ``rref.ports``.
+        calls, workers, control: parts of its agent.
         lose: cuts off a worker; from any thread.
-        ready: returns the device work that makes an object; see ``ReceivedRequests.object_ready``.
 
     Attributes:
-        calls, workers: as given.
+        calls: makes calls.
+        workers: as given.
     """
 
     def __init__(
         self,
         incarnation: int,
-        calls: ReferenceCalls,
-        under_way: CallsUnderWay,
-        workers: Workers,
-        control: ControlMessages,
+        calls: Calls,
+        workers: PeerTable,
+        control: Control,
         lose: Callable[[Peer, str], object],
         hooks: Hooks,
         mailbox: Mailbox,
         executor: Executor,
-        ready: Callable[[], SharedWork | None],
     ) -> None:
-        self.calls = calls
+        self.calls = calls.caller
         self.workers = workers
-        self._under_way = under_way
+        self._under_way = calls.table
+        self._requests = calls.requests
         self._control = control
         self._lose = lose
         self._mailbox = mailbox
         self._executor = executor
-        self._ready = ready
         self._left = False
         self.released = False
         """Whether all references have been released, or the agent is closing."""
         self.backward: Callable[[Any, int, bool], None] | None = None
         """Runs ``RRef.backward``; distributed autograd sets it, if it is installed."""
-        self.futures = threading.RLock()
+        self._futures = threading.RLock()
         """Lock that is held while the future of a creation is made."""
         self._protocol = Protocol(incarnation)
         self.steps = Steps(self._protocol, mailbox, self._act, self._step_failed)
@@ -195,7 +193,7 @@ class References:
     def own(self, content: Any) -> tuple[RRefId, Ref]:
         """Register an object of this worker that references refer to."""
         rref = self._protocol.new_id()
-        self._values[rref] = Value.of(content, self._ready())
+        self._values[rref] = Value.of(content, self._requests.object_ready())
         self.steps.do(self._protocol.own, rref)
         return rref, rref
 
@@ -223,26 +221,26 @@ class References:
         self.steps.do(self._protocol.create, peer.incarnation, rref, fork)
         name_creation(payload, rref, fork)
         creation = self._under_way.open(peer, what, timeout, Creation, payload.header, "remote")
-        creation.begin(self, rref, fork)
+        ended = partial(self._creation_ended, peer.incarnation, rref, fork)
+        creation.begin(ended, self._futures)
         try:
             self.calls.transmit(creation, CREATE, payload)
         except BaseException as error:  # such as KeyboardInterrupt, while the send queue is full
-            self.calls.drop(creation)
-            self.creation_failed(peer.incarnation, rref, fork, f"it could not be sent: {error}")
+            self._under_way.drop(creation)
+            ended(f"it could not be sent: {error}")
             self.release(fork)
             raise
         self._under_way.watch(creation)
         return bind(self, peer, rref, fork, creation)
 
-    def created(self, owner: int, rref: RRefId, fork: ForkId) -> None:
-        """Record that the owner has answered a creation."""
-        take = self.steps.do if self.steps.is_awaited(fork) else self.steps.later
-        take(self._protocol.created, owner, rref, fork)
-
-    def creation_failed(self, owner: int, rref: RRefId, fork: ForkId, reason: str) -> None:
-        """Record that a creation timed out or could not be sent."""
-        self.steps.do(self._protocol.creation_failed, owner, rref, fork, reason)
-        self._watch_late()
+    def _creation_ended(self, owner: int, rref: RRefId, fork: ForkId, failure: str | None) -> None:
+        """Record that the owner has answered a creation, or why it has failed."""
+        if failure is None:
+            take = self.steps.do if self.steps.is_awaited(fork) else self.steps.later
+            take(self._protocol.created, owner, rref, fork)
+        else:
+            self.steps.do(self._protocol.creation_failed, owner, rref, fork, failure)
+            self._watch_late()
 
     def fork(self, rref: RRefId, ref: Ref, owner: Peer, to: Peer) -> list[Any]:
         """Return a descriptor for a message to ``to``."""

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from farcall.observe.jobs import job_id
 from farcall.observe.locks import awaited_object, holder_of, is_lock, kind_of
-from rpc.agent.agent import Calls
+from rpc.agent.agent_calls import Calls
 from rpc.agent.call_frames import awaited_call, awaited_in, request_of
 from rpc.agent.calls import PendingCall, name_of
 from rpc.agent.group import AgentGroup

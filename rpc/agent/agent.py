@@ -14,75 +14,35 @@ that must arrive), hooks (``lifecycle.hooks``), the tape (``tracing``), and carr
 
 from __future__ import annotations
 
-import functools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from rpc.agent.activity import Activity
-from rpc.agent.answer_sender import AnswerSender
-from rpc.agent.call_frames import running
-from rpc.agent.caller import UNSET_TIMEOUT, Caller
-from rpc.agent.calls import CallTable
-from rpc.agent.departure import Departure
-from rpc.agent.dispatcher import Dispatcher, KindHandler, Sender
+from rpc.agent.agent_calls import Calls
+from rpc.agent.caller import UNSET_TIMEOUT
 from rpc.agent.futures import Completions, Future
 from rpc.agent.gather import Gathering
-from rpc.agent.group import AgentGroup, Reception
+from rpc.agent.group import AgentGroup
 from rpc.agent.hooks import Hooks
 from rpc.agent.lifecycle import Lifecycle
 from rpc.agent.messages import Messages
 from rpc.agent.platform import Platform
-from rpc.agent.ports import CANCEL
-from rpc.agent.received_requests import ReceivedRequests
-from rpc.agent.request_runner import RequestRunner
+from rpc.agent.reception import Reception
 from rpc.agent.tape import Tracing
-from rpc.agent.waiting import Waiting
-from rpc.bulk.point_to_point import Bulk
-from rpc.bulk.shared_memory.exchange import SharedMemory
-from rpc.bulk.streams import BulkStreams
-from rpc.group.control import Control
 from rpc.group.handshake import Authenticator
-from rpc.group.heartbeat import Heartbeat
 from rpc.group.membership import WorkerReference
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
 from rpc.runtime.current import clear_current_agent
 from rpc.runtime.events import Events
-from rpc.runtime.executor import Executor
+from rpc.runtime.interrupts import protected
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.serializer import Serializer
 from rpc.transport.tls import TlsContexts
 from rpc.wire.frames import Kind
 
-__all__ = ["UNSET_TIMEOUT", "Agent", "Calls"]
-
-_SHOWN: Final = 5
-"""Maximum number of calls named in one log line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """The calls of one agent, and the requests of other workers.
-
-    Attributes:
-        caller: makes calls, and the futures of calls.
-        table: the calls under way.
-        requests: the requests of other workers that are not answered yet.
-        answers: answers requests.
-        runner: runs requests.
-        completions: runs tasks, and completes futures, on executor threads.
-        gathering: ``all_gather`` and ``barrier``.
-    """
-
-    caller: Caller
-    table: CallTable
-    requests: ReceivedRequests
-    answers: AnswerSender
-    runner: RequestRunner
-    completions: Completions
-    gathering: Gathering
+__all__ = ["UNSET_TIMEOUT", "Agent"]
 
 
 class Agent:
@@ -111,6 +71,7 @@ class Agent:
         events: the events for ``rpc.events.listen``.
         mailbox: has functions called on the loop's thread.
         executor: runs tasks.
+        gathering: ``all_gather`` and ``barrier``.
         extensions: for each extension, by name, the object that belongs to it.
     """
 
@@ -128,8 +89,7 @@ class Agent:
         platform: Platform | None = None,
         incarnation: int | None = None,
     ) -> None:
-        platform = platform or Platform.of_process(options, transports, tls, authenticator)
-        loop = platform.loop_thread.loop
+        self._platform = platform = platform or Platform.of_process(options, transports, tls, authenticator)
         self.options = options
         self.incarnation = secrets.randbits(63) if incarnation is None else incarnation
         self.extensions: dict[str, Any] = {}
@@ -137,137 +97,21 @@ class Agent:
         self.events = events = Events()
         self.tracing = tracing = Tracing()
         self.executor = executor = platform.executor
-        self.mailbox = mailbox = Mailbox(loop)
-        self._platform = platform
-        hooks = Hooks()
-        completions = Completions(executor)
-        activity = Activity(mailbox, executor)
-
-        # Workers, and messages from and to them.
+        self.mailbox = mailbox = Mailbox(platform.loop_thread.loop)
+        hooks, activity, completions = Hooks(), Activity(mailbox, executor), Completions(executor)
         self.group = group = AgentGroup(options, platform, mailbox, serializer, events, hooks, authenticator)
-        peers, connections = group.peers, group.connections
-        dispatcher = Dispatcher(serializer, events, activity, completions.run_soon, group.lose, mailbox.later)
-        control = Control(loop, mailbox, connections.lose)
-        shared_memory = SharedMemory(
-            loop,
-            mailbox.call,
-            connections.lose,
-            bound=options.shared_memory_bytes,
-            max_message_bytes=options.max_message_bytes,
-            takes=serializer.allow is None,
+        self.messages = messages = Messages(
+            options, group, serializer, events, activity, hooks, completions.run_soon
         )
-        bulk_streams = BulkStreams(
-            loop,
-            mailbox,
-            connections,
-            dispatcher.frames_received,
-            dispatcher.take_bulk,
-            options.tcp_stripes,
-            options.max_message_bytes,
-            options.send_queue_bytes,
+        self.calls = calls = Calls(
+            options, group, messages, hooks, serializer, tracing, events, activity, completions
         )
-        bulk = Bulk(shared_memory.send, bulk_streams.consider, group.lose)
-        sender = Sender(serializer, events, activity, shared_memory.send, bulk_streams.consider, group.lose)
-        self.messages = Messages(dispatcher, sender, control, bulk, shared_memory, bulk_streams)
-
-        # Calls, and answers.
-        caller = Caller(
-            options.rpc_timeout,
-            loop,
-            serializer,
-            tracing,
-            events,
-            activity,
-            find=peers.find,
-            send=sender.send,
-            post=control.post,
-            run_soon=completions.run_soon,
+        self.lifecycle = lifecycle = Lifecycle(
+            hooks, activity, group, messages, calls, platform, forget=lambda: clear_current_agent(self)
         )
-        table = caller.table
-        requests = ReceivedRequests(serializer, events, executor, activity)
-        answers = AnswerSender(
-            requests, peers, serializer, tracing, events, sender.send, completions.run_soon
-        )
-        runner = RequestRunner(peers, serializer, tracing, events, executor, activity, answers)
-        hooks.gone.extend((lambda peer, _: control.forget(peer), lambda peer, _: table.lost(peer)))
-        hooks.gone.append(requests.peer_gone)
-        activity.add(table.unanswered, lambda: table.opened)
-        activity.add(control.unacknowledged, lambda: control.posted)
-        activity.serve(lambda: requests.begun)
-        describe = functools.partial(_under_way, table, executor)
-        departure = Departure(activity, peers, connections, platform.loop_thread, hooks, describe)
-        gathering = Gathering(caller, peers, executor, activity, departure, hooks, serializer)
-        self.calls = Calls(caller, table, requests, answers, runner, completions, gathering)
-
-        # Detection of silent workers, slow calls, lost workers.
-        heartbeat = Heartbeat(
-            loop,
-            peers.all,
-            connections.lose,
-            dispatcher.message_lost,
-            connections.greet_again,
-            options.lost_after,
-            connections.own_time,
-            connections.neighbours,
-        )
-        heartbeat.interests += [table.peers, control.peers, bulk.peers, departure.awaited]
-        heartbeat.interests.append(lambda: (peer for each in hooks.awaited for peer in each()))
-        waiting = Waiting(table, requests, control, peers, executor, loop, options.slow_call_seconds)
-        hooks.broke.extend((bulk_streams.peer_broke, bulk.peer_broke))
-        hooks.gone.extend((shared_memory.peer_gone, bulk_streams.peer_gone, bulk.peer_gone))
-        hooks.closed.append(bulk.close)
-        hooks.forked.extend((bulk.abandon, shared_memory.abandon, bulk_streams.abandon))
-        self.lifecycle = Lifecycle(
-            hooks,
-            activity,
-            departure,
-            group,
-            self.messages,
-            caller,
-            runner,
-            completions,
-            heartbeat,
-            waiting,
-            platform,
-            mailbox,
-            forget=lambda: clear_current_agent(self),
-        )
-
-        # The handlers of all kinds of messages.
-        on_the_loop: tuple[tuple[int, KindHandler], ...] = (
-            (Kind.CONTROL, control.received),
-            (Kind.GOODBYE, connections.goodbye_received),
-            (Kind.SEGMENTS, shared_memory.received),
-            (Kind.STREAMS, bulk_streams.received),
-            (Kind.SHUTDOWN, departure.received),
-        )
-        from_any_thread: tuple[tuple[int, KindHandler], ...] = (
-            (Kind.CALL, functools.partial(requests.received, runner.run)),
-            (Kind.REPLY, caller.received),
-            (Kind.FAILURE, caller.received),
-            (Kind.ALIVE, heartbeat.received),
-            (Kind.ARRIVED, heartbeat.arrived),
-            (Kind.BULK, bulk.received),
-            (Kind.BULK_CREDIT, bulk.credited),
-            (Kind.BULK_CLOSE, bulk.closed),
-        )
-        for kind, handler in on_the_loop:
-            dispatcher.on(kind, handler)
-        for kind, handler in from_any_thread:
-            dispatcher.on(kind, handler, any_thread=True)
-        dispatcher.unwrap(Kind.IN_SEGMENT, shared_memory.unwrap)
-        dispatcher.on_lost((Kind.REPLY, Kind.FAILURE), answers.answer_lost)
-        dispatcher.on_lost(
-            (Kind.BULK,),
-            lambda peer, call_id, _: completions.run_soon([(bulk.send_again, (peer, call_id))]),
-        )
-        dispatcher.on_lost((None,), caller.request_lost)
-        dispatcher.on_failed((Kind.REPLY, Kind.FAILURE), caller.request_unsent)
-        dispatcher.on_failed((None,), answers.request_failed)
-        sender.on_unsent((Kind.REPLY, Kind.FAILURE), answers.answer_unsent)
-        sender.on_unsent((None,), caller.request_unsent)
-        control.on(CANCEL, requests.cancel)
-        connections.serve(Reception(dispatcher, bulk, bulk_streams, peers, departure, hooks, events))
+        departure, peers = lifecycle.departure, group.peers
+        self.gathering = Gathering(calls.caller, peers, executor, activity, departure, hooks, serializer)
+        group.connections.serve(Reception(messages, peers, departure, hooks, events))
         try:
             self.addresses = group.listen(listen_host, listen_port)
         except BaseException:
@@ -306,6 +150,7 @@ class Agent:
     def rpc_timeout(self, seconds: float) -> None:
         self.calls.caller.set_timeout(seconds)
 
+    @protected  # objects beside the payload are either sent or taken back
     def call(
         self,
         to: WorkerReference,
@@ -315,7 +160,9 @@ class Agent:
         timeout: float,
     ) -> Any:
         """Call a function on a worker, wait, and return its value or raise its error."""
-        return self.calls.caller.ask(to, function, args, kwargs, timeout)
+        caller, peer = self.calls.caller, self.group.peers.find(to)
+        payload = caller.dump_call(function, args, kwargs, peer)
+        return caller.inquire(peer, Kind.CALL, payload, timeout, function)
 
     def call_async(
         self,
@@ -330,7 +177,7 @@ class Agent:
 
     def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         """See ``rpc.all_gather``."""
-        return self.calls.gathering.all_gather(value, worker_names, timeout)
+        return self.gathering.all_gather(value, worker_names, timeout)
 
     def get_worker_info(self, worker: WorkerReference | None = None) -> WorkerInfo:
         """Return this worker's name and id, or those of another worker."""
@@ -395,14 +242,3 @@ class Agent:
     def abandon_after_fork(self) -> None:
         """Release the parent's connections without disturbing them, in a forked child."""
         self.lifecycle.abandon_after_fork()
-
-
-def _under_way(calls: CallTable, executor: Executor) -> str:
-    """Describe the calls that an agent waits for, and those that it runs."""
-    made = [f"{call.asked} on worker '{call.peer.name}'" for call in calls.waiting()]
-    parts = [
-        f"{words}: {', '.join(which[:_SHOWN])}"
-        for words, which in (("waiting for", made), ("running", running(executor.threads())))
-        if which
-    ]
-    return "; ".join(parts)

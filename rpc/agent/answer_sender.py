@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rpc.agent.calls import name_of
+from rpc.agent.dispatcher import Dispatcher, Sender
 from rpc.agent.received_requests import ReceivedRequests, Request
 from rpc.agent.tape import Observation, Recording, Tracing, note
 from rpc.errors import (
@@ -71,6 +72,12 @@ class AnswerSender:
         self._events = events
         self._send = send
         self._run_soon = run_soon
+
+    def register(self, dispatcher: Dispatcher, sender: Sender) -> None:
+        """Register the handlers of answers that do not arrive, and of requests that cannot be taken in."""
+        dispatcher.on_lost((Kind.REPLY, Kind.FAILURE), self.answer_lost)
+        dispatcher.on_failed((None,), self.request_failed)
+        sender.on_unsent((Kind.REPLY, Kind.FAILURE), self.answer_unsent)
 
     def replier(self, request: Request, function: object = None) -> Answer:
         """Return a function that answers a request for ``function``, once."""

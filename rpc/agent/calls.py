@@ -10,24 +10,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, KeysView
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from concurrent.futures import CancelledError
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Final, Protocol, TypeVar, overload
+from typing import Any, Final, TypeVar, overload
 
-from rpc.errors import BlockingCallError, NotInitializedError, ProtocolError, RpcTimeoutError, WorkerLostError
+from torch import Tensor, is_grad_enabled
+
+from rpc.agent.activity import Activity
+from rpc.agent.dispatcher import Dispatcher, Sender
+from rpc.agent.tape import Tracing
+from rpc.errors import (
+    BlockingCallError,
+    MessageLostError,
+    NotInitializedError,
+    ProtocolError,
+    RpcTimeoutError,
+    WorkerLostError,
+)
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, this_thread
 from rpc.runtime.events import Events
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.tasks import COMPLETION, Task
 from rpc.serialization.exception_state import twin
-from rpc.transport.inline_read import Awaited
-from rpc.wire.frames import Frame
+from rpc.serialization.payload import Connect
+from rpc.serialization.serializer import Serializer
+from rpc.transport.base import QueueFull
+from rpc.transport.inline_read import Awaited, Turn
+from rpc.wire.frames import Frame, Kind
 
-__all__ = ["CallOwner", "CallTable", "PendingCall", "name_of"]
+__all__ = ["CANCEL", "CallTable", "PendingCall", "name_of"]
 
 C = TypeVar("C", bound="PendingCall")
+
+CANCEL: Final = "cancel"
+"""Topic of control messages with the id of a call that its caller cancels."""
 
 _NAMED_CALLABLES: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
 
@@ -48,26 +67,12 @@ def name_of(what: object) -> str:
     return str(named.__qualname__)
 
 
-class CallOwner(Protocol):
-    """The interface of the agent to its calls."""
-
-    def decode(self, call: PendingCall, frame: Frame) -> Any:
-        """Return the value in a reply; raises the error in a failure."""
-
-    def complete_soon(self, *futures: Any) -> None:
-        """Have an executor thread call ``complete`` of some futures."""
-
-    def expire(self, call: PendingCall) -> BaseException | None:
-        """Give a call up because its timeout has expired; None if its reply has just arrived."""
-
-    def cancel(self, call: PendingCall) -> bool:
-        """End a call that is no longer wanted, and notify its callee; false if it has ended."""
-
-
-class PendingCall(Awaited):
+class PendingCall:
     """One call under way. ``settle`` is called once, by the thread that reads its reply or gives it up.
 
     Attributes:
+        table: the table of calls that it is, or was, in.
+        awaited: its outcome, and the threads that wait for it.
         call_id: id of the call in messages.
         peer: the worker that it was sent to.
         what: what was asked, for error messages.
@@ -93,7 +98,6 @@ class PendingCall(Awaited):
     arrivals: Any = None
     future: Any = None
     holds: Any = None
-    outcome: Frame | BaseException | None
     watched = False
     last_seen = ""
     began = 0.0
@@ -101,14 +105,24 @@ class PendingCall(Awaited):
     coalesced = False
     wants_graph = True
 
-    def __init__(self, owner: CallOwner, call_id: int, peer: Peer, what: object, timeout: float) -> None:
-        self.owner = owner
+    def __init__(self, table: CallTable, call_id: int, peer: Peer, what: object, timeout: float) -> None:
+        self.table = table
         self.call_id = call_id
         self.peer = peer
         self.what = what
         self.timeout = timeout
         self.deadline = monotonic() + timeout if timeout else INFINITE
-        self._waiters = []  # as in ``Awaited``
+        self.awaited = Awaited()
+
+    @property
+    def outcome(self) -> Frame | BaseException | None:
+        """Its reply, or the error that it failed with; None while it is under way."""
+        found: Frame | BaseException | None = self.awaited.outcome
+        return found
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.awaited.outcome is not None
 
     @property
     def asked(self) -> str:
@@ -148,8 +162,7 @@ class PendingCall(Awaited):
         """
         if self.when_ended is not None:
             self.when_ended(self, outcome)
-        self.outcome = outcome
-        return not self.wake()
+        return not self.awaited.settle(outcome)
 
     def abandon(self, error: BaseException) -> None:
         """End the call in a forked child, where no lock may be taken."""
@@ -158,38 +171,51 @@ class PendingCall(Awaited):
     # ---- waiting
 
     @protected
-    def wait(self) -> None:
-        """Block until the call has ended. ``KeyboardInterrupt`` is raised at once."""
-        if self.outcome is not None and self.claimed is None:
+    def wait(self, turn: Turn | None = None) -> None:
+        """Block until the call has ended. ``KeyboardInterrupt`` is raised at once.
+
+        Args:
+            turn: the turn at reading that this thread has claimed for its answer, if it has. If the
+                turn has not ended afterwards, it must be given up.
+        """
+        if self.awaited.outcome is not None:
             return
         if this_thread.must_not_block is not None:
             raise BlockingCallError(this_thread.must_not_block)
+        awaited = self.awaited
         try:
-            if self.coalesced:
-                self.peer.flush()
-            self.peer.wait(self, self.deadline, reads=not self.keeps_place)
-            if self.outcome is None and not self.sleep(INFINITE if self.watched else self.deadline):
-                error = self.owner.expire(self)
+            if turn is not None:
+                turn.reader.wait_for(awaited, self.deadline, turn)
+            else:
+                if self.coalesced:
+                    self.peer.flush()
+                self.peer.wait(awaited, self.deadline, reads=not self.keeps_place)
+            if awaited.outcome is None and not awaited.sleep(INFINITE if self.watched else self.deadline):
+                error = self.table.expire(self)
                 if error is not None:
-                    self.outcome = error
+                    awaited.outcome = error
                 else:
-                    self.sleep(INFINITE)  # its reply has just arrived
+                    awaited.sleep(INFINITE)  # its reply has just arrived
         except BaseException:
-            if self.outcome is None and self.future is None:
-                self.owner.expire(self)
+            if awaited.outcome is None and self.future is None:
+                self.table.expire(self)
             raise
 
     @interruptible  # decoding may take long
     def result(self) -> Any:
         """Wait, decode, and return the value or raise the error."""
-        if self.outcome is None:
+        if self.awaited.outcome is None:
             self.wait()
         self.what = None  # may be the user's function, which must not be destroyed where it is settled
-        outcome = self.outcome
+        outcome = self.awaited.outcome
         if isinstance(outcome, BaseException):
             raise twin(outcome)  # a copy: frames that it passes refer to this call, a cycle
-        assert outcome is not None
-        return self.owner.decode(self, outcome)
+        return self.table.decode(self, outcome)
+
+
+def _as_leaves(tensors: list[Tensor]) -> list[Tensor]:
+    """Return leaves for the tensors of an answer whose gradients are not needed; see ``Connect``."""
+    return [tensor.requires_grad_() for tensor in tensors]
 
 
 class CallTable:
@@ -200,9 +226,13 @@ class CallTable:
     needs no timer: the waiting thread checks the clock itself.
 
     Args:
-        owner: decodes replies, and completes the futures without waiting threads.
         loop: runs the timer.
+        serializer: reads replies.
+        tracing: the tape, which records what replies bring.
         events: the agent's events, for calls that begin and end.
+        activity: is notified of calls that end without an answer.
+        post: sends a control message; see ``Control.post``.
+        run_soon: has tasks run on executor threads.
 
     Attributes:
         opened: number of calls that were ever entered; of several simultaneous ones, some may be counted
@@ -210,18 +240,37 @@ class CallTable:
     """
 
     def __init__(
-        self, owner: CallOwner, loop: asyncio.AbstractEventLoop, events: Events | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        serializer: Serializer,
+        tracing: Tracing,
+        events: Events,
+        activity: Activity,
+        post: Callable[[Peer, str, object], object],
+        run_soon: Callable[[Sequence[Task]], object],
     ) -> None:
         self.opened = 0
-        self._events = Events() if events is None else events
-        self._owner = owner
         self._loop = loop
+        self._serializer = serializer
+        self._tracing = tracing
+        self._events = events
+        self._activity = activity
+        self._post = post
+        self._run_soon = run_soon
         self._pending: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)
         self._given_up: dict[int, tuple[Peer, Any]] = {}
         """Calls that were given up: their callee, and the object that must live until they are answered."""
         self._alarm_at = INFINITE
         self._timer: asyncio.TimerHandle | None = None
+
+    def register(self, dispatcher: Dispatcher, sender: Sender) -> None:
+        """Register the handlers of answers, and of requests that do not arrive."""
+        dispatcher.on(Kind.REPLY, self.received, any_thread=True)
+        dispatcher.on(Kind.FAILURE, self.received, any_thread=True)
+        dispatcher.on_lost((None,), self.request_lost)
+        dispatcher.on_failed((Kind.REPLY, Kind.FAILURE), self.request_unsent)
+        sender.on_unsent((None,), self.request_unsent)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -270,7 +319,9 @@ class CallTable:
             how: see ``CallBegun``.
         """
         call_id = next(self._ids)
-        call = kind(self._owner, call_id, peer, what, timeout)
+        call = kind(self, call_id, peer, what, timeout)
+        if this_thread.runs_callees or not is_grad_enabled():
+            call.wants_graph = False
         events = self._events
         tell = events.call_begun
         if tell is not None or events.call_ended is not None:
@@ -312,6 +363,12 @@ class CallTable:
     def take(self, call_id: int) -> PendingCall | None:
         """Remove a call; None if it has ended already. The caller of this must settle it."""
         return self._pending.pop(call_id, None)
+
+    def drop(self, call: PendingCall) -> bool:
+        """Like ``take``, for a call that will not be answered; returns whether it had not ended."""
+        dropped = self.take(call.call_id) is not None
+        self._activity.ended()
+        return dropped
 
     def answered(self, call_id: int, peer: Peer) -> PendingCall | None:
         """Like ``take``, for the call that a worker has answered; ``ProtocolError`` if it went to another
@@ -367,11 +424,22 @@ class CallTable:
 
     def expire(self, call: PendingCall) -> BaseException | None:
         """Give a call up because its timeout has expired; None if its reply has just arrived."""
-        if not self.give_up(call):
+        given_up = self.give_up(call)
+        self._activity.ended()  # in case its callee is gone, or its answer has just arrived
+        if not given_up:
             return None
         error = call.timeout_error()
         self.ended(call, error)
         return error
+
+    def cancel(self, call: PendingCall) -> bool:
+        """End a call that is no longer wanted, and notify its callee; false if it has ended."""
+        if call.keeps_place or not self.give_up(call):
+            return False
+        self._post(call.peer, CANCEL, call.call_id)
+        call.settle(call.cancelled_error())
+        self._activity.ended()
+        return True
 
     def end(self) -> None:
         """End all calls, because the agent ends."""
@@ -392,9 +460,12 @@ class CallTable:
 
     def _complete(self, unattended: Iterable[PendingCall]) -> None:
         """Have the futures of calls without waiting threads completed."""
-        futures = [call.future for call in unattended if call.future is not None]
+        self.complete_soon(*(call.future for call in unattended if call.future is not None))
+
+    def complete_soon(self, *futures: Any) -> None:
+        """Have an executor thread call ``complete`` of some futures."""
         if futures:
-            self._owner.complete_soon(*futures)
+            self._run_soon([(future.complete, COMPLETION) for future in futures])
 
     def _look_soon(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all calls with it
@@ -420,3 +491,48 @@ class CallTable:
         if earliest < INFINITE:
             self._alarm_at = min(self._alarm_at, earliest)
             self._timer = self._loop.call_later(max(0.0, earliest - now), self.look)
+
+    # ---- answers
+
+    def received(self, peer: Peer, frame: Frame) -> Task | None:
+        """Handle a frame of kind ``REPLY`` or ``FAILURE``."""
+        arrivals = self._serializer.adopt(frame[2], peer) if frame[2] else None
+        call = self.answered(frame[1], peer)
+        if call is None:
+            return None
+        if arrivals is not None:
+            call.arrivals = arrivals
+        if call.settle(frame) and call.future is not None:
+            return call.future.complete, COMPLETION
+        return None
+
+    def request_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
+        """Handle that a request that was to be sent later could not be sent: see ``Sender.on_unsent``."""
+        call = self.answered(call_id, peer)
+        if call is not None:
+            if isinstance(error, QueueFull):
+                error = call.timeout_error()
+            if call.settle(error):
+                self._complete((call,))
+
+    def request_lost(self, peer: Peer, call_id: int, what: str) -> None:
+        """Handle that a large request has not arrived, so it does not run: see ``Dispatcher.on_lost``."""
+        call = self.answered(call_id, peer)
+        error = MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)
+        if call is not None and call.settle(error):
+            self._complete((call,))
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        """Return the value in a reply; raises the error in a failure."""
+        kind, _, header, buffers, codec = frame
+        if call.peer.devices is not None:
+            call.peer.devices.updates.wait()
+        if kind == Kind.FAILURE:
+            raise self._serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
+        connect: Connect | None = None if call.wants_graph else _as_leaves
+        if header:
+            recording = self._tracing.recording_of(header, call.peer, answer=True)
+            connect = connect if recording is None else recording.connect
+        return self._serializer.codecs[codec].loads(
+            header, buffers, call.arrivals, call.peer, connect=connect
+        )

@@ -82,7 +82,12 @@ class Departure:
         self._is_closed = False
         self._expects_long = False
         self._told_of = ""
+        hooks.awaited.append(self.awaited)
         hooks.closed.append(self._closed)
+
+    def register(self, on: Callable[..., object]) -> None:
+        """Register the handlers of its kinds of messages; ``on`` is ``Dispatcher.on``."""
+        on(Kind.SHUTDOWN, self.received)
 
     def form(self, me: Member, members: Sequence[Member] | None) -> None:
         """Set the group's ``members``; None for a dynamic group, in which each worker leaves when its own

@@ -196,9 +196,6 @@ class Dispatcher:
         run_soon: has tasks run on executor threads.
         lose: cuts off a worker that sends malformed messages, or to which a necessary message cannot be sent.
         later: calls a function on the loop's thread after a number of seconds.
-
-    Attributes:
-        followed: kinds of frames that another frame usually follows at once.
     """
 
     def __init__(
@@ -210,7 +207,6 @@ class Dispatcher:
         lose: Callable[[Peer, str], object],
         later: Callable[[float, Callable[[], object]], object],
     ) -> None:
-        self.followed: set[int] = set()
         self._events = events
         self._activity = activity
         self._brings_nothing = serializer.brings_nothing
@@ -229,15 +225,12 @@ class Dispatcher:
 
     # ---- the table of message kinds
 
-    def on(
-        self, kind: int, handler: KindHandler, *, any_thread: bool = False, followed: bool = False
-    ) -> None:
+    def on(self, kind: int, handler: KindHandler, *, any_thread: bool = False) -> None:
         """Register ``handler`` for frames of a kind. It must neither block nor run user code.
 
         Args:
             any_thread: whether it may be called on any thread, and its frames overtaken by later ones. Frames
                 with objects beside their buffers are handled by the loop.
-            followed: whether another frame usually follows at once.
 
         Raises:
             ValueError: the kind has a handler.
@@ -246,8 +239,6 @@ class Dispatcher:
         self._handlers[kind] = handler
         if any_thread:
             self._any_thread.add(kind)
-        if followed:
-            self.followed.add(kind)
 
     def on_lost(self, kinds: Collection[int | None], handler: LostHandler) -> None:
         """Register ``handler`` for large messages of these kinds that were lost; None: for requests of all
@@ -348,10 +339,12 @@ class Dispatcher:
         if handler is None:
             raise ProtocolError(f"a frame of kind {kind}, which means nothing to this worker")
         due = False
+        session = peer.session
         if kind in _UNNUMBERED or type(frame) is LargeFrame:
-            peer.session.take_in_heartbeat()
-        else:
-            due = peer.session.take_in()
+            session.take_in_heartbeat()
+        else:  # as ``Session.take_in``, for each message
+            session.received += 1
+            due = session.received >= session.acknowledge_at
         task = handler(peer, frame)
         if task is not None:
             tasks.append(task)

@@ -108,8 +108,8 @@ class Future(torch.futures.Future[T]):
     def for_call(cls, call: PendingCall) -> Future[Any]:
         """Make the future of a call."""
         future = cls.to_complete(call)
-        if call.outcome is not None:
-            call.owner.complete_soon(future)
+        if call.awaited.outcome is not None:
+            call.table.complete_soon(future)
         return future
 
     @classmethod
@@ -264,7 +264,7 @@ class Future(torch.futures.Future[T]):
                 print(future.result())
         """
         call = self._call
-        if call is None or not call.owner.cancel(call):
+        if call is None or not call.table.cancel(call):
             return False
         self._complete_here()
         return True
@@ -275,8 +275,8 @@ class Future(torch.futures.Future[T]):
         thread.
         """
         call = self._call
-        if call is not None and call.owner.cancel(call):
-            call.owner.complete_soon(self)
+        if call is not None and call.table.cancel(call):
+            call.table.complete_soon(self)
 
     def __repr__(self) -> str:
         call, asked = self._call, self._asked
@@ -303,7 +303,7 @@ class Future(torch.futures.Future[T]):
             self._complete_here()
         except BaseException:
             if call.done():
-                call.owner.complete_soon(self)
+                call.table.complete_soon(self)
             raise
 
     def _complete_here(self) -> None:
@@ -514,18 +514,18 @@ class Completions:
     """Has tasks run, and futures completed, on executor threads. From any thread."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+        self.executor = executor
 
     def run_soon(self, tasks: Sequence[Task]) -> None:
         """Run tasks on executor threads; after their end, only futures are completed."""
-        if not self._executor.submit_batch(tasks):
+        if not self.executor.submit_batch(tasks):
             self._complete(tasks)
 
     def stop(self, timeout: float) -> None:
         """End the executor; tasks that have not begun are dropped, but futures are completed."""
-        dropped = self._executor.drop_backlog()
+        dropped = self.executor.drop_backlog()
         try:
-            self._executor.stop(timeout=timeout)
+            self.executor.stop(timeout=timeout)
         finally:
             self._complete(dropped)
 

@@ -373,24 +373,24 @@ def _check_is_round(names: Any, number: Any, *taking_part: Any) -> None:
 
 def _contribute(names: Names, number: int, name: str, *, value: Any) -> None:
     _check_is_round(names, number, name)
-    current_agent().calls.gathering.contribute(names, number, name, value)
+    current_agent().gathering.contribute(names, number, name, value)
 
 
 def _publish(names: Names, number: int, *, objects: dict[str, Any]) -> None:
     objects = dict(objects)
     _check_is_round(names, number, *objects)
-    current_agent().calls.gathering.publish(names, number, objects)
+    current_agent().gathering.publish(names, number, objects)
 
 
 def _missing(names: Names, number: int) -> list[str]:
     _check_is_round(names, number)
-    gathering: Gathering = current_agent().calls.gathering
+    gathering: Gathering = current_agent().gathering
     gathering.inquired()
     return gathering.missing(names, number)
 
 
 def _is_leaving() -> bool:
-    gathering: Gathering = current_agent().calls.gathering
+    gathering: Gathering = current_agent().gathering
     gathering.inquired()
     return gathering.is_leaving()
 
@@ -399,7 +399,7 @@ def _fail(names: Names, number: int, kind: str, text: str, attributes: dict[str,
     _check_is_round(names, number)
     error = _ERRORS.get(kind, RpcError)(text)
     vars(error).update((str(name), str(value)) for name, value in attributes.items())
-    current_agent().calls.gathering.fail(names, number, error)
+    current_agent().gathering.fail(names, number, error)
 
 
 def _described(error: RpcError) -> tuple[str, str, dict[str, str]]:

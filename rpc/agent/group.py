@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rpc.agent.departure import Departure
-from rpc.agent.dispatcher import Dispatcher
 from rpc.agent.hooks import Hooks
 from rpc.agent.platform import Platform
-from rpc.bulk.point_to_point import Bulk
-from rpc.bulk.streams import BulkStreams
 from rpc.group.connections import Connections
 from rpc.group.handshake import Authenticator
 from rpc.group.membership import Membership
@@ -23,7 +19,7 @@ from rpc.runtime.events import Events
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.serializer import Serializer
 
-__all__ = ["AgentGroup", "Reception"]
+__all__ = ["AgentGroup"]
 
 T = TypeVar("T")
 
@@ -33,7 +29,8 @@ class AgentGroup:
 
     Attributes:
         connections: connections to all workers; for the loop's thread.
-            peers: all workers, including this one.
+        peers: all workers, including this one.
+        loop_thread, mailbox: call functions on the loop's thread.
     """
 
     def __init__(
@@ -58,15 +55,15 @@ class AgentGroup:
         self.peers = PeerTable(
             self._make_peer, self._connect, hooks.joined, events, platform.loop_thread.call
         )
-        self._loop_thread = platform.loop_thread
-        self._mailbox = mailbox
+        self.loop_thread = platform.loop_thread
+        self.mailbox = mailbox
         self._serializer = serializer
         self._send_queue_bytes = options.send_queue_bytes
 
     def listen(self, host: str, port: int) -> list[str]:
         """Listen for other workers; returns the addresses, best first."""
         try:
-            return self._loop_thread.call(self.connections.listen, host, port)
+            return self.loop_thread.call(self.connections.listen, host, port)
         except OSError as error:
             reason = f"cannot listen on {host!r}, port {port}: {error.strerror or error}"
             raise OSError(error.errno, reason) from error
@@ -86,14 +83,14 @@ class AgentGroup:
 
     def lose(self, peer: Peer, reason: str) -> None:
         """Cut a worker off. From any thread; immediately if on the loop's."""
-        if self._loop_thread.is_current():
+        if self.loop_thread.is_current():
             self.connections.lose(peer, reason)
         else:
-            self._mailbox.call(self.connections.lose, peer, reason)
+            self.mailbox.call(self.connections.lose, peer, reason)
 
     def on_loop(self, function: Callable[..., T], *args: object) -> T:
         """Call a function on the loop's thread, and return its result; see ``LoopThread.call``."""
-        return self._loop_thread.call(function, *args)
+        return self.loop_thread.call(function, *args)
 
     def _make_peer(self, member: Member) -> Peer:
         return Peer(
@@ -105,44 +102,4 @@ class AgentGroup:
         )
 
     def _connect(self, peer: Peer) -> None:
-        self._mailbox.call(self.connections.connect, peer)
-
-
-class Reception:
-    """Handles what connections receive: the ``ConnectionEvents`` of an agent."""
-
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        bulk: Bulk,
-        bulk_streams: BulkStreams,
-        peers: PeerTable,
-        departure: Departure,
-        hooks: Hooks,
-        events: Events,
-    ) -> None:
-        self.followed = dispatcher.followed
-        self.frames_received = dispatcher.frames_received
-        self.take_inline = dispatcher.take_inline
-        self.find_target = bulk.find_target
-        self.stream_came = bulk_streams.stream_came
-        self.peer_for = peers.ensure
-        self._peers = peers
-        self._departure = departure
-        self._hooks = hooks
-        self._events = events
-
-    def peer_broke(self, peer: Peer) -> None:
-        """Handle that the connection to a worker broke, and is made again."""
-        for handler in self._hooks.broke:
-            handler(peer)
-
-    def peer_gone(self, peer: Peer, reason: str) -> None:
-        """End everything under way with a worker that is gone for good."""
-        self._peers.leave(peer, reason)
-        for handler in list(self._hooks.gone):  # one may be removed in the meantime
-            handler(peer, reason)
-        self._departure.worker_gone(peer)
-        tell = self._events.peer_lost
-        if tell is not None:
-            tell(peer.name, peer.member.id, reason)
+        self.mailbox.call(self.connections.connect, peer)

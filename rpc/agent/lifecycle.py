@@ -8,20 +8,15 @@ from contextlib import ExitStack
 from typing import Final
 
 from rpc.agent.activity import Activity
-from rpc.agent.caller import Caller
+from rpc.agent.agent_calls import Calls
 from rpc.agent.departure import SHUT_DOWN, Departure
-from rpc.agent.futures import Completions
 from rpc.agent.group import AgentGroup
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
 from rpc.agent.platform import Platform
-from rpc.agent.request_runner import RequestRunner
-from rpc.agent.waiting import Waiting
 from rpc.errors import ForkedProcessError, RpcError
-from rpc.group.heartbeat import Heartbeat
 from rpc.runtime.blocking import check_may_block
 from rpc.runtime.interrupts import interruptible, protected
-from rpc.runtime.mailbox import Mailbox
 
 __all__ = ["Lifecycle"]
 
@@ -46,37 +41,29 @@ class Lifecycle:
         self,
         hooks: Hooks,
         activity: Activity,
-        departure: Departure,
         group: AgentGroup,
         messages: Messages,
-        caller: Caller,
-        runner: RequestRunner,
-        completions: Completions,
-        heartbeat: Heartbeat,
-        waiting: Waiting,
+        calls: Calls,
         platform: Platform,
-        mailbox: Mailbox,
         forget: Callable[[], object],
     ) -> None:
         self.hooks = hooks
         self.activity = activity
-        self.departure = departure
+        self.departure = Departure(
+            activity, group.peers, group.connections, platform.loop_thread, hooks, calls.describe
+        )
+        self.departure.register(messages.dispatcher.on)
         self.closed = False
         self._group = group
         self._messages = messages
-        self._caller = caller
-        self._runner = runner
-        self._completions = completions
-        self._heartbeat = heartbeat
-        self._waiting = waiting
+        self._calls = calls
         self._platform = platform
-        self._mailbox = mailbox
         self._forget = forget
 
     def begin(self) -> None:
         """Start, after the agent has joined its group. On the loop's thread."""
-        self._heartbeat.begin()
-        self._waiting.begin()
+        self._messages.heartbeat.begin()
+        self._calls.waiting.begin()
 
     @protected  # except the waiting: once that has ended, in any way, nothing may keep it from closing
     def shutdown(
@@ -87,7 +74,7 @@ class Lifecycle:
             check_may_block()
             if self._platform.executor.owns_current_thread():
                 raise RpcError("a callee cannot shut down gracefully: it would wait for its own call to end")
-        timeout = self._caller.effective_timeout(timeout)
+        timeout = self._calls.caller.effective_timeout(timeout)
         if graceful and not self.departure.claim():
             name = self._group.peers.own.name
             raise RpcError(f"worker '{name}' is being shut down by another thread already")
@@ -112,13 +99,13 @@ class Lifecycle:
             return
         self.closed = True
         steps: tuple[Callable[[], object], ...] = (
-            self._mailbox.close,
+            self._group.mailbox.close,
             *(functools.partial(_interruptibly, step) for step in self.hooks.close),
             functools.partial(self._leave_group, reason),
-            self._caller.table.end,
+            self._calls.table.end,
             *self.hooks.closed,
-            self._runner.stop,
-            functools.partial(self._completions.stop, _STOP_SECONDS),
+            self._calls.runner.stop,
+            functools.partial(self._calls.completions.stop, _STOP_SECONDS),
             self._platform.loop_thread.stop,
             self._platform.process.restore,
         )
@@ -134,8 +121,8 @@ class Lifecycle:
         """The part of ``close`` on the loop's thread. If it is cancelled, it waits for no peer, and only
         closes what is open.
         """
-        self._heartbeat.stop()
-        self._waiting.stop()
+        self._messages.heartbeat.stop()
+        self._calls.waiting.stop()
         try:
             await self._messages.bulk_streams.finish()
         finally:
@@ -152,12 +139,12 @@ class Lifecycle:
         parent's peers would not notice its death while the child lives.
         """
         self.closed = True
-        self._mailbox.close()
+        self._group.mailbox.close()
         for handler in self.hooks.forked:
             handler()
         for connection in self._group.connections.connections(self._group.peers.all()):
             connection.abandon()
-        for call in self._caller.table.waiting():
+        for call in self._calls.table.waiting():
             call.abandon(ForkedProcessError(f"this process was forked while {call.asked} was under way"))
         self._platform.process.restore(give_back=False)
 

@@ -17,15 +17,18 @@ from time import monotonic
 from typing import Any
 
 from rpc.agent.activity import Activity
+from rpc.agent.calls import CANCEL
 from rpc.agent.device_ports import RequestDevices, RequestStreams, SharedWork
+from rpc.agent.dispatcher import Dispatcher
 from rpc.agent.tape import Observation, Recording
 from rpc.errors import ProtocolError
+from rpc.group.control import Control
 from rpc.group.peer import Peer
 from rpc.runtime.events import Events
 from rpc.runtime.executor import Executor
 from rpc.runtime.tasks import Task
 from rpc.serialization.serializer import Serializer
-from rpc.wire.frames import Frame
+from rpc.wire.frames import Frame, Kind
 
 __all__ = ["ReceivedRequests", "Request"]
 
@@ -106,6 +109,11 @@ class ReceivedRequests:
         self._entered: dict[tuple[Peer, int], Request] = {}
         self._awaiting: dict[Request, Task] = {}
         """Requests that wait for objects beside their buffers, with the tasks that are to run then."""
+
+    def register(self, dispatcher: Dispatcher, control: Control, run: Callable[[Request], None]) -> None:
+        """Register the handlers of calls, which ``run`` runs, and of their cancellation."""
+        dispatcher.on(Kind.CALL, functools.partial(self.received, run), any_thread=True)
+        control.on(CANCEL, self.cancel)
 
     # ---- devices
 

@@ -171,6 +171,12 @@ class Bulk:
         self._reserved: dict[int, int] = {}
         self._ended: type[NotInitializedError] | None = None
 
+    def register(self, on: Callable[..., object]) -> None:
+        """Register the handlers of its kinds of messages; ``on`` is ``Dispatcher.on``."""
+        on(Kind.BULK, self.received, any_thread=True)
+        on(Kind.BULK_CREDIT, self.credited, any_thread=True)
+        on(Kind.BULK_CLOSE, self.closed, any_thread=True)
+
     @protected
     def send(self, peer: Peer, tag: int, buffers: Any) -> Transfer:
         """Send one message: the bytes of one or several buffers. Does not block.

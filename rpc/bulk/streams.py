@@ -147,6 +147,10 @@ class BulkStreams:
         self._has_told = False
         self._closed = False
 
+    def register(self, on: Callable[..., object]) -> None:
+        """Register the handlers of its kinds of messages; ``on`` is ``Dispatcher.on``."""
+        on(Kind.STREAMS, self.received)
+
     def consider(self, peer: Peer, size: int) -> None:
         """Open streams to a worker if that is worthwhile, now that a message of ``size`` bytes was sent to
         it.

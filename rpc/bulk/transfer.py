@@ -146,7 +146,7 @@ class Transfer(Awaited):
         elif not self._waiters:
             return True
         else:
-            self.wake()
+            self.settle(True)
         return False
 
     @protected
@@ -174,8 +174,8 @@ class Transfer(Awaited):
     def end(self, error: BaseException | None = None) -> None:
         """End it."""
         self._error = error
-        self._done = self.outcome = True
-        self.wake()
+        self._done = True
+        self.settle(True)
         self._run_callbacks()
 
     @interruptible

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -74,10 +74,6 @@ CRASHED: Final = "its program was ended by an exception"
 
 class ConnectionEvents(Protocol):
     """The callbacks of ``Connections`` to the agent, on the loop's thread except where noted."""
-
-    @property
-    def followed(self) -> Collection[int]:
-        """See ``Receiver``."""
 
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None: ...
 
@@ -448,6 +444,10 @@ class Connections:
         wrapped = connection if self._wrap is None else self._wrap(peer, connection)
         peer.established(wrapped, *session)
 
+    def register(self, on: Callable[..., object]) -> None:
+        """Register the handlers of its kinds of messages; ``on`` is ``Dispatcher.on``."""
+        on(Kind.GOODBYE, self.goodbye_received)
+
     # ---- closing
 
     def lose(self, peer: Peer, reason: str) -> None:
@@ -518,7 +518,6 @@ class _Established:
         self._connections = connections
         self._peer = peer
         events = connections._events
-        self.followed = events.followed
         self.take_inline = partial(events.take_inline, peer)
         self.find_target = partial(events.find_target, peer)
         self._receive = events.frames_received

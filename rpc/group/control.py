@@ -103,6 +103,10 @@ class Control:
         self._acknowledging = False
         """Whether a timer is set for the acknowledgements that are due."""
 
+    def register(self, on: Callable[..., object]) -> None:
+        """Register the handlers of its kinds of messages; ``on`` is ``Dispatcher.on``."""
+        on(Kind.CONTROL, self.received)
+
     def on(self, topic: str, handler: TopicHandler) -> None:
         """Register ``handler`` for the messages of a topic; it is called on the loop's thread."""
 

@@ -24,7 +24,7 @@ from rpc.group.own_time import Neighbours
 from rpc.group.peer import RESUMED, Peer
 from rpc.runtime.process_signs import ProcessSigns, computes, process_signs
 from rpc.transport.session import MAX_UNACKNOWLEDGED
-from rpc.wire.frames import Frame
+from rpc.wire.frames import Frame, Kind
 
 __all__ = ["Heartbeat"]
 
@@ -89,6 +89,11 @@ class Heartbeat:
         its process.
         """
         self._timer: asyncio.TimerHandle | None = None
+
+    def register(self, on: Callable[..., object]) -> None:
+        """Register the handlers of its kinds of messages; ``on`` is ``Dispatcher.on``."""
+        on(Kind.ALIVE, self.received, any_thread=True)
+        on(Kind.ARRIVED, self.arrived, any_thread=True)
 
     def begin(self) -> None:
         """Start checking periodically."""

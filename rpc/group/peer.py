@@ -136,20 +136,6 @@ class Peer:
 
     # ---- waiting for messages from it: any thread
 
-    def stand_by(self, awaited: Awaited) -> None:
-        """Prepare to ``wait`` before the request for ``awaited`` is sent, since its answer may come at once.
-        The thread must then call ``wait`` or ``stand_down`` in every case.
-        """
-        reader = self.reader
-        if reader is not None:
-            awaited.claimed = reader.claim()
-
-    def stand_down(self, awaited: Awaited) -> None:
-        """Undo ``stand_by``, unless ``wait`` has been called since."""
-        turn, awaited.claimed = awaited.claimed, None
-        if turn is not None and turn.reader.lease.holder() is turn:
-            turn.reader.leave()
-
     def wait(self, awaited: Awaited, deadline: float, *, reads: bool = True) -> None:
         """Wait for ``awaited`` from this worker by reading the connection, if the thread may.
         A signal handler may interrupt it.
@@ -162,17 +148,15 @@ class Peer:
             reads: whether the thread may read; false in a finalizer or signal handler, which may wait in the
                 middle of the thread's own reading, which ends then.
         """
-        turn, awaited.claimed = awaited.claimed, None
-        if turn is None:
-            reader = self.reader
-            if reader is None or awaited.outcome is not None:
-                return
-            if not reads:
-                reader.leave()
-                return
-            turn = reader.claim()
+        reader = self.reader
+        if reader is None or awaited.outcome is not None:
+            return
+        if not reads:
+            reader.leave()
+            return
+        turn = reader.claim()
         if turn is not None:
-            turn.reader.wait_for(awaited, deadline, turn)
+            reader.wait_for(awaited, deadline, turn)
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """Return a new error for an operation that the worker's loss prevents; ``consequence``

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from rpc.errors import AlreadyInitializedError, ForkedProcessError, NotInitializedError
-from rpc.runtime.interrupts import ensure_deferred
+from rpc.runtime import interrupts
 
 _agent: Any = None
 _forked_from: int | None = None
@@ -22,7 +22,8 @@ def current_agent() -> Any:
         NotInitializedError: there is none.
         ForkedProcessError: there is none because this process was forked from one that has it.
     """
-    ensure_deferred()
+    if not interrupts.are_wrapped:
+        interrupts.ensure_deferred()
     agent = _agent
     if agent is None:
         check_not_forked()

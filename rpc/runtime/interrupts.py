@@ -48,7 +48,7 @@ _agents = 0
 _ACTION_BYTES: Final = 256
 """More than the size of C's ``struct sigaction``, which has 152 bytes in glibc."""
 
-_are_wrapped = False
+are_wrapped = False
 """Whether the handlers are wrapped that the program had installed before the first agent began."""
 
 
@@ -119,10 +119,10 @@ def restore_interrupts() -> None:
     """Undo one ``defer_interrupts``. The last one restores the handlers, if it is called on the main thread;
     on other threads they stay wrapped.
     """
-    global _agents, _are_wrapped
+    global _agents, are_wrapped
     _agents -= 1
     if not _agents and _is_main_thread():
-        _are_wrapped = False
+        are_wrapped = False
         for number in _signal.valid_signals():
             found = _installed(number)
             if type(found) is _Deferring:
@@ -132,17 +132,17 @@ def restore_interrupts() -> None:
 
 def ensure_deferred() -> None:
     """Wrap the handlers if they are not. From any thread; the main one does it."""
-    if not _are_wrapped and _agents and _is_main_thread():
+    if not are_wrapped and _agents and _is_main_thread():
         _wrap_all()
 
 
 def _wrap_all() -> None:
-    global _are_wrapped
+    global are_wrapped
     for number in _signal.valid_signals():
         handler = _installed(number)
         if _may_raise(handler):
             _replace(number, _Deferring(handler))
-    _are_wrapped = True
+    are_wrapped = True
 
 
 def _replace(number: int, handler: Handler) -> None:

@@ -128,8 +128,11 @@ def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
             module, name = builtin_names[obj]
         else:
             module, name = obj.__module__, obj.__qualname__
-        if _modules[module].__dict__.get(name) is obj and module not in MAIN_NAMES:
-            return module, name
+        if _modules[module].__dict__.get(name) is obj:
+            if module not in MAIN_NAMES:
+                return module, name
+            if to is not None and to.main and to.main == main_identity():
+                return "__main__", name
     except Exception:  # an object may do anything when its name is read
         pass
     found = getattr(obj, "__module__", None)

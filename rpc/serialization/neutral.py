@@ -34,7 +34,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgpack
 import torch
@@ -47,11 +47,12 @@ from rpc.serialization.functions import resolve
 from rpc.serialization.memory import INLINE_BYTES
 from rpc.serialization.payload import TRACKED, Buffer, Destination, Payload, Tracked
 from rpc.serialization.pickler import Departing, Reducers
+from rpc.serialization.safe import AllowList
 from rpc.serialization.tensors import dense, elements, placed
 from rpc.serialization.tracked import separate, tell_of_copies
 from rpc.wire.header_check import check_entries
 
-__all__ = ["Admits", "dump", "read"]
+__all__ = ["dump", "read"]
 
 _TUPLE, _TENSOR, _BUFFER, _INTEGER, _NAME, _OBJECT, _AGAIN = range(7)
 
@@ -68,16 +69,6 @@ _FILLED: Final = (set, frozenset, deque, torch.Size)
 
 _INDICES: Final = {checked.sparse_coo: 1, checked.sparse_compressed: 2}
 """The number of arguments that are indices, which are checked."""
-
-
-class Admits(Protocol):
-    """Decides what may be read: see ``AllowList``."""
-
-    def find(self, module: str, name: str) -> Any: ...
-
-    def may_construct(self, function: Any) -> bool: ...
-
-    def may_have_state(self, kind: type) -> bool: ...
 
 
 class Writer(Departing):
@@ -238,7 +229,7 @@ class Reader:
         size: size in bytes of the value without its buffers.
     """
 
-    def __init__(self, allow: Admits | None, buffers: Iterable[Any], size: int) -> None:
+    def __init__(self, allow: AllowList | None, buffers: Iterable[Any], size: int) -> None:
         self._allow = allow
         self._buffers = list(buffers)
         self._unchecked = size + sum(memoryview(buffer).nbytes for buffer in self._buffers)
@@ -384,7 +375,7 @@ _EXTENSIONS: Final[dict[int, Callable[[Reader, bytes], Any]]] = {
 }
 
 
-def read(allow: Admits | None, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any:
+def read(allow: AllowList | None, data: Any, /, *, buffers: Iterable[Any] = ()) -> Any:
     """Read a value that ``dump`` has written; ``SerializationError`` if it is malformed, or contains
     something that is not admitted.
     """

@@ -53,7 +53,8 @@ _WITH_GRAD: Final = 4
 
 _pickle = pickle.dumps
 _NONE: Final = _pickle((None, ()), PROTOCOL)
-_INLINE_ALONE: Final = inline_limit(1)
+_INLINE: Final = [inline_limit(count) for count in range(_SHORT + 1)]
+_INLINE_ALONE: Final = _INLINE[1]
 
 Taken = tuple[Sequence[Any], dict[str, Any], Sequence[Any]]
 """Arguments with None in place of tensors, and the tensors: positions or keywords, and arguments of
@@ -352,7 +353,7 @@ def _take_tensors(
     tensors: list[Any] = []
     taken: list[Tensor] = []
     items, words = list(args), dict(kwargs)
-    inline = inline_limit(len(args) + len(kwargs))
+    inline = _INLINE[min(len(args) + len(kwargs), _SHORT)]
     place: Any
     try:
         for place, value in itertools.chain(enumerate(args), kwargs.items()):

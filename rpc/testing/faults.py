@@ -277,8 +277,8 @@ class _AgentSender:
         call = self._agent.calls.table.find(call_id)
         if call is None or call.peer is not self._peer:
             return False
-        if self._agent.calls.caller.drop(call) and call.settle(error) and call.future is not None:
-            self._agent.calls.caller.complete_soon(call.future)
+        if self._agent.calls.table.drop(call) and call.settle(error) and call.future is not None:
+            self._agent.calls.table.complete_soon(call.future)
         return True
 
     def later(self, seconds: float, function: Callable[[], object]) -> None:

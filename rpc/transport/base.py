@@ -8,7 +8,7 @@ transports by name. An address is ``SCHEME:REST``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -119,8 +119,6 @@ class ConnectionOwner(Receiver, Protocol):
 
 class SilentOwner:
     """Owner that ignores the loss of its connection."""
-
-    followed: Collection[int] = ()
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
         pass

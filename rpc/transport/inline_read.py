@@ -43,7 +43,7 @@ import math
 import os
 import select
 from _thread import LockType, allocate_lock
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from time import monotonic
@@ -69,7 +69,6 @@ _MOMENT_SECONDS: Final = 3e-3
 """Maximum time in seconds that a thread spins; waits up to this long count as short."""
 _LATE_SECONDS: Final = 0.2e-3
 """Delay in seconds after yielding from which on other threads are taken to need the core."""
-_FOLLOWER_SECONDS: Final = 30e-6
 _SLICE_SECONDS: Final = 0.5
 """Maximum time in seconds of one sleep: a signal that arrives right before the system call would not
 interrupt it.
@@ -83,9 +82,6 @@ _yield: Final[Callable[[], object]] = getattr(os, "sched_yield", int)
 
 class Receiver(Protocol):
     """The object that dispatches what threads have read. From any thread."""
-
-    followed: Collection[int]
-    """Kinds of frames that another frame usually follows at once."""
 
     def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
         """Dispatch frames from the front of the list, up to the first that only the loop may handle, and
@@ -276,21 +272,19 @@ class Awaited:
 
     Attributes:
         outcome: None until the result is here, or will not come.
-        claimed: the turn at reading that the current thread has claimed in advance, to wait for this.
     """
 
-    outcome: Any = None
-    claimed: Turn | None = None
-
     def __init__(self) -> None:
+        self.outcome: Any = None
         self._waiters: list[LockType | Turn] = []
 
     def done(self) -> bool:
         """Whether no thread needs to wait any more."""
         return self.outcome is not None
 
-    def wake(self) -> bool:
-        """Wake all waiting threads; returns whether there were any."""
+    def settle(self, outcome: Any) -> bool:
+        """Set the outcome, and wake all waiting threads; returns whether there were any."""
+        self.outcome = outcome
         waiters = self._waiters
         if not waiters:
             return False
@@ -325,6 +319,7 @@ class InlineReader:
     Attributes:
         closed: set by the loop; nothing is dispatched afterwards.
         buffer: receive buffer, set by the loop before any thread reads.
+        is_between_frames: whether what arrives next begins with a frame; set by the loop after it has read.
     """
 
     def __init__(
@@ -337,6 +332,7 @@ class InlineReader:
     ) -> None:
         self.lease = ReadLease()
         self.closed = False
+        self.is_between_frames = False
         self._connection = connection
         self._descriptor = descriptor
         self._decoder = decoder
@@ -349,7 +345,6 @@ class InlineReader:
         """Result of a poll when there is data and nothing else; errors are left to the loop."""
         self._worth = Backoff()
         self._spinning = Backoff()
-        self._followers = Backoff()
 
     # ---- the loop's thread
 
@@ -392,7 +387,18 @@ class InlineReader:
             else:
                 decode(sum(count for count in turn.unread if count > 0))
         finally:
+            self.is_between_frames = self._decoder.is_between_frames()
             self._give_up(LOOP)
+
+    def read_on_loop(self, read: Callable[[], bool]) -> bool:
+        """Have the loop read, unless a thread does; returns whether there may be more, as ``read`` does."""
+        if not self.lease.take(LOOP):
+            return False
+        try:
+            return read()
+        finally:
+            self.is_between_frames = self._decoder.is_between_frames()
+            self.lease.leave(LOOP)
 
     def is_read_by_thread(self) -> bool:
         """Whether a thread other than the loop's has the lease."""
@@ -438,7 +444,7 @@ class InlineReader:
         if lease.holder() is not turn:  # ended by a call of a finalizer, or a signal handler, that ran here
             watch.resume()
             return None
-        if not self.closed and self._decoder.is_between_frames():
+        if not self.closed and self.is_between_frames:
             return turn
         self.leave()
         return None
@@ -526,13 +532,7 @@ class InlineReader:
         has_ended = turn.left_to_loop is not None
         if has_ended:  # in the middle: the loop takes either these or the bytes
             return False
-        owner, is_followed = self._connection.owner, False
-        if turn.idle and turn.task is None:
-            last = frames[-1].kind
-            turn.task = owner.take_inline(frames, keep=True)
-            is_followed = turn.task is not None and last in owner.followed
-        else:
-            owner.take_inline(frames, keep=False)
+        turn.task = self._connection.owner.take_inline(frames, keep=turn.idle)
         if frames or (awaited is not None and awaited.outcome is None):
             self._worth.failed()
             if turn.left_to_loop is not None:  # the turn was ended in the middle
@@ -540,19 +540,7 @@ class InlineReader:
             return False
         if self._worth.penalty:
             self._worth.paid()
-        if is_followed and self._follower_has_come():
-            self._read(turn)  # now, since it would wake the loop as soon as this thread leaves
         return True
-
-    def _follower_has_come(self) -> bool:
-        """Poll for a moment for the frame that usually follows, if that was worthwhile recently."""
-        poll = self._poll
-        if poll is None or not self._followers.may_try():
-            return False
-        if spin(poll, monotonic() + _FOLLOWER_SECONDS, self._followers, self._spinners) == self._readable:
-            self._followers.paid()
-            return True
-        return False
 
     @interruptible
     def _wait(self, until: float, spin_until: float) -> bool | None:

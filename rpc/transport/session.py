@@ -60,6 +60,7 @@ class Session:
         got_room: called when the session is no longer full, if it was found full, on any thread.
         connections: number of connections so far.
         received: number of messages received, except those that belong to one connection only.
+        acknowledge_at: number of received messages at which they must be acknowledged.
         heard: number of messages and heartbeats received, as a sign of life.
         numbers: numbers of large messages.
         large: the beginnings of large messages in progress, by number, each with the connection that it began
@@ -74,8 +75,8 @@ class Session:
     """
 
     __slots__ = (
-        *("_acknowledge_at", "_found_full", "_heavy_dropped", "_heavy_noted", "_progress", "_unnumbered"),
-        *("connections", "first", "got_room", "large", "numbers", "received", "sent"),
+        *("_found_full", "_heavy_dropped", "_heavy_noted", "_progress", "_unnumbered"),
+        *("acknowledge_at", "connections", "first", "got_room", "large", "numbers", "received", "sent"),
     )
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class Session:
         self.received = 0
         self._unnumbered = 0
         """Number of heartbeats and large messages received."""
-        self._acknowledge_at = ACKNOWLEDGE_EVERY
+        self.acknowledge_at = ACKNOWLEDGE_EVERY
         self._progress = 0
         """Number of messages received and acknowledged when the newest connection began."""
         self.numbers = itertools.count(1)
@@ -108,7 +109,7 @@ class Session:
         (``acknowledging``).
         """
         self.received += 1
-        return self.received >= self._acknowledge_at
+        return self.received >= self.acknowledge_at
 
     def take_in_heartbeat(self) -> None:
         """Record that a frame without a number was received, such as a large message. From any thread."""
@@ -121,11 +122,11 @@ class Session:
     @property
     def owes(self) -> bool:
         """Whether messages were received since the last acknowledgement."""
-        return self.received + ACKNOWLEDGE_EVERY != self._acknowledge_at
+        return self.received + ACKNOWLEDGE_EVERY != self.acknowledge_at
 
     def acknowledging(self) -> int:
         """Return the number of messages received, which is sent as an acknowledgement now."""
-        self._acknowledge_at = self.received + ACKNOWLEDGE_EVERY
+        self.acknowledge_at = self.received + ACKNOWLEDGE_EVERY
         return self.received
 
     @property

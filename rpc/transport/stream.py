@@ -172,14 +172,7 @@ class StreamConnection:
 
     def _readable(self) -> bool:
         """Receive what has arrived; returns whether there may be more, which is left for the next call."""
-        if self.reader is None:
-            return self._read()
-        if not self.reader.lease.take(LOOP):
-            return False  # a thread reads
-        try:
-            return self._read()
-        finally:
-            self.reader.lease.leave(LOOP)
+        return self._read() if self.reader is None else self.reader.read_on_loop(self._read)
 
     def _read(self) -> bool:
         """Receive for a while; returns whether there may be more."""

@@ -146,25 +146,15 @@ class Decoder:
         start = 0
         try:
             while start + PREFIX_BYTES <= count and len(frames) < _FEW:
-                frame, start = self._frame_at(start, count)
-                if frame is None:
+                prefix = unpack_prefix(self.scratch, start)
+                body, stop = start + PREFIX_BYTES, start + PREFIX_BYTES + prefix[0]
+                if stop > count or prefix[0] > self.max_frame_bytes or prefix[4] in CHUNK_KINDS:
                     return None
-                frames.append(frame)
+                frames.append(build_frame(prefix, self.scratch[body:stop]))
+                start = stop
         except (ProtocolError, MemoryError):  # ``received`` will raise it again
             return None
         return frames if start == count and frames else None
-
-    def _frame_at(self, start: int, end: int) -> tuple[Frame | None, int]:
-        """Return the frame at ``start`` of the receive buffer, whose content ends at ``end``, and the frame's
-        end.
-
-        Returns None and ``start`` if it is incomplete, over the limit, or about a message in chunks.
-        """
-        prefix = unpack_prefix(self.scratch, start)
-        stop = start + PREFIX_BYTES + prefix[0]
-        if stop > end or prefix[0] > self.max_frame_bytes or prefix[4] in CHUNK_KINDS:
-            return None, start
-        return build_frame(prefix, self.scratch[start + PREFIX_BYTES : stop]), stop
 
     def _read_preamble(self, end: int) -> bool:
         got = bytes(self._view[: min(end, len(PREAMBLE))])
@@ -192,12 +182,12 @@ class Decoder:
         within = False
         missing = 0
         while end - start >= PREFIX_BYTES and not within:
-            frame, start = self._frame_at(start, end)
-            if frame is not None:
-                frames.append(frame)
-                continue
             prefix = unpack_prefix(self.scratch, start)
             body, length = start + PREFIX_BYTES, prefix[0]
+            if body + length <= end and length <= self.max_frame_bytes and prefix[4] not in CHUNK_KINDS:
+                start = body + length
+                frames.append(build_frame(prefix, self.scratch[body:start]))
+                continue
             if length > self.max_frame_bytes:
                 if frames:
                     self.postponed = True

@@ -53,10 +53,15 @@ class RemotePort:
     def __init__(self, name: str, worker: Any) -> None:
         self.name = name
         self.worker = worker
+        self.do: Callable[..., Any] = worker.rpc_async(timeout=0).do
 
     def send(self, step: Any) -> Any:
         """Have it do a step; a future of its answer. Raises if the step cannot be sent."""
-        answer = self.worker.rpc_async(timeout=0).do(step)
+        return self.begun(self.do(step))
+
+    @staticmethod
+    def begun(answer: Any) -> Any:
+        """Return the future of a call; raises its error if it has failed already."""
         if answer.done():
             answer.value()
         return answer

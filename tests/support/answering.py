@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
+from types import SimpleNamespace
 from typing import Any
 
-from rpc.agent.calls import PendingCall
+from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
+from rpc.agent.tape import Tracing
 from rpc.errors import ProtocolError
 from rpc.group.peer import Peer
+from rpc.runtime.events import Events
 from rpc.runtime.executor import Executor
+from rpc.runtime.tasks import Task
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame
 from tests.support.members import peer
 from tests.support.streams import until
 
 
+def table_of(
+    loop: Any,
+    run_soon: Callable[[Sequence[Task]], object] | None = None,
+    ended: Callable[[], object] = lambda: None,
+    kind: type[CallTable] = CallTable,
+) -> CallTable:
+    """A table of calls without an agent; ``ended`` is called when a call may have ended without an answer."""
+    unused: Any = None
+    activity: Any = SimpleNamespace(ended=ended)
+    return kind(loop, Serializer(), Tracing(), Events(), activity, unused, run_soon or unused)
+
+
 class Owner:
-    """An agent's part: decodes replies, completes futures on an executor, keeps the table of calls."""
+    """A table of calls reduced: decodes replies, and completes futures on an executor."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -29,7 +45,7 @@ class Owner:
 
     def call(self, timeout: float = 0, what: object = "what") -> PendingCall:
         call_id = len(self.open) + 1
-        call = self.open[call_id] = PendingCall(self, call_id, peer(), what, timeout)
+        call = self.open[call_id] = PendingCall(self, call_id, peer(), what, timeout)  # type: ignore[arg-type]
         return call
 
     def future(self, timeout: float = 0) -> tuple[PendingCall, Future[Any]]:
@@ -78,7 +94,7 @@ def when_waiting(call: PendingCall, function: Callable[..., object], *args: obje
     """Calls a function as soon as a thread waits for the call."""
 
     def run() -> None:
-        until(lambda: call._waiters)
+        until(lambda: call.awaited._waiters)
         function(*args)
 
     return run

@@ -18,6 +18,7 @@ from rpc.serialization.serializer import Serializer
 from rpc.transport.base import Connection
 from rpc.transport.inline_read import InlineReader, Turn
 from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
+from tests.support.answering import table_of
 from tests.support.members import peer
 from tests.support.streams import SOON, Recorder, open_connection, skip_preamble, until
 
@@ -32,11 +33,32 @@ def frame(kind: int, call_id: int, payload: bytes = b"payload", **header: Any) -
     return b"".join(encode(kind, call_id, header, [payload])[0])
 
 
+class _Reserved(PendingCall):
+    """A call for which a thread has claimed a turn at reading, as it does before it sends the request."""
+
+    turn: Turn | None = None
+
+    def wait(self, turn: Turn | None = None) -> None:
+        turn, self.turn = turn or self.turn, None
+        try:
+            super().wait(turn)
+        finally:
+            if turn is not None and turn.left_to_loop is None:
+                turn.reader.leave()
+
+
+class _Table(CallTable):
+    """A table of calls whose answers are bytes."""
+
+    def decode(self, call: PendingCall, frame: Frame) -> Any:
+        return bytes(frame.buffers[0])
+
+
 class Agent:
     """An agent's part in what comes in, and in calls."""
 
     def __init__(self, loop: LoopThread) -> None:
-        self.calls = CallTable(self, loop.loop)
+        self.calls = table_of(loop.loop, kind=_Table)
         self.passed_on: list[int] = []
         """Calls that were given to other threads."""
         self.lost: list[str] = []
@@ -46,18 +68,6 @@ class Agent:
 
     def lose(self, peer: Peer, reason: str) -> None:
         self.lost.append(reason)
-
-    def decode(self, call: PendingCall, frame: Frame) -> Any:
-        return bytes(frame.buffers[0])
-
-    def complete_soon(self, *futures: Any) -> None:
-        raise AssertionError("there are no futures here")
-
-    def cancel(self, call: PendingCall) -> bool:
-        return False
-
-    def expire(self, call: PendingCall) -> BaseException | None:
-        return call.timeout_error() if self.calls.give_up(call) else None
 
 
 class End(Recorder):
@@ -92,8 +102,7 @@ class End(Recorder):
         self.dispatcher.on(Kind.REPLY, self._take_reply, any_thread=True)
         self.dispatcher.on(Kind.FAILURE, self._take_reply, any_thread=True)
         self.dispatcher.on(ON_LOOP, self._take_on_loop)
-        self.dispatcher.on(ANYWHERE, self._take_anywhere, any_thread=True, followed=True)
-        self.followed = self.dispatcher.followed
+        self.dispatcher.on(ANYWHERE, self._take_anywhere, any_thread=True)
         self.connection = open_connection(loop, self.here, self, **options)
         reader = self.connection.reader
         assert reader is not None
@@ -144,8 +153,8 @@ class End(Recorder):
     def reserved(self) -> PendingCall:
         """The same; the current thread is going to read its reply."""
         self.ready()
-        call = self.call()
-        call.claimed = self.reader.claim()
+        call = self.agent.calls.open(self.peer, "something", SOON, _Reserved)
+        call.turn = self.reader.claim()
         assert self.reader.is_read_by_thread()
         return call
 

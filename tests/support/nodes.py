@@ -72,7 +72,6 @@ class Node:
         self.on_loop = on_loop
         self.view: Membership
         self.peers: dict[int, Peer] = {}
-        self.followed: set[int] = set()
         self.received: list[tuple[str, int]] = []
         """Received messages with their senders, in the order of arrival."""
         self.gone: list[tuple[str, str]] = []

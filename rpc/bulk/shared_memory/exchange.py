@@ -118,6 +118,10 @@ class SharedMemory:
         self._closed = False
         self.sent_bytes = self.received_bytes = 0
 
+    def register(self, on: Callable[..., object]) -> None:
+        """Register the handlers of its kinds of messages; ``on`` is ``Dispatcher.on``."""
+        on(Kind.SEGMENTS, self.received)
+
     # ---- messages
 
     @protected

@@ -291,6 +291,7 @@ class Session:
         known, under_way.number = under_way.known, self._set.number
         forget, self._dropped = tuple(self._dropped), []
         packed = None if known is None else known.repetition.pack(base, under_way.inputs, scalars)
+        serialized: list[Any] = []
         steps = [
             EngineStep(
                 under_way.number,
@@ -302,6 +303,7 @@ class Session:
                 tuple(freed),
                 wanted if worker in workers else (),
                 forget,
+                serialized,
             )
             for worker in range(len(self._ports))
         ]

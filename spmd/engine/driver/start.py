@@ -37,6 +37,7 @@ from spmd.engine.driver.places import WorkerPlace, on_device, places
 from spmd.engine.driver.report import LayoutReport, report_of
 from spmd.engine.driver.session import PROGRAMS, Session
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
+from spmd.engine.program.step_messages import EngineStep
 from spmd.engine.worker.served_worker import make
 from spmd.engine.worker.worker_process import serve
 from spmd.workers.worker_set import RemotePort, wait_together
@@ -75,6 +76,10 @@ _PATIENCE: Final = 10.0
 
 class _Port(RemotePort):
     """A worker, called remotely."""
+
+    def send(self, step: EngineStep) -> Any:
+        """Have it do a step; a future of its answer. Raises if the step cannot be sent."""
+        return self.begun(self.do(*step.message()))
 
     def regroup(self, generation: int) -> Any:
         return self.worker.rpc_async(timeout=0).regroup(generation)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from rpc.runtime.current import current_agent
+from rpc.serialization.codecs import PICKLE
+from rpc.serialization.payload import Source
 from spmd.engine.program.program import Program
 
-__all__ = ["Answer", "EngineStep", "Failure"]
+__all__ = ["Answer", "EngineStep", "Failure", "from_message"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class EngineStep:
             are not listed.
         wanted: ids of values that the answer must contain.
         forget: numbers of programs that neither this step nor a later one runs.
+        packed: one list for the steps of all workers, with the serialized common part once it is made.
     """
 
     sequence: int
@@ -39,6 +44,15 @@ class EngineStep:
     freed: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
     forget: tuple[int, ...] = ()
+    packed: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    def message(self) -> tuple[Any, ...]:
+        """Return the arguments of ``from_message``. What all workers get is serialized once for all."""
+        if not self.packed:
+            common = replace(self, uploads=(), wanted=())
+            buffers = current_agent().serializer.codecs[PICKLE].dumps(common, None, alone=True).buffers
+            self.packed.append(buffers[0] if len(buffers) == 1 else common)
+        return self.packed[0], self.wanted, *self.uploads
 
     def __reduce__(self) -> Any:
         return EngineStep, (
@@ -52,6 +66,17 @@ class EngineStep:
             self.wanted,
             self.forget,
         )
+
+
+def from_message(
+    common: bytes | EngineStep, wanted: tuple[int, ...], uploads: Sequence[Tensor], driver: Source
+) -> EngineStep:
+    """Return the step that a driver has sent: what all workers get, and this worker's own part."""
+    step = common
+    if not isinstance(step, EngineStep):
+        loaded: EngineStep = current_agent().serializer.codecs[PICKLE].loads({}, [step], None, driver)
+        step = loaded
+    return replace(step, uploads=tuple(uploads), wanted=wanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from rref import RRef
 from spmd.engine.errors import SpmdError
 from spmd.engine.program.program import MeshKey
 from spmd.engine.program.redistribution import Groups
-from spmd.engine.program.step_messages import EngineStep
+from spmd.engine.program.step_messages import EngineStep, from_message
 from spmd.engine.worker.accelerated import device_of_worker
 from spmd.engine.worker.default_group import DefaultGroup
 from spmd.engine.worker.separate_groups import SeparateGroups
@@ -81,6 +81,7 @@ class ServedWorker:
             hosts = [agent.group.peers.find(each).member.host for each in workers]
             self._device = device_of_worker(device, hosts, rank, workers[rank])
         kind = DefaultGroup if len(set(workers)) == len(workers) else SeparateGroups
+        self._driver = current_agent().group.peers.find(driver)
         self._groups: WorkerGroups = kind(driver, workers, rank, name, self._device)
         self._groups.form(0)
         self._engine = WorkerEngine(rank, self._groups.of_mesh, self._device)
@@ -91,9 +92,9 @@ class ServedWorker:
         self._engine.seed(state)
 
     @async_execution
-    def do(self, step: EngineStep) -> Any:
-        """Do a step when the earlier ones are done."""
-        return self._steps.put(step)
+    def do(self, common: bytes | EngineStep, wanted: tuple[int, ...], *uploads: torch.Tensor) -> Any:
+        """Do a step when the earlier ones are done; see ``EngineStep.message``."""
+        return self._steps.put(from_message(common, wanted, uploads, self._driver))
 
     def skip(self, number: int) -> None:
         """Do not wait for a step, which the driver could not send."""

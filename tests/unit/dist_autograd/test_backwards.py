@@ -32,7 +32,9 @@ class Participating:
     """
 
     def __init__(self) -> None:
-        self.context = Context(cast("Any", SimpleNamespace(devices=None)), CONTEXT, ROOT, root)
+        self.context = Context(
+            cast("Any", SimpleNamespace(requests=SimpleNamespace(devices=None))), CONTEXT, ROOT, root
+        )
         self.on_find: Callable[[], object] = lambda: None
         self.open = 0
         self.failures: list[BaseException] = []
@@ -46,12 +48,16 @@ class Participating:
         requests = SimpleNamespace(accept=lambda request, run: (run, request), devices=None)
         executor = SimpleNamespace(submit=lambda task: task[0](task[1]))
         contexts = SimpleNamespace(
-            find=self._find, on_end=lambda _: None, unknown=lambda _: AutogradError("it is over")
+            incarnation=ME,
+            find=self._find,
+            on_end=lambda _: None,
+            unknown=lambda _: AutogradError("it is over"),
         )
-        kinds = SimpleNamespace(on=lambda kind, handler, any_thread=False: self._on(kind, handler))
-        messages = SimpleNamespace(load=None)
-        made: Any = (requests, answers, None, kinds, hooks, activity, None, executor, messages, contexts)
-        parts: Any = (ME, *made, Models())
+        messages = SimpleNamespace(
+            on=lambda kind, handler, any_thread=False: self._on(kind, handler), sender=None
+        )
+        calls = SimpleNamespace(requests=requests, answers=answers, caller=None, table=None)
+        parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, Models())
         self.backwards = Backwards(*parts)
 
     def _opened(self, change: int) -> None:

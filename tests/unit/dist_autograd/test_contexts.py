@@ -39,13 +39,17 @@ class World:
         self.posted: list[tuple[int, Any]] = []
         self.handlers: dict[int, Callable[..., Any]] = {}
         hooks = Hooks()
-        kinds: Any = SimpleNamespace(on=lambda kind, handler, **_: self.handlers.update({kind: handler}))
         workers: Any = SimpleNamespace(
             own=SimpleNamespace(name="me", member=SimpleNamespace(id=0)), by_incarnation=self.peers.get
         )
         control: Any = SimpleNamespace(
             on=lambda *_: None,
             post=lambda peer, _, message: self.posted.append((peer.incarnation, message)),
+        )
+        messages: Any = SimpleNamespace(
+            on=lambda kind, handler, **_: self.handlers.update({kind: handler}),
+            control=control,
+            sender=SimpleNamespace(send=self._send),
         )
         executor: Any = SimpleNamespace(submit=lambda task: task[0](task[1]))
         mailbox: Any = SimpleNamespace(
@@ -55,9 +59,7 @@ class World:
         self.when_made: Callable[[], object] = lambda: None
         self.sent: list[tuple[int, Any]] = []
         answers: Any = SimpleNamespace(devices=None)
-        self.contexts = Contexts(
-            ME, answers, workers, kinds, control, self._send, hooks, mailbox, executor, self._make
-        )
+        self.contexts = Contexts(ME, answers, workers, messages, hooks, mailbox, executor, self._make)
         [self._gone] = hooks.gone
 
     def _make(self) -> None:

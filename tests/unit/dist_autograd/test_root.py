@@ -72,7 +72,7 @@ def reply(header: dict[str, Any], kind: int = Kind.REPLY) -> Frame:
 
 def run(messages: Messages) -> dict[Tensor, Tensor]:
     """A backward through a leaf that was sent to another worker, and what came back; the gradients."""
-    context = Context(cast("Any", SimpleNamespace(devices=None)), CONTEXT, ME, None)
+    context = Context(cast("Any", SimpleNamespace(requests=SimpleNamespace(devices=None))), CONTEXT, ME, None)
     leaf = torch.ones(2, requires_grad=True)
     sent = send([leaf], other)
     context.sends[sent.number] = sent
@@ -108,7 +108,11 @@ def test_a_part_that_runs_on_a_thread_of_its_own_ends_when_its_root_is_interrupt
         def start(self, roots: Sequence[Tensor]) -> list[Mark]:
             raise KeyboardInterrupt
 
-    own = Interrupted(Context(cast("Any", SimpleNamespace(devices=None)), CONTEXT, ME, None), False, Models())
+    own = Interrupted(
+        Context(cast("Any", SimpleNamespace(requests=SimpleNamespace(devices=None))), CONTEXT, ME, None),
+        False,
+        Models(),
+    )
     with pytest.raises(KeyboardInterrupt):
         Root((ME, 1), own, me, cast("Any", Messages(dict)), {}.get).run([])  # type: ignore[arg-type]
     with pytest.raises(AutogradError, match="given up"):

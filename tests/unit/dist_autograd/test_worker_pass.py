@@ -45,7 +45,9 @@ class Run:
     """A pass in a context in which one message was sent."""
 
     def __init__(self, *tensors: Tensor, to: Peer = receiver) -> None:
-        self.context = Context(cast("Any", SimpleNamespace(devices=None)), 77, 1, None)
+        self.context = Context(
+            cast("Any", SimpleNamespace(requests=SimpleNamespace(devices=None))), 77, 1, None
+        )
         self.sent: Sent = send(tensors, to)
         self.context.sends[self.sent.number] = self.sent
         self.own = WorkerPass(self.context, False, Models())

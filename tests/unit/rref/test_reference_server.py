@@ -55,12 +55,11 @@ def test_who_waits_to_leave_is_told_of_a_fetch_that_need_not_wait_after_all(head
     references: Any = SimpleNamespace(find=lambda _: JustMade())
     delayed: Any = SimpleNamespace(send=lambda *_: None)
     unused: Any = None
+    calls: Any = SimpleNamespace(requests=agent, runner=unused, answers=unused)
     ReferenceServer(
         references,
         unused,
-        agent,
-        unused,
-        unused,
+        calls,
         agent,
         agent.activity,
         unused,

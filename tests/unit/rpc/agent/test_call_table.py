@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,8 +16,9 @@ from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
 from rpc.errors import ProtocolError, RpcTimeoutError
 from rpc.runtime.loop import LoopThread
-from rpc.serialization.serializer import Serializer
+from rpc.runtime.tasks import Task
 from tests.support import clockwork as clockwork_module
+from tests.support.answering import table_of
 from tests.support.clockwork import Clockwork
 from tests.support.ctrl_c import interrupted_at
 from tests.support.members import peer
@@ -24,14 +26,13 @@ from tests.support.streams import SOON, until
 
 
 class Owner:
-    """Expects no reply; notes the futures that it would have completed by an executor."""
+    """Notes the futures that it would have completed by an executor."""
 
     def __init__(self) -> None:
-        self.serializer = Serializer()
         self.settled: list[Future[Any]] = []
 
-    def complete_soon(self, *futures: Future[Any]) -> None:
-        self.settled.extend(futures)
+    def run_soon(self, tasks: Sequence[Task]) -> None:
+        self.settled += [cast("Any", complete).__self__ for complete, _ in tasks]
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def owner() -> Any:
 
 @pytest.fixture
 def table(clockwork: Any, owner: Any) -> CallTable:
-    return CallTable(owner, clockwork)
+    return table_of(clockwork, owner.run_soon)
 
 
 def watched(table: CallTable, timeout: float) -> PendingCall:
@@ -152,7 +153,7 @@ def test_a_thread_that_waits_for_the_future_gets_the_timeout_itself(
     assert future is not None
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(future.wait)
-        until(lambda: call._waiters)
+        until(lambda: call.awaited._waiters)
         clockwork.advance(3.0)
         with pytest.raises(RpcTimeoutError):
             waiting.result(SOON)
@@ -180,7 +181,7 @@ def test_a_call_that_keeps_its_place_still_gets_its_late_reply(
 
 def test_ctrl_c_at_any_line_of_setting_the_alarm_lets_no_deadline_pass(clockwork: Any, owner: Any) -> None:
     for line in itertools.count(1):
-        table = CallTable(owner, clockwork)
+        table = table_of(clockwork, owner.run_soon)
         first = table.open(peer(), "what", 2.0)
         files = (module.__file__, clockwork_module.__file__)
         interrupted = interrupted_at(line, functools.partial(table.watch, first), files.__contains__)
@@ -243,7 +244,7 @@ def test_a_call_that_somebody_else_answered_is_still_waited_for(table: CallTable
 
 
 def test_no_deadline_is_missed_when_many_threads_make_calls(loop: LoopThread, owner: Any) -> None:
-    table = CallTable(owner, loop.loop)
+    table = table_of(loop.loop, owner.run_soon)
     everybody = threading.Barrier(8)
 
     def make(thread: int) -> None:

@@ -19,6 +19,7 @@ from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import QueueFull
 from rpc.wire.frames import Kind
+from tests.support.answering import table_of
 from tests.support.members import peer
 
 
@@ -29,20 +30,10 @@ class Unsending:
         self.error = error
         self.under_way: list[int] = []
         unused: Any = None
-        activity: Any = SimpleNamespace(ended=self.something_ended)
-        self.caller = Caller(
-            60.0,
-            unused,
-            Serializer(),
-            Tracing(),
-            Events(),
-            activity,
-            find=unused,
-            send=self.send,
-            post=unused,
-            run_soon=unused,
-        )
-        self.calls = self.caller.table
+        self.calls = table_of(unused, ended=self.something_ended)
+        sender: Any = SimpleNamespace(send=self.send)
+        self.sender = sender
+        self.caller = Caller(60.0, self.calls, unused, sender, Serializer(), Tracing(), Events())
 
     def send(self, *_: object, **__: object) -> None:
         raise self.error
@@ -94,7 +85,7 @@ def test_what_a_signal_handler_raises_while_a_call_is_sent_is_not_the_outcome_of
         raise error
 
     agent = Unsending(AssertionError())
-    monkeypatch.setattr(agent.caller, "_send", ring)
+    monkeypatch.setattr(agent.sender, "send", ring)
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         with pytest.raises(type(error)) as raised:

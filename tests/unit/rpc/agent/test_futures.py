@@ -297,7 +297,7 @@ def test_a_thread_that_waits_is_not_held_up_by_a_callback_that_another_waiter_ru
     go_on = threading.Event()
     future.add_done_callback(lambda _: go_on.wait(SOON))  # type: ignore[arg-type]
     waiting = [other_thread.submit(future.wait) for _ in range(4)]
-    until(lambda: len(call._waiters) == 4)
+    until(lambda: len(call.awaited._waiters) == 4)
     owner.answer(call, 42)
     until(lambda: sum(each.done() for each in waiting) == 3)
     go_on.set()

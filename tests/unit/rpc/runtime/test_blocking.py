@@ -47,7 +47,7 @@ def test_a_thread_that_must_not_block_cannot_wait(owner: Owner) -> None:
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(run).result(SOON)
-    assert not call._waiters
+    assert not call.awaited._waiters
 
 
 # ---- Ctrl-C
@@ -57,11 +57,11 @@ def test_ctrl_c_interrupts_result_and_gives_the_call_up(
     owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
 ) -> None:
     call = owner.call(timeout=60)
-    other_thread.submit(ctrl_c.press_when, lambda: call._waiters)
+    other_thread.submit(ctrl_c.press_when, lambda: call.awaited._waiters)
     with pytest.raises(KeyboardInterrupt):
         call.result()
     assert not owner.open
-    assert not call._waiters
+    assert not call.awaited._waiters
 
 
 def test_ctrl_c_interrupts_while_another_thread_decodes(
@@ -104,7 +104,7 @@ def test_ctrl_c_in_a_callback_that_a_waiting_thread_runs_is_raised_there(
     endless, endless_future = owner.future()
     following = future.then(lambda _: endless_future.wait())
     other_thread.submit(when_waiting(call, owner.answer, call, 42))
-    other_thread.submit(ctrl_c.press_when, lambda: endless._waiters)
+    other_thread.submit(ctrl_c.press_when, lambda: endless.awaited._waiters)
     with pytest.raises(KeyboardInterrupt):
         future.wait()
     assert future.wait() == 42

@@ -156,13 +156,13 @@ def test_a_thread_that_waits_for_room_does_not_keep_the_loop_from_reading(
 ) -> None:
     end = End(loop, sockets(buffer_bytes=TINY_BUFFER), send_queue_bytes=1)
     end.meanwhile = end.there.close
-    call = end.reserved()
+    end.reserved()
     end.connection.send_small(bytes(50_000), SOON)  # the kernel does not take all of it
     threading.Timer(0.01, end.there.sendall, [frame(ANYWHERE, 1)]).start()
     with pytest.raises(ConnectionClosed):
         end.connection.send_small(b"waits for room", SOON)
     assert end.taken == [1]
-    end.peer.stand_down(call)
+    end.reader.leave()
 
 
 # ---- a finalizer, or a signal handler, in the middle
@@ -324,7 +324,7 @@ def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(
     call.wait()
     assert result(SOON) is None
     call = end.reserved()
-    end.peer.stand_down(call)
+    end.reader.leave()
     end.loop_reads()
 
 

@@ -1,0 +1,87 @@
+"""The calls of one agent, and the requests that it answers: their parts, and how these are connected."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rpc.agent.activity import Activity
+from rpc.agent.answer_sender import AnswerSender
+from rpc.agent.call_frames import running
+from rpc.agent.caller import Caller
+from rpc.agent.calls import CallTable
+from rpc.agent.futures import Completions
+from rpc.agent.group import AgentGroup
+from rpc.agent.hooks import Hooks
+from rpc.agent.messages import Messages
+from rpc.agent.received_requests import ReceivedRequests
+from rpc.agent.request_runner import RequestRunner
+from rpc.agent.tape import Tracing
+from rpc.agent.waiting import Waiting
+from rpc.options import AgentOptions
+from rpc.runtime.events import Events
+from rpc.serialization.serializer import Serializer
+
+__all__ = ["Calls"]
+
+_SHOWN: Final = 5
+"""Maximum number of calls named in one log line."""
+
+
+class Calls:
+    """The calls of one agent, and the requests of other workers.
+
+    Attributes:
+        caller: makes calls, and the futures of calls.
+        table: the calls under way.
+        requests: the requests of other workers that are not answered yet.
+        answers: answers requests.
+        runner: runs requests.
+        completions: runs tasks, and completes futures, on executor threads.
+        waiting: asks and tells what slow calls wait for.
+    """
+
+    def __init__(
+        self,
+        options: AgentOptions,
+        group: AgentGroup,
+        messages: Messages,
+        hooks: Hooks,
+        serializer: Serializer,
+        tracing: Tracing,
+        events: Events,
+        activity: Activity,
+        completions: Completions,
+    ) -> None:
+        loop, peers, executor = group.loop_thread.loop, group.peers, completions.executor
+        dispatcher, sender, control = messages.dispatcher, messages.sender, messages.control
+        self.completions = completions
+        self.table = table = CallTable(
+            loop, serializer, tracing, events, activity, control.post, completions.run_soon
+        )
+        self.caller = Caller(options.rpc_timeout, table, peers, sender, serializer, tracing, events)
+        self.requests = requests = ReceivedRequests(serializer, events, executor, activity)
+        self.answers = answers = AnswerSender(
+            requests, peers, serializer, tracing, events, sender.send, completions.run_soon
+        )
+        self.runner = runner = RequestRunner(peers, serializer, tracing, events, executor, activity, answers)
+        self.waiting = Waiting(table, requests, control, peers, executor, loop, options.slow_call_seconds)
+        table.register(dispatcher, sender)
+        answers.register(dispatcher, sender)
+        requests.register(dispatcher, control, runner.run)
+        activity.add(table.unanswered, lambda: table.opened)
+        activity.serve(lambda: requests.begun)
+        hooks.awaited.append(table.peers)
+        hooks.gone.extend((lambda peer, _: table.lost(peer), requests.peer_gone))
+
+    def describe(self) -> str:
+        """Describe the calls that this worker waits for, and those that it runs."""
+        made = [f"{call.asked} on worker '{call.peer.name}'" for call in self.table.waiting()]
+        parts = [
+            f"{words}: {', '.join(which[:_SHOWN])}"
+            for words, which in (
+                ("waiting for", made),
+                ("running", running(self.completions.executor.threads())),
+            )
+            if which
+        ]
+        return "; ".join(parts)
