@@ -1,0 +1,552 @@
+"""Handles of a store: what readers and writers call."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import monotonic
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from farcall.weights import keeper
+from farcall.weights.blocks import Block, Box, Piece, cut, part_of, pieces_of
+from farcall.weights.errors import WeightsError
+from farcall.weights.layout import Layout, Spec, difference, name_of_dtype
+from farcall.weights.memory import Access, Mapped, fetch_descriptor, map_segment
+from rpc.agent.agent import Agent
+from rpc.api import get_worker_info
+from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
+from rpc.group.membership import WorkerReference
+from rpc.rendezvous.address import host_identity
+from rpc.runtime.current import current_agent
+
+__all__ = ["Lease", "Store"]
+
+logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS: Final = 20.0
+"""Maximum time in seconds of one call that waits for a version; longer ones would be reported as slow."""
+
+_MESSAGE_BYTES: Final = 8 << 20
+"""Maximum size in bytes of blocks that go in one call; a longer row of a tensor is cut."""
+
+_WINDOW: Final = 6
+"""Number of calls with blocks under way."""
+
+_MAX_NUMBER: Final = 1 << 63
+
+
+class Store:
+    """A handle of a weight store. Any worker of the group opens the store by its name; the first to do so
+    makes it. From any thread.
+
+    Args:
+        name: of the store, on its worker.
+        on: the worker that keeps the versions, by name, id or ``WorkerInfo``.
+        keep: number of whole versions that stay, besides those that are leased. If handles have different
+            ones, the largest counts.
+        copies: number of hosts that have the versions; only 1 is possible.
+
+    Raises:
+        UnknownWorkerError: there is no such worker.
+        WorkerLostError: it is gone.
+        WeightsError: an argument is wrong.
+
+    Example::
+
+        store = weights.Store("policy", on="trainer0", keep=3)
+        store.put(step, model.state_dict())                          # on each trainer
+        version = store.get(model.state_dict(), newer_than=version)  # on each reader
+    """
+
+    def __init__(self, name: str, on: WorkerReference, keep: int = 2, copies: int = 1) -> None:
+        if copies != 1:
+            raise WeightsError(
+                f"copies={copies!r} is not possible: a store has its versions on one host (docs/weights.md)"
+            )
+        if not isinstance(name, str) or not name:
+            raise WeightsError(f"a store's name is a text, not {name!r}")
+        agent = current_agent()
+        if not isinstance(agent, Agent):
+            raise WeightsError("a store needs an agent of farcall's own backends")
+        self._open(name, get_worker_info(on).name, agent, keeper.GROUP, _positive("keep", keep))
+
+    @classmethod
+    def of_agent(cls, name: str, on: str, agent: Agent, scope: str) -> Store:
+        """Open a store by an agent of its own, which ``close`` ends."""
+        store = cls.__new__(cls)
+        store._open(name, on, agent, scope, 1)
+        store._owned = agent
+        return store
+
+    def _open(self, name: str, on: str, agent: Agent, scope: str, keep: int) -> None:
+        self.name = name
+        self.on = on
+        self._agent = agent
+        self._owned: Agent | None = None
+        self._scope = scope
+        self._who = [agent.info.name, agent.incarnation]
+        self._tickets = itertools.count(1)
+        self._maps: dict[tuple[int, Access], Mapped] = {}
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may use the store
+        self._epoch, host, channel = self._call(keeper.opened, name, keep)
+        self._channel: list[Any] | None = channel if host == host_identity() else None
+
+    def __repr__(self) -> str:
+        return f"<weights.Store '{self.name}' on '{self.on}'>"
+
+    # ---- writing
+
+    @torch.no_grad()
+    def put(self, number: int, state: Mapping[str, Any], part: tuple[int, int] | None = None) -> bool:
+        """Copy tensors into a version. They are the caller's again when this returns.
+
+        Readers see the version once all its parts have been put. A part that is given twice does no harm. A
+        version never changes once it is whole: to put it again with other values, ``drop`` it before.
+
+        Args:
+            number: number of the version; any order of numbers is possible.
+            state: tensors by name, such as a ``state_dict``. DTensors know their blocks; others are wholes, or
+                ``Block`` objects.
+            part: which part of the version this is, and the number of parts. Default: the position in the
+                largest mesh of the DTensors, and its size; ``(0, 1)`` without DTensors.
+
+        Returns:
+            Whether the version is whole now.
+
+        Raises:
+            WeightsError: the part does not fit to the others, which the text explains by a tensor's name: they
+                overlap, or have another type or shape, or elements are missing. The version stays open, and
+                takes the right part. Or the version is whole, with other values.
+            NoMemoryError: there is no memory for it; earlier versions stay.
+            WorkerLostError: the worker that keeps the store is gone.
+        """
+        number = _number(number)
+        index, count = _part(part_of(state) if part is None else part)
+        pieces, specs = _described(state)
+        tensors = [
+            [name, spec.dtype, list(spec.shape), [_wire(piece.box) for piece in pieces[name]]]
+            for name, spec in specs.items()
+        ]
+        answer = self._ask("begin", number, [index, count], tensors, self._who)
+        if answer is None:
+            self._check_same(number, pieces)
+            return True
+        wire, segments, live, writes = answer
+        chosen = {name: {_box(box) for box in boxes} for name, boxes in writes}
+        mine = {
+            name: [piece for piece in pieces[name] if piece.box in boxes] for name, boxes in chosen.items()
+        }
+        layout = Layout.from_wire(wire)
+        mapped = self._mapped(segments, live, Access.WRITE)
+        if mapped is None:
+            self._send(number, index, mine)
+        else:
+            for name, own in mine.items():
+                whole = layout.tensor(mapped, name)
+                for piece in own:
+                    piece.box.of(whole).copy_(piece.local)
+        return bool(self._ask("written", number, index, self._who))
+
+    def _send(self, number: int, part: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """Send the blocks of a part to another host."""
+
+        def call(batch: list[tuple[str, Box, Tensor]]) -> Any:
+            blocks = [[name, _wire(box)] for name, box, _ in batch]
+            data = [local.cpu().contiguous() for *_, local in batch]
+            return self._ask_later("write", number, part, self._who, blocks, data)
+
+        for _ in self._in_window(call, _batches(pieces)):
+            pass
+
+    def _check_same(self, number: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        digests = [
+            [name, _wire(piece.box), keeper.digest(piece.local)] for name, own in pieces.items() for piece in own
+        ]
+        other = self._ask("compare", number, digests)
+        if other is not None:
+            raise WeightsError(
+                f"version {number} of store '{self.name}' is whole already, with other values of {other!r}: a "
+                "version never changes. Give another number, or drop() this one before."
+            )
+
+    # ---- reading
+
+    @torch.no_grad()
+    def get(
+        self,
+        into: Mapping[str, Any],
+        version: int | None = None,
+        newer_than: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Copy a version into tensors, in place: all of them, or none if this raises.
+
+        Args:
+            into: tensors by name, with exactly the version's names, types and shapes, in any sharding: plain
+                tensors, DTensors, ``Block`` objects. Of DTensors and blocks only what is here is copied.
+            version: number of the version; default: the newest, which is the one that became whole last.
+            newer_than: wait until the newest is newer than this version.
+            timeout: how long to wait for such a version, in seconds; 0: not at all; default: as long as the
+                store's worker lives.
+
+        Returns:
+            The number of the version.
+
+        Raises:
+            RpcTimeoutError: there was no such version in time. A ``TimeoutError``, too.
+            WeightsError: names, types or shapes are not those of the version; or it is not kept any more.
+            WorkerLostError: the worker that keeps the store is gone.
+        """
+        pieces, specs = _described(into)
+        with self._leased(version, newer_than, timeout) as (number, layout, segments, live, ticket):
+            self._check_fits(number, specs, layout)
+            mapped = self._mapped(segments, live, Access.READ)
+            if mapped is None:
+                arrived = self._fetch(ticket, pieces)
+                for local, data in arrived:
+                    local.copy_(data)
+            else:
+                for name, own in pieces.items():
+                    whole = layout.tensor(mapped, name)
+                    for piece in own:
+                        piece.local.copy_(piece.box.of(whole))
+        return number
+
+    def lease(self, version: int | None = None, timeout: float | None = None) -> Lease:
+        """Keep a version, and use its tensors where they lie: a context manager.
+
+        Its value maps names to whole tensors. They may be written to, which other processes do not see. They
+        stay valid after the lease.
+
+        Args:
+            version: number of the version; default: the newest.
+            timeout: how long to wait for it, as for ``get``.
+
+        Example::
+
+            with store.lease(step) as old:
+                baseline.load_state_dict(old)
+        """
+        return Lease(self, version, timeout)
+
+    @contextlib.contextmanager
+    def _leased(
+        self, version: int | None, newer_than: int | None, timeout: float | None
+    ) -> Iterator[tuple[int, Layout, list[Any], list[Any], int]]:
+        """Have a lease of a version inside the block."""
+        ticket = next(self._tickets)
+        try:
+            number, wire, segments, live = self._wait(version, newer_than, timeout, ticket)
+            yield number, Layout.from_wire(wire), segments, live, ticket
+        finally:
+            self._release(ticket, used=False)
+
+    def _wait(
+        self, version: int | None, newer_than: int | None, timeout: float | None, ticket: int
+    ) -> list[Any]:
+        if version is not None and newer_than is not None:
+            raise WeightsError("give version or newer_than, not both")
+        version = None if version is None else _number(version)
+        newer_than = None if newer_than is None else _number(newer_than)
+        deadline = float("inf") if timeout is None else monotonic() + timeout
+        while True:
+            answer: list[Any] = self._ask("open", version, newer_than, self._who, ticket)
+            if answer[0] is not None:
+                return answer
+            left = deadline - monotonic()
+            if left <= 0:
+                what = f"version {version}" if version is not None else "version"
+                what += "" if newer_than is None else f" newer than {newer_than}"
+                raise RpcTimeoutError(
+                    f"store '{self.name}' on worker '{self.on}' had no {what} within {timeout:g} s: {answer[2]}"
+                )
+            with contextlib.suppress(RpcTimeoutError):
+                self._call(
+                    keeper.changed,
+                    self.name,
+                    self._epoch,
+                    answer[1],
+                    self._who,
+                    ticket,
+                    timeout=max(min(left, _WAIT_SECONDS), 0.001),
+                )
+
+    def _release(self, ticket: int, *, used: bool) -> None:
+        with contextlib.suppress(RpcError):  # the worker is gone, and the lease with it
+            self._ask("release", self._who, ticket, used)
+
+    def _check_fits(self, number: int, specs: Mapping[str, Spec], layout: Layout) -> None:
+        reason = difference(specs, layout.specs)
+        if reason is not None:
+            raise WeightsError(f"version {number} of store '{self.name}' does not fit: {reason}")
+
+    def _fetch(self, ticket: int, pieces: Mapping[str, Sequence[Piece]]) -> list[tuple[Tensor, Tensor]]:
+        """Get blocks from another host; returns local memory, and what is to be copied into it."""
+        arrived: list[tuple[Tensor, Tensor]] = []
+
+        def call(batch: list[tuple[str, Box, Tensor]]) -> Any:
+            return self._ask_later("read", self._who, ticket, [[name, _wire(box)] for name, box, _ in batch])
+
+        for batch, data in self._in_window(call, _batches(pieces)):
+            for (name, _, local), tensor in zip(batch, data, strict=True):
+                if tensor.shape != local.shape or tensor.dtype != local.dtype:
+                    raise WeightsError(f"store '{self.name}' sent another block of {name!r} than was asked for")
+                arrived.append((local, tensor))
+        return arrived
+
+    @staticmethod
+    def _in_window(call: Callable[[Any], Any], batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+        """Make a call for each batch, several at a time; yields the batches with their answers."""
+        under_way: collections.deque[tuple[Any, Any]] = collections.deque()
+        for batch in batches:
+            under_way.append((batch, call(batch)))
+            if len(under_way) >= _WINDOW:
+                done, future = under_way.popleft()
+                yield done, future.wait()
+        for done, future in under_way:
+            yield done, future.wait()
+
+    # ---- memory of this host
+
+    def _mapped(self, segments: list[Any], live: list[Any], access: Access) -> list[Tensor] | None:
+        """Return the bytes of segments in this process; None if they are another host's."""
+        with self._lock:
+            for key in [key for key in self._maps if key[0] not in live]:
+                del self._maps[key]
+            found = []
+            for number, size in segments:
+                mapped = self._maps.get((number, access))
+                if mapped is None:
+                    mapped = self._map(number, size, access)
+                    if mapped is None:
+                        return None
+                    self._maps[number, access] = mapped
+                found.append(mapped.data)
+            return found
+
+    def _map(self, number: int, size: int, access: Access) -> Mapped | None:
+        if self._channel is None:
+            return None
+        try:
+            descriptor = fetch_descriptor(*self._channel, number, size)
+        except OSError as error:
+            logger.warning(
+                "weights of store '%s' go through calls, not through shared memory: %s", self.name, error
+            )
+            self._channel = None
+            return None
+        try:
+            return map_segment(descriptor, size, access)
+        finally:
+            os.close(descriptor)
+
+    # ---- what there is
+
+    def versions(self) -> list[int]:
+        """Return the numbers of the whole versions, in the order in which they became whole."""
+        found: list[int] = self._ask("versions")
+        return found
+
+    def drop(self, number: int) -> None:
+        """Remove a version. Leases of it go on. ``WeightsError`` if there is none."""
+        self._ask("drop", _number(number))
+
+    def usage(self) -> dict[str, Any]:
+        """Return what the store has and uses now.
+
+        Returns:
+            ``versions``: the whole ones; ``open``: for each other one, which parts are missing; ``keep``;
+            ``bytes``: size of all its memory; ``leases``: their number; ``holders``: the workers that have
+            them; ``sent_bytes`` and ``received_bytes``: what went to and came from other hosts.
+        """
+        found: dict[str, Any] = self._ask("usage")
+        return found
+
+    def close(self) -> None:
+        """Release the memory that this handle uses, and end the connection that ``connect`` has made. The
+        store itself is not touched.
+        """
+        with self._lock:
+            self._maps.clear()
+        if self._owned is not None:
+            self._owned.close("it has closed its weight store")
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- calls
+
+    def _ask(self, what: str, *args: Any) -> Any:
+        return self._call(keeper.ask, self.name, self._epoch, what, list(args))
+
+    def _ask_later(self, what: str, *args: Any) -> Any:
+        called = (self._scope, self.name, self._epoch, what, list(args))
+        return self._agent.call_async(self.on, keeper.ask, called, {}, 0.0)
+
+    def _call(self, function: Callable[..., Any], *args: Any, timeout: float = 0.0) -> Any:
+        try:
+            return self._agent.call(self.on, function, (self._scope, *args), {}, timeout)
+        except WorkerLostError as error:
+            if error.worker != self.on:
+                raise
+            raise WorkerLostError(
+                f"store '{self.name}' is gone with worker '{self.on}', which kept it ({error.reason}). What has "
+                "been read stays as it is; a new store begins without versions.",
+                self.on,
+                error.reason,
+            ) from error
+
+
+class Lease(Mapping[str, Tensor]):
+    """A version that stays, and its tensors by name; see ``Store.lease``.
+
+    Attributes:
+        version: its number.
+    """
+
+    version: int
+
+    def __init__(self, store: Store, version: int | None, timeout: float | None) -> None:
+        self._store = store
+        self._asked = version, timeout
+        self._ticket: int | None = None
+        self._layout: Layout | None = None
+        self._data: list[Tensor] = []
+        self._memory: list[Any] = []
+        self._tensors: dict[str, Tensor] = {}
+
+    def __enter__(self) -> Lease:
+        if self._ticket is not None:
+            raise WeightsError("a lease can be entered once: call lease() again")
+        store, (version, timeout) = self._store, self._asked
+        self._ticket = ticket = next(store._tickets)
+        try:
+            self.version, wire, segments, _ = store._wait(version, None, timeout, ticket)
+            self._layout = Layout.from_wire(wire)
+            mapped = [store._map(number, size, Access.COPY) for number, size in segments]
+            for each in mapped:
+                if each is None:
+                    self._fetch(ticket, self._layout)
+                    break
+                self._data.append(each.data)
+                self._memory.append(each.memory)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _fetch(self, ticket: int, layout: Layout) -> None:
+        """Get all tensors from another host."""
+        self._data = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]
+        self._memory = []
+        pieces = {
+            name: [Piece(layout.tensor(self._data, name), Box((0,) * len(spec.shape), spec.shape))]
+            for name, spec in layout.specs.items()
+        }
+        for local, data in self._store._fetch(ticket, pieces):
+            local.copy_(data)
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors.clear()
+        self._data.clear()
+        self._layout = None
+        used = any(memory() is not None for memory in self._memory)
+        assert self._ticket is not None
+        self._store._release(self._ticket, used=used)
+
+    def __getitem__(self, name: str) -> Tensor:
+        layout = self._entered()
+        if name not in self._tensors:
+            if name not in layout.entries:
+                raise KeyError(name)
+            self._tensors[name] = layout.tensor(self._data, name)
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entered().entries)
+
+    def __len__(self) -> int:
+        return len(self._entered().entries)
+
+    def _entered(self) -> Layout:
+        if self._layout is None:
+            raise WeightsError("a lease has tensors inside its with statement only")
+        return self._layout
+
+
+def _described(state: Mapping[str, Any]) -> tuple[dict[str, list[Piece]], dict[str, Spec]]:
+    """Return what this process has of each tensor, and what the whole tensors are."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"expected tensors by name, such as a state_dict, not {type(state).__name__}")
+    pieces, specs = {}, {}
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise TypeError(f"names of tensors are texts, not {name!r:.80}")
+        pieces[name], shape = pieces_of(name, value)
+        dtype = (value.tensor if isinstance(value, Block) else value).dtype
+        specs[name] = Spec(name_of_dtype(dtype), shape)
+    return pieces, specs
+
+
+def _batches(pieces: Mapping[str, Sequence[Piece]]) -> Iterator[list[tuple[str, Box, Tensor]]]:
+    """Cut and group pieces for calls: names, blocks of whole tensors, and their local memory."""
+    batch: list[tuple[str, Box, Tensor]] = []
+    size = 0
+    for name, own in pieces.items():
+        for local, whole in own:
+            for box in cut(whole, max(1, _MESSAGE_BYTES // local.element_size())):
+                inner = Box(tuple(map(operator.sub, box.offset, whole.offset)), box.sizes)
+                added = box.volume * local.element_size()
+                if batch and size + added > _MESSAGE_BYTES:
+                    yield batch
+                    batch, size = [], 0
+                batch.append((name, box, inner.of(local)))
+                size += added
+    if batch:
+        yield batch
+
+
+def _wire(box: Box) -> list[list[int]]:
+    return [list(box.offset), list(box.sizes)]
+
+
+def _box(wire: Any) -> Box:
+    offset, sizes = wire
+    return Box(tuple(offset), tuple(sizes))
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise WeightsError(f"a version's number is an int, not {value!r:.80}")
+    number = operator.index(value)
+    if not -_MAX_NUMBER <= number < _MAX_NUMBER:
+        raise WeightsError(f"a version's number has 64 bits at most: {number}")
+    return number
+
+
+def _part(part: Any) -> tuple[int, int]:
+    try:
+        index, count = map(operator.index, part)
+    except (TypeError, ValueError):
+        raise WeightsError(f"part is (index, count), not {part!r:.80}") from None
+    if not 0 <= index < count:
+        raise WeightsError(f"part is (index, count) with 0 <= index < count, not {part!r}")
+    return index, count
+
+
+def _positive(what: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise WeightsError(f"{what} is a number of versions from 1 on, not {value!r:.80}")
+    return value
