@@ -123,7 +123,9 @@ class Assembly:
     ) -> None:
         odd = sorted(before.keys() ^ now.keys())
         if odd:
-            raise WeightsError(f"part {part} was given before, with other tensors: {odd[0]!r} was not in both")
+            raise WeightsError(
+                f"part {part} was given before, with other tensors: {odd[0]!r} was not in both"
+            )
         for name, spec in specs.items():
             known = self.layout.entries[name].spec
             if known != spec:

@@ -195,7 +195,9 @@ def part_of(state: Mapping[str, Any]) -> tuple[int, int]:
         return 0, 1
     coordinate = largest.get_coordinate()
     if coordinate is None:
-        raise WeightsError("this process is not in the mesh of its DTensors: give put(..., part=(index, count))")
+        raise WeightsError(
+            "this process is not in the mesh of its DTensors: give put(..., part=(index, count))"
+        )
     return int(np.ravel_multi_index(tuple(coordinate), tuple(largest.shape))), largest.size()
 
 

@@ -24,7 +24,7 @@ from farcall.weights.layout import Spec
 __all__ = ["Catalogue", "Freed", "Lease", "Version", "Who"]
 
 _MOST_OPEN: Final = 2
-"""Maximum number of open versions: one more than usual, for a writer that is a version ahead of another."""
+"""Maximum number of open versions. A writer that is further ahead of the others waits for them."""
 
 _REMEMBERED: Final = 1 << 16
 """Maximum number of versions, and of lost workers, that are remembered after they are gone."""
@@ -84,11 +84,17 @@ class Version:
         """Whether all parts have been written."""
         return self.serial > 0
 
+    def is_left_by(self, who: Who) -> bool:
+        """Whether a worker has begun to write a part, and has not finished it."""
+        return any(writer == who and part not in self.written for part, writer in self.writers.items())
+
     def missing(self) -> str:
         """Describe which parts are missing."""
         parts = [part for part in range(self.assembly.parts) if part not in self.written]
         shown = ", ".join(map(str, parts[:8])) + (", ..." if len(parts) > 8 else "")
-        lost = ", ".join(f"worker '{name}', which was to write part {part}, is lost" for part, name in self.lost.items())
+        lost = ", ".join(
+            f"worker '{name}', which was to write part {part}, is lost" for part, name in self.lost.items()
+        )
         return f"part {shown} of {self.assembly.parts} is missing" + (f" ({lost})" if lost else "")
 
 
@@ -106,7 +112,7 @@ class Catalogue:
         given_up: the open versions that have been given up; emptied by those who report them.
     """
 
-    def __init__(self, name: str, keep: int) -> None:
+    def __init__(self, name: str, keep: int = 2) -> None:
         self.name = name
         self.keep = keep
         self.whole: dict[int, Version] = {}
@@ -144,8 +150,20 @@ class Catalogue:
             version.writers[part] = who
             version.lost.pop(part, None)
             version.written.discard(part)
-            self._give_up(list(self.open.values())[:-_MOST_OPEN])
         return version, size
+
+    def make_room(self, number: int, who: Who, *, insist: bool) -> bool:
+        """Whether another version may be begun now, or more parts of this one: there are few open ones. For
+        one that ``who`` begins, those are given up that miss the part of a lost worker, or one that ``who`` has
+        begun and left; with ``insist``, as many as necessary.
+        """
+        if number in self.open or number in self.whole:
+            return True
+        stuck = [each for each in self.open.values() if each.lost or each.is_left_by(who)]
+        waiting = [each for each in self.open.values() if each not in stuck]
+        excess = len(self.open) - _MOST_OPEN + 1
+        self._give_up([*stuck, *(waiting if insist else ())][: max(0, excess)])
+        return len(self.open) < _MOST_OPEN
 
     def withdraw(self, version: Version, part: int) -> None:
         """Undo the last ``begin``: there is no memory for its part."""
@@ -168,7 +186,9 @@ class Catalogue:
                 "another version became whole, or it was dropped"
             )
         if version.writers.get(part) != who:
-            raise WeightsError(f"another worker writes part {part} of version {number} of store '{self.name}'")
+            raise WeightsError(
+                f"another worker writes part {part} of version {number} of store '{self.name}'"
+            )
         return version
 
     def written(self, number: int, part: int, who: Who) -> bool:
@@ -262,7 +282,9 @@ class Catalogue:
         incomplete = []
         for version in list(self.open.values()):
             parts = [
-                part for part, writer in version.writers.items() if writer == who and part not in version.written
+                part
+                for part, writer in version.writers.items()
+                if writer == who and part not in version.written
             ]
             if parts:
                 version.lost |= dict.fromkeys(parts, who.name)

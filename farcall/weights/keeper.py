@@ -48,10 +48,11 @@ class Keeper:
         agent: the agent, by which others ask.
     """
 
-    def __init__(self, name: str, keep: int, agent: Agent) -> None:
+    def __init__(self, name: str, agent: Agent) -> None:
         self.name = name
         self.epoch = secrets.randbits(53)
-        self._catalogue = Catalogue(name, keep)
+        self._catalogue = Catalogue(name)
+        self._keep = 0
         self._lock = threading.RLock()  # a finalizer that runs while it is held may release a lease
         self._growing = threading.Lock()
         """Held while memory is allocated, so that parts are declared one after another."""
@@ -74,15 +75,20 @@ class Keeper:
 
     # ---- what other workers ask; see ``ask``
 
-    def describe(self, keep: int) -> list[Any]:
-        """Return what a handle needs; keep at least this many versions from now on."""
-        with self._lock:
-            self._catalogue.keep = max(self._catalogue.keep, keep)
+    def describe(self, keep: int | None) -> list[Any]:
+        """Return what a handle needs. The largest ``keep`` of all handles that have one counts."""
+        if keep is not None:
+            with self._lock:
+                self._keep = self._catalogue.keep = max(self._keep, keep)
         return [self.epoch, host_identity(), None if self._server is None else self._server.address]
 
-    def begin(self, number: int, part: list[int], tensors: list[list[Any]], who: list[Any]) -> list[Any] | None:
+    def begin(
+        self, number: int, part: list[int], tensors: list[list[Any]], who: list[Any], insist: bool
+    ) -> list[Any] | int | None:
         """Declare a part of a version. Returns the layout, its segments, all segments that there are, and
-        for each tensor the blocks that the caller has to write; None if the version is whole, and has this part.
+        for each tensor the blocks that the caller has to write; None if the version is whole, and has this
+        part; or a state that ``changed`` waits to change, since other versions have to become whole before. With
+        ``insist`` they are given up instead.
         """
         specs: dict[str, Spec] = {}
         blocks: dict[str, list[Box]] = {}
@@ -91,6 +97,8 @@ class Keeper:
             blocks[name] = [Box(tuple(offset), tuple(sizes)) for offset, sizes in boxes]
         with self._growing:
             with self._changing():
+                if not self._catalogue.make_room(number, Who(*who), insist=insist):
+                    return self._changes
                 version, size = self._catalogue.begin(number, *part, specs, blocks, Who(*who))
                 if version.whole:
                     return None
@@ -105,7 +113,9 @@ class Keeper:
                     [[name, [list(box) for box in boxes]] for name, boxes in writes.items() if boxes],
                 ]
 
-    def write(self, number: int, part: int, who: list[Any], blocks: list[list[Any]], data: list[Tensor]) -> None:
+    def write(
+        self, number: int, part: int, who: list[Any], blocks: list[list[Any]], data: list[Tensor]
+    ) -> None:
         """Write blocks of a part, for a writer of another host."""
         with self._lock:
             version = self._catalogue.check_open(number, part, Who(*who))
@@ -217,18 +227,20 @@ class Keeper:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock; afterwards free memory, and wake readers if the newest version is another one."""
+        """Hold the lock; afterwards free memory, and wake those that wait if the newest version is another one,
+        or an open one has ended.
+        """
         with self._lock:
             if self._closed:
                 raise WorkerLostError(f"the worker that keeps store '{self.name}' is leaving its group")
-            before = self._newest()
+            before, open_before = self._newest(), set(self._catalogue.open)
             try:
                 yield
             finally:
                 self._settle()
                 self._report(self._catalogue.given_up)
                 self._catalogue.given_up = []
-                if self._newest() is not before:
+                if self._newest() is not before or open_before - self._catalogue.open.keys():
                     self._wake()
 
     def _newest(self) -> Version | None:
@@ -324,12 +336,18 @@ class Keeper:
                 self._wake()  # readers that wait learn why
         for version in incomplete:
             logger.warning(
-                "version %d of store '%s' is not shown: %s (%s)", version.number, self.name, version.missing(), reason
+                "version %d of store '%s' is not shown: %s (%s)",
+                version.number,
+                self.name,
+                version.missing(),
+                reason,
             )
 
     def _report(self, given_up: Iterable[Version]) -> None:
         for version in given_up:
-            logger.warning("version %d of store '%s' is given up: %s", version.number, self.name, version.missing())
+            logger.warning(
+                "version %d of store '%s' is given up: %s", version.number, self.name, version.missing()
+            )
 
     def close(self) -> None:
         """Release all memory: the agent has left its group."""
@@ -377,12 +395,12 @@ _lock: Final = threading.Lock()
 _keepers: dict[tuple[str, str], Keeper] = {}
 
 
-def keep(scope: str, name: str, versions: int, agent: Agent) -> Keeper:
+def keep(scope: str, name: str, agent: Agent) -> Keeper:
     """Return the keeper of a store in this process; the first call makes it."""
     with _lock:
         known = _keepers.get((scope, name))
         if known is None:
-            known = _keepers[scope, name] = Keeper(name, versions, agent)
+            known = _keepers[scope, name] = Keeper(name, agent)
             agent.lifecycle.hooks.closed.append(partial(_forget, scope, name, known))
             agent.lifecycle.hooks.forked.append(_keepers.clear)
         return known
@@ -395,10 +413,10 @@ def _forget(scope: str, name: str, keeper: Keeper) -> None:
 
 
 @allow_function
-def opened(scope: str, name: str, versions: int) -> list[Any]:
+def opened(scope: str, name: str, versions: int | None) -> list[Any]:
     """Called at the keeper: open a store. Those of an RPC group are made here if they are not there."""
     if scope == GROUP:
-        return keep(scope, name, versions, current_agent()).describe(versions)
+        return keep(scope, name, current_agent()).describe(versions)
     return _find(scope, name, None).describe(versions)
 
 
@@ -426,7 +444,9 @@ def changed(
 def _find(scope: str, name: str, epoch: int | None) -> Keeper:
     keeper = _keepers.get((scope, name))
     if keeper is None or epoch not in (None, keeper.epoch):
-        again = "was started again since, and its versions are gone: open it again" if keeper else "is not here"
+        again = (
+            "was started again since, and its versions are gone: open it again" if keeper else "is not here"
+        )
         raise WeightsError(f"store '{name}' {again}")
     return keeper
 

@@ -53,7 +53,7 @@ class Server:
         self._agent = start_storeless_agent(_NAME, _GROUP, options, _INCARNATION)
         tcp = next(each for each in self._agent.addresses if each.startswith("tcp:"))
         self.address = f"{f'[{host}]' if ':' in host else host}:{tcp.rpartition(':')[2]}"
-        keeper.keep(_SCOPE, _NAME, keep, self._agent)
+        keeper.keep(_SCOPE, _NAME, self._agent).describe(keep)
 
     def close(self) -> None:
         """End; readers keep what they have."""
@@ -140,4 +140,3 @@ def _agent(host: str) -> Agent:
     own, _ = listen_address(host)
     options = AgentOptions(listen=f"[{own}]" if ":" in own else own, deserialization="safe")
     return start_storeless_agent(f"reader-{secrets.token_hex(8)}", _GROUP, options)
-

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS: Final = 20.0
 """Maximum time in seconds of one call that waits for a version; longer ones would be reported as slow."""
 
+_OTHERS_SECONDS: Final = 60.0
+"""How long a writer that is two versions ahead waits for the others, before it gives up their versions."""
+
 _MESSAGE_BYTES: Final = 8 << 20
 """Maximum size in bytes of blocks that go in one call; a longer row of a tensor is cut."""
 
@@ -51,8 +54,8 @@ class Store:
     Args:
         name: of the store, on its worker.
         on: the worker that keeps the versions, by name, id or ``WorkerInfo``.
-        keep: number of whole versions that stay, besides those that are leased. If handles have different
-            ones, the largest counts.
+        keep: number of whole versions that stay, besides those that are leased (default 2). If several
+            handles give one, the largest counts.
         copies: number of hosts that have the versions; only 1 is possible.
 
     Raises:
@@ -67,27 +70,29 @@ class Store:
         version = store.get(model.state_dict(), newer_than=version)  # on each reader
     """
 
-    def __init__(self, name: str, on: WorkerReference, keep: int = 2, copies: int = 1) -> None:
+    def __init__(self, name: str, on: WorkerReference, keep: int | None = None, copies: int = 1) -> None:
         if copies != 1:
             raise WeightsError(
                 f"copies={copies!r} is not possible: a store has its versions on one host (docs/weights.md)"
             )
         if not isinstance(name, str) or not name:
             raise WeightsError(f"a store's name is a text, not {name!r}")
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise WeightsError(f"keep is a number of versions from 1 on, not {keep!r:.80}")
         agent = current_agent()
         if not isinstance(agent, Agent):
             raise WeightsError("a store needs an agent of farcall's own backends")
-        self._open(name, get_worker_info(on).name, agent, keeper.GROUP, _positive("keep", keep))
+        self._open(name, get_worker_info(on).name, agent, keeper.GROUP, keep)
 
     @classmethod
     def of_agent(cls, name: str, on: str, agent: Agent, scope: str) -> Store:
         """Open a store by an agent of its own, which ``close`` ends."""
         store = cls.__new__(cls)
-        store._open(name, on, agent, scope, 1)
+        store._open(name, on, agent, scope, None)
         store._owned = agent
         return store
 
-    def _open(self, name: str, on: str, agent: Agent, scope: str, keep: int) -> None:
+    def _open(self, name: str, on: str, agent: Agent, scope: str, keep: int | None) -> None:
         self.name = name
         self.on = on
         self._agent = agent
@@ -109,7 +114,8 @@ class Store:
     def put(self, number: int, state: Mapping[str, Any], part: tuple[int, int] | None = None) -> bool:
         """Copy tensors into a version. They are the caller's again when this returns.
 
-        Readers see the version once all its parts have been put. A part that is given twice does no harm. A
+        Readers see the version once all its parts have been put. A writer that is two versions ahead of others
+        waits for them, for up to a minute; then the oldest incomplete version is given up. A part that is given twice does no harm. A
         version never changes once it is whole: to put it again with other values, ``drop`` it before.
 
         Args:
@@ -136,7 +142,7 @@ class Store:
             [name, spec.dtype, list(spec.shape), [_wire(piece.box) for piece in pieces[name]]]
             for name, spec in specs.items()
         ]
-        answer = self._ask("begin", number, [index, count], tensors, self._who)
+        answer = self._begin(number, [index, count], tensors)
         if answer is None:
             self._check_same(number, pieces)
             return True
@@ -156,6 +162,18 @@ class Store:
                     piece.box.of(whole).copy_(piece.local)
         return bool(self._ask("written", number, index, self._who))
 
+    def _begin(self, number: int, part: list[int], tensors: list[Any]) -> Any:
+        """Declare a part; waits while other writers have not finished earlier versions."""
+        deadline = monotonic() + _OTHERS_SECONDS
+        while True:
+            left = deadline - monotonic()
+            answer = self._ask("begin", number, part, tensors, self._who, left <= 0)
+            if not isinstance(answer, int):
+                return answer
+            ticket = next(self._tickets)
+            self._wait_for_change(answer, ticket, left)
+            self._release(ticket, used=False)
+
     def _send(self, number: int, part: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
         """Send the blocks of a part to another host."""
 
@@ -169,7 +187,9 @@ class Store:
 
     def _check_same(self, number: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
         digests = [
-            [name, _wire(piece.box), keeper.digest(piece.local)] for name, own in pieces.items() for piece in own
+            [name, _wire(piece.box), keeper.digest(piece.local)]
+            for name, own in pieces.items()
+            for piece in own
         ]
         other = self._ask("compare", number, digests)
         if other is not None:
@@ -269,16 +289,12 @@ class Store:
                 raise RpcTimeoutError(
                     f"store '{self.name}' on worker '{self.on}' had no {what} within {timeout:g} s: {answer[2]}"
                 )
-            with contextlib.suppress(RpcTimeoutError):
-                self._call(
-                    keeper.changed,
-                    self.name,
-                    self._epoch,
-                    answer[1],
-                    self._who,
-                    ticket,
-                    timeout=max(min(left, _WAIT_SECONDS), 0.001),
-                )
+            self._wait_for_change(answer[1], ticket, left)
+
+    def _wait_for_change(self, state: int, ticket: int, seconds: float) -> None:
+        timeout = max(min(seconds, _WAIT_SECONDS), 0.001)
+        with contextlib.suppress(RpcTimeoutError):
+            self._call(keeper.changed, self.name, self._epoch, state, self._who, ticket, timeout=timeout)
 
     def _release(self, ticket: int, *, used: bool) -> None:
         with contextlib.suppress(RpcError):  # the worker is gone, and the lease with it
@@ -299,7 +315,9 @@ class Store:
         for batch, data in self._in_window(call, _batches(pieces)):
             for (name, _, local), tensor in zip(batch, data, strict=True):
                 if tensor.shape != local.shape or tensor.dtype != local.dtype:
-                    raise WeightsError(f"store '{self.name}' sent another block of {name!r} than was asked for")
+                    raise WeightsError(
+                        f"store '{self.name}' sent another block of {name!r} than was asked for"
+                    )
                 arrived.append((local, tensor))
         return arrived
 
@@ -544,9 +562,3 @@ def _part(part: Any) -> tuple[int, int]:
     if not 0 <= index < count:
         raise WeightsError(f"part is (index, count) with 0 <= index < count, not {part!r}")
     return index, count
-
-
-def _positive(what: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise WeightsError(f"{what} is a number of versions from 1 on, not {value!r:.80}")
-    return value

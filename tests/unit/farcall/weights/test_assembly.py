@@ -38,7 +38,9 @@ def test_replicas_are_written_once() -> None:
 def test_blocks_that_overlap_are_refused_and_the_right_ones_taken_then() -> None:
     parts = Assembly(2)
     parts.declare(0, W, rows(0, 2))
-    with pytest.raises(WeightsError, match=r"blocks of 'w' overlap: \[2, 6\] at \[0, 0\] .* \[3, 6\] at \[1, 0\]"):
+    with pytest.raises(
+        WeightsError, match=r"blocks of 'w' overlap: \[2, 6\] at \[0, 0\] .* \[3, 6\] at \[1, 0\]"
+    ):
         parts.declare(1, W, rows(1, 4))
     with pytest.raises(WeightsError, match="overlap"):
         parts.declare(1, W, {"w": [*rows(2, 4)["w"], *rows(3, 4)["w"]]})

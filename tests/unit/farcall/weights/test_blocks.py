@@ -40,7 +40,9 @@ def placed(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]
 
 
 @given(placed())
-def test_each_rank_has_what_dtensor_gives_it(case: tuple[tuple[int, ...], tuple[int, ...], list[Any]]) -> None:
+def test_each_rank_has_what_dtensor_gives_it(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Any]],
+) -> None:
     shape, mesh, placements = case
     whole = torch.arange(int(np.prod(shape))).view(shape)
     for coordinate in itertools.product(*map(range, mesh)):

@@ -62,7 +62,9 @@ def test_the_oldest_goes_when_there_are_more_than_are_kept() -> None:
     assert catalogue.freed() == []
     put(catalogue, 3)
     assert catalogue.freed() == [Freed(freed, reusable=True)]
-    with pytest.raises(WeightsError, match=r"has version 1 no longer: it keeps the newest 2, which are \[2, 3\]"):
+    with pytest.raises(
+        WeightsError, match=r"has version 1 no longer: it keeps the newest 2, which are \[2, 3\]"
+    ):
         catalogue.find(1, None)
 
 
@@ -118,13 +120,38 @@ def test_a_version_that_a_later_one_overtakes_is_given_up() -> None:
         catalogue.written(1, 0, B)
 
 
-def test_open_versions_do_not_pile_up() -> None:
+def test_a_writer_that_is_ahead_waits_for_the_others() -> None:
     catalogue = Catalogue("policy", 2)
-    for number in range(10):
+    for number in (1, 2):
+        assert catalogue.make_room(number, A, insist=False)
         begin(catalogue, number, 0, A)
         catalogue.written(number, 0, A)
-    assert list(catalogue.open) == [8, 9]
-    assert len(catalogue.freed()) == 8
+    assert not catalogue.make_room(3, A, insist=False)
+    assert catalogue.make_room(2, B, insist=False), "the others catch up"
+    for number in (1, 2):
+        begin(catalogue, number, 1, B)
+        assert catalogue.written(number, 1, B)
+        assert catalogue.make_room(3, A, insist=False)
+
+
+def test_a_version_that_cannot_become_whole_makes_room() -> None:
+    catalogue = Catalogue("policy", 2)
+    for number in (1, 2):
+        begin(catalogue, number, 0, A)
+        catalogue.written(number, 0, A)
+    begin(catalogue, 1, 1, B)
+    assert not catalogue.make_room(3, A, insist=False)
+    assert catalogue.make_room(3, B, insist=False), "it begins another one in the middle"
+    assert [each.number for each in catalogue.given_up] == [1]
+    begin(catalogue, 3, 1, B)
+    catalogue.lost(B)
+    assert catalogue.make_room(4, A, insist=False)
+    assert [each.number for each in catalogue.given_up] == [1, 3]
+    begin(catalogue, 4, 0, A)
+    catalogue.written(4, 0, A)
+    assert not catalogue.make_room(5, A, insist=False)
+    assert catalogue.make_room(5, A, insist=True)
+    assert list(catalogue.open) == [4]
 
 
 def test_what_cannot_be_put_is_refused() -> None:
@@ -186,6 +213,7 @@ class Workers(RuleBasedStateMachine):
     @rule(number=st.integers(0, 6), part=st.integers(0, 1), worker=st.integers(0, 2), ends=st.booleans())
     def write(self, number: int, part: int, worker: int, *, ends: bool) -> None:
         who = self.workers[worker]
+        assert self.catalogue.make_room(number, who, insist=True)
         version, size = self.catalogue.begin(number, part, 2, SPECS, {"w": [Box((part,), (1,))]}, who)
         if size is not None:
             one = self.free.pop() if self.free else next(memory)
