@@ -10,7 +10,8 @@
 
 ``docs/weights.md`` has a page for users. The files, from the lowest:
 
-- ``blocks``, ``layout``, ``assembly``, ``catalogue``: which block of a tensor a process has, how a version lies
+- ``blocks``, ``layout``, ``assembly``, ``catalogue``: which block of a tensor a process has, how a version
+lies
   in memory, the parts that make it up, and the versions of a store. Pure.
 - ``memory``: segments, and their descriptors.
 - ``keeper``: the process that keeps the versions; ``store``: the handles of the others.

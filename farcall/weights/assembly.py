@@ -1,8 +1,8 @@
 """A version that several parts make up: which blocks have been declared, and what is missing. Pure.
 
 Parts declare their blocks before they write them. Two parts may declare the same block, as replicas do; the
-first one writes it. Blocks that overlap otherwise are an error. Once all parts have declared theirs, the blocks
-must make up all tensors.
+first one writes it. Blocks that overlap otherwise are an error. Once all parts have declared theirs, the
+blocks must make up all tensors.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class Assembly:
                 raise WeightsError(f"{name!r} is {known} in the version, and {spec} in part {part}")
             if list(before[name]) != list(now[name]):
                 raise WeightsError(
-                    f"part {part} was given before, with other blocks of {name!r}: {_shown(before[name])}, now "
+                    f"part {part} was given before, with other blocks of {name!r}: {_shown(before[name])}, "
+                    "now "
                     f"{_shown(now[name])}"
                 )
 

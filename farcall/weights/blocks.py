@@ -129,13 +129,15 @@ def _of_dtensor(name: str, value: DTensor) -> tuple[list[Piece], tuple[int, ...]
     for placement in value.placements:
         if not isinstance(placement, Replicate) and not hasattr(placement, "dim"):
             raise WeightsError(
-                f"{name!r} has the placement {placement}: its values are terms of a sum; redistribute it first"
+                f"{name!r} has the placement {placement}: its values are terms of a sum; redistribute it "
+                "first"
             )
     indices = indices_of(shape, tuple(mesh.shape), coordinate, value.placements)
     sizes = tuple(map(len, indices))
     if sizes != tuple(local.shape):
         raise WeightsError(
-            f"the local tensor of {name!r} has shape {tuple(local.shape)}, but a tensor of shape {shape} with "
+            f"the local tensor of {name!r} has shape {tuple(local.shape)}, but a tensor of shape {shape} "
+            "with "
             f"placements {value.placements} has {sizes} here"
         )
     runs = [_runs(each) for each in indices]

@@ -1,9 +1,9 @@
 """The versions of a store: which there are, who has leases of them, and which memory they lie in. Pure.
 
 A version is *open* from the first part that is declared until the last one has been written; then it is
-*whole*, and never changes again. The newest is the one that became whole last, whatever its number. The newest
-``keep`` whole versions stay, and those that are leased. A version that was begun before another one and is
-still open when that becomes whole is given up.
+*whole*, and never changes again. The newest is the one that became whole last, whatever its number. The
+newest ``keep`` whole versions stay, and those that are leased. A version that was begun before another one
+and is still open when that becomes whole is given up.
 
 Memory is named by numbers. It is used again for later versions, except memory that a worker may still access
 of which this one has lost sight: that of a writer or reader that was lost in the middle, or of a reader whose
@@ -154,8 +154,8 @@ class Catalogue:
 
     def make_room(self, number: int, who: Who, *, insist: bool) -> bool:
         """Whether another version may be begun now, or more parts of this one: there are few open ones. For
-        one that ``who`` begins, those are given up that miss the part of a lost worker, or one that ``who`` has
-        begun and left; with ``insist``, as many as necessary.
+        one that ``who`` begins, those are given up that miss the part of a lost worker, or one that ``who``
+        has begun and left; with ``insist``, as many as necessary.
         """
         if number in self.open or number in self.whole:
             return True
@@ -212,8 +212,8 @@ class Catalogue:
     # ---- readers
 
     def find(self, number: int | None, newer_than: int | None) -> Version | None:
-        """Return the version with a number, or the newest if it is newer than another; None if it is not there
-        yet.
+        """Return the version with a number, or the newest if it is newer than another; None if it is not
+        there yet.
 
         Raises:
             WeightsError: the version was there, and is not kept any more.

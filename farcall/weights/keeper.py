@@ -85,9 +85,9 @@ class Keeper:
     def begin(
         self, number: int, part: list[int], tensors: list[list[Any]], who: list[Any], insist: bool
     ) -> list[Any] | int | None:
-        """Declare a part of a version. Returns the layout, its segments, all segments that there are, and
-        for each tensor the blocks that the caller has to write; None if the version is whole, and has this
-        part; or a state that ``changed`` waits to change, since other versions have to become whole before. With
+        """Declare a part of a version. Returns the layout, its segments, all segments that there are, and for
+        each tensor the blocks that the caller has to write; None if the version is whole, and has this part;
+        or a state that ``changed`` waits to change, since other versions have to become whole before. With
         ``insist`` they are given up instead.
         """
         specs: dict[str, Spec] = {}
@@ -134,8 +134,8 @@ class Keeper:
             return self._catalogue.written(number, part, Who(*who))
 
     def compare(self, number: int, digests: list[list[Any]]) -> str | None:
-        """Return the name of the first tensor of a whole version that has other values than the caller's; None
-        if all are equal. ``digests`` has name, block and digest.
+        """Return the name of the first tensor of a whole version that has other values than the caller's;
+        None if all are equal. ``digests`` has name, block and digest.
         """
         with self._lock:
             version = self._catalogue.find(number, None)
@@ -211,8 +211,8 @@ class Keeper:
             }
 
     def wait(self, state: int, lease: Lease) -> torch.futures.Future[int]:
-        """Return a future that is completed once the versions are others than in ``state``, or the one who waits
-        for the lease has given up.
+        """Return a future that is completed once the versions are others than in ``state``, or the one who
+        waits for the lease has given up.
         """
         future: torch.futures.Future[int] = torch.futures.Future()
         with self._lock:
@@ -227,8 +227,8 @@ class Keeper:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock; afterwards free memory, and wake those that wait if the newest version is another one,
-        or an open one has ended.
+        """Hold the lock; afterwards free memory, and wake those that wait if the newest version is another
+        one, or an open one has ended.
         """
         with self._lock:
             if self._closed:
@@ -271,7 +271,8 @@ class Keeper:
                 if self._catalogue.open.get(version.number) is version:
                     self._catalogue.withdraw(version, part)
             raise NoMemoryError(
-                f"there is no memory for part {part} of version {version.number} of store '{self.name}': {error}. "
+                f"there is no memory for part {part} of version {version.number} of store '{self.name}': "
+                f"{error}. "
                 "The versions before are still there; keep fewer (keep=), or release leases."
             ) from None
         with self._changing():
@@ -313,8 +314,7 @@ class Keeper:
         if number in self._catalogue.open:
             waited = (self._catalogue.open[number],)
         missing = "".join(f"; of version {each.number} {each.missing()}" for each in waited)
-        there = list(self._catalogue.whole)
-        return f"it has {f'version {there[-1]}' if len(there) == 1 else f'versions {there}' if there else 'none'}{missing}"
+        return f"it has {list(self._catalogue.whole) or 'none'}{missing}"
 
     def _wake(self) -> None:
         self._changes += 1

@@ -1,13 +1,13 @@
 """A store for programs without a group: the command ``farcall weights``, and ``connect``.
 
-The command's process has an agent at the address, in a group without a store of its own, and safe mode, in which
-no pickles are read. Its incarnation is a constant, so that a client can connect that knows the address only. The
-client's first, short-lived agent asks who is there, so that the second one knows the server as it is.
+The command's process has an agent at the address, in a group without a store of its own, and safe mode, in
+which no pickles are read. Its incarnation is a constant, so that a client can connect that knows the address
+only. The client's first, short-lived agent asks who is there, so that the second one knows the server as it
+is.
 """
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import secrets
 import signal
@@ -113,7 +113,8 @@ def connect(address: str, timeout: float = 30.0) -> Store:
     except (WorkerLostError, RpcTimeoutError) as error:
         reason = getattr(error, "reason", "") or f"it has not answered within {timeout:g} s"
         raise WeightsError(
-            f"cannot open the weight store at {address}: {reason}. Does `farcall weights --listen {address}` run "
+            f"cannot open the weight store at {address}: {reason}. Does `farcall weights --listen "
+            f"{address}` run "
             "there, and is FARCALL_TOKEN the same?"
         ) from error
     finally:
@@ -128,12 +129,10 @@ def _opened(host: str, server: Member) -> Store:
     agent = _agent(host)
     try:
         admit(agent, server)
-        store = Store.of_agent(_NAME, _NAME, agent, _SCOPE)
+        return Store.of_agent(_NAME, _NAME, agent, _SCOPE)
     except BaseException:
         agent.close("it could not open the store")
         raise
-    atexit.register(store.close)
-    return store
 
 
 def _agent(host: str) -> Agent:

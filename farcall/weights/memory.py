@@ -1,9 +1,9 @@
 """The memory of versions: segments, their tensors, and how processes of one host get their descriptors.
 
-A segment is a sealed memfd (``rpc/bulk/shared_memory/memory.py``), which has no name in any file system and is
-freed with the last process that uses it. A process gets a descriptor from the keeper's, over a socket in Linux's
-abstract namespace: it shows the keeper's token and the number of the segment. Only processes of the same user
-get one, and the token travels in calls only.
+A segment is a sealed memfd (``rpc/bulk/shared_memory/memory.py``), which has no name in any file system and
+is freed with the last process that uses it. A process gets a descriptor from the keeper's, over a socket in
+Linux's abstract namespace: it shows the keeper's token and the number of the segment. Only processes of the
+same user get one, and the token travels in calls only.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import itertools
@@ -11,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from farcall.weights.layout import Layout, Spec, difference, name_of_dtype
 from farcall.weights.memory import Access, Mapped, fetch_descriptor, map_segment
 from rpc.agent.agent import Agent
 from rpc.api import get_worker_info
-from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
+from rpc.errors import NoMemoryError, RpcError, RpcTimeoutError, WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.rendezvous.address import host_identity
 from rpc.runtime.current import current_agent
@@ -90,6 +91,7 @@ class Store:
         store = cls.__new__(cls)
         store._open(name, on, agent, scope, None)
         store._owned = agent
+        atexit.register(store.close)
         return store
 
     def _open(self, name: str, on: str, agent: Agent, scope: str, keep: int | None) -> None:
@@ -114,13 +116,15 @@ class Store:
     def put(self, number: int, state: Mapping[str, Any], part: tuple[int, int] | None = None) -> bool:
         """Copy tensors into a version. They are the caller's again when this returns.
 
-        Readers see the version once all its parts have been put. A writer that is two versions ahead of others
-        waits for them, for up to a minute; then the oldest incomplete version is given up. A part that is given twice does no harm. A
-        version never changes once it is whole: to put it again with other values, ``drop`` it before.
+        Readers see the version once all its parts have been put. A writer that is two versions ahead of
+        others waits for them, for up to a minute; then the oldest incomplete version is given up. A part that
+        is given twice does no harm. A version never changes once it is whole: to put it again with other
+        values, ``drop`` it before.
 
         Args:
             number: number of the version; any order of numbers is possible.
-            state: tensors by name, such as a ``state_dict``. DTensors know their blocks; others are wholes, or
+            state: tensors by name, such as a ``state_dict``. DTensors know their blocks; others are wholes,
+            or
                 ``Block`` objects.
             part: which part of the version this is, and the number of parts. Default: the position in the
                 largest mesh of the DTensors, and its size; ``(0, 1)`` without DTensors.
@@ -129,7 +133,8 @@ class Store:
             Whether the version is whole now.
 
         Raises:
-            WeightsError: the part does not fit to the others, which the text explains by a tensor's name: they
+            WeightsError: the part does not fit to the others, which the text explains by a tensor's name:
+            they
                 overlap, or have another type or shape, or elements are missing. The version stays open, and
                 takes the right part. Or the version is whole, with other values.
             NoMemoryError: there is no memory for it; earlier versions stay.
@@ -194,7 +199,8 @@ class Store:
         other = self._ask("compare", number, digests)
         if other is not None:
             raise WeightsError(
-                f"version {number} of store '{self.name}' is whole already, with other values of {other!r}: a "
+                f"version {number} of store '{self.name}' is whole already, with other values of {other!r}: "
+                "a "
                 "version never changes. Give another number, or drop() this one before."
             )
 
@@ -227,6 +233,9 @@ class Store:
             WorkerLostError: the worker that keeps the store is gone.
         """
         pieces, specs = _described(into)
+        for name, own in pieces.items():
+            if any(_overlaps_itself(piece.local) for piece in own):
+                raise WeightsError(f"{name!r} cannot be written to: some of its elements are one in memory")
         with self._leased(version, newer_than, timeout) as (number, layout, segments, live, ticket):
             self._check_fits(number, specs, layout)
             mapped = self._mapped(segments, live, Access.READ)
@@ -287,7 +296,8 @@ class Store:
                 what = f"version {version}" if version is not None else "version"
                 what += "" if newer_than is None else f" newer than {newer_than}"
                 raise RpcTimeoutError(
-                    f"store '{self.name}' on worker '{self.on}' had no {what} within {timeout:g} s: {answer[2]}"
+                    f"store '{self.name}' on worker '{self.on}' had no {what} within {timeout:g} s: "
+                    f"{answer[2]}"
                 )
             self._wait_for_change(answer[1], ticket, left)
 
@@ -325,13 +335,19 @@ class Store:
     def _in_window(call: Callable[[Any], Any], batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Make a call for each batch, several at a time; yields the batches with their answers."""
         under_way: collections.deque[tuple[Any, Any]] = collections.deque()
-        for batch in batches:
-            under_way.append((batch, call(batch)))
-            if len(under_way) >= _WINDOW:
+        try:
+            for batch in batches:
+                under_way.append((batch, call(batch)))
+                if len(under_way) >= _WINDOW:
+                    done, future = under_way.popleft()
+                    yield done, future.wait()
+            while under_way:
                 done, future = under_way.popleft()
                 yield done, future.wait()
-        for done, future in under_way:
-            yield done, future.wait()
+        finally:  # after an error, no block may be written later than those of another attempt
+            for _, future in under_way:
+                with contextlib.suppress(Exception):
+                    future.wait()
 
     # ---- memory of this host
 
@@ -364,6 +380,10 @@ class Store:
             return None
         try:
             return map_segment(descriptor, size, access)
+        except OSError as error:
+            raise NoMemoryError(
+                f"{size} bytes of store '{self.name}' cannot be mapped here: {error.strerror}"
+            ) from error
         finally:
             os.close(descriptor)
 
@@ -396,9 +416,10 @@ class Store:
         with self._lock:
             self._maps.clear()
         if self._owned is not None:
+            atexit.unregister(self.close)
             self._owned.close("it has closed its weight store")
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -420,7 +441,8 @@ class Store:
             if error.worker != self.on:
                 raise
             raise WorkerLostError(
-                f"store '{self.name}' is gone with worker '{self.on}', which kept it ({error.reason}). What has "
+                f"store '{self.name}' is gone with worker '{self.on}', which kept it ({error.reason}). What "
+                "has "
                 "been read stays as it is; a new store begins without versions.",
                 self.on,
                 error.reason,
@@ -445,7 +467,7 @@ class Lease(Mapping[str, Tensor]):
         self._memory: list[Any] = []
         self._tensors: dict[str, Tensor] = {}
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         if self._ticket is not None:
             raise WeightsError("a lease can be entered once: call lease() again")
         store, (version, timeout) = self._store, self._asked
@@ -516,6 +538,11 @@ def _described(state: Mapping[str, Any]) -> tuple[dict[str, list[Piece]], dict[s
         dtype = (value.tensor if isinstance(value, Block) else value).dtype
         specs[name] = Spec(name_of_dtype(dtype), shape)
     return pieces, specs
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether a tensor is expanded, so that several elements are one in memory."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _batches(pieces: Mapping[str, Sequence[Piece]]) -> Iterator[list[tuple[str, Box, Tensor]]]:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -102,9 +101,9 @@ def test_newest_and_newer(store: Store) -> None:
     assert store.get(into) == 3
     assert store.get(into, newer_than=6) == 3
     assert same(into["w"], whole(3))
-    with pytest.raises(TimeoutError, match="no version newer than 3 within 0.01 s"):
+    with pytest.raises(TimeoutError, match="no version newer than 3 within"):
         store.get(into, newer_than=3, timeout=0.01)
-    with pytest.raises(TimeoutError, match="no version 9 within 0.01 s"):
+    with pytest.raises(TimeoutError, match="no version 9 within"):
         store.get(into, version=9, timeout=0.01)
     with pytest.raises(WeightsError, match=r"has version 5 no longer: it keeps the newest 2"):
         store.get(into, version=5)
@@ -126,6 +125,8 @@ def test_what_does_not_fit_changes_nothing(store: Store) -> None:
     ):
         with pytest.raises(WeightsError, match=f"version 1 of store 'policy' does not fit: {reason}"):
             store.get(into)
+    with pytest.raises(WeightsError, match="'b' cannot be written to"):
+        store.get({"w": before, "b": torch.ones(1).expand(2)})
     assert same(before, empty())
     assert store.usage()["leases"] == 0
 
@@ -154,7 +155,7 @@ def test_parts_that_do_not_fit_leave_the_version_open(store: Store) -> None:
 def test_a_version_does_not_change(store: Store) -> None:
     store.put(1, {"w": whole(1)})
     assert store.put(1, {"w": whole(1)}) is True
-    with pytest.raises(WeightsError, match="version 1 .* is whole already, with other values of 'w'"):
+    with pytest.raises(WeightsError, match=r"version 1 .* is whole already, with other values of 'w'"):
         store.put(1, {"w": whole(2)})
     store.drop(1)
     store.put(1, {"w": whole(2)})
@@ -320,7 +321,7 @@ def shard(worker: Worker) -> list[bool]:
                 parameter.zero_()
         store.get(model.state_dict(), version=1)
         for name, value in model.state_dict().items():
-            equal.append(torch.equal(cast(DTensor, value).full_tensor(), expected[name]))
+            equal.append(torch.equal(cast("DTensor", value).full_tensor(), expected[name]))
         store.put(2, {"w": distribute_tensor(torch.arange(7.0), mesh, [Shard(0), Replicate()])})
         seven = torch.zeros(7)
         store.get({"w": seven}, version=2, timeout=20)

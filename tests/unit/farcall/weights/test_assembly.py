@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,7 +94,7 @@ def test_any_partition_is_accepted_in_any_order(data: st.DataObject) -> None:
         boxes = [
             Box((*offset, begin), (*sizes, end - begin))
             for offset, sizes in boxes
-            for begin, end in zip(marks, marks[1:], strict=False)
+            for begin, end in itertools.pairwise(marks)
         ]
     boxes = data.draw(st.permutations(boxes))
     spec = {"w": Spec("float32", shape)}
