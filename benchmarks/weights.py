@@ -31,7 +31,8 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -112,7 +113,7 @@ def _work(
         elif side == "store":
             store.put(number, blocks.state(), part=blocks.part)
         else:
-            dcp.save(sharded, checkpoint_id=f"{path}/{number % 2}", process_group=group)
+            save(sharded, checkpoint_id=f"{path}/{number % 2}", process_group=group)
 
     def get(number: int, side: str) -> None:
         if side == "copies":
@@ -120,7 +121,7 @@ def _work(
         elif side == "store":
             store.get(blocks.state(), version=number)
         else:
-            dcp.load(sharded, checkpoint_id=f"{path}/{number % 2}", process_group=group)
+            load(sharded, checkpoint_id=f"{path}/{number % 2}", process_group=group)
 
     def timed(act: Callable[[int, str], None], number: int, side: str, *, acts: bool) -> float:
         barrier.wait()

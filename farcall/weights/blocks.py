@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class Block:
     """
 
     def __init__(self, tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> None:
-        if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+        if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):  # type: ignore[redundant-expr]
             raise TypeError(f"a Block is made of a plain tensor, not of {type(tensor).__name__}")
         self.tensor = tensor
         self.offset = tuple(operator.index(each) for each in offset)
@@ -120,7 +120,7 @@ def _check(name: str, local: Tensor) -> None:
 def _of_dtensor(name: str, value: DTensor) -> tuple[list[Piece], tuple[int, ...]]:
     shape = tuple(value.shape)
     with torch.no_grad():
-        local = value.detach().to_local()
+        local: Tensor = cast("DTensor", value.detach()).to_local()
     _check(name, local)
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
@@ -129,16 +129,14 @@ def _of_dtensor(name: str, value: DTensor) -> tuple[list[Piece], tuple[int, ...]
     for placement in value.placements:
         if not isinstance(placement, Replicate) and not hasattr(placement, "dim"):
             raise WeightsError(
-                f"{name!r} has the placement {placement}: its values are terms of a sum; redistribute it "
-                "first"
+                f"{name!r} has the placement {placement}, so its values are terms of a sum: redistribute it"
             )
     indices = indices_of(shape, tuple(mesh.shape), coordinate, value.placements)
     sizes = tuple(map(len, indices))
     if sizes != tuple(local.shape):
         raise WeightsError(
-            f"the local tensor of {name!r} has shape {tuple(local.shape)}, but a tensor of shape {shape} "
-            "with "
-            f"placements {value.placements} has {sizes} here"
+            f"the local tensor of {name!r} has shape {tuple(local.shape)}; the placements "
+            f"{value.placements} of a tensor of shape {shape} give it {sizes}"
         )
     runs = [_runs(each) for each in indices]
     found = []

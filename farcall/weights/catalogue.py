@@ -233,6 +233,11 @@ class Catalogue:
         is_newer = newest.number > newer_than if serial is None else newest.serial > serial
         return newest if is_newer else None
 
+    def by_serial(self, serial: int) -> Version | None:
+        """Return a version that readers can have, or have a lease of, by its place in the order."""
+        there = [*self.whole.values(), *self.leases.values()]
+        return next((version for version in there if version.serial == serial), None)
+
     def lease(self, version: Version, lease: Lease) -> None:
         """Keep a version until ``release``. A lease that its holder has already is for this version then."""
         self._check_alive(lease.holder)

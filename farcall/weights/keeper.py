@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from farcall.weights import delta
 from farcall.weights.blocks import Box
 from farcall.weights.catalogue import Catalogue, Lease, Version, Who
 from farcall.weights.errors import WeightsError
@@ -46,6 +47,7 @@ class Keeper:
     Attributes:
         epoch: distinguishes it from earlier keepers of the same name.
         agent: the agent, by which others ask.
+        own: that agent, as writers and readers are named.
     """
 
     def __init__(self, name: str, agent: Agent) -> None:
@@ -62,12 +64,15 @@ class Keeper:
         self._waiting: dict[Lease, torch.futures.Future[int]] = {}
         self._changes = 0
         self._compared = 0
+        self._copies: dict[str, list[int]] = {}
+        """For each other host, the incarnations of workers that can keep its copy."""
+        self._changes_between: dict[tuple[int, int], list[list[Any]] | None] = {}
         self._sent_bytes = self._received_bytes = 0
         self._closed = False
         self._server = DescriptorServer(self._duplicate) if AVAILABLE else None
         self.agent = agent
         self._run_soon = agent.calls.completions.run_soon
-        self._own = Who(agent.info.name, agent.incarnation)
+        self.own = Who(agent.info.name, agent.incarnation)
         hooks = agent.lifecycle.hooks
         hooks.gone.append(self._peer_gone)
         hooks.closed.append(self.close)
@@ -99,7 +104,8 @@ class Keeper:
             with self._changing():
                 if not self._catalogue.make_room(number, Who(*who), insist=insist):
                     return self._changes
-                version, size = self._catalogue.begin(number, *part, specs, blocks, Who(*who))
+                index, count = part
+                version, size = self._catalogue.begin(number, index, count, specs, blocks, Who(*who))
                 if version.whole:
                     return None
             if size is not None:
@@ -142,7 +148,7 @@ class Keeper:
             if version is None:
                 raise WeightsError(f"store '{self.name}' has no version {number} any more")
             self._compared += 1
-            lease = Lease(self._own, self._compared)
+            lease = Lease(self.own, self._compared)
             self._catalogue.lease(version, lease)
             tensors = [self._tensor(version, name) for name, *_ in digests]
         try:
@@ -163,12 +169,77 @@ class Keeper:
             if version is None:
                 return [None, self._changes, self._why(number)]
             self._catalogue.lease(version, Lease(Who(*who), ticket))
-            return [
-                version.number,
-                version.assembly.layout.to_wire(),
-                self._segments_of(version),
-                list(self._segments),
-            ]
+            return self._opened(version)
+
+    def _opened(self, version: Version) -> list[Any]:
+        return [
+            version.number,
+            version.assembly.layout.to_wire(),
+            self._segments_of(version),
+            list(self._segments),
+            version.serial,
+        ]
+
+    def open_serial(self, serial: int, who: list[Any], ticket: int) -> list[Any]:
+        """Return the version that became whole as the ``serial``-th, as ``open`` does, for a host's copy."""
+        with self._changing():
+            version = self._catalogue.by_serial(serial)
+            if version is None:
+                raise WeightsError(f"store '{self.name}' has that version no longer")
+            self._catalogue.lease(version, Lease(Who(*who), ticket))
+            return self._opened(version)
+
+    def changes(self, who: list[Any], ticket: int, have: int) -> list[list[Any]] | None:
+        """Return in which elements of which tensors a leased version differs from another one, for a host's
+        copy that has that; None if the other one is gone, or half of all bytes and more differ.
+        """
+        with self._lock:
+            version = self._catalogue.leased(Lease(Who(*who), ticket))
+            base = self._catalogue.by_serial(have)
+            if base is None or base.assembly.layout.specs != version.assembly.layout.specs:
+                return None
+            known = self._changes_between.get((have, version.serial), _UNKNOWN)
+            if known is _UNKNOWN:
+                self._compared += 1
+                lease = Lease(self.own, self._compared)
+                self._catalogue.lease(base, lease)
+                pairs = [
+                    (name, self._tensor(base, name), self._tensor(version, name))
+                    for name in base.assembly.layout.specs
+                ]
+        if known is _UNKNOWN:
+            try:
+                known = _changes(pairs, version.assembly.layout.bytes // 2)
+            finally:
+                with self._changing():
+                    self._catalogue.release(lease, used=False)
+        with self._lock:
+            self._changes_between = {(have, version.serial): known, **self._changes_between}
+            while len(self._changes_between) > _MOST_CHANGES:
+                self._changes_between.popitem()
+            for _, gaps, bits in known or ():
+                self._sent_bytes += gaps.nbytes + bits.nbytes
+        return known
+
+    def copy_at(self, host: str, who: list[Any], failed: int | None) -> list[Any]:
+        """Return the description of the worker that keeps the copy of a host: of those that have asked, the
+        first one that lives.
+        """
+        with self._lock:
+            there = self._copies.setdefault(host, [])
+            members = self.agent.group.peers.view
+            there[:] = [each for each in there if each != failed and members.find(each) is not None]
+            if who[1] not in there:
+                there.append(who[1])
+            found = members.find(there[0])
+            assert found is not None
+            return found.to_wire()
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """Return the whole tensors of a version of this process's own."""
+        with self._lock:
+            version = self._catalogue.whole.get(number) or self._catalogue.open[number]
+            return {name: self._tensor(version, name) for name in version.assembly.layout.specs}
 
     def read(self, who: list[Any], ticket: int, blocks: list[list[Any]]) -> list[Tensor]:
         """Return blocks of a version that the caller has a lease of."""
@@ -248,7 +319,7 @@ class Keeper:
 
     def _settle(self) -> None:
         """Close memory that no version uses, or keep it for the next one."""
-        closed = []
+        closed: list[Segment] = []
         for memory, reusable in self._catalogue.freed():
             segment = self._segments.pop(memory)
             (self._spare if reusable else closed).append(segment)
@@ -271,9 +342,9 @@ class Keeper:
                 if self._catalogue.open.get(version.number) is version:
                     self._catalogue.withdraw(version, part)
             raise NoMemoryError(
-                f"there is no memory for part {part} of version {version.number} of store '{self.name}': "
-                f"{error}. "
-                "The versions before are still there; keep fewer (keep=), or release leases."
+                f"there is no memory for part {part} of version {version.number} of store "
+                f"'{self.name}': {error}. The versions before are still there; keep fewer (keep=), or "
+                "release leases."
             ) from None
         with self._changing():
             self._segments[segment.number] = segment
@@ -310,9 +381,7 @@ class Keeper:
 
     def _why(self, number: int | None) -> str:
         """Describe why a reader has to wait."""
-        waited = self._catalogue.open.values() if number is None else ()
-        if number in self._catalogue.open:
-            waited = (self._catalogue.open[number],)
+        waited = [each for each in self._catalogue.open.values() if number in (None, each.number)]
         missing = "".join(f"; of version {each.number} {each.missing()}" for each in waited)
         return f"it has {list(self._catalogue.whole) or 'none'}{missing}"
 
@@ -371,6 +440,25 @@ class Keeper:
         _close_all([*self._segments.values(), *self._spare])
 
 
+_UNKNOWN: Final[Any] = object()
+
+_MOST_CHANGES: Final = 2
+"""Maximum number of pairs of versions whose differences are kept for copies of further hosts."""
+
+
+def _changes(pairs: Iterable[tuple[str, Tensor, Tensor]], most: int) -> list[list[Any]] | None:
+    """Return name, gaps and bits of the tensors that differ; None if they take more than ``most`` bytes."""
+    found: list[list[Any]] = []
+    for name, old, new in pairs:
+        gaps, bits = delta.encode(old, new)
+        if len(bits):
+            found.append([name, gaps, bits])
+            most -= len(gaps) + len(bits)
+            if most < 0:
+                return None
+    return found
+
+
 def _close_all(segments: Sequence[Segment]) -> None:
     for segment in segments:
         segment.close()
@@ -386,7 +474,7 @@ def _contains(outer: Box, inner: Box) -> bool:
 def digest(tensor: Tensor) -> bytes:
     """Return a digest of the bits of a tensor."""
     data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy(), digest_size=16).digest()
+    return hashlib.blake2b(memoryview(data.numpy()), digest_size=16).digest()
 
 
 # ---- the keepers of this process
@@ -459,6 +547,9 @@ _ASKED: Final[Mapping[str, Callable[..., Any]]] = {
         Keeper.written,
         Keeper.compare,
         Keeper.open,
+        Keeper.open_serial,
+        Keeper.changes,
+        Keeper.copy_at,
         Keeper.read,
         Keeper.release,
         Keeper.drop,

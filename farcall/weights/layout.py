@@ -117,7 +117,9 @@ class Layout:
 
     @classmethod
     def from_wire(cls, wire: Any) -> Layout:
-        """The reverse of ``to_wire``; ``WeightsError`` for anything else: what is made lies in its segments."""
+        """Return what ``to_wire`` has described: tensors that lie in their segments. Raises ``WeightsError``
+        for anything else.
+        """
         try:
             sizes, entries = wire
             layout = cls()

@@ -11,21 +11,24 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 
-from farcall.weights import keeper
+from farcall.weights import copies, keeper
 from farcall.weights.blocks import Block, Box, Piece, cut, part_of, pieces_of
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Layout, Spec, difference, name_of_dtype
-from farcall.weights.memory import Access, Mapped, fetch_descriptor, map_segment
+from farcall.weights.memory import AVAILABLE, Access, Mapped, fetch_descriptor, map_segment
 from rpc.agent.agent import Agent
 from rpc.api import get_worker_info
 from rpc.errors import NoMemoryError, RpcError, RpcTimeoutError, WorkerLostError
 from rpc.group.membership import WorkerReference
+from rpc.group.workers import Member
+from rpc.lifecycle.own_backend import admit
 from rpc.rendezvous.address import host_identity
 from rpc.runtime.current import current_agent
 
@@ -44,6 +47,9 @@ _MESSAGE_BYTES: Final = 8 << 20
 
 _WINDOW: Final = 6
 """Number of calls with blocks under way."""
+
+_ATTEMPTS: Final = 4
+"""Maximum number of processes that a reader asks for this host's copy, one after another."""
 
 _MAX_NUMBER: Final = 1 << 63
 
@@ -76,9 +82,9 @@ class Store:
             raise WeightsError(
                 f"copies={copies!r} is not possible: a store has its versions on one host (docs/weights.md)"
             )
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name:  # type: ignore[redundant-expr]
             raise WeightsError(f"a store's name is a text, not {name!r}")
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        if keep is not None and (type(keep) is not int or keep < 1):
             raise WeightsError(f"keep is a number of versions from 1 on, not {keep!r:.80}")
         agent = current_agent()
         if not isinstance(agent, Agent):
@@ -103,6 +109,9 @@ class Store:
         self._who = [agent.info.name, agent.incarnation]
         self._tickets = itertools.count(1)
         self._maps: dict[tuple[int, Access], Mapped] = {}
+        self._copy: Store | None = None
+        self._copy_keeper: int | None = None
+        self._copy_failed: int | None = None
         self._lock = threading.RLock()  # a finalizer that runs while it is held may use the store
         self._epoch, host, channel = self._call(keeper.opened, name, keep)
         self._channel: list[Any] | None = channel if host == host_identity() else None
@@ -162,7 +171,7 @@ class Store:
             self._send(number, index, mine)
         else:
             for name, own in mine.items():
-                whole = layout.tensor(mapped, name)
+                whole = layout.tensor([each.data for each in mapped], name)
                 for piece in own:
                     piece.box.of(whole).copy_(piece.local)
         return bool(self._ask("written", number, index, self._who))
@@ -236,19 +245,21 @@ class Store:
         for name, own in pieces.items():
             if any(_overlaps_itself(piece.local) for piece in own):
                 raise WeightsError(f"{name!r} cannot be written to: some of its elements are one in memory")
-        with self._leased(version, newer_than, timeout) as (number, layout, segments, live, ticket):
-            self._check_fits(number, specs, layout)
-            mapped = self._mapped(segments, live, Access.READ)
-            if mapped is None:
-                arrived = self._fetch(ticket, pieces)
-                for local, data in arrived:
-                    local.copy_(data)
-            else:
-                for name, own in pieces.items():
-                    whole = layout.tensor(mapped, name)
-                    for piece in own:
-                        piece.local.copy_(piece.box.of(whole))
-        return number
+        with contextlib.ExitStack() as stack:
+            held = stack.enter_context(self._leased(version, newer_than, timeout))
+            reason = difference(specs, held.layout.specs)
+            if reason is not None:
+                raise WeightsError(f"version {held.number} of store '{self.name}' does not fit: {reason}")
+            view = self._view(held, Access.READ, stack)
+            if view is None:
+                self._fetch(held.ticket, pieces)
+                return held.number
+            layout, mapped = view
+            for name, own in pieces.items():
+                whole = layout.tensor([each.data for each in mapped], name)
+                for piece in own:
+                    piece.local.copy_(piece.box.of(whole))
+            return held.number
 
     def lease(self, version: int | None = None, timeout: float | None = None) -> Lease:
         """Keep a version, and use its tensors where they lie: a context manager.
@@ -269,15 +280,18 @@ class Store:
 
     @contextlib.contextmanager
     def _leased(
-        self, version: int | None, newer_than: int | None, timeout: float | None
-    ) -> Iterator[tuple[int, Layout, list[Any], list[Any], int]]:
-        """Have a lease of a version inside the block."""
+        self,
+        version: int | None,
+        newer_than: int | None,
+        timeout: float | None,
+        used: Callable[[], bool] = lambda: False,
+    ) -> Iterator[_Held]:
+        """Have a lease of a version inside the block; ``used``: whether its memory is used after it."""
         ticket = next(self._tickets)
         try:
-            number, wire, segments, live = self._wait(version, newer_than, timeout, ticket)
-            yield number, Layout.from_wire(wire), segments, live, ticket
+            yield _Held.of(ticket, self._wait(version, newer_than, timeout, ticket))
         finally:
-            self._release(ticket, used=False)
+            self._release(ticket, used=used())
 
     def _wait(
         self, version: int | None, newer_than: int | None, timeout: float | None, ticket: int
@@ -306,18 +320,22 @@ class Store:
         with contextlib.suppress(RpcTimeoutError):
             self._call(keeper.changed, self.name, self._epoch, state, self._who, ticket, timeout=timeout)
 
+    def _end(self, ticket: int, used: Callable[[], bool]) -> None:
+        self._release(ticket, used=used())
+
     def _release(self, ticket: int, *, used: bool) -> None:
         with contextlib.suppress(RpcError):  # the worker is gone, and the lease with it
             self._ask("release", self._who, ticket, used)
 
-    def _check_fits(self, number: int, specs: Mapping[str, Spec], layout: Layout) -> None:
-        reason = difference(specs, layout.specs)
-        if reason is not None:
-            raise WeightsError(f"version {number} of store '{self.name}' does not fit: {reason}")
+    def _fetch(self, ticket: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """Get blocks from another host; all of them, before the first one is copied into local memory."""
+        for local, data in list(self._arriving(ticket, pieces)):
+            local.copy_(data)
 
-    def _fetch(self, ticket: int, pieces: Mapping[str, Sequence[Piece]]) -> list[tuple[Tensor, Tensor]]:
-        """Get blocks from another host; returns local memory, and what is to be copied into it."""
-        arrived: list[tuple[Tensor, Tensor]] = []
+    def _arriving(
+        self, ticket: int, pieces: Mapping[str, Sequence[Piece]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Get blocks from another host; yields local memory, and what is to be copied into it."""
 
         def call(batch: list[tuple[str, Box, Tensor]]) -> Any:
             return self._ask_later("read", self._who, ticket, [[name, _wire(box)] for name, box, _ in batch])
@@ -328,8 +346,7 @@ class Store:
                     raise WeightsError(
                         f"store '{self.name}' sent another block of {name!r} than was asked for"
                     )
-                arrived.append((local, tensor))
-        return arrived
+                yield local, tensor
 
     @staticmethod
     def _in_window(call: Callable[[Any], Any], batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
@@ -351,27 +368,85 @@ class Store:
 
     # ---- memory of this host
 
-    def _mapped(self, segments: list[Any], live: list[Any], access: Access) -> list[Tensor] | None:
-        """Return the bytes of segments in this process; None if they are another host's."""
+    def _view(
+        self,
+        held: _Held,
+        access: Access,
+        stack: contextlib.ExitStack,
+        used: Callable[[], bool] = lambda: False,
+    ) -> tuple[Layout, list[Mapped]] | None:
+        """Return a leased version in memory of this host, the store's or that of this host's copy, until
+        ``stack`` ends; None if there is none.
+        """
+        mapped = self._mapped(held.segments, held.live, access)
+        if mapped is not None:
+            return held.layout, mapped
+        for _ in range(_ATTEMPTS):
+            try:
+                copy = self._find_copy()
+                if copy is None:
+                    return None
+                ticket = next(copy._tickets)
+                stack.callback(copy._end, ticket, used)
+                answer = copy._call(copies.bring, self.name, self._epoch, held.serial, copy._who, ticket)
+            except WorkerLostError as error:
+                if error.worker in ("", self.on):
+                    raise
+                self._copy, self._copy_failed = None, self._copy_keeper  # another process takes its place
+            except WeightsError:  # it is not ready yet
+                return None
+            else:
+                brought = _Held.of(ticket, answer)
+                there = copy._mapped(brought.segments, brought.live, access)
+                return None if there is None else (brought.layout, there)
+        return None
+
+    def _find_copy(self) -> Store | None:
+        """Return a handle of this host's copy, which this process may have to keep."""
+        if self._copy is None and AVAILABLE:
+            copies.offer(self.name, self._epoch, self._agent, self)
+            wire = self._ask("copy_at", host_identity(), self._who, self._copy_failed)
+            member = Member.from_wire(wire)
+            self._copy_keeper = member.incarnation
+            if self._scope != keeper.GROUP and member.incarnation != self._agent.incarnation:
+                admit(self._agent, member)
+            scope, name = f"copy {self._scope}", f"{self.name}@{self._epoch}"
+            self._agent.call(member.name, copies.prepare, (scope, name, self.name, self._epoch), {}, 0.0)
+            copy = Store.__new__(Store)
+            copy._open(name, member.name, self._agent, scope, None)
+            self._copy = copy
+        return self._copy
+
+    @contextlib.contextmanager
+    def reading(self, serial: int) -> Iterator[_Reading]:
+        """See ``copies.Source``."""
+        ticket = next(self._tickets)
+        try:
+            held = _Held.of(ticket, self._ask("open_serial", serial, self._who, ticket))
+            yield _Reading(self, held)
+        finally:
+            self._release(ticket, used=False)
+
+    def _mapped(self, segments: list[Any], live: list[Any], access: Access) -> list[Mapped] | None:
+        """Return segments in this process; None if they are another host's."""
         with self._lock:
             for key in [key for key in self._maps if key[0] not in live]:
                 del self._maps[key]
             found = []
             for number, size in segments:
-                mapped = self._maps.get((number, access))
+                mapped = self._maps.get((number, access)) or self._map(number, size, access)
                 if mapped is None:
-                    mapped = self._map(number, size, access)
-                    if mapped is None:
-                        return None
+                    return None
+                if access is not Access.COPY:
                     self._maps[number, access] = mapped
-                found.append(mapped.data)
+                found.append(mapped)
             return found
 
     def _map(self, number: int, size: int, access: Access) -> Mapped | None:
         if self._channel is None:
             return None
         try:
-            descriptor = fetch_descriptor(*self._channel, number, size)
+            descriptor = fetch_descriptor(self._channel[0], self._channel[1], number, size)
         except OSError as error:
             logger.warning(
                 "weights of store '%s' go through calls, not through shared memory: %s", self.name, error
@@ -461,50 +536,41 @@ class Lease(Mapping[str, Tensor]):
     def __init__(self, store: Store, version: int | None, timeout: float | None) -> None:
         self._store = store
         self._asked = version, timeout
-        self._ticket: int | None = None
+        self._stack = contextlib.ExitStack()
         self._layout: Layout | None = None
         self._data: list[Tensor] = []
         self._memory: list[Any] = []
         self._tensors: dict[str, Tensor] = {}
 
     def __enter__(self) -> Self:
-        if self._ticket is not None:
-            raise WeightsError("a lease can be entered once: call lease() again")
+        if self._layout is not None:
+            raise WeightsError("a lease is entered once at a time: call lease() again")
         store, (version, timeout) = self._store, self._asked
-        self._ticket = ticket = next(store._tickets)
-        try:
-            self.version, wire, segments, _ = store._wait(version, None, timeout, ticket)
-            self._layout = Layout.from_wire(wire)
-            mapped = [store._map(number, size, Access.COPY) for number, size in segments]
-            for each in mapped:
-                if each is None:
-                    self._fetch(ticket, self._layout)
-                    break
-                self._data.append(each.data)
-                self._memory.append(each.memory)
-        except BaseException:
-            self.__exit__()
-            raise
+        with contextlib.ExitStack() as stack:
+            held = stack.enter_context(store._leased(version, None, timeout, self._is_used))
+            view = store._view(held, Access.COPY, stack, self._is_used)
+            if view is None:
+                layout = held.layout
+                self._data = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]
+                store._fetch(held.ticket, _wholes(layout, self._data))
+            else:
+                layout, mapped = view
+                self._data = [each.data for each in mapped]
+                self._memory = [each.memory for each in mapped]
+            self.version, self._layout = held.number, layout
+            self._stack = stack.pop_all()
         return self
 
-    def _fetch(self, ticket: int, layout: Layout) -> None:
-        """Get all tensors from another host."""
-        self._data = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]
-        self._memory = []
-        pieces = {
-            name: [Piece(layout.tensor(self._data, name), Box((0,) * len(spec.shape), spec.shape))]
-            for name, spec in layout.specs.items()
-        }
-        for local, data in self._store._fetch(ticket, pieces):
-            local.copy_(data)
+    def _is_used(self) -> bool:
+        """Whether tensors of its memory outlive it."""
+        return any(memory() is not None for memory in self._memory)
 
     def __exit__(self, *_: object) -> None:
         self._tensors.clear()
         self._data.clear()
         self._layout = None
-        used = any(memory() is not None for memory in self._memory)
-        assert self._ticket is not None
-        self._store._release(self._ticket, used=used)
+        self._stack.close()
+        self._memory.clear()
 
     def __getitem__(self, name: str) -> Tensor:
         layout = self._entered()
@@ -524,6 +590,55 @@ class Lease(Mapping[str, Tensor]):
         if self._layout is None:
             raise WeightsError("a lease has tensors inside its with statement only")
         return self._layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A version that this process has a lease of, with this ticket."""
+
+    ticket: int
+    number: int
+    layout: Layout
+    segments: list[Any]
+    live: list[Any]
+    serial: int
+
+    @classmethod
+    def of(cls, ticket: int, answer: Any) -> _Held:
+        """Return what ``Keeper.open`` has described."""
+        number, wire, segments, live, serial = answer
+        return cls(ticket, number, Layout.from_wire(wire), segments, live, serial)
+
+
+class _Reading:
+    """See ``copies.Reading``."""
+
+    def __init__(self, store: Store, held: _Held) -> None:
+        self.layout = held.layout
+        self._store = store
+        self._ticket = held.ticket
+
+    def changes(self, have: int) -> Sequence[tuple[str, Tensor, Tensor]] | None:
+        """See ``copies.Reading``."""
+        found: Sequence[tuple[str, Tensor, Tensor]] | None = self._store._ask(
+            "changes", self._store._who, self._ticket, have
+        )
+        return found
+
+    def fill(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """See ``copies.Reading``."""
+        for local, data in self._store._arriving(self._ticket, pieces):
+            local.copy_(data)
+
+
+def _wholes(layout: Layout, data: Sequence[Tensor]) -> dict[str, list[Piece]]:
+    """Return the tensors of a layout as pieces of local memory; without empty ones."""
+    tensors = {name: layout.tensor(data, name) for name in layout.entries}
+    return {
+        name: [Piece(tensor, Box((0,) * tensor.dim(), tuple(tensor.shape)))]
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    }
 
 
 def _described(state: Mapping[str, Any]) -> tuple[dict[str, list[Piece]], dict[str, Spec]]:

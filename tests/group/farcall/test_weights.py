@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import rpc
 from farcall.weights import Block, Store, WeightsError
+from farcall.weights import keeper as keeper_module
 from farcall.weights import store as store_module
 from rpc.errors import NoMemoryError, WorkerLostError
 from tests.support.process_groups import process_group
@@ -242,7 +243,8 @@ def publish(worker: Worker, numbers: int, *, far: bool = False) -> None:
 
 def be_far() -> None:
     """This process behaves as on another host than the store's."""
-    store_module.host_identity = lambda: "another host"  # type: ignore[attr-defined]
+    for module in (store_module, keeper_module):
+        setattr(module, "host_identity", lambda: "another host")  # noqa: B010  # mypy knows both
 
 
 def follow(worker: Worker, last: int, *, far: bool = False) -> list[int]:
@@ -293,6 +295,89 @@ def exchange_large(worker: Worker) -> tuple[bool, bool] | None:
         into = torch.zeros_like(large.t())
         store.get({"w": into})
         return torch.equal(into, large.t()), store.usage()["sent_bytes"] == large.nbytes
+
+
+def read_far(worker: Worker) -> list[int]:
+    """Read three versions, at the pace of the test; returns what the store has sent after each."""
+    be_far()
+    with worker.group():
+        store = Store("policy", on="worker0")
+        into = {"w": torch.zeros(1000, 1000)}
+        sent = []
+        for number in (1, 2, 3):
+            worker.wait_for("read")
+            assert store.get(into, version=number) == number
+            assert torch.equal(into["w"], large(number))
+            with store.lease(number) as leased:
+                assert torch.equal(leased["w"], large(number))
+                leased["w"].zero_()
+            assert store.get(into) == number
+            assert torch.equal(into["w"], large(number))
+            worker.report("has read")
+            worker.wait_for("go on")
+            sent.append(store.usage()["sent_bytes"])
+        return sent
+
+
+def large(number: int) -> torch.Tensor:
+    """A version; the second differs from the first in 2 % of the elements, the third in all."""
+    tensor = torch.arange(1_000_000.0)
+    if number == 2:
+        tensor[::50] += 0.5
+    return (tensor + (number == 3)).view(1000, 1000)
+
+
+def publish_large(worker: Worker) -> None:
+    with worker.group():
+        store = Store("policy", on="worker0")
+        for number in (1, 2, 3):
+            worker.wait_for("put")
+            store.put(number, {"w": large(number)})
+            worker.report("has put")
+
+
+def test_a_host_fetches_a_version_once_and_then_what_has_changed(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([publish_large, read_far, read_far], 3)
+    for _ in range(3):
+        workers[0].tell("put")
+        workers[0].wait_for("has put")
+        for event, answer in (("read", "has read"), ("go on", None)):
+            for reader in (workers[1], workers[2]):
+                reader.tell(event)
+            for reader in (workers[1], workers[2]):
+                if answer is not None:
+                    reader.wait_for(answer)
+    for first, second, third in workers.results()[1:]:
+        assert first == 4_000_000
+        assert second - first < 0.05 * 4_000_000
+        assert third - second == 4_000_000
+
+
+def read_twice_far(worker: Worker) -> bool:
+    be_far()
+    worker.join()
+    store = Store("policy", on="worker0")
+    into = {"w": empty()}
+    worker.wait_for("go on")
+    store.get(into)
+    worker.report("has read")
+    worker.wait_for("go on")
+    into["w"].zero_()
+    store.get(into)
+    rpc.shutdown(graceful=False)
+    return same(into["w"], whole(1))
+
+
+def test_another_process_keeps_the_copy_of_a_host_if_one_dies(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([keep_and_die, read_twice_far, read_twice_far], 3)
+    workers[0].wait_for("ready")
+    for rank in (1, 2):  # the first one keeps the copy
+        workers[rank].tell("go on")
+        workers[rank].wait_for("has read")
+    workers[1].kill()
+    workers[2].tell("go on")
+    assert workers[2].result() is True
+    workers[0].kill()
 
 
 def shard(worker: Worker) -> list[bool]:

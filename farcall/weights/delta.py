@@ -1,0 +1,82 @@
+"""The difference between two versions of a tensor, bit for bit: which elements changed, and their new bits.
+Pure.
+
+Positions go as *gaps*, the number of unchanged elements before each changed one, in one byte; 255 means to
+add it and go on with the next byte. The bits are absolute, so a delta that is applied twice does no harm.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farcall.weights.errors import WeightsError
+
+__all__ = ["apply", "encode"]
+
+Array = np.ndarray[Any, Any]
+
+_BITS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_BLOCK: Final = 1 << 20
+"""Number of elements that are compared at a time, so that they stay in the processor's cache."""
+
+
+def encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gaps and the new bits of the elements that changed, as bytes.
+
+    Args:
+        old, new: contiguous, of one type and shape.
+    """
+    before, after = _bits(old), _bits(new)
+    found = [
+        np.flatnonzero(before[begin : begin + _BLOCK] != after[begin : begin + _BLOCK]) + begin
+        for begin in range(0, before.size, _BLOCK)
+    ]
+    changed = np.concatenate(found) if found else np.empty(0, np.int64)
+    return _tensor(_gaps(changed)), _tensor(after[changed].view(np.uint8))
+
+
+def apply(gaps: Tensor, bits: Tensor, into: Tensor) -> None:
+    """Make the old version of a contiguous tensor the new one.
+
+    Raises:
+        WeightsError: this is no delta of such a tensor; nothing has changed.
+    """
+    target = _bits(into)
+    positions = _positions(gaps.numpy())
+    values = bits.numpy()
+    if len(values) != len(positions) * target.itemsize or (
+        len(positions) and int(positions[-1]) >= target.size
+    ):
+        raise WeightsError(f"a malformed difference of a tensor of shape {tuple(into.shape)}")
+    target[positions] = np.ascontiguousarray(values).view(target.dtype)
+
+
+def _bits(tensor: Tensor) -> Array:
+    """Return the bits of a contiguous tensor; for complex128, two elements for each."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    size = min(tensor.element_size(), 8)
+    found: Array = flat.view(_BITS[size])
+    return found
+
+
+def _tensor(data: Array) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(data))
+
+
+def _gaps(positions: Array) -> Array:
+    gaps = np.diff(positions, prepend=-1) - 1
+    more = gaps // 255
+    found = np.full(len(gaps) + int(more.sum()), 255, np.uint8)
+    found[np.cumsum(more + 1) - 1] = gaps - more * 255
+    return found
+
+
+def _positions(gaps: Array) -> Array:
+    ends = gaps != 255
+    total = np.cumsum(gaps, dtype=np.int64)[ends]
+    found: Array = total + np.arange(len(total))
+    return found
