@@ -198,7 +198,7 @@ class Keeper:
             base = self._catalogue.by_serial(have)
             if base is None or base.assembly.layout.specs != version.assembly.layout.specs:
                 return None
-            known = self._changes_between.get((have, version.serial), _UNKNOWN)
+            known: Any = self._changes_between.get((have, version.serial), _UNKNOWN)
             if known is _UNKNOWN:
                 self._compared += 1
                 lease = Lease(self.own, self._compared)
@@ -217,9 +217,10 @@ class Keeper:
             self._changes_between = {(have, version.serial): known, **self._changes_between}
             while len(self._changes_between) > _MOST_CHANGES:
                 self._changes_between.popitem()
-            for _, gaps, bits in known or ():
+            found: list[list[Any]] | None = known
+            for _, gaps, bits in found or ():
                 self._sent_bytes += gaps.nbytes + bits.nbytes
-        return known
+        return found
 
     def copy_at(self, host: str, who: list[Any], failed: int | None) -> list[Any]:
         """Return the description of the worker that keeps the copy of a host: of those that have asked, the
@@ -326,7 +327,7 @@ class Keeper:
         while len(self._segments) + len(self._spare) > self._most_segments() and self._spare:
             closed.append(self._spare.pop(0))
         if closed:
-            self._run_soon([(_close_all, (closed,))])  # the system may take long to free it
+            self._run_soon([(_close_all, closed)])  # the system may take long to free it
 
     def _most_segments(self) -> int:
         """Return how many segments ``keep`` versions and one more have, if they are as the newest."""
@@ -393,7 +394,7 @@ class Keeper:
         """End the waits for leases."""
         answered = [self._waiting.pop(lease) for lease in leases if lease in self._waiting]
         if answered:
-            self._run_soon([(future.set_result, (self._changes,)) for future in answered])
+            self._run_soon([(future.set_result, self._changes) for future in answered])
 
     def _peer_gone(self, peer: Peer, reason: str) -> None:
         who = Who(peer.member.name, peer.incarnation)
@@ -474,7 +475,8 @@ def _contains(outer: Box, inner: Box) -> bool:
 def digest(tensor: Tensor) -> bytes:
     """Return a digest of the bits of a tensor."""
     data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(data.numpy()), digest_size=16).digest()
+    bits: Any = data.numpy()
+    return hashlib.blake2b(bits, digest_size=16).digest()
 
 
 # ---- the keepers of this process

@@ -488,6 +488,8 @@ class Store:
         """Release the memory that this handle uses, and end the connection that ``connect`` has made. The
         store itself is not touched.
         """
+        if self._copy is not None:
+            self._copy.close()
         with self._lock:
             self._maps.clear()
         if self._owned is not None:
@@ -547,8 +549,13 @@ class Lease(Mapping[str, Tensor]):
             raise WeightsError("a lease is entered once at a time: call lease() again")
         store, (version, timeout) = self._store, self._asked
         with contextlib.ExitStack() as stack:
-            held = stack.enter_context(store._leased(version, None, timeout, self._is_used))
-            view = store._view(held, Access.COPY, stack, self._is_used)
+            memory = self._memory  # and not ``self``, which has the stack that would have ``self``
+
+            def used() -> bool:
+                return any(each() is not None for each in memory)
+
+            held = stack.enter_context(store._leased(version, None, timeout, used))
+            view = store._view(held, Access.COPY, stack, used)
             if view is None:
                 layout = held.layout
                 self._data = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]
@@ -556,14 +563,10 @@ class Lease(Mapping[str, Tensor]):
             else:
                 layout, mapped = view
                 self._data = [each.data for each in mapped]
-                self._memory = [each.memory for each in mapped]
+                memory[:] = [each.memory for each in mapped]
             self.version, self._layout = held.number, layout
             self._stack = stack.pop_all()
         return self
-
-    def _is_used(self) -> bool:
-        """Whether tensors of its memory outlive it."""
-        return any(memory() is not None for memory in self._memory)
 
     def __exit__(self, *_: object) -> None:
         self._tensors.clear()
