@@ -110,10 +110,6 @@ class Assembly:
             for name, boxes in self.declared[part].items()
         }
 
-    def missing(self) -> list[int]:
-        """Return the parts that have not been declared."""
-        return [part for part in range(self.parts) if part not in self.declared]
-
     def _check_same(
         self,
         part: int,
@@ -132,9 +128,8 @@ class Assembly:
                 raise WeightsError(f"{name!r} is {known} in the version, and {spec} in part {part}")
             if list(before[name]) != list(now[name]):
                 raise WeightsError(
-                    f"part {part} was given before, with other blocks of {name!r}: {_shown(before[name])}, "
-                    "now "
-                    f"{_shown(now[name])}"
+                    f"part {part} was given before, with other blocks of {name!r}: "
+                    f"{_shown(before[name])}, now {_shown(now[name])}"
                 )
 
     def _check_boxes(self, specs: Mapping[str, Spec], blocks: Declared) -> None:

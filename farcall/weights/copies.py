@@ -96,42 +96,49 @@ class HostCopy:
         self.keeper.written(serial, 0, own)
 
 
+Key = tuple[str, int, int]
+"""The name and epoch of a store, and the incarnation of the agent by which the copy is kept."""
+
 _lock: Final = threading.Lock()
-_sources: Final[dict[tuple[str, int], tuple[Agent, Source]]] = {}
-"""Handles of this process for stores of other hosts, by the name and epoch of the store."""
-_copies: Final[dict[tuple[str, int], HostCopy]] = {}
+_sources: Final[dict[Key, tuple[Agent, Source]]] = {}
+"""Handles of this process for stores of other hosts."""
+_copies: Final[dict[Key, HostCopy]] = {}
 """The copies that this process keeps."""
 
 
 def offer(store: str, epoch: int, agent: Agent, source: Source) -> None:
     """Let the store choose this process to keep its host's copy, until the agent ends."""
+    key = store, epoch, agent.incarnation
     with _lock:
-        if (store, epoch) not in _sources:
-            _sources[store, epoch] = agent, source
-            agent.lifecycle.hooks.closed.append(lambda: _forget(store, epoch))
-            agent.lifecycle.hooks.forked.append(lambda: _forget(store, epoch))
+        if key not in _sources:
+            _sources[key] = agent, source
+            agent.lifecycle.hooks.closed.append(lambda: _forget(key))
+            agent.lifecycle.hooks.forked.append(lambda: _forget(key))
 
 
-def _forget(store: str, epoch: int) -> None:
-    _sources.pop((store, epoch), None)
-    _copies.pop((store, epoch), None)
+def _forget(key: Key) -> None:
+    _sources.pop(key, None)
+    _copies.pop(key, None)
 
 
 @allow_function
-def prepare(scope: str, name: str, store: str, epoch: int) -> None:
+def prepare(scope: str, name: str, store: str, epoch: int, incarnation: int) -> None:
     """Called at the process that the store has chosen: keep the copy, under this name of a keeper."""
+    key = store, epoch, incarnation
     with _lock:
-        if (store, epoch) not in _copies:
-            if (store, epoch) not in _sources:
+        if key not in _copies:
+            if key not in _sources:
                 raise WeightsError(f"this process does not use store '{store}' any more")
-            agent, source = _sources[store, epoch]
-            _copies[store, epoch] = HostCopy(keep_store(scope, name, agent), source)
+            agent, source = _sources[key]
+            _copies[key] = HostCopy(keep_store(scope, name, agent), source)
 
 
 @allow_function
-def bring(_scope: str, store: str, epoch: int, serial: int, who: list[Any], ticket: int) -> list[Any]:
+def bring(
+    _scope: str, store: str, epoch: int, incarnation: int, serial: int, who: list[Any], ticket: int
+) -> list[Any]:
     """Called at that process; see ``HostCopy.bring``."""
-    copy = _copies.get((store, epoch))
+    copy = _copies.get((store, epoch, incarnation))
     if copy is None:
         raise WeightsError(f"this process keeps no copy of store '{store}'")
     return copy.bring(serial, who, ticket)

@@ -24,19 +24,29 @@ _BLOCK: Final = 1 << 20
 """Number of elements that are compared at a time, so that they stay in the processor's cache."""
 
 
-def encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gaps and the new bits of the elements that changed, as bytes.
+def encode(old: Tensor, new: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
+    """Return the gaps and the new bits of the elements that changed, as bytes; None if these are more than
+    ``most`` bytes.
 
     Args:
         old, new: contiguous, of one type and shape.
+        most: number of bytes.
     """
     before, after = _bits(old), _bits(new)
-    found = [
-        np.flatnonzero(before[begin : begin + _BLOCK] != after[begin : begin + _BLOCK]) + begin
-        for begin in range(0, before.size, _BLOCK)
-    ]
-    changed = np.concatenate(found) if found else np.empty(0, np.int64)
-    return _tensor(_gaps(changed)), _tensor(after[changed].view(np.uint8))
+    gaps: list[Array] = []
+    bits: list[Array] = []
+    last = -1
+    for begin in range(0, before.size, _BLOCK):
+        block = after[begin : begin + _BLOCK]
+        changed = np.flatnonzero(before[begin : begin + _BLOCK] != block)
+        if changed.size:
+            gaps.append(_gaps(changed, begin, last))
+            bits.append(block[changed].view(np.uint8))
+            last = begin + int(changed[-1])
+            most -= len(gaps[-1]) + len(bits[-1])
+            if most < 0:
+                return None
+    return _joined(gaps), _joined(bits)
 
 
 def apply(gaps: Tensor, bits: Tensor, into: Tensor) -> None:
@@ -63,12 +73,13 @@ def _bits(tensor: Tensor) -> Array:
     return found
 
 
-def _tensor(data: Array) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(data))
+def _joined(parts: list[Array]) -> Tensor:
+    return torch.from_numpy(np.concatenate([*parts, np.empty(0, np.uint8)]))
 
 
-def _gaps(positions: Array) -> Array:
-    gaps = np.diff(positions, prepend=-1) - 1
+def _gaps(changed: Array, begin: int, last: int) -> Array:
+    """Return the gaps before positions from ``begin`` on, of which the one before was ``last``."""
+    gaps = np.diff(changed, prepend=last - begin) - 1
     more = gaps // 255
     found = np.full(len(gaps) + int(more.sum()), 255, np.uint8)
     found[np.cumsum(more + 1) - 1] = gaps - more * 255

@@ -191,7 +191,7 @@ class Keeper:
 
     def changes(self, who: list[Any], ticket: int, have: int) -> list[list[Any]] | None:
         """Return in which elements of which tensors a leased version differs from another one, for a host's
-        copy that has that; None if the other one is gone, or half of all bytes and more differ.
+        copy that has that; None if the other one is gone, or too much differs.
         """
         with self._lock:
             version = self._catalogue.leased(Lease(Who(*who), ticket))
@@ -209,7 +209,7 @@ class Keeper:
                 ]
         if known is _UNKNOWN:
             try:
-                known = _changes(pairs, version.assembly.layout.bytes // 2)
+                known = _changes(pairs, version.assembly.layout.bytes // _LEAST_GAIN)
             finally:
                 with self._changing():
                     self._catalogue.release(lease, used=False)
@@ -443,6 +443,9 @@ class Keeper:
 
 _UNKNOWN: Final[Any] = object()
 
+_LEAST_GAIN: Final = 4
+"""Differences are sent if they take at most this fraction of a version, as they cost time on both hosts."""
+
 _MOST_CHANGES: Final = 2
 """Maximum number of pairs of versions whose differences are kept for copies of further hosts."""
 
@@ -451,12 +454,12 @@ def _changes(pairs: Iterable[tuple[str, Tensor, Tensor]], most: int) -> list[lis
     """Return name, gaps and bits of the tensors that differ; None if they take more than ``most`` bytes."""
     found: list[list[Any]] = []
     for name, old, new in pairs:
-        gaps, bits = delta.encode(old, new)
-        if len(bits):
-            found.append([name, gaps, bits])
-            most -= len(gaps) + len(bits)
-            if most < 0:
-                return None
+        encoded = delta.encode(old, new, most)
+        if encoded is None:
+            return None
+        most -= sum(map(len, encoded))
+        if len(encoded[0]):
+            found.append([name, *encoded])
     return found
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import itertools
 import logging
 import operator
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +107,6 @@ class Store:
         self._owned: Agent | None = None
         self._scope = scope
         self._who = [agent.info.name, agent.incarnation]
-        self._tickets = itertools.count(1)
         self._maps: dict[tuple[int, Access], Mapped] = {}
         self._copy: Store | None = None
         self._copy_keeper: int | None = None
@@ -132,9 +131,8 @@ class Store:
 
         Args:
             number: number of the version; any order of numbers is possible.
-            state: tensors by name, such as a ``state_dict``. DTensors know their blocks; others are wholes,
-            or
-                ``Block`` objects.
+            state: tensors by name, such as a ``state_dict``. DTensors know their blocks; other tensors are
+                wholes, or ``Block`` objects.
             part: which part of the version this is, and the number of parts. Default: the position in the
                 largest mesh of the DTensors, and its size; ``(0, 1)`` without DTensors.
 
@@ -142,10 +140,9 @@ class Store:
             Whether the version is whole now.
 
         Raises:
-            WeightsError: the part does not fit to the others, which the text explains by a tensor's name:
-            they
-                overlap, or have another type or shape, or elements are missing. The version stays open, and
-                takes the right part. Or the version is whole, with other values.
+            WeightsError: the part does not fit to the others: they overlap, have another type or shape, or
+                elements are missing; the text names the tensor. The version stays open, and takes the right
+                part. Or the version is whole, with other values.
             NoMemoryError: there is no memory for it; earlier versions stay.
             WorkerLostError: the worker that keeps the store is gone.
         """
@@ -184,7 +181,7 @@ class Store:
             answer = self._ask("begin", number, part, tensors, self._who, left <= 0)
             if not isinstance(answer, int):
                 return answer
-            ticket = next(self._tickets)
+            ticket = _ticket()
             self._wait_for_change(answer, ticket, left)
             self._release(ticket, used=False)
 
@@ -208,9 +205,8 @@ class Store:
         other = self._ask("compare", number, digests)
         if other is not None:
             raise WeightsError(
-                f"version {number} of store '{self.name}' is whole already, with other values of {other!r}: "
-                "a "
-                "version never changes. Give another number, or drop() this one before."
+                f"version {number} of store '{self.name}' is whole already, with other values of {other!r}. "
+                "A version never changes: give another number, or drop() this one before."
             )
 
     # ---- reading
@@ -287,7 +283,7 @@ class Store:
         used: Callable[[], bool] = lambda: False,
     ) -> Iterator[_Held]:
         """Have a lease of a version inside the block; ``used``: whether its memory is used after it."""
-        ticket = next(self._tickets)
+        ticket = _ticket()
         try:
             yield _Held.of(ticket, self._wait(version, newer_than, timeout, ticket))
         finally:
@@ -386,14 +382,16 @@ class Store:
                 copy = self._find_copy()
                 if copy is None:
                     return None
-                ticket = next(copy._tickets)
+                ticket = _ticket()
                 stack.callback(copy._end, ticket, used)
-                answer = copy._call(copies.bring, self.name, self._epoch, held.serial, copy._who, ticket)
+                store = self.name, self._epoch, self._copy_keeper
+                answer = copy._call(copies.bring, *store, held.serial, copy._who, ticket)
             except WorkerLostError as error:
                 if error.worker in ("", self.on):
                     raise
                 self._copy, self._copy_failed = None, self._copy_keeper  # another process takes its place
-            except WeightsError:  # it is not ready yet
+            except WeightsError:  # its process has closed its handle
+                self._copy = None
                 return None
             else:
                 brought = _Held.of(ticket, answer)
@@ -410,8 +408,9 @@ class Store:
             self._copy_keeper = member.incarnation
             if self._scope != keeper.GROUP and member.incarnation != self._agent.incarnation:
                 admit(self._agent, member)
-            scope, name = f"copy {self._scope}", f"{self.name}@{self._epoch}"
-            self._agent.call(member.name, copies.prepare, (scope, name, self.name, self._epoch), {}, 0.0)
+            store = self.name, self._epoch, member.incarnation
+            scope, name = f"copy {self._scope}", "@".join(map(str, store))
+            self._agent.call(member.name, copies.prepare, (scope, name, *store), {}, 0.0)
             copy = Store.__new__(Store)
             copy._open(name, member.name, self._agent, scope, None)
             self._copy = copy
@@ -420,7 +419,7 @@ class Store:
     @contextlib.contextmanager
     def reading(self, serial: int) -> Iterator[_Reading]:
         """See ``copies.Source``."""
-        ticket = next(self._tickets)
+        ticket = _ticket()
         try:
             held = _Held.of(ticket, self._ask("open_serial", serial, self._who, ticket))
             yield _Reading(self, held)
@@ -518,9 +517,8 @@ class Store:
             if error.worker != self.on:
                 raise
             raise WorkerLostError(
-                f"store '{self.name}' is gone with worker '{self.on}', which kept it ({error.reason}). What "
-                "has "
-                "been read stays as it is; a new store begins without versions.",
+                f"store '{self.name}' is gone with worker '{self.on}', which kept it ({error.reason}). "
+                "What has been read stays as it is; a new store begins without versions.",
                 self.on,
                 error.reason,
             ) from error
@@ -679,6 +677,11 @@ def _batches(pieces: Mapping[str, Sequence[Piece]]) -> Iterator[list[tuple[str, 
                 size += added
     if batch:
         yield batch
+
+
+def _ticket() -> int:
+    """Return a number for a lease, which no other handle of this process uses."""
+    return secrets.randbits(53)
 
 
 def _wire(box: Box) -> list[list[int]]:

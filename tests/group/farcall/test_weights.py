@@ -228,6 +228,13 @@ def test_tensors_of_a_lease_are_the_readers_own(store: Store) -> None:
     assert store.usage()["bytes"] <= 3 * 128
 
 
+def test_handles_of_one_process_have_leases_of_their_own(store: Store) -> None:
+    store.put(1, {"w": whole(1)})
+    with store.lease(1), Store("policy", on="worker0").lease(1), store.lease(1):
+        assert store.usage()["leases"] == 3
+    assert store.usage()["leases"] == 0
+
+
 # ---- several workers
 
 

@@ -13,6 +13,14 @@ from farcall.weights import WeightsError, delta
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.int8, torch.complex128]
 
 
+def encoded(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found = delta.encode(old, new, 1 << 40)
+    assert found is not None
+    assert delta.encode(old, new, len(found[0]) + len(found[1])) is not None
+    assert not len(found[0]) or delta.encode(old, new, len(found[0]) + len(found[1]) - 1) is None
+    return found
+
+
 @given(
     st.sampled_from(DTYPES),
     st.integers(1, 3000),
@@ -30,7 +38,7 @@ def test_the_new_version_comes_out_bit_for_bit(
     for each in changed:
         if each < size:
             new[each * dtype.itemsize] ^= 1
-    gaps, bits = delta.encode(old.view(dtype), new.view(dtype))
+    gaps, bits = encoded(old.view(dtype), new.view(dtype))
     for _ in range(2):  # applied twice, it does no harm
         delta.apply(gaps, bits, old.view(dtype))
         assert torch.equal(old, new)
@@ -41,8 +49,17 @@ def test_two_percent_of_bfloat16_take_three_percent() -> None:
     old = torch.randn(1 << 20).bfloat16()
     new = old.clone()
     new[torch.randperm(1 << 20)[: (1 << 20) // 50]] += 1
-    gaps, bits = delta.encode(old, new)
+    gaps, bits = encoded(old, new)
     assert len(gaps) + len(bits) < 0.035 * old.nbytes
+
+
+def test_changes_may_be_far_apart() -> None:
+    old = torch.zeros((1 << 21) + 3, dtype=torch.int8)
+    new = old.clone()
+    new[[0, 5, (1 << 20) - 1, 1 << 20, (1 << 21) + 2]] = 1
+    gaps, bits = encoded(old, new)
+    delta.apply(gaps, bits, old)
+    assert torch.equal(old, new)
 
 
 def test_malformed_differences_change_nothing() -> None:
