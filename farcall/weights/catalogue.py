@@ -59,8 +59,8 @@ class Version:
         number: the user's number.
         assembly: its parts, and its layout.
         memory: for each segment of its layout, the memory that it lies in.
-        written: the parts that have been written.
-        writers: for each part that has begun, the worker that writes it.
+        writers: for each part that has begun, its writers, and whether they have finished. A part is written
+            once all of them have: no one writes to a version that is whole.
         lost: for each part that is missing since its writer was lost, that writer's name.
         leases: its leases.
         serial: place in the order in which versions became whole; 0 while it is open.
@@ -71,8 +71,7 @@ class Version:
     number: int
     assembly: Assembly
     memory: list[int] = field(default_factory=list)
-    written: set[int] = field(default_factory=set)
-    writers: dict[int, Who] = field(default_factory=dict)
+    writers: dict[int, dict[Who, bool]] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     leases: set[Lease] = field(default_factory=set)
     serial: int = 0
@@ -84,13 +83,21 @@ class Version:
         """Whether all parts have been written."""
         return self.serial > 0
 
+    def unwritten(self) -> list[int]:
+        """Return the parts that are missing."""
+        return [
+            part
+            for part in range(self.assembly.parts)
+            if not self.writers.get(part) or not all(self.writers[part].values())
+        ]
+
     def is_left_by(self, who: Who) -> bool:
         """Whether a worker has begun to write a part, and has not finished it."""
-        return any(writer == who and part not in self.written for part, writer in self.writers.items())
+        return any(writers.get(who) is False for writers in self.writers.values())
 
     def missing(self) -> str:
         """Describe which parts are missing."""
-        parts = [part for part in range(self.assembly.parts) if part not in self.written]
+        parts = self.unwritten()
         shown = ", ".join(map(str, parts[:8])) + (", ..." if len(parts) > 8 else "")
         lost = ", ".join(
             f"worker '{name}', which was to write part {part}, is lost" for part, name in self.lost.items()
@@ -147,9 +154,8 @@ class Catalogue:
             raise WeightsError(f"version {number} of store '{self.name}': {error}") from None
         if not version.whole:
             self.open[number] = version
-            version.writers[part] = who
+            version.writers.setdefault(part, {})[who] = False
             version.lost.pop(part, None)
-            version.written.discard(part)
         return version, size
 
     def make_room(self, number: int, who: Who, *, insist: bool) -> bool:
@@ -185,24 +191,28 @@ class Catalogue:
                 f"version {number} of store '{self.name}' was given up before part {part} was written, as "
                 "another version became whole, or it was dropped"
             )
-        if version.writers.get(part) != who:
+        if who not in version.writers.get(part, ()):
             raise WeightsError(
-                f"another worker writes part {part} of version {number} of store '{self.name}'"
+                f"worker '{who.name}' has not begun part {part} of version {number} of store '{self.name}'"
             )
         return version
 
     def written(self, number: int, part: int, who: Who) -> bool:
         """Note that a part has been written; returns whether the version is whole now."""
         version = self.check_open(number, part, who)
-        version.written.add(part)
-        if len(version.written) < version.assembly.parts:
+        version.writers[part][who] = True
+        return self._complete(version)
+
+    def _complete(self, version: Version) -> bool:
+        """Make a version whole if all its parts have been written."""
+        if version.unwritten():
             return False
         begun = list(self.open.values())
         self._give_up(begun[: begun.index(version)])
-        del self.open[number]
+        del self.open[version.number]
         version.serial = next(self._serials)
-        self.whole[number] = version
-        self._history[number] = version.serial
+        self.whole[version.number] = version
+        self._history[version.number] = version.serial
         if len(self._history) > _REMEMBERED:
             del self._history[next(iter(self._history))]
         for each in list(self.whole.values())[: -self.keep]:
@@ -286,14 +296,13 @@ class Catalogue:
             self.release(lease, used=True)
         incomplete = []
         for version in list(self.open.values()):
-            parts = [
-                part
-                for part, writer in version.writers.items()
-                if writer == who and part not in version.written
-            ]
-            if parts:
-                version.lost |= dict.fromkeys(parts, who.name)
+            left = [part for part, writers in version.writers.items() if writers.get(who) is False]
+            for part in left:
+                del version.writers[part][who]
                 version.tainted = True
+                if not version.writers[part]:
+                    version.lost[part] = who.name
+            if left and not self._complete(version) and version.lost:
                 incomplete.append(version)
         return incomplete
 

@@ -398,20 +398,15 @@ class Keeper:
 
     def _peer_gone(self, peer: Peer, reason: str) -> None:
         who = Who(peer.member.name, peer.incarnation)
-        with self._lock:
+        incomplete: list[Version] = []
+        with contextlib.suppress(WorkerLostError), self._changing():  # raised after ``close``
             incomplete = self._catalogue.lost(who)
-            self._settle()
             self._answer([lease for lease in self._waiting if lease.holder == who])
             if incomplete:
-                self._wake()  # readers that wait learn why
+                self._wake()  # a writer that waits for room may have it now
         for version in incomplete:
-            logger.warning(
-                "version %d of store '%s' is not shown: %s (%s)",
-                version.number,
-                self.name,
-                version.missing(),
-                reason,
-            )
+            text = "version %d of store '%s' is not shown: %s (%s)"
+            logger.warning(text, version.number, self.name, version.missing(), reason)
 
     def _report(self, given_up: Iterable[Version]) -> None:
         for version in given_up:

@@ -387,6 +387,21 @@ def test_another_process_keeps_the_copy_of_a_host_if_one_dies(run_workers: RunWo
     workers[0].kill()
 
 
+def put_at_once(worker: Worker) -> list[bool]:
+    """Several workers put the same part of each version, as data-parallel ranks do."""
+    with worker.group():
+        store = Store("policy", on="worker0")
+        for number in range(10):
+            store.put(number, {"w": whole(number)})
+        into = {"w": empty()}
+        rpc.barrier()
+        return [store.get(into) == 9, same(into["w"], whole(9))]
+
+
+def test_workers_may_put_the_same_part(run_workers: RunWorkers) -> None:
+    assert run_workers(put_at_once, 3) == [[True, True]] * 3
+
+
 def shard(worker: Worker) -> list[bool]:
     """Put a model that is sharded by FSDP2 over tensor parallelism; read it in other shardings."""
     with worker.group(), process_group(worker, backend="gloo"):

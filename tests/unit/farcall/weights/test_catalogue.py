@@ -163,9 +163,8 @@ def test_what_cannot_be_put_is_refused() -> None:
     with pytest.raises(WeightsError, match="there is no part 2 of 2"):
         begin(catalogue, 2, 2, A)
     begin(catalogue, 2, 0, A)
-    begin(catalogue, 2, 0, B)
-    with pytest.raises(WeightsError, match="another worker writes part 0 of version 2"):
-        catalogue.written(2, 0, A)
+    with pytest.raises(WeightsError, match="worker 'b' has not begun part 0 of version 2"):
+        catalogue.written(2, 0, B)
     with pytest.raises(WeightsError, match=r"has no version 4: it has \[1\]"):
         catalogue.drop(4)
 
@@ -179,6 +178,19 @@ def test_a_version_that_was_dropped_can_be_put_again() -> None:
     assert catalogue.find(None, 2) is None
     put(catalogue, 2)
     assert catalogue.find(None, 1) is catalogue.whole[2]
+
+
+def test_a_part_that_two_workers_write_is_written_when_both_have_finished() -> None:
+    catalogue = Catalogue("policy", 2)
+    begin(catalogue, 1, 0, A, parts=1)
+    begin(catalogue, 1, 0, B, parts=1)
+    assert not catalogue.written(1, 0, A), "the other one still writes"
+    assert catalogue.written(1, 0, B)
+    begin(catalogue, 2, 0, A, parts=1)
+    begin(catalogue, 2, 0, B, parts=1)
+    catalogue.written(2, 0, A)
+    assert catalogue.lost(B) == []
+    assert list(catalogue.whole) == [1, 2]
 
 
 def test_a_part_without_memory_is_withdrawn() -> None:
@@ -200,7 +212,6 @@ class Workers(RuleBasedStateMachine):
         self.lent: dict[Lease, tuple[int, list[int]]] = {}
         self.used: set[int] = set()
         self.free: set[int] = set()
-        self.order: list[int] = []
 
     def drain(self) -> None:
         for freed, reusable in self.catalogue.freed():
@@ -219,15 +230,15 @@ class Workers(RuleBasedStateMachine):
             one = self.free.pop() if self.free else next(memory)
             self.used.add(one)
             version.memory.append(one)
-        if not version.whole and ends and self.catalogue.written(number, part, who):
-            self.order.append(number)
+        if not version.whole and ends:
+            self.catalogue.written(number, part, who)
         self.drain()
 
     @rule(worker=st.integers(0, 2), ticket=st.integers(0, 3))
     def read(self, worker: int, ticket: int) -> None:
         version = self.catalogue.find(None, None)
         if version is not None:
-            assert version.number == [each for each in self.order if each in self.catalogue.whole][-1]
+            assert version.serial == max(each.serial for each in self.catalogue.whole.values())
             lease = Lease(self.workers[worker], ticket)
             self.lent.pop(lease, None)
             self.catalogue.lease(version, lease)
