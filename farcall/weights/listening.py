@@ -113,9 +113,8 @@ def connect(address: str, timeout: float = 30.0) -> Store:
     except (WorkerLostError, RpcTimeoutError) as error:
         reason = getattr(error, "reason", "") or f"it has not answered within {timeout:g} s"
         raise WeightsError(
-            f"cannot open the weight store at {address}: {reason}. Does `farcall weights --listen "
-            f"{address}` run "
-            "there, and is FARCALL_TOKEN the same?"
+            f"cannot open the weight store at {address}: {reason}. Check that `farcall weights` listens "
+            "there, with the same FARCALL_TOKEN."
         ) from error
     finally:
         asking.close("it has learned who is there")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -83,6 +84,33 @@ def test_a_server_that_ends_is_told(server: Server) -> None:
             with pytest.raises(WorkerLostError, match="store 'weights' is gone with worker"):
                 store.get({"w": torch.zeros(2)}, newer_than=1)
             assert torch.equal(kept["w"], torch.ones(2))
+
+
+def started_again(address: str) -> Server:
+    """A server at an address where another one of this process is about to end."""
+    found: list[Server] = []
+
+    def start() -> bool:
+        with contextlib.suppress(OSError):
+            found.append(Server(address, keep=3))
+        return bool(found)
+
+    until(start)
+    return found[0]
+
+
+def test_a_server_that_is_started_again_is_another_one(server: Server) -> None:
+    with weights.connect(server.address) as store:
+        store.put(1, {"w": torch.ones(2)})
+        server.close()
+        again = started_again(server.address)
+        try:
+            with pytest.raises((WorkerLostError, WeightsError), match="store 'weights'"):
+                store.get({"w": torch.zeros(2)})
+            with weights.connect(server.address) as new:
+                assert new.versions() == []
+        finally:
+            again.close()
 
 
 @pytest.mark.processes
