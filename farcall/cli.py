@@ -6,6 +6,7 @@
     farcall run train.py --epochs 3                # as `python train.py --epochs 3`, on farcall
     farcall doctor                                 # is this machine fit for farcall; can two communicate
     farcall serve digits.py:make_model             # a model for clients in any language
+    farcall weights --listen HOST:PORT             # keep weights that other programs publish and read
     farcall why                                    # what a job that hangs waits for
     farcall page                                   # a job in a browser
     farcall env                                    # what a bug report needs
@@ -380,6 +381,26 @@ def serve(**options: Any) -> int:
         raise click.ClickException(str(error)) from error
     try:
         return run_server(**options)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(getattr(error, "strerror", None) or str(error)) from error
+
+
+@cli.command(short_help="Keep weights for programs that publish and read them.")
+@click.option(
+    "--listen", required=True, metavar="HOST:PORT", help="Where programs connect; port 0: a free one."
+)
+@click.option(
+    "--keep", type=click.IntRange(1), default=2, show_default=True, help="Number of versions that stay."
+)
+def weights(listen: str, keep: int) -> int:
+    """Keep versions of a model's weights, for programs that need not be workers of a group.
+
+    They open it by weights.connect("HOST:PORT"), with the same FARCALL_TOKEN. SIGTERM and Ctrl-C end it.
+    """
+    from farcall.weights.listening import run as keep_weights
+
+    try:
+        return keep_weights(listen, keep)
     except (ValueError, OSError) as error:
         raise click.ClickException(getattr(error, "strerror", None) or str(error)) from error
 

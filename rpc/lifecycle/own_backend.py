@@ -180,7 +180,9 @@ def _join(
         meet(store, group, timeout)
 
 
-def start_storeless_agent(name: str, group: str, options: AgentOptions) -> Agent:
+def start_storeless_agent(
+    name: str, group: str, options: AgentOptions, incarnation: int | None = None
+) -> Agent:
     """Start an agent like ``start_separate_agent``, in a group without a store. Its members learn of each
     other by ``admit``, and from connections. Extensions are not installed.
 
@@ -188,9 +190,10 @@ def start_storeless_agent(name: str, group: str, options: AgentOptions) -> Agent
         name: a name that is unique in the group.
         group: a key that the agents of this group, and no others, share.
         options: options, including ``listen`` and a token.
+        incarnation: one that the others know; default: a random number.
     """
     assert options.listen is not None
-    agent, _ = _make(options, *parse_listen(options.listen))
+    agent, _ = _make(options, *parse_listen(options.listen), incarnation=incarnation)
     agent.group.connections.tell_losses(tells=False)
     me = _describe(agent, WorkerInfo(name, secrets.randbits(_ID_BITS)), None)
     agent.join(me, [], group, static=False)
@@ -202,7 +205,9 @@ def admit(agent: Agent, member: Member) -> None:
     AgentNeighbours(agent.group).meet([member])
 
 
-def _make(options: AgentOptions, host: str, port: int) -> tuple[Agent, bytes | None]:
+def _make(
+    options: AgentOptions, host: str, port: int, incarnation: int | None = None
+) -> tuple[Agent, bytes | None]:
     """Make an agent that listens; returns it and its job's token."""
     credential = find_credential(options, os.environ)
     token, transports = credential.token, options.transports
@@ -213,7 +218,16 @@ def _make(options: AgentOptions, host: str, port: int) -> tuple[Agent, bytes | N
         load_transports(transports)
     authenticator = None if token is None else TokenAuthenticator(token)
     tls = None if options.tls is None else TlsContexts.of(options.tls)
-    return Agent(options, host, port, authenticator=authenticator, transports=transports, tls=tls), token
+    agent = Agent(
+        options,
+        host,
+        port,
+        authenticator=authenticator,
+        transports=transports,
+        tls=tls,
+        incarnation=incarnation,
+    )
+    return agent, token
 
 
 def _describe(agent: Agent, info: WorkerInfo, master: str | None) -> Member:

@@ -107,7 +107,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"serving", "compat"},
         {"observe"},
         {"page"},
-        {"launch", "environment", "examples", "one_sided", "ray"},
+        {"launch", "environment", "examples", "one_sided", "ray", "weights"},
         {"doctor"},
         {"accelerator_trial", "meeting", "trials"},
         {"cli"},

@@ -55,13 +55,14 @@ def accept(listener: socket.socket) -> socket.socket | None:
     return None
 
 
-def connect(name: str) -> socket.socket:
-    """Connect to a listener by its name. Raises ``OSError`` if there is none, its backlog is full, or it
+def connect(name: str, timeout: float = 0.0) -> socket.socket:
+    """Connect to a listener by its name; the socket has this timeout in seconds, and does not block by
+    default. Raises ``OSError`` if there is no listener, its backlog is full (until the timeout), or it
     belongs to another user.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        sock.setblocking(False)
+        sock.settimeout(timeout)
         sock.connect(b"\0" + name.encode())
         if not _is_own_users(sock):
             raise PermissionError(errno.EACCES, "it is a process of another user")

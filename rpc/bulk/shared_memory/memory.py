@@ -23,6 +23,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Final
 
 from rpc.errors import RpcError
@@ -33,6 +34,7 @@ __all__ = [
     "REFUSED",
     "RETIRED",
     "SLOTS",
+    "Access",
     "Ledger",
     "Mapping",
     "SegmentRefused",
@@ -104,19 +106,32 @@ def check(descriptor: int, size: int) -> None:
         raise SegmentRefused(f"it sent a segment of {actual} bytes and said that it has {size}")
 
 
+class Access(Enum):
+    """What a mapping is for: flags and protection of ``mmap``."""
+
+    WRITE = mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
+    READ = mmap.MAP_SHARED, mmap.PROT_READ
+    """A write ends the process with ``SIGSEGV``."""
+    COPY = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+    """Pages that this process writes to become its own; other processes do not see what it writes."""
+
+
 class Mapping:
-    """A segment mapped into this process, for reading and writing, until the object is gone.
+    """A segment mapped into this process, until the object is gone.
 
     With ``keep`` it owns the descriptor and keeps it open, for ``allocate`` or ``make_private``. Otherwise,
     and after an ``OSError``, the descriptor stays the caller's. The memory begins at ``address``; ``memory``
     must not be used longer than the object lives.
     """
 
-    def __init__(self, descriptor: int, size: int, *, keep: bool = False) -> None:
+    def __init__(
+        self, descriptor: int, size: int, *, keep: bool = False, access: Access = Access.WRITE
+    ) -> None:
         self.address = 0
         self._descriptor = -1
         self.size = size
-        self.address = _map(None, size, mmap.MAP_SHARED, descriptor)
+        flags, protection = access.value
+        self.address = _map(None, size, flags, descriptor, protection)
         self.memory = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
         if keep:
             self._descriptor = descriptor
@@ -150,9 +165,15 @@ class Mapping:
         self._close()
 
 
-def _map(address: int | None, size: int, flags: int, descriptor: int) -> int:
+def _map(
+    address: int | None,
+    size: int,
+    flags: int,
+    descriptor: int,
+    protection: int = mmap.PROT_READ | mmap.PROT_WRITE,
+) -> int:
     assert _libc is not None
-    found: int | None = _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    found: int | None = _libc.mmap(address, size, protection, flags, descriptor, 0)
     if found is None or found == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -1,0 +1,336 @@
+"""The versions of a store: which there are, who has leases of them, and which memory they lie in. Pure.
+
+A version is *open* from the first part that is declared until the last one has been written; then it is
+*whole*, and never changes again. The newest is the one that became whole last, whatever its number. The
+newest ``keep`` whole versions stay, and those that are leased. A version that was begun before another one
+and is still open when that becomes whole is given up.
+
+Memory is named by numbers. It is used again for later versions, except memory that a worker may still access
+of which this one has lost sight: that of a writer or reader that was lost in the middle, or of a reader whose
+tensors outlive its lease.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from farcall.weights.assembly import Assembly, Declared
+from farcall.weights.errors import WeightsError
+from farcall.weights.layout import Spec
+
+__all__ = ["Catalogue", "Freed", "Lease", "Version", "Who"]
+
+_MOST_OPEN: Final = 2
+"""Maximum number of open versions. A writer that is further ahead of the others waits for them."""
+
+_REMEMBERED: Final = 1 << 16
+"""Maximum number of versions, and of lost workers, that are remembered after they are gone."""
+
+
+class Who(NamedTuple):
+    """A worker: its name, for people, and what distinguishes it from others of that name."""
+
+    name: str
+    incarnation: Hashable
+
+
+class Lease(NamedTuple):
+    """A lease: its holder, and a number that the holder has chosen."""
+
+    holder: Who
+    ticket: int
+
+
+class Freed(NamedTuple):
+    """Memory that no version uses any more, and whether another one may use it."""
+
+    memory: int
+    reusable: bool
+
+
+@dataclass(eq=False)
+class Version:
+    """A version.
+
+    Attributes:
+        number: the user's number.
+        assembly: its parts, and its layout.
+        memory: for each segment of its layout, the memory that it lies in.
+        writers: for each part that has begun, its writers, and whether they have finished. A part is written
+            once all of them have: no one writes to a version that is whole.
+        lost: for each part that is missing since its writer was lost, that writer's name.
+        leases: its leases.
+        serial: place in the order in which versions became whole; 0 while it is open.
+        tainted: whether its memory must not be used again.
+        dropped: whether it is gone except for its leases.
+    """
+
+    number: int
+    assembly: Assembly
+    memory: list[int] = field(default_factory=list)
+    writers: dict[int, dict[Who, bool]] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    leases: set[Lease] = field(default_factory=set)
+    serial: int = 0
+    tainted: bool = False
+    dropped: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether all parts have been written."""
+        return self.serial > 0
+
+    def unwritten(self) -> list[int]:
+        """Return the parts that are missing."""
+        return [
+            part
+            for part in range(self.assembly.parts)
+            if not self.writers.get(part) or not all(self.writers[part].values())
+        ]
+
+    def is_left_by(self, who: Who) -> bool:
+        """Whether a worker has begun to write a part, and has not finished it."""
+        return any(writers.get(who) is False for writers in self.writers.values())
+
+    def missing(self) -> str:
+        """Describe which parts are missing."""
+        parts = self.unwritten()
+        shown = ", ".join(map(str, parts[:8])) + (", ..." if len(parts) > 8 else "")
+        lost = ", ".join(
+            f"worker '{name}', which was to write part {part}, is lost" for part, name in self.lost.items()
+        )
+        return f"part {shown} of {self.assembly.parts} is missing" + (f" ({lost})" if lost else "")
+
+
+class Catalogue:
+    """The versions of one store. One thread at a time.
+
+    Args:
+        name: of the store, for errors.
+        keep: number of whole versions that stay.
+
+    Attributes:
+        whole: the whole versions that readers can have, by number, the newest last.
+        open: the open versions, by number, in the order in which they were begun.
+        leases: all leases, and their versions.
+        given_up: the open versions that have been given up; emptied by those who report them.
+    """
+
+    def __init__(self, name: str, keep: int = 2) -> None:
+        self.name = name
+        self.keep = keep
+        self.whole: dict[int, Version] = {}
+        self.open: dict[int, Version] = {}
+        self.leases: dict[Lease, Version] = {}
+        self.given_up: list[Version] = []
+        self._serials = itertools.count(1)
+        self._history: dict[int, int] = {}
+        self._dead: dict[Who, None] = {}
+        self._freed: list[Freed] = []
+
+    # ---- writers
+
+    def begin(
+        self, number: int, part: int, parts: int, specs: Mapping[str, Spec], blocks: Declared, who: Who
+    ) -> tuple[Version, int | None]:
+        """Declare a part of a version. Returns the version, and the size of memory that is to be added to its
+        ``memory`` before the next call, or None. If the version is whole already, it has this very part.
+
+        Raises:
+            WeightsError: it does not fit to the other parts.
+        """
+        self._check_alive(who)
+        if not 0 <= part < parts:
+            raise WeightsError(f"there is no part {part} of {parts}")
+        version = self.whole.get(number) or self.open.get(number) or Version(number, Assembly(parts))
+        try:
+            if version.assembly.parts != parts:
+                raise WeightsError(f"it has {version.assembly.parts} parts, and not {parts}")
+            size = version.assembly.declare(part, specs, blocks)
+        except WeightsError as error:
+            raise WeightsError(f"version {number} of store '{self.name}': {error}") from None
+        if not version.whole:
+            self.open[number] = version
+            version.writers.setdefault(part, {})[who] = False
+            version.lost.pop(part, None)
+        return version, size
+
+    def make_room(self, number: int, who: Who, *, insist: bool) -> bool:
+        """Whether another version may be begun now, or more parts of this one: there are few open ones. For
+        one that ``who`` begins, those are given up that miss the part of a lost worker, or one that ``who``
+        has begun and left; with ``insist``, as many as necessary.
+        """
+        if number in self.open or number in self.whole:
+            return True
+        stuck = [each for each in self.open.values() if each.lost or each.is_left_by(who)]
+        waiting = [each for each in self.open.values() if each not in stuck]
+        excess = len(self.open) - _MOST_OPEN + 1
+        self._give_up([*stuck, *(waiting if insist else ())][: max(0, excess)])
+        return len(self.open) < _MOST_OPEN
+
+    def withdraw(self, version: Version, part: int) -> None:
+        """Undo the last ``begin``: there is no memory for its part."""
+        version.assembly.withdraw(part, added=True)
+        del version.writers[part]
+        if not version.assembly.declared:
+            self._free(self.open.pop(version.number))
+
+    def check_open(self, number: int, part: int, who: Who) -> Version:
+        """Return the open version that a worker writes a part of.
+
+        Raises:
+            WeightsError: it was given up, or another worker writes that part by now.
+        """
+        self._check_alive(who)
+        version = self.open.get(number)
+        if version is None:
+            raise WeightsError(
+                f"version {number} of store '{self.name}' was given up before part {part} was written, as "
+                "another version became whole, or it was dropped"
+            )
+        if who not in version.writers.get(part, ()):
+            raise WeightsError(
+                f"worker '{who.name}' has not begun part {part} of version {number} of store '{self.name}'"
+            )
+        return version
+
+    def written(self, number: int, part: int, who: Who) -> bool:
+        """Note that a part has been written; returns whether the version is whole now."""
+        version = self.check_open(number, part, who)
+        version.writers[part][who] = True
+        return self._complete(version)
+
+    def _complete(self, version: Version) -> bool:
+        """Make a version whole if all its parts have been written."""
+        if version.unwritten():
+            return False
+        begun = list(self.open.values())
+        self._give_up(begun[: begun.index(version)])
+        del self.open[version.number]
+        version.serial = next(self._serials)
+        self.whole[version.number] = version
+        self._history[version.number] = version.serial
+        if len(self._history) > _REMEMBERED:
+            del self._history[next(iter(self._history))]
+        for each in list(self.whole.values())[: -self.keep]:
+            self._remove(each)
+        return True
+
+    # ---- readers
+
+    def find(self, number: int | None, newer_than: int | None) -> Version | None:
+        """Return the version with a number, or the newest if it is newer than another; None if it is not
+        there yet.
+
+        Raises:
+            WeightsError: the version was there, and is not kept any more.
+        """
+        if number is not None:
+            found = self.whole.get(number)
+            if found is None and number not in self.open and number in self._history:
+                raise WeightsError(
+                    f"store '{self.name}' has version {number} no longer: it keeps the newest {self.keep}, "
+                    f"which are {sorted(self.whole)}"
+                )
+            return found
+        newest = next(reversed(self.whole.values()), None)
+        if newest is None or newer_than is None:
+            return newest
+        serial = self._history.get(newer_than)
+        is_newer = newest.number > newer_than if serial is None else newest.serial > serial
+        return newest if is_newer else None
+
+    def by_serial(self, serial: int) -> Version | None:
+        """Return a version that readers can have, or have a lease of, by its place in the order."""
+        there = [*self.whole.values(), *self.leases.values()]
+        return next((version for version in there if version.serial == serial), None)
+
+    def lease(self, version: Version, lease: Lease) -> None:
+        """Keep a version until ``release``. A lease that its holder has already is for this version then."""
+        self._check_alive(lease.holder)
+        self.release(lease, used=False)
+        version.leases.add(lease)
+        self.leases[lease] = version
+
+    def leased(self, lease: Lease) -> Version:
+        """Return the version of a lease; ``WeightsError`` if it has ended."""
+        version = self.leases.get(lease)
+        if version is None:
+            raise WeightsError(f"a lease of worker '{lease.holder.name}' of store '{self.name}' has ended")
+        return version
+
+    def release(self, lease: Lease, *, used: bool) -> None:
+        """End a lease; ``used``: whether its holder still uses the memory. One that has ended is ignored."""
+        version = self.leases.pop(lease, None)
+        if version is not None:
+            version.leases.discard(lease)
+            version.tainted |= used
+            self._free_if_unused(version)
+
+    # ---- the end of versions and workers
+
+    def drop(self, number: int) -> None:
+        """Remove a version; its memory is freed once no one has a lease of it.
+
+        Raises:
+            WeightsError: there is none.
+        """
+        version = self.whole.get(number)
+        if version is not None:
+            self._remove(version)
+            return
+        version = self.open.get(number)
+        if version is None:
+            raise WeightsError(f"store '{self.name}' has no version {number}: it has {sorted(self.whole)}")
+        self._give_up([version])
+
+    def lost(self, who: Who) -> list[Version]:
+        """Note that a worker is lost: its leases end. Returns the open versions that miss its part now."""
+        self._dead[who] = None
+        if len(self._dead) > _REMEMBERED:
+            del self._dead[next(iter(self._dead))]
+        for lease in [lease for lease in self.leases if lease.holder == who]:
+            self.release(lease, used=True)
+        incomplete = []
+        for version in list(self.open.values()):
+            left = [part for part, writers in version.writers.items() if writers.get(who) is False]
+            for part in left:
+                del version.writers[part][who]
+                version.tainted = True
+                if not version.writers[part]:
+                    version.lost[part] = who.name
+            if left and not self._complete(version) and version.lost:
+                incomplete.append(version)
+        return incomplete
+
+    def freed(self) -> list[Freed]:
+        """Return the memory that has been freed since the last call."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    def _check_alive(self, who: Who) -> None:
+        if who in self._dead:
+            raise WeightsError(f"worker '{who.name}' was lost: what it had of store '{self.name}' is gone")
+
+    def _give_up(self, versions: list[Version]) -> None:
+        for version in versions:
+            del self.open[version.number]
+            version.tainted = True  # its writers may still write
+            self._free(version)
+        self.given_up += versions
+
+    def _remove(self, version: Version) -> None:
+        del self.whole[version.number]
+        version.dropped = True
+        self._free_if_unused(version)
+
+    def _free_if_unused(self, version: Version) -> None:
+        if version.dropped and not version.leases:
+            self._free(version)
+
+    def _free(self, version: Version) -> None:
+        self._freed += [Freed(memory, not version.tainted) for memory in version.memory]
+        version.memory = []

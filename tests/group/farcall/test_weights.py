@@ -1,0 +1,544 @@
+"""Weight stores in a group: shardings, versions, deaths, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import rpc
+from farcall.weights import Block, Store, WeightsError
+from farcall.weights import keeper as keeper_module
+from farcall.weights import store as store_module
+from rpc.errors import NoMemoryError, WorkerLostError
+from tests.support.process_groups import process_group
+from tests.support.streams import until
+from tests.support.workers import RunWorkers, Worker, current_worker
+
+SHAPE = (6, 10)
+
+
+def whole(number: int) -> torch.Tensor:
+    """A tensor whose bits tell which version it belongs to, NaNs among them."""
+    bits = torch.arange(60, dtype=torch.int16) + number * 1000
+    bits[:3] = torch.tensor([0x7FC1, 0x7F81, -1])
+    return bits.view(torch.bfloat16).view(SHAPE)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.int16), right.contiguous().view(torch.int16))
+
+
+def rows(number: int, rank: int) -> dict[str, Block]:
+    return {"w": Block(whole(number)[3 * rank : 3 * rank + 3], (3 * rank, 0), SHAPE)}
+
+
+def empty() -> torch.Tensor:
+    return torch.zeros(SHAPE, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> Iterator[Store]:
+    """A store in a group of this process alone."""
+    options = rpc.AgentOptions(init_method=f"file://{tmp_path}/meeting")
+    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        yield Store("policy", on="worker0", keep=2)
+    finally:
+        rpc.shutdown()
+
+
+# ---- one process
+
+
+def test_a_version_is_read_in_another_sharding(store: Store) -> None:
+    assert store.put(1, rows(1, 0), part=(0, 2)) is False
+    assert store.versions() == []
+    assert store.put(1, rows(1, 1), part=(1, 2)) is True
+    columns = empty()[:, :3]
+    assert store.get({"w": Block(columns, (0, 4), SHAPE)}) == 1
+    assert same(columns, whole(1)[:, 4:7])
+    into = empty().t().contiguous().t()
+    assert store.get({"w": into}, version=1) == 1
+    assert same(into, whole(1))
+
+
+def test_types_and_shapes_of_all_kinds(store: Store) -> None:
+    state = {
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]),
+        "steps": torch.tensor(7),
+        "complex": torch.randn(3, dtype=torch.complex64).conj(),
+        "eighth": torch.randn(5).to(torch.float8_e4m3fn),
+        "columns": torch.arange(12.0).view(3, 4).t(),
+        "parameter": nn.Parameter(torch.randn(2)),
+        "": torch.ones(1, 1, 1, 1),
+    }
+    assert store.put(-4, state)
+    into = {name: torch.empty_like(value) for name, value in state.items()}
+    assert store.get(into) == -4
+    for name, value in state.items():
+        assert torch.equal(into[name].to(torch.complex128), value.to(torch.complex128)), name
+
+
+def test_newest_and_newer(store: Store) -> None:
+    into = {"w": empty()}
+    with pytest.raises(
+        TimeoutError, match="store 'policy' on worker 'worker0' had no version within 0 s: it has none"
+    ):
+        store.get(into, timeout=0)
+    for number in (5, 6, 3):
+        store.put(number, {"w": whole(number)})
+    assert store.versions() == [6, 3]
+    assert store.get(into) == 3
+    assert store.get(into, newer_than=6) == 3
+    assert same(into["w"], whole(3))
+    with pytest.raises(TimeoutError, match="no version newer than 3 within"):
+        store.get(into, newer_than=3, timeout=0.01)
+    with pytest.raises(TimeoutError, match="no version 9 within"):
+        store.get(into, version=9, timeout=0.01)
+    with pytest.raises(WeightsError, match=r"has version 5 no longer: it keeps the newest 2"):
+        store.get(into, version=5)
+    store.drop(3)
+    assert store.get(into) == 6
+
+
+def test_what_does_not_fit_changes_nothing(store: Store) -> None:
+    store.put(1, {"w": whole(1), "b": torch.ones(2)})
+    before = empty()
+    for into, reason in (
+        ({"w": before}, "the caller has no tensor 'b'"),
+        ({"w": before, "b": torch.ones(3)}, r"its 'b' is float32\[2\], and that of the caller float32\[3\]"),
+        (
+            {"w": before, "b": torch.ones(2).double()},
+            r"its 'b' is float32\[2\], and that of the caller float64\[2\]",
+        ),
+        ({"w": before, "b": torch.ones(2), "c": torch.ones(1)}, "it has no tensor 'c'"),
+    ):
+        with pytest.raises(WeightsError, match=f"version 1 of store 'policy' does not fit: {reason}"):
+            store.get(into)
+    with pytest.raises(WeightsError, match="'b' cannot be written to"):
+        store.get({"w": before, "b": torch.ones(1).expand(2)})
+    assert same(before, empty())
+    assert store.usage()["leases"] == 0
+
+
+def test_parts_that_do_not_fit_leave_the_version_open(store: Store) -> None:
+    store.put(1, rows(1, 0), part=(0, 2))
+    for state, part, reason in (
+        ({"w": Block(whole(1)[2:], (2, 0), SHAPE)}, (1, 2), "blocks of 'w' overlap"),
+        ({"w": Block(whole(1)[4:], (4, 0), SHAPE)}, (1, 2), "only 50 of the 60 elements of 'w'"),
+        ({"w": Block(whole(1)[3:], (3, 0), (7, 10))}, (1, 2), "'w' is bfloat16"),
+        ({"w": Block(whole(1)[3:].float(), (3, 0), SHAPE)}, (1, 2), "'w' is bfloat16"),
+        ({"w": Block(whole(1)[:2], (0, 0), SHAPE)}, (0, 2), "other blocks of 'w'"),
+        (rows(1, 1), (1, 3), "it has 2 parts, and not 3"),
+    ):
+        with pytest.raises(WeightsError, match=f"version 1 of store 'policy': .*{reason}"):
+            store.put(1, state, part=part)
+    assert store.usage()["open"] == {1: "part 1 of 2 is missing"}
+    assert store.put(1, rows(1, 0), part=(0, 2)) is False, "a part that is given twice does no harm"
+    assert store.put(1, rows(1, 1), part=(1, 2)) is True
+    assert store.put(1, rows(1, 0), part=(0, 2)) is True
+    into = empty()
+    store.get({"w": into})
+    assert same(into, whole(1))
+
+
+def test_a_version_does_not_change(store: Store) -> None:
+    store.put(1, {"w": whole(1)})
+    assert store.put(1, {"w": whole(1)}) is True
+    with pytest.raises(WeightsError, match=r"version 1 .* is whole already, with other values of 'w'"):
+        store.put(1, {"w": whole(2)})
+    store.drop(1)
+    store.put(1, {"w": whole(2)})
+    into = empty()
+    store.get({"w": into})
+    assert same(into, whole(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda store: store.put(1.5, {}), "a version's number is an int, not 1.5"),
+        (lambda store: store.put(True, {}), "a version's number is an int, not True"),
+        (lambda store: store.put(1 << 64, {}), "64 bits at most"),
+        (lambda store: store.put(1, {"step": 3}), "'step' is int"),
+        (lambda store: store.put(1, {"w": empty()}, part=3), r"part is \(index, count\), not 3"),
+        (lambda store: store.put(1, {"w": empty()}, part=(2, 2)), "0 <= index < count"),
+        (lambda store: store.get({}, version=1, newer_than=2), "not both"),
+        (lambda store: store.drop(1), "has no version 1"),
+        (lambda store: Store("policy", on="worker0", keep=0), "keep is a number of versions"),
+        (lambda store: Store("", on="worker0"), "name is a text"),
+        (lambda store: Store("policy", on="worker0", copies=2), "copies=2 is not possible"),
+    ],
+)
+def test_wrong_arguments(store: Store, call: Callable[[Store], object], reason: str) -> None:
+    with pytest.raises(WeightsError, match=reason):
+        call(store)
+
+
+def test_without_memory_earlier_versions_stay(store: Store) -> None:
+    store.put(1, {"w": whole(1)})
+    huge = {"w": Block(torch.zeros(1, 1), (0, 0), (1 << 30, 1 << 25))}
+    with pytest.raises(NoMemoryError, match="no memory for part 0 of version 2 of store 'policy'"):
+        store.put(2, huge, part=(0, 2))
+    assert store.versions() == [1]
+    assert store.usage()["open"] == {}
+    store.put(2, {"w": whole(2)})
+
+
+def test_memory_is_bounded_and_used_again(store: Store) -> None:
+    into = {"w": empty()}
+    sizes = set()
+    for number in range(8):
+        store.put(number, {"w": whole(number)})
+        store.get(into)
+        sizes.add(store.usage()["bytes"])
+    assert max(sizes) == 3 * 128
+
+
+def test_tensors_of_a_lease_are_the_readers_own(store: Store) -> None:
+    store.put(1, {"w": whole(1)})
+    with store.lease() as old, store.lease(1) as other:
+        assert (old.version, list(old), len(old)) == (1, ["w"], 1)
+        assert old["w"] is old["w"]
+        old["w"].zero_()
+        assert same(other["w"], whole(1))
+        kept = other["w"]
+        with pytest.raises(KeyError):
+            old["v"]
+        store.put(2, {"w": whole(2)})
+        store.put(3, {"w": whole(3)})
+        assert store.versions() == [2, 3]
+        assert store.usage()["leases"] == 2
+    with pytest.raises(WeightsError, match="inside its with statement only"):
+        old["w"]
+    for number in range(4, 9):
+        store.put(number, {"w": whole(number)})
+    assert same(kept, whole(1)), "a tensor that outlives its lease stays as it is"
+    assert store.usage()["bytes"] <= 3 * 128
+
+
+def test_handles_of_one_process_have_leases_of_their_own(store: Store) -> None:
+    store.put(1, {"w": whole(1)})
+    with store.lease(1), Store("policy", on="worker0").lease(1), store.lease(1):
+        assert store.usage()["leases"] == 3
+    assert store.usage()["leases"] == 0
+
+
+# ---- several workers
+
+
+def publish(worker: Worker, numbers: int, *, far: bool = False) -> None:
+    if far:
+        be_far()
+    with worker.group():
+        store = Store("policy", on="worker0")
+        for number in range(numbers):
+            store.put(number, rows(number, worker.rank), part=(worker.rank, 2))
+        worker.wait_for("end")
+
+
+def be_far() -> None:
+    """This process behaves as on another host than the store's."""
+    for module in (store_module, keeper_module):
+        setattr(module, "host_identity", lambda: "another host")  # noqa: B010  # mypy knows both
+
+
+def follow(worker: Worker, last: int, *, far: bool = False) -> list[int]:
+    if far:
+        be_far()
+    with worker.group():
+        store = Store("policy", on="worker0")
+        columns = empty()[:, :5]
+        into = {"w": Block(columns, (0, 5), SHAPE)}
+        seen = [store.get(into)]
+        while seen[-1] != last:
+            assert same(columns, whole(seen[-1])[:, 5:])
+            seen.append(store.get(into, newer_than=seen[-1]))
+        assert same(columns, whole(last)[:, 5:])
+        with store.lease(last) as mine:
+            assert same(mine["w"], whole(last))
+            mine["w"].zero_()
+        worker.report("done", store.usage())
+        worker.wait_for("end")
+        return seen
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_readers_follow_two_writers(run_workers: RunWorkers, *, far: bool) -> None:
+    writers = [partial(publish, numbers=20), partial(publish, numbers=20, far=far)]
+    workers = run_workers.start([*writers, *[partial(follow, last=19, far=far)] * 2], 4)
+    for rank in (2, 3):
+        usage = workers[rank].wait_for("done")
+        assert (usage["sent_bytes"] > 0, usage["received_bytes"] > 0) == (far, far)
+    workers.tell("end")
+    for seen in workers.results()[2:]:
+        assert seen == sorted(set(seen))
+
+
+def test_large_tensors_go_to_other_hosts_in_blocks(run_workers: RunWorkers) -> None:
+    assert run_workers(exchange_large, 2)[1] == (True, True)
+
+
+def exchange_large(worker: Worker) -> tuple[bool, bool] | None:
+    if worker.rank:
+        be_far()
+    with worker.group():
+        store = Store("policy", on="worker0")
+        large = torch.arange(5_000_000, dtype=torch.int32).view(2, -1)
+        if not worker.rank:
+            return None
+        store.put(1, {"w": large.t()})
+        into = torch.zeros_like(large.t())
+        store.get({"w": into})
+        return torch.equal(into, large.t()), store.usage()["sent_bytes"] == large.nbytes
+
+
+def read_far(worker: Worker) -> list[int]:
+    """Read three versions, at the pace of the test; returns what the store has sent after each."""
+    be_far()
+    with worker.group():
+        store = Store("policy", on="worker0")
+        into = {"w": torch.zeros(1000, 1000)}
+        sent = []
+        for number in (1, 2, 3):
+            worker.wait_for("read")
+            assert store.get(into, version=number) == number
+            assert torch.equal(into["w"], large(number))
+            with store.lease(number) as leased:
+                assert torch.equal(leased["w"], large(number))
+                leased["w"].zero_()
+            assert store.get(into) == number
+            assert torch.equal(into["w"], large(number))
+            worker.report("has read")
+            worker.wait_for("go on")
+            sent.append(store.usage()["sent_bytes"])
+        return sent
+
+
+def large(number: int) -> torch.Tensor:
+    """A version; the second differs from the first in 2 % of the elements, the third in all."""
+    tensor = torch.arange(1_000_000.0)
+    if number == 2:
+        tensor[::50] += 0.5
+    return (tensor + (number == 3)).view(1000, 1000)
+
+
+def publish_large(worker: Worker) -> None:
+    with worker.group():
+        store = Store("policy", on="worker0")
+        for number in (1, 2, 3):
+            worker.wait_for("put")
+            store.put(number, {"w": large(number)})
+            worker.report("has put")
+
+
+def test_a_host_fetches_a_version_once_and_then_what_has_changed(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([publish_large, read_far, read_far], 3)
+    for _ in range(3):
+        workers[0].tell("put")
+        workers[0].wait_for("has put")
+        for event, answer in (("read", "has read"), ("go on", None)):
+            for reader in (workers[1], workers[2]):
+                reader.tell(event)
+            for reader in (workers[1], workers[2]):
+                if answer is not None:
+                    reader.wait_for(answer)
+    for first, second, third in workers.results()[1:]:
+        assert first == 4_000_000
+        assert second - first < 0.05 * 4_000_000
+        assert third - second == 4_000_000
+
+
+def read_twice_far(worker: Worker) -> bool:
+    be_far()
+    worker.join()
+    store = Store("policy", on="worker0")
+    into = {"w": empty()}
+    worker.wait_for("go on")
+    store.get(into)
+    worker.report("has read")
+    worker.wait_for("go on")
+    into["w"].zero_()
+    store.get(into)
+    rpc.shutdown(graceful=False)
+    return same(into["w"], whole(1))
+
+
+def test_another_process_keeps_the_copy_of_a_host_if_one_dies(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([keep_and_die, read_twice_far, read_twice_far], 3)
+    workers[0].wait_for("ready")
+    for rank in (1, 2):  # the first one keeps the copy
+        workers[rank].tell("go on")
+        workers[rank].wait_for("has read")
+    workers[1].kill()
+    workers[2].tell("go on")
+    assert workers[2].result() is True
+    workers[0].kill()
+
+
+def put_at_once(worker: Worker) -> list[bool]:
+    """Several workers put the same part of each version, as data-parallel ranks do."""
+    with worker.group():
+        store = Store("policy", on="worker0")
+        for number in range(10):
+            store.put(number, {"w": whole(number)})
+        into = {"w": empty()}
+        rpc.barrier()
+        return [store.get(into) == 9, same(into["w"], whole(9))]
+
+
+def test_workers_may_put_the_same_part(run_workers: RunWorkers) -> None:
+    assert run_workers(put_at_once, 3) == [[True, True]] * 3
+
+
+def shard(worker: Worker) -> list[bool]:
+    """Put a model that is sharded by FSDP2 over tensor parallelism; read it in other shardings."""
+    with worker.group(), process_group(worker, backend="gloo"):
+        store = Store("policy", on="worker0")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5), nn.LayerNorm(5))
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        store.put(1, model.state_dict(), part=(worker.rank, 4))
+        plain = {name: torch.zeros_like(value) for name, value in expected.items()}
+        store.get(plain)
+        equal = [torch.equal(plain[name], value) for name, value in expected.items()]
+        for placements in ([Shard(0), Shard(0)], [Replicate(), Shard(-1)]):
+            into = {
+                name: distribute_tensor(torch.zeros_like(value), mesh, placements[: value.dim() + 1])
+                for name, value in expected.items()
+            }
+            assert store.get(into) == 1
+            equal += [torch.equal(into[name].full_tensor(), value) for name, value in expected.items()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        store.get(model.state_dict(), version=1)
+        for name, value in model.state_dict().items():
+            equal.append(torch.equal(cast("DTensor", value).full_tensor(), expected[name]))
+        store.put(2, {"w": distribute_tensor(torch.arange(7.0), mesh, [Shard(0), Replicate()])})
+        seven = torch.zeros(7)
+        store.get({"w": seven}, version=2, timeout=20)
+        return [*equal, torch.equal(seven, torch.arange(7.0))]
+
+
+def test_sharded_models_are_read_in_any_sharding(run_workers: RunWorkers) -> None:
+    for equal in run_workers(shard, 4):
+        assert all(equal)
+
+
+# ---- deaths
+
+
+class StuckStore(Store):
+    """Stops in the middle of put."""
+
+    def _mapped(self, *args: Any) -> Any:
+        current_worker().report("begun")
+        current_worker().wait_for("never")
+
+
+def die_in_put(worker: Worker) -> None:
+    worker.join()
+    worker.wait_for("go")
+    StuckStore("policy", on="worker0").put(2, rows(2, 1), part=(1, 2))
+
+
+def die_with_lease(worker: Worker) -> None:
+    worker.join()
+    worker.wait_for("go")
+    with Store("policy", on="worker0").lease(1):
+        worker.report("begun")
+        worker.wait_for("never")
+
+
+def outlive_others(worker: Worker) -> list[Any]:
+    """Keep a store while a writer and a reader die."""
+    worker.join()
+    store = Store("policy", on="worker0", keep=1)
+    store.put(1, {"w": whole(1)})
+    assert store.put(2, rows(2, 0), part=(0, 2)) is False
+    worker.report("ready")
+    worker.wait_for("killed")
+    until(lambda: not store.usage()["leases"])
+    until(lambda: "is lost" in store.usage()["open"][2])
+    told = store.usage()["open"][2]
+    into = {"w": empty()}
+    with pytest.raises(TimeoutError, match="worker 'worker1', which was to write part 1, is lost"):
+        store.get(into, newer_than=1, timeout=0)
+    assert store.get(into) == 1
+    assert same(into["w"], whole(1))
+    assert store.put(2, rows(2, 1), part=(1, 2)) is True
+    store.get(into)
+    assert same(into["w"], whole(2))
+    size = store.usage()["bytes"]
+    rpc.shutdown(graceful=False)
+    return [told, size]
+
+
+def test_writers_and_readers_may_die(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([outlive_others, die_in_put, die_with_lease], 3)
+    workers[0].wait_for("ready")
+    for worker in (workers[1], workers[2]):
+        worker.tell("go")
+        worker.wait_for("begun")
+        worker.kill()
+    workers[0].tell("killed")
+    told, size = workers[0].result()
+    assert told == "part 1 of 2 is missing (worker 'worker1', which was to write part 1, is lost)"
+    assert size == 128
+
+
+def keep_and_die(worker: Worker) -> None:
+    worker.join()
+    Store("policy", on="worker0").put(1, {"w": whole(1)})
+    worker.report("ready")
+    worker.wait_for("never")
+
+
+def read_from_the_dead(worker: Worker) -> str:
+    worker.join()
+    store = Store("policy", on="worker0")
+    into = {"w": empty()}
+    store.get(into)
+    with store.lease() as kept:
+        worker.report("reading")
+        with pytest.raises(WorkerLostError, match="store 'policy' is gone with worker 'worker0'") as caught:
+            store.get(into, newer_than=1)
+        assert same(kept["w"], whole(1))
+    assert same(into["w"], whole(1))
+    rpc.shutdown(graceful=False)
+    return caught.value.worker
+
+
+def test_the_death_of_the_keeper_is_told(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([keep_and_die, read_from_the_dead], 2)
+    workers[0].wait_for("ready")
+    workers[1].wait_for("reading")
+    workers[0].kill()
+    assert workers[1].result() == "worker0"
+
+
+def test_no_pickles_are_needed(run_workers: RunWorkers) -> None:
+    def main(worker: Worker) -> int:
+        with worker.group(deserialization="safe"):
+            store = Store("policy", on="worker0")
+            store.put(1, rows(1, worker.rank), part=(worker.rank, 2))
+            with pytest.raises(WeightsError, match="has no version 7"):
+                store.drop(7)
+            return store.get({"w": empty()}, timeout=20)
+
+    assert run_workers(main, 2) == [1, 1]

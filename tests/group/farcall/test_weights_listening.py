@@ -1,0 +1,134 @@
+"""Weight stores for programs without a group."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from farcall import weights
+from farcall.weights import Block, WeightsError
+from farcall.weights import store as store_module
+from farcall.weights.listening import Server
+from rpc.errors import WorkerLostError
+from tests.support.streams import until
+
+TOKEN = "a token of more than sixteen characters"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("FARCALL_TOKEN", TOKEN)
+    started = Server("127.0.0.1:0", keep=3)
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_programs_publish_and_read(server: Server, monkeypatch: pytest.MonkeyPatch, *, far: bool) -> None:
+    if far:
+        monkeypatch.setattr(store_module, "host_identity", lambda: "another host")
+    whole = torch.arange(12.0).view(3, 4)
+    with weights.connect(server.address) as trainer, weights.connect(server.address) as reader:
+        for number in range(5):
+            assert trainer.put(number, {"w": whole * number})
+        into = torch.zeros(3, 2)
+        assert reader.get({"w": Block(into, (0, 1), (3, 4))}, newer_than=2) == 4
+        assert torch.equal(into, whole[:, 1:3] * 4)
+        with reader.lease(3) as old:
+            assert torch.equal(old["w"], whole * 3)
+        assert reader.versions() == [2, 3, 4]
+        usage = reader.usage()
+        assert (usage["leases"], usage["keep"], usage["sent_bytes"] > 0) == (0, 3, far)
+        with pytest.raises(TimeoutError, match="no version 9"):
+            reader.get({"w": into}, version=9, timeout=0.01)
+
+
+def test_a_program_that_ends_loses_its_leases(server: Server) -> None:
+    with weights.connect(server.address) as trainer:
+        trainer.put(1, {"w": torch.ones(2)})
+        with weights.connect(server.address) as reader:
+            lease = reader.lease()
+            lease.__enter__()
+            assert trainer.usage()["leases"] == 1
+        until(lambda: trainer.usage()["leases"] == 0)
+
+
+def test_a_wrong_token_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARCALL_TOKEN", TOKEN + "!")
+    with pytest.raises(WeightsError, match=f"cannot open the weight store at {server.address}: it refused"):
+        weights.connect(server.address)
+
+
+def test_an_address_where_nothing_is(server: Server) -> None:
+    address = server.address
+    server.close()
+    with pytest.raises(WeightsError, match=f"cannot open the weight store at {address}: "):
+        weights.connect(address)
+    for wrong in ("nowhere", "host:port", ":7", ""):
+        with pytest.raises(WeightsError, match="HOST:PORT"):
+            weights.connect(wrong)
+
+
+def test_a_server_that_ends_is_told(server: Server) -> None:
+    with weights.connect(server.address) as store:
+        store.put(1, {"w": torch.ones(2)})
+        with store.lease() as kept:
+            server.close()
+            with pytest.raises(WorkerLostError, match="store 'weights' is gone with worker"):
+                store.get({"w": torch.zeros(2)}, newer_than=1)
+            assert torch.equal(kept["w"], torch.ones(2))
+
+
+def started_again(address: str) -> Server:
+    """A server at an address where another one of this process is about to end."""
+    found: list[Server] = []
+
+    def start() -> bool:
+        with contextlib.suppress(OSError):
+            found.append(Server(address, keep=3))
+        return bool(found)
+
+    until(start)
+    return found[0]
+
+
+def test_a_server_that_is_started_again_is_another_one(server: Server) -> None:
+    with weights.connect(server.address) as store:
+        store.put(1, {"w": torch.ones(2)})
+        server.close()
+        again = started_again(server.address)
+        try:
+            with pytest.raises((WorkerLostError, WeightsError), match="store 'weights'"):
+                store.get({"w": torch.zeros(2)})
+            with weights.connect(server.address) as new:
+                assert new.versions() == []
+        finally:
+            again.close()
+
+
+@pytest.mark.processes
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARCALL_TOKEN", TOKEN)
+    command = [sys.executable, "-m", "farcall", "weights", "--listen", "127.0.0.1:0", "--keep", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        found = re.search(r" at (127\.0\.0\.1:\d+)$", said.strip())
+        assert found, said
+        with weights.connect(found[1]) as store:
+            store.put(1, {"w": torch.ones(2)})
+            store.put(2, {"w": torch.ones(2)})
+            assert store.versions() == [2]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,292 @@
+"""The versions of a store: what readers see, what is kept, and which memory may be used again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from farcall.weights import WeightsError
+from farcall.weights.blocks import Box
+from farcall.weights.catalogue import Catalogue, Freed, Lease, Version, Who
+from farcall.weights.layout import Spec
+
+A, B = Who("a", 1), Who("b", 2)
+SPECS = {"w": Spec("float32", (2,))}
+memory = iter(range(1, 1 << 40))
+
+
+def begin(catalogue: Catalogue, number: int, part: int, who: Who, parts: int = 2) -> Version:
+    blocks = {"w": [Box((0,), (2,))] if parts == 1 else [Box((part,), (1,))]}
+    version, size = catalogue.begin(number, part, parts, SPECS, blocks, who)
+    if size is not None:
+        version.memory.append(next(memory))
+    return version
+
+
+def put(catalogue: Catalogue, number: int) -> Version:
+    version = begin(catalogue, number, 0, A, parts=1)
+    assert catalogue.written(number, 0, A)
+    return version
+
+
+def test_a_version_is_seen_once_all_its_parts_are_written() -> None:
+    catalogue = Catalogue("policy", 2)
+    for part, who in ((0, A), (1, B)):
+        assert catalogue.find(None, None) is None
+        begin(catalogue, 5, part, who)
+        assert catalogue.written(5, part, who) is bool(part)
+    found = catalogue.find(None, None)
+    assert found is not None
+    assert found.number == 5
+
+
+def test_the_newest_is_the_one_that_became_whole_last() -> None:
+    catalogue = Catalogue("policy", 3)
+    for number in (7, 8, 3):
+        put(catalogue, number)
+    for newer_than in (None, 7, 8, 2, -1):
+        found = catalogue.find(None, newer_than)
+        assert found is not None
+        assert found.number == 3
+    assert catalogue.find(None, 3) is None
+    assert catalogue.find(None, 9) is None, "a number that never was is compared as a number"
+
+
+def test_the_oldest_goes_when_there_are_more_than_are_kept() -> None:
+    catalogue = Catalogue("policy", 2)
+    first = put(catalogue, 1)
+    freed = first.memory[0]
+    put(catalogue, 2)
+    assert catalogue.freed() == []
+    put(catalogue, 3)
+    assert catalogue.freed() == [Freed(freed, reusable=True)]
+    with pytest.raises(
+        WeightsError, match=r"has version 1 no longer: it keeps the newest 2, which are \[2, 3\]"
+    ):
+        catalogue.find(1, None)
+
+
+def test_a_lease_keeps_a_version_and_ends_with_its_holder() -> None:
+    catalogue = Catalogue("policy", 1)
+    first = put(catalogue, 1)
+    (held,) = first.memory
+    catalogue.lease(first, Lease(A, 1))
+    catalogue.lease(first, Lease(B, 1))
+    put(catalogue, 2)
+    catalogue.release(Lease(A, 1), used=False)
+    assert catalogue.leased(Lease(B, 1)) is first
+    assert catalogue.freed() == []
+    catalogue.lost(B)
+    assert catalogue.freed() == [Freed(held, reusable=False)], "a lost worker may still read it"
+    with pytest.raises(WeightsError, match="worker 'b' was lost"):
+        catalogue.lease(put(catalogue, 3), Lease(B, 2))
+
+
+def test_tensors_that_outlive_a_lease_keep_their_memory() -> None:
+    catalogue = Catalogue("policy", 1)
+    first = put(catalogue, 1)
+    (held,) = first.memory
+    catalogue.lease(first, Lease(A, 1))
+    catalogue.release(Lease(A, 1), used=True)
+    put(catalogue, 2)
+    assert catalogue.freed() == [Freed(held, reusable=False)]
+
+
+def test_a_version_whose_writer_is_lost_is_told_and_can_be_completed() -> None:
+    catalogue = Catalogue("policy", 2)
+    begin(catalogue, 1, 0, A)
+    version = begin(catalogue, 1, 1, B)
+    catalogue.written(1, 0, A)
+    assert catalogue.lost(B) == [version]
+    assert version.missing() == "part 1 of 2 is missing (worker 'b', which was to write part 1, is lost)"
+    assert catalogue.find(None, None) is None
+    again = Who("b", 3)
+    begin(catalogue, 1, 1, again)
+    with pytest.raises(WeightsError, match="worker 'b' was lost"):
+        catalogue.written(1, 1, B)
+    assert catalogue.written(1, 1, again)
+
+
+def test_a_version_that_a_later_one_overtakes_is_given_up() -> None:
+    catalogue = Catalogue("policy", 2)
+    stuck = begin(catalogue, 1, 0, B)
+    (lent,) = stuck.memory
+    put(catalogue, 2)
+    assert catalogue.given_up == [stuck]
+    assert catalogue.freed() == [Freed(lent, reusable=False)]
+    with pytest.raises(WeightsError, match="version 1 of store 'policy' was given up before part 0"):
+        catalogue.written(1, 0, B)
+
+
+def test_a_writer_that_is_ahead_waits_for_the_others() -> None:
+    catalogue = Catalogue("policy", 2)
+    for number in (1, 2):
+        assert catalogue.make_room(number, A, insist=False)
+        begin(catalogue, number, 0, A)
+        catalogue.written(number, 0, A)
+    assert not catalogue.make_room(3, A, insist=False)
+    assert catalogue.make_room(2, B, insist=False), "the others catch up"
+    for number in (1, 2):
+        begin(catalogue, number, 1, B)
+        assert catalogue.written(number, 1, B)
+        assert catalogue.make_room(3, A, insist=False)
+
+
+def test_a_version_that_cannot_become_whole_makes_room() -> None:
+    catalogue = Catalogue("policy", 2)
+    for number in (1, 2):
+        begin(catalogue, number, 0, A)
+        catalogue.written(number, 0, A)
+    begin(catalogue, 1, 1, B)
+    assert not catalogue.make_room(3, A, insist=False)
+    assert catalogue.make_room(3, B, insist=False), "it begins another one in the middle"
+    assert [each.number for each in catalogue.given_up] == [1]
+    begin(catalogue, 3, 1, B)
+    catalogue.lost(B)
+    assert catalogue.make_room(4, A, insist=False)
+    assert [each.number for each in catalogue.given_up] == [1, 3]
+    begin(catalogue, 4, 0, A)
+    catalogue.written(4, 0, A)
+    assert not catalogue.make_room(5, A, insist=False)
+    assert catalogue.make_room(5, A, insist=True)
+    assert list(catalogue.open) == [4]
+
+
+def test_what_cannot_be_put_is_refused() -> None:
+    catalogue = Catalogue("policy", 2)
+    put(catalogue, 1)
+    assert begin(catalogue, 1, 0, B, parts=1).whole
+    with pytest.raises(WeightsError, match="version 1 of store 'policy': it has 1 parts, and not 2"):
+        begin(catalogue, 1, 0, A)
+    with pytest.raises(WeightsError, match="there is no part 2 of 2"):
+        begin(catalogue, 2, 2, A)
+    begin(catalogue, 2, 0, A)
+    with pytest.raises(WeightsError, match="worker 'b' has not begun part 0 of version 2"):
+        catalogue.written(2, 0, B)
+    with pytest.raises(WeightsError, match=r"has no version 4: it has \[1\]"):
+        catalogue.drop(4)
+
+
+def test_a_version_that_was_dropped_can_be_put_again() -> None:
+    catalogue = Catalogue("policy", 2)
+    put(catalogue, 1)
+    put(catalogue, 2)
+    catalogue.drop(2)
+    assert list(catalogue.whole) == [1]
+    assert catalogue.find(None, 2) is None
+    put(catalogue, 2)
+    assert catalogue.find(None, 1) is catalogue.whole[2]
+
+
+def test_a_part_that_two_workers_write_is_written_when_both_have_finished() -> None:
+    catalogue = Catalogue("policy", 2)
+    begin(catalogue, 1, 0, A, parts=1)
+    begin(catalogue, 1, 0, B, parts=1)
+    assert not catalogue.written(1, 0, A), "the other one still writes"
+    assert catalogue.written(1, 0, B)
+    begin(catalogue, 2, 0, A, parts=1)
+    begin(catalogue, 2, 0, B, parts=1)
+    catalogue.written(2, 0, A)
+    assert catalogue.lost(B) == []
+    assert list(catalogue.whole) == [1, 2]
+
+
+def test_a_part_without_memory_is_withdrawn() -> None:
+    catalogue = Catalogue("policy", 2)
+    version, size = catalogue.begin(1, 0, 1, SPECS, {"w": [Box((0,), (2,))]}, A)
+    assert size == 64
+    catalogue.withdraw(version, 0)
+    assert not catalogue.open
+    put(catalogue, 1)
+
+
+class Workers(RuleBasedStateMachine):
+    """Writers, readers and deaths in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.catalogue = Catalogue("policy", 2)
+        self.workers = [Who(name, 0) for name in "abc"]
+        self.lent: dict[Lease, tuple[int, list[int]]] = {}
+        self.used: set[int] = set()
+        self.free: set[int] = set()
+
+    def drain(self) -> None:
+        for freed, reusable in self.catalogue.freed():
+            assert freed in self.used
+            self.used.remove(freed)
+            assert not any(freed in held for _, held in self.lent.values())
+            if reusable:
+                self.free.add(freed)
+
+    @rule(number=st.integers(0, 6), part=st.integers(0, 1), worker=st.integers(0, 2), ends=st.booleans())
+    def write(self, number: int, part: int, worker: int, *, ends: bool) -> None:
+        who = self.workers[worker]
+        assert self.catalogue.make_room(number, who, insist=True)
+        version, size = self.catalogue.begin(number, part, 2, SPECS, {"w": [Box((part,), (1,))]}, who)
+        if size is not None:
+            one = self.free.pop() if self.free else next(memory)
+            self.used.add(one)
+            version.memory.append(one)
+        if not version.whole and ends:
+            self.catalogue.written(number, part, who)
+        self.drain()
+
+    @rule(worker=st.integers(0, 2), ticket=st.integers(0, 3))
+    def read(self, worker: int, ticket: int) -> None:
+        version = self.catalogue.find(None, None)
+        if version is not None:
+            assert version.serial == max(each.serial for each in self.catalogue.whole.values())
+            lease = Lease(self.workers[worker], ticket)
+            self.lent.pop(lease, None)
+            self.catalogue.lease(version, lease)
+            self.lent[lease] = version.number, list(version.memory)
+            self.drain()
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.lent:
+            lease = data.draw(st.sampled_from(sorted(self.lent)))
+            del self.lent[lease]
+            self.catalogue.release(lease, used=False)
+            self.drain()
+
+    @rule(worker=st.integers(0, 2))
+    def die(self, worker: int) -> None:
+        who = self.workers[worker]
+        self.lent = {lease: held for lease, held in self.lent.items() if lease.holder != who}
+        self.catalogue.lost(who)
+        self.workers[worker] = Who(who.name, int(str(who.incarnation)) + 1)
+        self.drain()
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        there = [*self.catalogue.whole, *self.catalogue.open]
+        if there:
+            self.catalogue.drop(data.draw(st.sampled_from(there)))
+            self.drain()
+
+    @invariant()
+    def leased_versions_keep_their_memory(self) -> None:
+        for lease, (number, held) in self.lent.items():
+            version = self.catalogue.leased(lease)
+            assert (version.number, version.memory) == (number, held)
+
+    @invariant()
+    def memory_belongs_to_one_version(self) -> None:
+        alive = {id(each): each for each in self.catalogue.leases.values()}
+        alive |= {id(each): each for each in (*self.catalogue.whole.values(), *self.catalogue.open.values())}
+        lent = [one for version in alive.values() for one in version.memory]
+        assert sorted(lent) == sorted(self.used)
+        assert not self.free & self.used
+
+    @invariant()
+    def no_more_is_kept_than_was_asked_for(self) -> None:
+        assert len(self.catalogue.whole) <= 2
+        assert len(self.catalogue.open) <= 2
+
+
+Workers.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestWorkers = Workers.TestCase
