@@ -73,10 +73,13 @@ class Standing:
             results = [worker.wait_for("done") for worker in workers[len(tasks) :]]
             for worker, task in zip(workers, tasks, strict=False):
                 worker.tell("task", (task, args, kwargs or {}))
-            return [worker.wait_for("done") for worker in workers[: len(tasks)]] + results
+            results[:0] = [worker.wait_for("done") for worker in workers[: len(tasks)]]
         except BaseException:
             self._end(shared.enter, world_size)
             raise
+        if default_device.MODE:  # each test has its own simulated accelerators
+            self.close()
+        return results
 
     def _workers(self, shared: Shared, world_size: int) -> Workers:
         key = shared.enter, world_size
