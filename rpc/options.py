@@ -6,12 +6,12 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from importlib.metadata import entry_points
 from typing import Any, Final, Generic, Literal, TypeVar, cast
 
 import torch
 
 from rpc.device_maps import DeviceLike, DeviceMap, to_device_list, to_device_map
+from rpc.entry_points import entry_points
 from rpc.errors import InvalidOptionError
 
 __all__ = [
@@ -125,7 +125,7 @@ def _transports(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise _wrong_type(name, value, "a sequence of names")
     names = tuple(value)
-    known = {"unix", "tcp", "grpc", *(point.name for point in entry_points(group="farcall.transports"))}
+    known = {"unix", "tcp", "grpc", *(point.name for point in entry_points("farcall.transports"))}
     if not names or not known.issuperset(names):
         raise InvalidOptionError(f"{name} must name at least one of {sorted(known)}, got {value!r}")
     return names

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
+from rpc.entry_points import entry_points
 from rpc.options import TlsOptions
 
 __all__ = ["RunningServer", "serve"]
@@ -68,7 +68,7 @@ def serve(
         with rpc.serve({"add": torch.add, "classify": model}, port=8443) as server:
             server.wait()
     """
-    found = entry_points(group=_GROUP, name=_NAME)
+    found = entry_points(_GROUP).select(name=_NAME)
     if not found:
         raise ModuleNotFoundError(
             "nothing is installed that serves: pip install 'farcall[serve]', again where it was installed "

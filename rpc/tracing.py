@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from importlib.metadata import entry_points
 from typing import Final
+
+from rpc.entry_points import entry_points
 
 __all__ = ["trace"]
 
@@ -34,7 +35,7 @@ def trace(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         with rpc.trace("run.json"):
             train_one_epoch()
     """
-    found = entry_points(group=_GROUP, name=_NAME)
+    found = entry_points(_GROUP).select(name=_NAME)
     if not found:
         raise ModuleNotFoundError("nothing is installed that traces: install farcall again (pip install .)")
     tracing: AbstractContextManager[None] = next(iter(found)).load()(path)

@@ -25,7 +25,7 @@ import pytest
 from tests.support import default_device, leftovers, workers
 from tests.support.fork_server import ForkServer, become_subreaper
 
-run_workers = workers.run_workers
+run_workers, standing_workers = workers.run_workers, workers.standing_workers
 
 _snapshot_key = pytest.StashKey[leftovers.Snapshot]()
 _found_key = pytest.StashKey[list[str]]()

@@ -20,11 +20,11 @@ import secrets
 import sys
 import textwrap
 from functools import partial
-from importlib.metadata import entry_points
 from typing import Final
 
 from rpc.agent.agent import Agent
 from rpc.agent.collected_futures import replace_collect_all, restore_collect_all
+from rpc.entry_points import entry_points
 from rpc.errors import RpcError
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
@@ -146,7 +146,7 @@ def _join(
     profiling.install(agent)
     agent.lifecycle.hooks.closed.append(partial(restore_collect_all, agent))
     replace_collect_all(agent)
-    for extension in entry_points(group=EXTENSIONS):
+    for extension in entry_points(EXTENSIONS):
         extension.load()(agent)
     agent.serializer.allow_function(noop)
     group: Group

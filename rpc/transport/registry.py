@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from importlib.metadata import entry_points
 from typing import Final, cast
 
+from rpc.entry_points import entry_points
 from rpc.transport.base import Transport, TransportContext
 from rpc.transport.tcp import TcpTransport
 from rpc.transport.unix import UnixTransport
@@ -33,7 +33,7 @@ _BY_DEFAULT: Final = ("unix", "tcp") if sys.platform == "linux" else ("tcp",)
 
 def names() -> list[str]:
     """Return the names of all transports."""
-    return [*_OURS, *sorted(point.name for point in entry_points(group=GROUP) if point.name not in _OURS)]
+    return [*_OURS, *sorted(point.name for point in entry_points(GROUP) if point.name not in _OURS)]
 
 
 def load(names: Iterable[str]) -> None:
@@ -65,6 +65,6 @@ def transports(context: TransportContext, chosen: Iterable[str] | None = None) -
 def _find(name: str) -> Factory:
     if name in _OURS:
         return _OURS[name]
-    for point in entry_points(group=GROUP, name=name):
+    for point in entry_points(GROUP).select(name=name):
         return cast("Factory", point.load())
     raise ValueError(f"there is no transport '{name}': there are {', '.join(names())}")

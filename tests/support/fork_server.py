@@ -192,6 +192,9 @@ class _Server:
         for line in lines:
             request = json.loads(line)
             complaint = _import_all(request["modules"])
+            if points := sys.modules.get("rpc.entry_points"):  # each worker would read them anew
+                for group in ("farcall.extensions", "farcall.transports"):
+                    points.entry_points(group)
             if request["fork"]:
                 self._fork(complaint)
         return True

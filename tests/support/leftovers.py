@@ -121,21 +121,26 @@ def processes(patience: float = _PATIENCE) -> list[Process]:
 
 def descendants() -> list[Process]:
     """Every living process that descends from this one."""
-    children: dict[int, list[Process]] = {}
-    for entry in _PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            fields = _status(int(entry.name))
-            state, parent, started = fields[0], int(fields[1]), int(fields[19])
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            if state not in "ZX":
-                children.setdefault(parent, []).append(Process(int(entry.name), started, command[:200]))
+    children: dict[int, list[tuple[int, int]]] = {}
+    for name in os.listdir(_PROC):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):  # gone meanwhile
+                fields = _status(int(name))
+                if fields[0] not in "ZX":
+                    children.setdefault(int(fields[1]), []).append((int(name), int(fields[19])))
     found: list[Process] = []
     parents = [os.getpid()]
     while parents:
-        generation = children.get(parents.pop(), [])
-        found += generation
-        parents += [process.pid for process in generation]
+        for pid, started in children.get(parents.pop(), []):
+            found.append(Process(pid, started, _command(pid)))
+            parents.append(pid)
     return found
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"{_PROC}/{pid}/cmdline", errors="replace") as file:
+        return file.read(200).replace("\0", " ").strip()
+    return ""
 
 
 def process_state(pid: int) -> str:
@@ -148,7 +153,8 @@ def process_state(pid: int) -> str:
 
 def _status(pid: int) -> list[str]:
     """The fields of ``/proc/<pid>/stat`` after the command, which may contain anything."""
-    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    with open(f"{_PROC}/{pid}/stat", errors="replace") as file:  # for every process, after every test
+        return file.read().rpartition(")")[2].split()
 
 
 def _listening_sockets() -> set[str]:

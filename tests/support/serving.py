@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.standing import Enter, Shared
 from tests.support.workers import RunWorkers, Task, Worker, current_worker
 
 WAIT_SECONDS = 20.0
@@ -66,6 +67,36 @@ def in_worker0(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
     return decorate
 
 
+def in_standing_group(world_size: int = 2) -> Callable[[Body], Body]:
+    """Like ``in_worker0``, in a group that stays for all such tests of the module. Gates are closed before
+    each; ``tests.support.standing`` says what they must not depend on.
+    """
+
+    def decorate(body: Body) -> Body:
+        def test(run_workers: RunWorkers, **given: Any) -> None:
+            run_workers(Shared(Worker.group, _task(body, given), _close_gates), world_size)
+
+        return _as_test(test, body)
+
+    return decorate
+
+
+def in_standing(enter: Enter, world_size: int) -> Callable[[Body], Body]:
+    """Makes a test of a function that runs in each of some workers, which stay in what ``enter`` makes."""
+
+    def decorate(body: Body) -> Body:
+        def test(run_workers: RunWorkers, **given: Any) -> None:
+            run_workers(Shared(enter, _task(body, given)), world_size)
+
+        return _as_test(test, body)
+
+    return decorate
+
+
+def _close_gates(_: Worker) -> None:
+    _gates.clear()
+
+
 def in_all(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
     """Makes a test of a function that runs in each worker of a group."""
 
@@ -109,6 +140,7 @@ def _task(body: Body, given: dict[str, Any]) -> Task:
 def _in_worker(module: str, name: str, given: dict[str, Any], worker: Worker) -> None:
     """Runs what a test is made of; found by its name, so that it uses that module's globals."""
     body: Body = getattr(importlib.import_module(module), name).body
+    _close_gates(worker)
     if "worker" in inspect.signature(body).parameters:
         given = {"worker": worker, **given}
     body(**given)

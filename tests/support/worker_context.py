@@ -134,7 +134,7 @@ def worker_main(descriptor: int) -> int:
     os.chdir(spec.folder)
     backend.make_default()
     default_device.make_default(spec.rank)
-    _seed(spec.rank)
+    seed(spec.rank)
     try:
         function: Callable[..., Any]
         function, args, kwargs = cloudpickle.loads(task)
@@ -157,7 +157,8 @@ def _send_error(worker: Worker, error: BaseException) -> None:
         worker.post(("raised", None, text))
 
 
-def _seed(rank: int) -> None:
+def seed(rank: int) -> None:
+    """Random numbers are those of a new process of this rank."""
     random.seed(rank)
     torch = sys.modules.get("torch")
     if torch is None:

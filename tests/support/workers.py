@@ -31,13 +31,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import cloudpickle
 import pytest
 
 from tests.support import backend, default_device, leftovers
 from tests.support.fork_server import ForkServer
+from tests.support.standing import Shared, Standing
 from tests.support.worker_context import Worker, WorkerSpec, current_worker, worker_main
 from tests.support.worker_process import Failure, WorkerProcess, WorkersFailed
 
@@ -91,7 +92,11 @@ class Workers:
         self._failure_raised = False
         self.restart_clock()
 
-    def __getitem__(self, index: int) -> WorkerProcess:
+    @overload
+    def __getitem__(self, index: int) -> WorkerProcess: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[WorkerProcess]: ...
+    def __getitem__(self, index: int | slice) -> WorkerProcess | list[WorkerProcess]:
         return self._workers[index]
 
     def __iter__(self) -> Iterator[WorkerProcess]:
@@ -138,8 +143,9 @@ class Workers:
         mine.send_bytes(cloudpickle.dumps(spec))
         return worker
 
-    def restart_clock(self) -> None:
-        """The time limit counts from now."""
+    def restart_clock(self, time_limit: float | None = None) -> None:
+        """The time limit counts from now; it may be another one."""
+        self._time_limit = time_limit or self._time_limit
         self._deadline = time.monotonic() + self._time_limit
 
     def wait_for(self, event: str) -> list[Any]:
@@ -237,15 +243,16 @@ class Workers:
 class RunWorkers:
     """What the fixture ``run_workers`` gives to a test: call it, or :meth:`start` for more control."""
 
-    def __init__(self, server: ForkServer, folder: Path) -> None:
+    def __init__(self, server: ForkServer, folder: Path, standing: Standing | None = None) -> None:
         self._server = server
         self._folder = folder
+        self._standing = standing
         self._runs: list[Workers] = []
         self._numbers = itertools.count()
 
     def __call__(
         self,
-        task: Task | Sequence[Task],
+        task: Task | Sequence[Task] | Shared,
         world_size: int | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -255,7 +262,7 @@ class RunWorkers:
         """Runs ``task(worker, *args, **kwargs)`` in every worker and returns the results, by rank.
 
         Args:
-            task: one function for all, or a sequence with one for each rank.
+            task: one function for all, a sequence with one for each rank, or one for workers that stay.
             world_size: how many workers; default the length of that sequence.
             args: positional arguments after the worker, the same for all.
             kwargs: keyword arguments.
@@ -265,6 +272,9 @@ class RunWorkers:
             WorkersFailed: a worker raised, crashed or hung.
         """
         __tracebackhide__ = True
+        if isinstance(task, Shared):
+            assert self._standing is not None, "only the fixture has workers that stay"
+            return self._standing.run(task, world_size or 1, args, kwargs, time_limit)
         return self.start(task, world_size, args, kwargs, time_limit=time_limit).results()
 
     def start(
@@ -307,10 +317,23 @@ def _module_of(task: Task) -> str:
     return getattr(task, "__module__", "builtins")
 
 
+@pytest.fixture(scope="module")
+def standing_workers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Standing]:
+    """Workers that stay for all tests of the module."""
+    server = request.config.stash[fork_server_key]
+    standing = Standing(lambda: RunWorkers(server, tmp_path_factory.mktemp("standing")))
+    yield standing
+    standing.close()
+
+
 @pytest.fixture
-def run_workers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunWorkers]:
+def run_workers(
+    request: pytest.FixtureRequest, tmp_path: Path, standing_workers: Standing
+) -> Iterator[RunWorkers]:
     """Forks real workers for a test; see the head of this module."""
-    runner = RunWorkers(request.config.stash[fork_server_key], tmp_path)
+    runner = RunWorkers(request.config.stash[fork_server_key], tmp_path, standing_workers)
     yield runner
     runner.close()
 

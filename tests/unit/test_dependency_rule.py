@@ -42,7 +42,7 @@ FACES = {"rpc/__init__.py": {"rref", "dist_autograd"}}
 """Files that may look up, and where to."""
 
 ROOMS = (
-    {"errors", "functions", "device_maps", "options"},
+    {"entry_points", "errors", "functions", "device_maps", "options"},
     {"runtime"},
     {"wire"},
     {"serialization"},

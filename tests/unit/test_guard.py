@@ -98,7 +98,11 @@ def test_under_compat_ours_are_found_wherever_others_are(tmp_path: Path) -> None
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("command", "on_path"),
-    [(["run"], False), (["run"], True), (["launch", "-n", "1", "--lend-names"], False)],
+    [
+        (["run"], False),
+        pytest.param(["run"], True, marks=pytest.mark.nightly),
+        (["launch", "-n", "1", "--lend-names"], False),
+    ],
 )
 def test_a_command_finds_ours_wherever_others_are(tmp_path: Path, command: list[str], on_path: bool) -> None:
     """In the current folder, which is the program's, or on ``PYTHONPATH``."""

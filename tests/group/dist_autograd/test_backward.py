@@ -13,7 +13,7 @@ import dist_autograd
 import rpc
 from rpc.errors import AutogradError
 from tests.support import backend
-from tests.support.serving import first_of, in_worker0
+from tests.support.serving import first_of, in_standing_group, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
 OTHER = "worker1"
@@ -58,7 +58,7 @@ def check(run: Callable[..., Tensor], local: Callable[..., Tensor]) -> None:
     assert b.grad is None
 
 
-@in_worker0()
+@in_standing_group()
 def test_gradients_go_through_every_kind_of_call() -> None:
     scale = rpc.remote(OTHER, Scale)
     calls: list[Callable[[Tensor, Tensor], Tensor]] = [
@@ -77,7 +77,7 @@ def test_gradients_go_through_every_kind_of_call() -> None:
         check(lambda a, b, call=call: call(a * 2, b).sum(), lambda a, b: (a * 2 * b).sum())
 
 
-@in_worker0()
+@in_standing_group()
 def test_gradients_of_several_roots_and_backwards_add_up() -> None:
     a, b = leaves()
     with dist_autograd.context() as context_id:
@@ -95,7 +95,7 @@ def requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
-@in_worker0()
+@in_standing_group()
 def test_calls_under_no_grad_are_without_history() -> None:
     a, b = leaves()
     calls: list[Callable[..., Any]] = [
@@ -115,7 +115,7 @@ def test_calls_under_no_grad_are_without_history() -> None:
         assert rpc.rpc_sync(OTHER, dist_autograd.has_context, (context_id,))
 
 
-@in_worker0()
+@in_standing_group()
 def test_gradients_that_were_got_do_not_change_any_more() -> None:
     a, b = leaves()
     with dist_autograd.context() as context_id:
@@ -133,7 +133,7 @@ def sum_of_both(a: Tensor, b: Tensor) -> Tensor:
     return (a + b).sum()
 
 
-@in_worker0()
+@in_standing_group()
 def test_each_gradient_of_leaves_that_were_sent_can_be_changed_alone() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(1000, dtype=dtype, requires_grad=True) for _ in range(2))

@@ -17,7 +17,7 @@ from rpc.runtime.current import current_agent
 from rref.requests import FETCH, fetch
 from tests.support import default_device
 from tests.support.default_device import not_on_devices
-from tests.support.serving import WAIT_SECONDS, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import WAIT_SECONDS, in_standing_group, open_gate, wait_at_gate
 
 OTHER = "worker1"
 
@@ -63,7 +63,7 @@ def nested(to: str, function: Callable[..., Any], *args: Any) -> Any:
     return rpc.rpc_sync(to, function, args=args)
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_answers_are_recorded_in_the_context_of_their_call() -> None:
     x = torch.arange(1.0, 4.0, requires_grad=True)
     calls: list[tuple[Any, ...]] = [
@@ -82,7 +82,7 @@ def test_answers_are_recorded_in_the_context_of_their_call() -> None:
                 torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], 2 * x.detach())
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_the_context_follows_calls_and_ends_with_its_block() -> None:
     assert known_context() is None
     assert rpc.rpc_sync(OTHER, known_context) is None
@@ -100,7 +100,7 @@ def test_the_context_follows_calls_and_ends_with_its_block() -> None:
 
 
 @not_on_devices("a backward that begins on a device's thread is refused")
-@in_worker0()
+@in_standing_group()
 def test_the_context_follows_calls_of_a_backward_within_another() -> None:
     found: list[int | None] = []
     inner, outer = (torch.ones(3, requires_grad=True) for _ in range(2))
@@ -114,7 +114,7 @@ def test_the_context_follows_calls_of_a_backward_within_another() -> None:
         torch.testing.assert_close(dist_autograd.get_gradients(context_id)[inner], torch.full((3,), 2.0))
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_reply_belongs_to_the_context_of_its_call_whoever_reads_it() -> None:
     """Answers are read by threads in another context, and by threads in none."""
     x = torch.arange(1.0, 4.0, requires_grad=True)
@@ -133,7 +133,7 @@ def test_a_reply_belongs_to_the_context_of_its_call_whoever_reads_it() -> None:
         torch.testing.assert_close(dist_autograd.get_gradients(context_id)[x], 2 * x.detach())
 
 
-@in_worker0()
+@in_standing_group()
 def test_what_is_fetched_belongs_to_the_graph() -> None:
     rref = rpc.remote(OTHER, torch.ones, args=(3,), kwargs={"requires_grad": True})
     rref.to_here()
@@ -143,7 +143,7 @@ def test_what_is_fetched_belongs_to_the_graph() -> None:
         torch.testing.assert_close(gradients, [torch.full((3,), 5.0)])
 
 
-@in_worker0()
+@in_standing_group()
 def test_fetch_with_a_bad_context_fails_alone() -> None:
     """Two fetch an object that is still being made, one of whom says nonsense about its context."""
     made = rpc.remote(OTHER, wait_at_gate, args=("making", [1, 2]))

@@ -13,7 +13,7 @@ from torch.autograd import Function
 import dist_autograd
 import rpc
 from dist_autograd.leaves import owned
-from tests.support.serving import first_of, in_worker0
+from tests.support.serving import first_of, in_standing_group
 from tests.support.workers import RunWorkers, Worker
 
 INPUTS = torch.ones(2, 3)
@@ -96,7 +96,7 @@ def test_a_copy_does_not_require_grad_though_what_a_function_uses_does() -> None
     assert not copied.requires_grad
 
 
-@in_worker0()
+@in_standing_group()
 def test_scaling_a_contexts_gradients_in_place_changes_nothing_of_the_users() -> None:
     used, held = torch.full((3,), 8.0), list[Tensor]()
     x = torch.ones(3, requires_grad=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dist_autograd
 import rpc
 from rref import RemoteModule, RRef
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group, in_worker0
 
 OTHER = "worker1"
 
@@ -40,7 +40,7 @@ class Applied:
         return a * b
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_parameter_among_the_arguments_gets_its_gradient() -> None:
     weight, x = nn.Parameter(torch.tensor([2.0, 3.0])), torch.tensor([5.0, 7.0], requires_grad=True)
     applied = rpc.remote(OTHER, Applied)
@@ -68,7 +68,7 @@ def kinds(value: Any, module: nn.Linear) -> list[type]:
     return [type(value), type(module.weight)]
 
 
-@in_worker0()
+@in_standing_group()
 def test_where_nothing_is_recorded_and_in_modules_parameters_stay_parameters() -> None:
     layer = nn.Linear(1, 1)
     frozen = nn.Parameter(torch.ones(1), requires_grad=False)
@@ -133,7 +133,7 @@ WRAPS: list[Callable[[Any], Any]] = [
 ]
 
 
-@in_worker0()
+@in_standing_group()
 def test_at_any_depth_it_gets_its_gradient() -> None:
     for kind in (nn.Parameter, Scale, marked):
         for wrap in WRAPS:
@@ -175,7 +175,7 @@ def doubled(tensor: Tensor) -> Tensor:
     return 2 * tensor.detach()
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_parameter_in_a_result_gets_its_gradient_at_its_owner() -> None:
     owner = rpc.remote(OTHER, Owner)
     results: list[Callable[[], list[Tensor]]] = [
@@ -197,7 +197,7 @@ def test_a_parameter_in_a_result_gets_its_gradient_at_its_owner() -> None:
         assert type(owner.rpc_sync().everything()["bias"][0]) is nn.Parameter
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_penalty_on_remote_weights_reaches_their_owner() -> None:
     parameters = RemoteModule(f"{OTHER}/cpu", nn.Linear, args=(3, 1)).remote_parameters()
     with dist_autograd.context() as context_id:

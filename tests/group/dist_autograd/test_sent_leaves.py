@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 import dist_autograd
 import rpc
-from tests.support.serving import Gate, first_of, in_worker0
+from tests.support.serving import Gate, first_of, in_standing_group, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
 OTHER = "worker1"
@@ -67,7 +67,7 @@ def test_hook_of_a_leaf_without_gradient_is_called_as_in_one_process(run_workers
     assert over_two == in_one_process
 
 
-@in_worker0()
+@in_standing_group()
 def test_leaf_of_another_class_gets_its_gradient() -> None:
     x = torch.ones(2).as_subclass(Marked).requires_grad_()
     with dist_autograd.context() as context_id:
@@ -76,7 +76,7 @@ def test_leaf_of_another_class_gets_its_gradient() -> None:
     assert found == [3.0, 3.0]
 
 
-@in_worker0()
+@in_standing_group()
 def test_leaf_frozen_after_the_forward_gets_none_and_others_get_theirs() -> None:
     x, y = leaf(2.0), leaf(3.0)
     with dist_autograd.context() as context_id:
@@ -169,7 +169,7 @@ def test_leaf_that_other_threads_compute_with_can_be_sent(times: int) -> None:
         rpc.rpc_sync(OTHER, stop_computing)
 
 
-@in_worker0()
+@in_standing_group()
 def test_hooks_on_the_node_of_a_received_tensor_run() -> None:
     """How often a hook on a received tensor's node runs: where a run ends there, and where also at a leaf."""
     counts: list[int] = []

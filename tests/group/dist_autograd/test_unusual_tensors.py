@@ -15,7 +15,7 @@ import dist_autograd
 import rpc
 from rpc.errors import BackwardError, SerializationError
 from tests.support.default_device import not_on_devices
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 
 CALLEE = "worker1"
 
@@ -38,7 +38,7 @@ def total(x: Any) -> torch.Tensor:
 
 @NESTED
 @pytest.mark.parametrize("computed", [False, True])
-@in_worker0()
+@in_standing_group()
 def test_gradients_flow_through_nested_tensors(layout: str, computed: bool) -> None:
     parts = [torch.ones(2), torch.ones(3)]
     leaf = nested_tensor(parts, layout=LAYOUTS[layout], requires_grad=True)
@@ -52,7 +52,7 @@ def test_gradients_flow_through_nested_tensors(layout: str, computed: bool) -> N
     assert [part.tolist() for part in gradient.unbind()] == [[factor] * 2, [factor] * 3]
 
 
-@in_worker0()
+@in_standing_group()
 def test_gradients_reach_the_values_of_a_nested_tensor_in_a_list() -> None:
     values = torch.ones(5, requires_grad=True)
     nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 5]))
@@ -65,7 +65,7 @@ def test_gradients_reach_the_values_of_a_nested_tensor_in_a_list() -> None:
 
 
 @NESTED
-@in_worker0()
+@in_standing_group()
 def test_nested_tensors_under_no_grad_have_no_history(layout: str) -> None:
     leaf = nested_tensor([torch.ones(2)], layout=LAYOUTS[layout], requires_grad=True)
     with dist_autograd.context(), torch.no_grad():
@@ -74,7 +74,7 @@ def test_nested_tensors_under_no_grad_have_no_history(layout: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 @pytest.mark.parametrize("computed", [False, True])
-@in_worker0()
+@in_standing_group()
 def test_gradients_flow_through_masked_tensors(computed: bool) -> None:
     mask = torch.tensor([True, False, True])
     leaf = masked_tensor(torch.ones(3), mask, requires_grad=True)
@@ -96,7 +96,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@in_worker0()
+@in_standing_group()
 def test_a_tensor_of_a_transform_is_refused(transform: str) -> None:
     def call(x: torch.Tensor) -> Any:
         return rpc.rpc_sync(CALLEE, double, args=(x,))
@@ -116,7 +116,7 @@ def not_reentrant(x: torch.Tensor) -> Any:
     return checkpoint(torch.sin, x, use_reentrant=False)
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_reentrant_checkpoint_in_a_callee_is_refused_in_one_sentence() -> None:
     x = torch.zeros(3, requires_grad=True)
     with dist_autograd.context() as context:

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from dist_optim import DistributedLRScheduler, DistributedOptimizer
 from tests.group.dist_optim.models import PLACES, Spread, batches
-from tests.support.serving import first_of, in_group, in_worker0, serve
+from tests.support.serving import first_of, in_group, in_standing_group, in_worker0, serve
 from tests.support.workers import RunWorkers, Worker
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
@@ -91,7 +91,7 @@ def test_a_state_is_a_copy_and_a_wrong_one_changes_nothing() -> None:
     assert set(optimizer.state_dict()["state"]) == set(range(6))
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_the_state_of_a_single_optimizer_can_be_loaded() -> None:
     model = Spread(*PLACES)
     local = optim.Adam(model.local.parameters(), lr=0.01)
@@ -124,7 +124,7 @@ SCHEDULES: list[tuple[Any, dict[str, Any], Callable[[int], tuple[Any, ...]]]] = 
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_every_owner_follows_the_schedule() -> None:
     for schedule, options, metric in SCHEDULES:
         model = Spread(*PLACES)

@@ -14,7 +14,7 @@ from dist_optim import DistributedOptimizer
 from rref import RemoteModule
 from tests.group.dist_optim.models import PLACES, Spread, Tied, batches, look_at_grad
 from tests.support.default_device import not_on_devices, placed
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (optim.SGD, {"lr": 0.05}),
@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_every_optimizer_of_pytorch_trains_as_in_one_process() -> None:
     for optimizer_class, options in OPTIMIZERS.values():
         model = Spread(*PLACES)
@@ -59,7 +59,7 @@ class Bag(nn.Module):
 
 
 @not_on_devices("the simulated device has no sparse tensors")
-@in_worker0()
+@in_standing_group()
 def test_sparse_gradients_are_clipped_and_used() -> None:
     rows = [torch.tensor([1, 2, 2]), torch.tensor([2, 7])]
     for optimizer_class in (optim.SparseAdam, optim.SGD):
@@ -87,7 +87,7 @@ def give_grad(model: rpc.RRef[nn.Module]) -> None:
         parameter.grad = torch.full_like(parameter, 7.0)
 
 
-@in_worker0()
+@in_standing_group()
 def test_gradients_of_the_context_are_used_and_those_in_grad_are_left_alone() -> None:
     model = Spread("worker1", "worker1", "worker0")
     optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.05)
@@ -104,7 +104,7 @@ def test_gradients_of_the_context_are_used_and_those_in_grad_are_left_alone() ->
     model.check_same()
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_parameters_without_a_gradient_in_the_context_are_left_alone() -> None:
     model = Spread(*PLACES)
     optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.05, weight_decay=0.5)
@@ -116,7 +116,7 @@ def test_parameters_without_a_gradient_in_the_context_are_left_alone() -> None:
     assert changed == [True, True, False, False, False, False]
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_a_step_may_be_taken_on_another_thread() -> None:
     model = Spread(*PLACES)
     optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.05)
@@ -129,7 +129,7 @@ def test_a_step_may_be_taken_on_another_thread() -> None:
     model.check_same()
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_parameter_that_is_given_twice_is_optimized_once() -> None:
     remote, local, x = RemoteModule(placed("worker1"), Tied), Tied(), torch.ones(2, 3)
     references = [*remote.remote_parameters(), *remote.remote_parameters()]
@@ -160,7 +160,7 @@ class Descent:
             parameter.sub_(parameter.grad)
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_an_optimizer_of_the_program_s_own_needs_no_more_than_steps() -> None:
     model = Spread(*PLACES)
     of_ours: Any = Descent

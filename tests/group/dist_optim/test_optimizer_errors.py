@@ -14,7 +14,7 @@ import rpc
 from dist_optim import DistributedOptimizer
 from rpc.errors import AutogradError, RRefError, WorkerLostError
 from tests.group.dist_optim.models import PLACES, Spread, batches, look_at_grad
-from tests.support.serving import in_group, in_worker0, open_gate, serve, wait_at_gate
+from tests.support.serving import in_group, in_standing_group, in_worker0, open_gate, serve, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -56,7 +56,7 @@ def test_an_error_on_an_owner_is_raised_here_and_names_the_worker() -> None:
     assert rpc.rpc_sync("worker1", look_at_grad, args=(first,)) == [None, None]
 
 
-@in_worker0()
+@in_standing_group()
 def test_wrong_arguments_of_an_optimizer_are_refused_here() -> None:
     weight = rpc.remote("worker1", torch.ones, args=((2, 2),))
     for optimizer_class in (optim.SGD, optim.Adam, optim.Muon):
@@ -65,7 +65,7 @@ def test_wrong_arguments_of_an_optimizer_are_refused_here() -> None:
         assert not hasattr(caught.value, "__notes__")  # no owner was asked
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_error_on_the_only_owner_names_the_worker_too() -> None:
     weight = rpc.remote("worker1", torch.ones, args=(2,))
     optimizer = DistributedOptimizer(FailsOnWorker1, [weight], lr=0.1)
@@ -89,7 +89,7 @@ def a_view_that_retains_its_gradient() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [a_result, a_view_that_retains_its_gradient])
-@in_worker0()
+@in_standing_group()
 def test_a_tensor_that_gets_no_gradient_in_a_context_is_refused(make: Callable[[], torch.Tensor]) -> None:
     leaf, other = rpc.remote("worker1", torch.ones, args=(2,)), rpc.remote("worker1", make)
     local = rpc.RRef(make())
@@ -105,7 +105,7 @@ def test_a_tensor_that_gets_no_gradient_in_a_context_is_refused(make: Callable[[
         DistributedOptimizer(optim.SGD, [other], lr=0.1, stale_gradients=False)
 
 
-@in_worker0()
+@in_standing_group()
 def test_wrong_arguments_are_refused_with_what_is_wrong() -> None:
     tensor = rpc.remote("worker1", torch.ones, args=(2,))
     text = rpc.remote("worker1", str, args=("hello",))

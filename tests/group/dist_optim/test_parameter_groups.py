@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 import rpc
 from dist_optim import DistributedOptimizer
 from tests.group.dist_optim.models import PLACES, Spread, Tied, batches
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group, in_worker0
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.05, "momentum": 0.9}, {"lr": 0.01, "nesterov": True}),
@@ -41,7 +41,7 @@ def grouped(
     return spread, single
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_each_group_is_trained_with_its_own_options() -> None:
     for places in (PLACES, UNEVEN):
         for optimizer_class, defaults, options in OPTIMIZERS:
@@ -52,7 +52,7 @@ def test_each_group_is_trained_with_its_own_options() -> None:
             model.check_same()
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_a_schedule_may_treat_each_group_in_its_way() -> None:
     model = Spread(*UNEVEN)
     spread, single = grouped(model, optim.SGD, {"lr": 0.05}, {"lr": 0.01})
@@ -68,7 +68,7 @@ def test_a_schedule_may_treat_each_group_in_its_way() -> None:
     model.check_same()
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_a_state_of_groups_is_loaded_wherever_it_comes_from() -> None:
     model = Spread(*UNEVEN)
     spread, single = grouped(model, optim.Adam, {"lr": 0.05}, {"lr": 0.01})

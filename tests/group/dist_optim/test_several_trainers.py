@@ -15,7 +15,7 @@ from dist_optim.local_optimizer import LocalOptimizer
 from rref import RemoteModule
 from tests.group.dist_optim.models import Tied
 from tests.support.default_device import placed
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group, in_worker0
 
 STEPS = 20
 
@@ -84,7 +84,7 @@ def step_alone(module: RemoteModule, optimizer: DistributedOptimizer) -> None:
         optimizer.step(context_id)
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_step_before_anothers_backward_is_usual_and_refused_if_asked() -> None:
     assert overtake().isfinite().all()
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
@@ -104,7 +104,7 @@ class Deep(nn.Module):
         return self.first * x * self.second
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_backward_goes_on_with_the_parameters_that_it_finds() -> None:
     module = RemoteModule(placed("worker1"), Deep)
     references = module.remote_parameters()

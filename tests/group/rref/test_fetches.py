@@ -15,7 +15,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
 from rpc.testing.faults import Faults
 from rref.delayed_answers import DelayedAnswers
-from tests.support.serving import first_of, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import first_of, in_standing_group, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 MADE: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_fetches_that_come_before_it_fails_are_told(
     assert [type(each) for each in first_of(run_workers, fetch_before_it_is_made, kind)] == [error] * 3
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_object_whose_fetch_was_given_up_is_confirmed_all_the_same() -> None:
     """What becomes of an object whose fetch was given up before it was made."""
     rref = rpc.remote("worker1", wait_at_gate, args=("", 3))
@@ -111,7 +111,7 @@ def keep_and_stay(number: int) -> None:
     wait_at_gate(str(number))
 
 
-@in_worker0()
+@in_standing_group()
 def test_requests_are_read_though_who_made_an_object_goes_on() -> None:
     fetched = []
     for number in range(4):
@@ -164,7 +164,7 @@ def make_late(owner: str) -> rpc.RRef[torch.Tensor]:
         return rpc.remote(owner, torch.ones, args=(2,))
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_reference_of_the_owner_waits_for_a_creation_that_is_late() -> None:
     assert torch.equal(rpc.rpc_sync("worker1", make_late, args=("worker0",)).to_here(), torch.ones(2))
     late = rpc.rpc_sync("worker1", make_late, args=("worker0",))

@@ -17,7 +17,7 @@ from rpc.errors import NotInitializedError, RRefError, UnknownWorkerError, Worke
 from rref import RemoteModule
 from rref.remote_module.unavailable import WithoutLocalState
 from tests.support.default_device import placed
-from tests.support.serving import in_worker0, report, serve, wait_at_gate
+from tests.support.serving import in_standing_group, in_worker0, report, serve, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker
 
@@ -60,7 +60,7 @@ class Broken(nn.Module):
 @pytest.mark.parametrize(
     "place", dict.fromkeys(["worker1/cpu", "worker1", "rank:1/cpu", "worker0/cpu", placed("worker1")])
 )
-@in_worker0()
+@in_standing_group()
 def test_it_is_called_like_a_local_module(place: str) -> None:
     module = RemoteModule(place, Scale, args=(3.0,), kwargs={"parts": 1})
     assert module(INPUT).tolist() == [[3, 6]]
@@ -69,12 +69,12 @@ def test_it_is_called_like_a_local_module(place: str) -> None:
     assert nn.Sequential(module, nn.Flatten())(INPUT).tolist() == [[3, 6]]
 
 
-@in_worker0()
+@in_standing_group()
 def test_it_computes_where_it_lives_with_the_hooks_registered_there() -> None:
     assert RemoteModule(placed("worker1"), Located)(INPUT) == "worker1"
 
 
-@in_worker0()
+@in_standing_group()
 def test_training_and_evaluation_mode_are_those_of_the_remote_module() -> None:
     outputs = {True: [[2.0, 4.0]], False: [[3.0, 5.0]]}
     module = RemoteModule(placed("worker1"), Scale, args=(2.0,))
@@ -87,7 +87,7 @@ def test_training_and_evaluation_mode_are_those_of_the_remote_module() -> None:
     assert module(INPUT).tolist() == outputs[False]
 
 
-@in_worker0()
+@in_standing_group()
 def test_its_parameters_are_references() -> None:
     module = RemoteModule(placed("worker1"), Scale, args=(2.0,), kwargs={"parts": 2})
     every, own = module.remote_parameters(), module.remote_parameters(recurse=False)
@@ -118,7 +118,7 @@ def test_it_is_the_same_module_for_everybody_it_is_sent_to() -> None:
     assert shared.device == (placed("").strip("/") or "cpu")
 
 
-@in_worker0()
+@in_standing_group()
 def test_it_cannot_be_saved_or_copied() -> None:
     module = RemoteModule(placed("worker1"), Scale, args=(2.0,))
     for attempt in (lambda: torch.save(module, io.BytesIO()), lambda: copy.deepcopy(module)):
@@ -175,7 +175,7 @@ def test_it_needs_an_agent() -> None:
         RemoteModule("worker1/cpu", Scale, args=(1.0,))
 
 
-@in_worker0()
+@in_standing_group()
 def test_mistakes_in_making_one_are_raised_at_once() -> None:
     with pytest.raises(UnknownWorkerError, match="nobody"):
         RemoteModule("nobody/cpu", Scale, args=(1.0,))
@@ -206,7 +206,7 @@ def test_mistakes_in_making_one_are_raised_at_once() -> None:
     ],
     ids=["arguments", "no module", "forward"],
 )
-@in_worker0()
+@in_standing_group()
 def test_what_goes_wrong_over_there_is_raised_by_its_use(
     module_cls: Any, kind: type[Exception], text: str
 ) -> None:
@@ -265,7 +265,7 @@ class Repeat(nn.Module):
         return {"repeated": x.repeat(times)}
 
 
-@in_worker0()
+@in_standing_group()
 def test_torchscript_calls_it_through_its_interface() -> None:
     @torch.jit.script
     def use(module: RepeatInterface, later: RepeatLaterInterface, x: Tensor) -> list[Tensor]:

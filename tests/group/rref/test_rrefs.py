@@ -14,7 +14,7 @@ import rpc
 from farcall.observe.looks import Looker
 from rpc.errors import RpcTimeoutError, RRefError
 from rpc.runtime.current import current_agent
-from tests.support.serving import in_worker0, open_gate, wait_at_gate, wait_for_arrivals
+from tests.support.serving import in_standing_group, in_worker0, open_gate, wait_at_gate, wait_for_arrivals
 
 
 class Account:
@@ -48,7 +48,7 @@ class Account:
 # ---- whose it is
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_reference_knows_its_owner() -> None:
     theirs = rpc.remote("worker1", Account, args=(3,))
     assert isinstance(theirs, rpc.RRef)
@@ -72,7 +72,7 @@ def test_a_reference_knows_its_owner() -> None:
         assert mine.confirmed_by_owner()
 
 
-@in_worker0()
+@in_standing_group()
 def test_to_here_copies_and_proxies_use_the_object_itself() -> None:
     rref = rpc.remote("worker1", Account)
     rref.to_here().deposit(100)  # on a copy
@@ -84,7 +84,7 @@ def test_to_here_copies_and_proxies_use_the_object_itself() -> None:
 
 
 @pytest.mark.parametrize("owner", ["worker0", "worker1"])
-@in_worker0()
+@in_standing_group()
 def test_proxies_call_methods(owner: str) -> None:
     rref = rpc.remote(owner, Account)
     values = [
@@ -124,7 +124,7 @@ def ask_for_it(rref: rpc.RRef[Any]) -> str:
     return type(caught.value).__name__
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_whoever_asks_for_what_could_not_be_made_gets_the_error() -> None:
     rref = rpc.remote("worker1", refuse)
     seen = [rpc.rpc_sync(to, ask_for_it, args=(rref,)) for to in ("worker0", "worker1", "worker2")]
@@ -144,14 +144,14 @@ def refuse_to_be_read() -> None:
     raise RuntimeError("unreadable")
 
 
-@in_worker0()
+@in_standing_group()
 def test_what_is_sent_to_what_could_not_be_made_is_not_read() -> None:
     rref = rpc.remote("worker1", refuse)
     with pytest.raises(LookupError, match="not today"):
         rref.rpc_sync().anything(Unreadable())
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_creation_that_timed_out_stays_of_no_use() -> None:
     rref = rpc.remote("worker1", wait_at_gate, timeout=0.05)
     with pytest.raises(RpcTimeoutError):
@@ -200,7 +200,7 @@ def deposit_all(accounts: dict[str, Any], amount: int) -> int:
     return sum(rref.rpc_sync().deposit(amount) for rref in found)
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_references_travel_in_containers() -> None:
     rrefs = [rpc.remote(f"worker{number % 3}", Account, args=(number,)) for number in range(6)]
     accounts = {"list": rrefs[:3], "only": rrefs[3], "tuple": (0, rrefs[4:])}
@@ -211,7 +211,7 @@ def open_account(owner: str, balance: int) -> rpc.RRef[Account]:
     return rpc.RRef(Account(balance)) if owner == "here" else rpc.remote(owner, Account, args=(balance,))
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_references_travel_in_results() -> None:
     owners = ["here", "worker0", "worker1", "worker2"]
     returned = [rpc.rpc_sync("worker1", open_account, args=(owner, 7)) for owner in owners]
@@ -221,7 +221,7 @@ def test_references_travel_in_results() -> None:
     assert [owned_here(rref) for rref in fetched] == [(*owner, 8) for owner in seen]
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_a_reference_travels_in_a_closure() -> None:
     rref = rpc.remote("worker1", Account, args=(40,))
     assert int(rpc.rpc_sync("worker2", lambda amount: rref.rpc_sync().deposit(amount), args=(2,))) == 42
@@ -231,7 +231,7 @@ def open_and_deposit(rref: rpc.RRef[Account], amount: int) -> int:
     return int(rref.rpc_sync().deposit(amount))
 
 
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_a_reference_may_be_forgotten_as_soon_as_it_is_passed_on() -> None:
     calls = [
         rpc.rpc_async("worker2", open_and_deposit, args=(rpc.remote("worker1", Account, args=(number,)), 1))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,31 +13,28 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.default_device import TYPE
 from tests.support.process_groups import process_group
+from tests.support.standing import Shared
 from tests.support.workers import Worker
 
-__all__ = ["assert_same_gradients", "backward", "gradient_of", "in_mesh", "part", "seeded_group", "whole"]
+__all__ = ["assert_same_gradients", "backward", "gradient_of", "in_mesh", "part", "whole"]
 
 
-@contextmanager
-def seeded_group(worker: Worker) -> Iterator[None]:
-    """A group of the run's workers, all of which are seeded alike."""
-    with process_group(worker):
-        torch.manual_seed(0)
-        yield
-
-
-def in_mesh(
-    task: Callable[..., Any], *shape: int, names: tuple[str, ...] | None = None
-) -> Callable[..., Any]:
-    """A task for ``run_workers``: ``task(mesh, *args)`` in a group with this mesh, default one dimension."""
+def in_mesh(task: Callable[..., Any], *shape: int, names: tuple[str, ...] | None = None) -> Shared:
+    """A task for ``run_workers``: ``task(mesh, *args)`` in a group with this mesh, default one dimension. All
+    ranks are seeded alike.
+    """
 
     def run(worker: Worker, *args: Any) -> Any:
-        with seeded_group(worker):
-            mesh = init_device_mesh(TYPE, shape or (worker.world_size,), mesh_dim_names=names)
-            return task(mesh, *args)
+        torch.manual_seed(0)
+        return task(_mesh(shape or (worker.world_size,), names), *args)
 
     run.__module__ = task.__module__  # which the fork server then has imported before it forks
-    return run
+    return Shared(process_group, run)
+
+
+@functools.cache
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+    return init_device_mesh(TYPE, shape, mesh_dim_names=names)
 
 
 def whole(tensor: Tensor) -> Tensor:

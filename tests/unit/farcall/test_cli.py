@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from farcall.cli import main
 from farcall.doctor import Finding
 from farcall.launch.job import Job, under_slurm
 from farcall.trials import Trial, pytorch
+from tests.support.workers import RunWorkers, Worker
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,17 +93,16 @@ def test_what_is_mistyped_is_said_at_once(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.processes
-def test_doctor_finds_this_machine_fit_and_tries_each_part() -> None:
+def run_doctor(_: Worker) -> int:
     """In a process of its own, which has no device of SPMD mode yet."""
-    done = subprocess.run(
-        [sys.executable, "-m", "farcall", "doctor"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    said = re.sub(r"\(\d+\.\d s\)", "(...)", done.stdout).splitlines()
+    return main(["doctor"])
+
+
+def test_doctor_finds_this_machine_fit_and_tries_each_part(run_workers: RunWorkers) -> None:
+    doctor = run_workers.start(run_doctor, time_limit=80)[0]
+    assert doctor.result() == 0
+    lines = re.sub(r"\(\d+\.\d s\)", "(...)", doctor.log.read_text()).splitlines()
+    said = [line for line in lines if line[:4] in ("ok  ", "..  ", "--  ", "!!  ")]  # and not the log
     parts = (
         *("calls", "calls over gRPC", "process groups"),
         *("SPMD mode, with one worker", "tensor-parallel layers"),

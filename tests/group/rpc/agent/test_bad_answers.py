@@ -17,7 +17,7 @@ import torch
 import rpc
 from rpc.errors import RemoteError, SerializationError
 from tests.support.refusals import refused
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 
 
 def my_name() -> str:
@@ -47,7 +47,7 @@ class Maker:
         return threading.Lock()
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_result_that_cannot_be_sent_is_named_and_stays() -> None:
     inside = r"because of \['locks'\]\[1\] in it, of type _thread.lock: cannot pickle '_thread.lock' object"
     for function, name in (
@@ -131,7 +131,7 @@ def promise_odd(name: str) -> torch.futures.Future[Any]:
     return rpc.rpc_async("worker1", my_name).then(lambda _: raise_odd(name))
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_exception_that_cannot_be_rebuilt_has_its_class_and_text_and_says_why() -> None:
     for function in (raise_odd, raise_odd_slowly):
         for name, why in {
@@ -161,7 +161,7 @@ def test_an_exception_that_cannot_be_rebuilt_has_its_class_and_text_and_says_why
         rpc.rpc_sync("worker1", promise_odd, args=("OddState",))
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_exception_whose_class_is_missing_here_still_tells_all() -> None:
     text = r"only_there.Unknown, .* 'worker1': what happened\n.*no module named"
     with pytest.raises(RemoteError, match=text) as caught:
@@ -192,7 +192,7 @@ class Held:
     """What a caller has on its stack."""
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_answer_that_cannot_be_read_keeps_nothing_of_its_caller_and_says_where_it_failed() -> None:
     held = Held()
     reference = weakref.ref(held)
@@ -233,7 +233,7 @@ async def still_alive() -> str:
     return "alive"
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_callee_cannot_end_its_worker_nor_its_caller() -> None:
     for kind in ("SystemExit", "KeyboardInterrupt"):
         for function in (end_thread, end_thread_slowly):

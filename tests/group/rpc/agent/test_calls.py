@@ -13,7 +13,7 @@ import torch
 
 import rpc
 from rpc.errors import RpcTimeoutError, UnknownWorkerError
-from tests.support.serving import first_of, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import first_of, in_standing_group, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 # ---- whom
@@ -23,7 +23,7 @@ def my_name() -> str:
     return rpc.get_worker_info().name
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_callee_is_named_by_name_rank_or_info() -> None:
     assert [rpc.rpc_sync(to, my_name) for to in ("worker1", 1, rpc.get_worker_info("worker1"))] == [
         "worker1"
@@ -37,7 +37,7 @@ def describe(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     return args, kwargs
 
 
-@in_worker0()
+@in_standing_group()
 def test_positional_and_keyword_arguments_arrive() -> None:
     value = rpc.rpc_sync("worker1", describe, args=(1, "two"), kwargs={"three": [3], "four": None})
     assert value == ((1, "two"), {"three": [3], "four": None})
@@ -47,7 +47,7 @@ def fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
     return tensor.fill_(value)
 
 
-@in_worker0()
+@in_standing_group()
 def test_arguments_are_captured_and_belong_to_the_callee() -> None:
     sums = []
     for to in ("worker0", "worker1"):
@@ -67,7 +67,7 @@ def echo(value: Any) -> Any:
 # ---- many at once
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_thousand_calls_in_flight_each_get_their_own_answer() -> None:
     futures = [rpc.rpc_async("worker1", echo, args=(number,)) for number in range(1000)]
     assert [future.wait() for future in futures] == list(range(1000))
@@ -117,7 +117,7 @@ def withdraw(account: str) -> None:
     raise Overdrawn(account, 7)
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_exception_arrives_as_itself_with_the_remote_traceback() -> None:
     future = rpc.rpc_async("worker1", withdraw, args=("mine",))
     waits: list[Callable[[], Any]] = [
@@ -151,7 +151,7 @@ def test_the_default_timeout_can_be_set_and_zero_means_none() -> None:
     assert (timeout, held.wait()) == (0.05, "unhurried")
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_future_times_out_though_nobody_waits_for_it() -> None:
     done = threading.Event()
     future = rpc.rpc_async("worker1", wait_at_gate, timeout=0.05)
@@ -166,7 +166,7 @@ def test_a_future_times_out_though_nobody_waits_for_it() -> None:
 # ---- how it does not begin
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_unknown_callee_is_named_and_the_known_are_listed() -> None:
     for to in ("worker7", 7, rpc.WorkerInfo("worker1", 7), rpc.WorkerInfo("worker7", 1)):
         for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):

@@ -13,7 +13,7 @@ import dist_autograd
 import rpc
 from rref import RemoteModule
 from tests.support.default_device import placed
-from tests.support.serving import in_worker0, open_gate, wait_at_gate
+from tests.support.serving import in_standing_group, in_worker0, open_gate, wait_at_gate
 from tests.support.streams import SOON
 
 
@@ -49,7 +49,7 @@ def test_an_async_def_callee_awaits_calls() -> None:
 # ---- collected
 
 
-@in_worker0()
+@in_standing_group()
 def test_wait_all_waits_for_the_calls_in_its_block_only() -> None:
     rref: rpc.RRef[list[Any]] = rpc.remote("worker1", list, args=([1, 2],))
     with rpc.wait_all():
@@ -61,7 +61,7 @@ def test_wait_all_waits_for_the_calls_in_its_block_only() -> None:
     rpc.rpc_sync("worker1", open_gate)
 
 
-@in_worker0()
+@in_standing_group()
 def test_torchs_wait_all_and_collect_all_fail_at_the_first_error() -> None:
     blocked = rpc.rpc_async("worker1", wait_at_gate)
     calls: list[torch.futures.Future[Any]] = [blocked, rpc.rpc_async("worker1", fail, args=("no data",))]
@@ -79,7 +79,7 @@ def test_torchs_wait_all_and_collect_all_fail_at_the_first_error() -> None:
     assert torch.futures.wait_all(call(number) for number in range(3)) == [1, 2, 3]  # type: ignore[arg-type]  # which PyTorch accepts
 
 
-@in_worker0()
+@in_standing_group()
 def test_wait_all_blocks_may_be_nested() -> None:
     with rpc.wait_all():
         outer = [rpc.rpc_async("worker1", wait_at_gate)]
@@ -92,7 +92,7 @@ def test_wait_all_blocks_may_be_nested() -> None:
     assert all(future.done() for future in outer)
 
 
-@in_worker0()
+@in_standing_group()
 def test_wait_all_raises_without_waiting_for_the_others() -> None:
     held = []
 
@@ -117,7 +117,7 @@ def test_wait_all_raises_without_waiting_for_the_others() -> None:
 # ---- with a timeout, and in the order of completion
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_wait_with_a_timeout_leaves_the_call_alone() -> None:
     future = rpc.rpc_async("worker1", wait_at_gate)
     for wait in (future.wait, future.result):
@@ -138,7 +138,7 @@ def test_a_wait_with_a_timeout_leaves_the_call_alone() -> None:
     rpc.rpc_sync("worker1", open_gate, args=("never",))
 
 
-@in_worker0()
+@in_standing_group()
 def test_futures_come_as_they_are_completed() -> None:
     held, quick = rpc.rpc_async("worker1", wait_at_gate), call(1)
     assert rpc.wait_any([held, quick]) is quick
@@ -165,7 +165,7 @@ def test_an_error_of_a_callback_is_in_the_log() -> None:
     assert [text.rpartition(".")[2] for text in said] == ["<lambda>, given to then(), raised LookupError"]
 
 
-@in_worker0()
+@in_standing_group()
 def test_errors_name_builtin_functions_as_one_calls_them() -> None:
     future = rpc.rpc_async("worker1", torch.add, args=(1, 2))
     assert "torch.add" in repr(future) or future.done()
@@ -233,7 +233,7 @@ def test_a_callee_needs_no_context_of_its_own() -> None:
             assert rpc.rpc_sync("worker2", callee, args=(rref,)) == (True, [])
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_reference_says_what_it_is_and_what_to_call() -> None:
     rref: rpc.RRef[dict[str, int]] = rpc.remote("worker1", dict, args=({"a": 1},))
     with pytest.raises(AttributeError, match=r"rref\.rpc_sync\(\)\.get\("):

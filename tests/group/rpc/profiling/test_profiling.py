@@ -19,7 +19,7 @@ from rpc.profiling.installation import call_profiler
 from rpc.profiling.server import ServerProfile
 from rpc.runtime.current import current_agent
 from rpc.runtime.events import CallBegun
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 
 PROFILERS = (torch.profiler.profile, profiler.profile, profiler_legacy.profile)
 
@@ -65,7 +65,7 @@ def is_listening() -> bool:
 
 
 @pytest.mark.parametrize("make", PROFILERS)
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_a_profile_shows_calls_of_any_depth(make: Any) -> None:
     with make(record_shapes=True) as profile:
         rpc.rpc_sync("worker1", double_there, args=(torch.ones(3), "worker2"))
@@ -83,7 +83,7 @@ def test_a_profile_shows_calls_of_any_depth(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", PROFILERS)
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_an_exported_chrome_trace_has_what_callees_did(make: Any) -> None:
     with make() as profile:
         rpc.rpc_sync("worker1", double_there, args=(torch.ones(3), "worker2"))
@@ -104,7 +104,7 @@ def test_an_exported_chrome_trace_has_what_callees_did(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", PROFILERS)
-@in_worker0()
+@in_standing_group()
 def test_a_call_ends_before_what_follows_it_though_listeners_to_its_beginning_are_slow(make: Any) -> None:
     with current_agent().events.listen(CallBegun, lambda call: time.sleep(0.5)), make() as profile:
         rpc.rpc_sync("worker1", torch.mul, args=(torch.ones(3), 2))
@@ -116,7 +116,7 @@ def test_a_call_ends_before_what_follows_it_though_listeners_to_its_beginning_ar
 
 
 @pytest.mark.parametrize("make", PROFILERS)
-@in_worker0(world_size=3)
+@in_standing_group(world_size=3)
 def test_a_coroutine_is_seen_in_all_its_turns(make: Any) -> None:
     with make() as profile:
         rpc.rpc_sync("worker1", compute_in_turns, args=(torch.ones(3), "worker2"))
@@ -129,7 +129,7 @@ def test_a_coroutine_is_seen_in_all_its_turns(make: Any) -> None:
     assert block.start <= call.start <= call.end <= block.end <= events[there + "aten::neg"].time_range.start
 
 
-@in_worker0()
+@in_standing_group()
 def test_coroutines_that_take_turns_are_told_apart() -> None:
     with torch.profiler.profile() as profile:
         calls = [
@@ -143,7 +143,7 @@ def test_coroutines_that_take_turns_are_told_apart() -> None:
     assert [name for name in operators if name in ("aten::exp", "aten::log")] == ["aten::exp", "aten::log"]
 
 
-@in_worker0()
+@in_standing_group()
 def test_references_are_shown_by_their_methods() -> None:
     with torch.profiler.profile() as profile:
         model: rpc.RRef[Model] = rpc.remote("worker1", Model)
@@ -154,7 +154,7 @@ def test_references_are_shown_by_their_methods() -> None:
     assert "rpc_sync#forward(worker0 -> worker1)#remote_op: aten::relu" in names
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_call_that_fails_or_is_not_answered_in_time_is_shown_and_forgotten() -> None:
     with torch.profiler.profile() as profile:
         with pytest.raises(LookupError):
@@ -171,7 +171,7 @@ def fail_quietly() -> bool:
     return is_listening()
 
 
-@in_worker0()
+@in_standing_group()
 def test_nobody_listens_but_while_a_profile_is_open() -> None:
     assert not is_listening()
     with torch.profiler.profile():
@@ -180,7 +180,7 @@ def test_nobody_listens_but_while_a_profile_is_open() -> None:
     assert not rpc.rpc_sync("worker1", fail_quietly)
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_server_profile_sees_all_requests_and_ends() -> None:
     profile: rpc.RRef[ServerProfile] = rpc.remote("worker1", ServerProfile)
     profile.rpc_sync().__enter__()

@@ -13,7 +13,7 @@ import torch
 import dist_autograd
 import rpc
 from tests.support.modes import DEFAULTS, USER, leave_everything, look
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group, in_worker0
 from tests.support.streams import SOON
 
 CALLEE = "worker1"
@@ -126,7 +126,7 @@ def test_what_a_call_leaves_is_in_force_in_no_other(name: str) -> None:
     assert list(looks()) == [DEFAULTS] * 4
 
 
-@in_worker0()
+@in_standing_group()
 def test_callbacks_on_the_waiting_thread_have_the_defaults_and_leave_it_as_it_was() -> None:
     seen: list[dict[str, Any]] = []
 
@@ -146,7 +146,7 @@ def test_callbacks_on_the_waiting_thread_have_the_defaults_and_leave_it_as_it_wa
     assert seen == [DEFAULTS | {"user": "me"}] * 3
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_callback_of_gathered_futures_leaves_nothing_to_calls() -> None:
     for _ in range(5):
         gathered = torch.futures.collect_all([rpc.rpc_async(CALLEE, int) for _ in range(3)])
@@ -174,7 +174,7 @@ async def train(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_coroutine_that_awaits_under_no_grad_costs_no_other_its_gradients() -> None:
     x = torch.ones(3, requires_grad=True)
     evaluated = []

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import rpc
 from rpc.errors import SerializationError
 from rref import RemoteModule, RRef
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 
 OTHER = "worker1"
 
@@ -122,7 +122,7 @@ REFUSED: list[tuple[str, Callable[[DeviceMesh], list[Any]]]] = [
 ]
 
 
-@in_worker0()
+@in_standing_group()
 def test_as_an_argument_it_is_refused_with_what_to_send_instead() -> None:
     with mesh_here() as mesh:
         for instead, make in REFUSED:
@@ -142,7 +142,7 @@ def test_as_an_argument_it_is_refused_with_what_to_send_instead() -> None:
         assert torch.equal(rpc.rpc_sync(OTHER, same, args=(shard.to_local(),)), torch.arange(4.0))
 
 
-@in_worker0()
+@in_standing_group()
 def test_as_a_result_it_is_refused_with_what_to_send_instead() -> None:
     remote = rpc.remote(OTHER, HasShard)
     made = remote.remote().shard()
@@ -159,7 +159,7 @@ def test_as_a_result_it_is_refused_with_what_to_send_instead() -> None:
     rpc.rpc_sync(OTHER, end_group)
 
 
-@in_worker0()
+@in_standing_group()
 def test_the_result_of_a_collective_is_sent_once_it_is_there() -> None:
     with mesh_here() as mesh:
         pending = all_reduce(torch.ones(2), "sum", mesh)

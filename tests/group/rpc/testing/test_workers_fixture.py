@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests.support import leftovers
+from tests.support.standing import Shared
 from tests.support.workers import RunWorkers, Worker, WorkersFailed
 
 
@@ -119,6 +121,20 @@ def test_how_a_worker_failed_is_told(run_workers: RunWorkers, end: object, said:
         run_workers([end], time_limit=1)  # type: ignore[list-item]
     for text in said:
         assert text in str(caught.value)
+
+
+def process(_: Worker) -> int:
+    return os.getpid()
+
+
+def test_shared_tasks_run_in_workers_that_stay_until_one_fails(run_workers: RunWorkers) -> None:
+    stay = Shared(contextlib.nullcontext, process)
+    first = run_workers(stay, 2)
+    assert len({*first}) == 2
+    assert run_workers(stay, 2) == first
+    with pytest.raises(WorkersFailed, match="no such thing"):
+        run_workers(Shared(contextlib.nullcontext, fail), 2)
+    assert not {*run_workers(stay, 2)} & {*first}
 
 
 def test_after_a_failure_the_other_workers_are_ended(run_workers: RunWorkers) -> None:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.default_device import DEVICE, TYPE, allow_reads_of_freed, not_on_devices
 from tests.support.process_groups import process_group
-from tests.support.serving import in_processes
+from tests.support.serving import in_standing
 from tests.support.workers import Worker
 
 dcp: Any = torch.distributed.checkpoint
@@ -35,27 +36,7 @@ dist_nn: Any = torch.distributed.nn.functional
 
 def ranks(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test that runs on each rank of a world of so many."""
-
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        def in_world(worker: Worker, **given: Any) -> None:
-            with process_group(worker):
-                body(worker, **given)
-
-        return in_processes(count)(_like(in_world, body))
-
-    return decorate
-
-
-def _like(function: Callable[..., None], body: Callable[..., None]) -> Callable[..., None]:
-    import inspect
-
-    function.__module__, function.__name__, function.__doc__ = (
-        body.__module__,
-        body.__name__,
-        body.__doc__,
-    )
-    function.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
-    return function
+    return in_standing(process_group, count)
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -224,10 +205,12 @@ def test_resharding_moves_only_what_changes_its_place(worker: Worker) -> None:
         called.append("all_to_all")
         return exchange(*arguments)
 
-    group.all_to_all_single = noted
-    group.allgather = lambda *_: pytest.fail("everything is gathered")
-    rows = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)])
-    columns = rows.redistribute(mesh, [Shard(1)])
+    def refused(*_: Any) -> Any:
+        pytest.fail("everything is gathered")
+
+    with mock.patch.multiple(group, all_to_all_single=noted, allgather=refused):
+        rows = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)])
+        columns = rows.redistribute(mesh, [Shard(1)])
     assert torch.equal(columns.to_local(), torch.arange(16.0).view(4, 4).chunk(2, 1)[worker.rank])
     assert called == ["all_to_all"]
 

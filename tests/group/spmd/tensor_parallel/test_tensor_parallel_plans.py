@@ -26,6 +26,7 @@ from spmd.tensor_parallel import (
 )
 from tests.group.spmd.meshes import in_mesh
 from tests.support.default_device import TYPE, not_on_devices
+from tests.support.standing import Shared
 from tests.support.workers import RunWorkers
 
 
@@ -50,7 +51,7 @@ class Model(nn.Module):
         return x
 
 
-def alone(task: Callable[[DeviceMesh], Any]) -> Callable[..., Any]:
+def alone(task: Callable[[DeviceMesh], Any]) -> Shared:
     """For what needs no other rank: a mesh of one."""
     return in_mesh(task)
 

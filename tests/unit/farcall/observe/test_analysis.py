@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farcall.observe.analysis import Report, analyze, severity
@@ -15,6 +15,7 @@ from farcall.observe.frozen_stacks import Stack
 from farcall.observe.layout import Beat
 from farcall.observe.state import JobState, Process, WorkerState
 from farcall.observe.words import in_words, waiting_in_words
+from tests.support.effort import PROFILE
 
 NOW = 100.0
 MAIN = 1
@@ -313,7 +314,7 @@ KEYS = (
 records = st.dictionaries(st.sampled_from(KEYS), values | st.lists(st.integers(0, 2), max_size=2), max_size=8)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=200)
+@PROFILE
 @given(
     st.dictionaries(
         st.sampled_from(("worker", "threads", "calls", "requests", "peers", "spmd.node", "moved")),
