@@ -45,7 +45,12 @@ _unheard.disabled = True
 
 MAX_CONNECTIONS: Final = 64
 """Maximum number of connections with the token at a time. Connections of which no request had it have as many
-places of their own, and the oldest of them gives way to a new one.
+places of their own, where those of other users, or else the oldest, give way to a new one.
+"""
+
+_BACKLOG: Final = 1024
+"""Maximum number of connections that wait to be accepted: if others fill them, the kernel ignores the owner's
+for a second or more.
 """
 
 _MAX_STREAMS: Final = 12
@@ -143,7 +148,7 @@ class Server:
         Raises:
             OSError: the port cannot be listened on.
         """
-        listener = socket.create_server(("127.0.0.1", port), backlog=MAX_CONNECTIONS)
+        listener = socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
         port = self._port = listener.getsockname()[1]
         self._access = Access(self._token, port)
         self._news = asyncio.Condition()
@@ -174,7 +179,9 @@ class Server:
         await runner.setup()
         assert runner.server is not None
         made = runner.server
-        server = await self._loop.create_server(lambda: self._connected(made), sock=listener)
+        server = await self._loop.create_server(
+            lambda: self._connected(made), sock=listener, backlog=_BACKLOG
+        )
         self._watch(self._job)
         ticker = asyncio.create_task(self._keep_history())
         try:
@@ -202,18 +209,21 @@ class Server:
         return handler
 
     def _make_place(self) -> None:
-        """End a connection that has shown no token: one that has ended by itself, one of another user, one
-        that has not begun or may have ended, or else the oldest.
+        """End connections that have shown no token: all that have ended by themselves or are another user's,
+        as to find them costs much; without any, one that has not begun or may have ended, or the oldest.
         """
         owners, long_ago = connecting_users(self._port), self._loop.time() - _BEGIN_SECONDS
 
         def rank(handler: web.RequestHandler) -> int:
             if handler.transport is None:
-                return 0 if self._unknown[handler] < long_ago else 2
+                return 0 if self._unknown[handler] < long_ago else 1
             at = handler.transport.get_extra_info("peername")
-            return 1 if at is not None and owners.get(at[1], os.getuid()) != os.getuid() else 3
+            return 0 if at is not None and owners.get(at[1], os.getuid()) != os.getuid() else 2
 
-        self._end_if_unknown(min(self._unknown, key=rank))
+        ranks = {handler: rank(handler) for handler in self._unknown}
+        useless = [handler for handler, found in ranks.items() if found == 0]
+        for handler in useless or [min(ranks, key=ranks.__getitem__)]:
+            self._end_if_unknown(handler)
 
     def _end_if_unknown(self, handler: web.RequestHandler) -> None:
         self._unknown.pop(handler, None)

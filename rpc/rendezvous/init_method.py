@@ -404,9 +404,11 @@ class _TcpStore:
 
     def _as_server(self, waiting: StoreWait) -> Store | None:
         """Serve the store; returns None if another process has the port."""
-        listener = self._listen() if self.use_libuv else None
         try:
+            listener = self._listen() if self.use_libuv else None
             return self._made(waiting.remaining, serve=True, listener=listener)
+        except OSError:
+            return None
         except RuntimeError as error:
             if "EADDRINUSE" in str(error) or "already in use" in str(error):
                 return None
@@ -417,7 +419,10 @@ class _TcpStore:
 
     def _listen(self) -> int | None:
         """Return a socket that listens at our address only. None if the store should listen on all addresses,
-        or the port is taken: then the store finds out by which process.
+        or this process has the port: stores of one process share it.
+
+        Raises:
+            OSError: another process has it. A store would serve at an address of another family then.
         """
         address = self._own_address()
         if address is None:
@@ -426,7 +431,11 @@ class _TcpStore:
         try:
             return socket.create_server((address, self.port), family=family, backlog=1024).detach()
         except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            if error.errno == errno.EADDRINUSE:
+                if listening_processes((self.port,)).get(self.port) == os.getpid():
+                    return None
+                raise
+            if error.errno == errno.EADDRNOTAVAIL:
                 return None
             raise RendezvousError(
                 f"rank 0 cannot listen on {_joined(self.host, self.port)}: {error}"

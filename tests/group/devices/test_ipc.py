@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import queue
+from logging.handlers import QueueHandler
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from dist_autograd import backward, context, get_gradients
 from farcall import rpc
 from rpc.devices.ipc import Import
-from tests.support.device_groups import LARGE, one_to_one, until_agreed
+from tests.support.device_groups import LARGE, is_read_in_place, one_to_one, until_agreed
 from tests.support.devices import FIRST, Used, device_kind, is_all, late, left, mode, on_devices, used
 from tests.support.workers import RunWorkers, Worker
 
@@ -30,10 +33,12 @@ def _count_imports() -> None:
     Import.copy_to = counting  # type: ignore[method-assign]
 
 
+@rpc.allow_function
 def opened() -> int:
     return len(_opened)
 
 
+@rpc.allow_function
 def double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
 
@@ -114,3 +119,29 @@ def test_a_worker_without_shared_memory_is_sent_copies(
 ) -> None:
     found = run_workers(exchange_without_shared_memory, 2, args=("random", without))[0]
     assert found == [True] * 3 + [Used(0, 0, 0)]
+
+
+@on_devices
+def exchange_with_a_safe_worker(worker: Worker) -> list[Any]:
+    _count_imports()
+    refused = queue.SimpleQueue[logging.LogRecord]()
+    logger, handler = logging.getLogger("rpc.devices.ipc"), QueueHandler(refused)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    safe: dict[str, Any] = {"deserialization": "safe"} if worker.rank else {}
+    with worker.group(**one_to_one(worker), **safe):
+        if worker.rank:
+            return []
+        right = bool((rpc.rpc_sync("worker1", double, args=(torch.full((LARGE,), 3.0),)) == 6.0).all())
+        said = refused.get(timeout=20).getMessage()  # it was offered memory when the workers met
+        with pytest.raises(RuntimeError, match=f"it is on device {FIRST}"):
+            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+        in_place = opened(), rpc.rpc_sync("worker1", opened), is_read_in_place("worker1")
+    logger.removeHandler(handler)
+    return ["it is in safe mode" in said, right, *in_place]
+
+
+def test_a_worker_in_safe_mode_opens_no_memory_of_others(run_workers: RunWorkers, device_kind: str) -> None:
+    """Drivers check little of a handle, so one that a member makes up could crash the worker."""
+    found = run_workers(exchange_with_a_safe_worker, 2, args=("random",), time_limit=60)[0]
+    assert found == [True, True, 0, 0, False]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rpc.devices.cuda_handles import checked
-from rpc.devices.ipc import Exchange, Import
+from rpc.devices.installation import Devices
+from rpc.devices.ipc import TOPIC, Exchange, Import
 from rpc.errors import ProtocolError, SerializationError
+from rpc.options import AgentOptions
+from rpc.serialization.serializer import Serializer
 
 HANDLE = [100, 28, b"memory", 128, 4096, b"/torch_12_345_6", 7, b"event", True]
 
@@ -96,6 +100,20 @@ def test_a_handle_of_a_device_that_was_not_agreed_on_is_refused(descriptor: list
     with pytest.raises((SerializationError, TypeError)):
         exchange(memory, []).arrive([descriptor], PEER)
     assert memory.opened == []
+
+
+def test_a_worker_in_safe_mode_refuses_what_is_offered() -> None:
+    handlers: dict[str, Any] = {}
+    posted: list[Any] = []
+    control: Any = SimpleNamespace(on=handlers.__setitem__, post=lambda *message: posted.append(message))
+    executor: Any = None
+    devices = Devices(AgentOptions(deserialization="safe"), executor, Serializer(safe=True), control, "me")
+    handlers[TOPIC](PEER, ["offer", "cuda", 0, "0", HANDLE])
+    assert posted == [(PEER, TOPIC, ["refuse", 0, False, "it is in safe mode"])]
+    for body in (["take", 0], ["done", 1], ["refuse", 0, False, "why"], ["offer"], None):
+        with pytest.raises(ProtocolError):
+            handlers[TOPIC](PEER, body)
+    devices.closed()
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 65])

@@ -304,6 +304,21 @@ def test_port_of_this_host_that_a_silent_program_has_is_named(
             accepting.result(20)
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_port_that_a_silent_program_has_at_the_ipv6_address_alone_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store would serve it at all addresses of IPv4, and wait for the program at its own."""
+    for name in ("_ANSWER_SECONDS", "_LONGEST_SILENCE_SECONDS", "_MARGIN_SECONDS", "_PROBE_SECONDS"):
+        monkeypatch.setattr(init_method, name, 0.05)
+    monkeypatch.setattr(init_method, "process_signs", lambda _: ProcessSigns(False, False, 1, 1))
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(init_method, "listening_processes", lambda _: {port: 1})
+        with pytest.raises(RendezvousError, match=rf"port {port} of ::1 is taken by .* process 1;"):
+            open_store(f"tcp://[::1]:{port}", 0, 2, timeout=20)
+
+
 def test_store_of_this_host_whose_process_is_stopped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ANSWER_SECONDS", "_LONGEST_SILENCE_SECONDS", "_MARGIN_SECONDS", "_PROBE_SECONDS"):
         monkeypatch.setattr(init_method, name, 0.05)
