@@ -136,7 +136,7 @@ async def call_on(how: str) -> None:
     if how == "gather":
         await asyncio.gather(future, asyncio.sleep(3600))
     elif how == "collect_all":
-        await torch.futures.collect_all([torch.futures.Future(), future])
+        await torch.futures.collect_all([torch.futures.Future(), future])  # type: ignore[misc]
     elif how == "wait_for":
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(future, 0.01)

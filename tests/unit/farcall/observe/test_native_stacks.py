@@ -68,7 +68,7 @@ def test_process_that_has_ended_is_named() -> None:
 def test_without_py_spy_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(NativeStacksError, match=r"pip install 'farcall\[stacks\]'"):
+    with pytest.raises(NativeStacksError, match=r"-m pip install 'py-spy"):
         native_stacks(1)
 
 

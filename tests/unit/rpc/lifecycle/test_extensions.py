@@ -42,7 +42,7 @@ def test_an_agent_gets_the_extensions_of_all_installed_packages_before_it_joins(
         rpc.init_with_store(None, HashStore(), "alone", 0, 1)
         try:
             info = rpc.get_debug_info()
-            ours = {"rref", "autograd", "profiling", "spmd.store", "observe", "counters"}
+            ours = {"rref", "names", "autograd", "profiling", "spmd.store", "observe", "counters"}
             assert set(current_agent().extensions) == {*ours, "counting"}
         finally:
             rpc.shutdown()
