@@ -236,7 +236,7 @@ def lists_that_share(device: Device) -> list[Any]:
     torch._foreach_add_([a, a[1:3], a.view(2, 2)], 1.0)
     torch._foreach_mul_([b, a[:2]], [a.view(2, 2), b[0]])
     torch._foreach_copy_([b[0], b[1]], [b[1], b[0]])
-    torch._foreach_add_([b[0, 0], b[0, 1]], b[0, 0])  # type: ignore[call-overload]
+    torch._foreach_add_([b[0, 0], b[0, 1]], b[0, 0])
     with pytest.raises(RuntimeError):
         torch._foreach_add_([a], [torch.ones(3, device=device)])
     return [a, b, a._version, b._version]
