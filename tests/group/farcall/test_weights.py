@@ -196,7 +196,15 @@ def test_without_memory_earlier_versions_stay(store: Store) -> None:
     store.put(2, {"w": whole(2)})
 
 
-def test_memory_is_bounded_and_used_again(store: Store) -> None:
+def test_memory_is_bounded_and_used_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[int] = []
+    fetch = store_module.fetch_descriptor
+
+    def fetch_and_count(name: str, token: bytes, number: int, size: int) -> int:
+        mapped.append(number)
+        return fetch(name, token, number, size)
+
+    monkeypatch.setattr(store_module, "fetch_descriptor", fetch_and_count)
     into = {"w": empty()}
     sizes = set()
     for number in range(8):
@@ -204,6 +212,7 @@ def test_memory_is_bounded_and_used_again(store: Store) -> None:
         store.get(into)
         sizes.add(store.usage()["bytes"])
     assert max(sizes) == 3 * 128
+    assert len(mapped) == 6, "each of three segments is mapped once for writing and once for reading"
 
 
 def test_tensors_of_a_lease_are_the_readers_own(store: Store) -> None:
