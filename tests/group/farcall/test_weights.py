@@ -402,8 +402,8 @@ def put_at_once(worker: Worker) -> list[bool]:
         store = Store("policy", on="worker0")
         for number in range(10):
             store.put(number, {"w": whole(number)})
+            rpc.barrier()  # as the collectives of a step keep the ranks together
         into = {"w": empty()}
-        rpc.barrier()
         return [store.get(into) == 9, same(into["w"], whole(9))]
 
 
