@@ -18,6 +18,7 @@ import rpc
 from farcall.weights import Block, Store, WeightsError
 from farcall.weights import keeper as keeper_module
 from farcall.weights import store as store_module
+from farcall.weights.memory import fetch_descriptor
 from rpc.errors import NoMemoryError, WorkerLostError
 from tests.support.process_groups import process_group
 from tests.support.streams import until
@@ -198,11 +199,10 @@ def test_without_memory_earlier_versions_stay(store: Store) -> None:
 
 def test_memory_is_bounded_and_used_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped: list[int] = []
-    fetch = store_module.fetch_descriptor
 
     def fetch_and_count(name: str, token: bytes, number: int, size: int) -> int:
         mapped.append(number)
-        return fetch(name, token, number, size)
+        return fetch_descriptor(name, token, number, size)
 
     monkeypatch.setattr(store_module, "fetch_descriptor", fetch_and_count)
     into = {"w": empty()}
