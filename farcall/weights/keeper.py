@@ -115,7 +115,7 @@ class Keeper:
                 return [
                     version.assembly.layout.to_wire(),
                     self._segments_of(version),
-                    list(self._segments),
+                    self._live(),
                     [[name, [list(box) for box in boxes]] for name, boxes in writes.items() if boxes],
                 ]
 
@@ -176,9 +176,13 @@ class Keeper:
             version.number,
             version.assembly.layout.to_wire(),
             self._segments_of(version),
-            list(self._segments),
+            self._live(),
             version.serial,
         ]
+
+    def _live(self) -> list[int]:
+        """Return the segments that versions use or will use again, so that others need not map them anew."""
+        return [*self._segments, *(each.number for each in self._spare)]
 
     def open_serial(self, serial: int, who: list[Any], ticket: int) -> list[Any]:
         """Return the version that became whole as the ``serial``-th, as ``open`` does, for a host's copy."""
@@ -283,8 +287,8 @@ class Keeper:
             }
 
     def wait(self, state: int, lease: Lease) -> torch.futures.Future[int]:
-        """Return a future that is completed once the versions are others than in ``state``, or the one who
-        waits for the lease has given up.
+        """Return a future that is completed once the versions are others than in ``state``, or the wait for the
+        lease has been given up.
         """
         future: torch.futures.Future[int] = torch.futures.Future()
         with self._lock:

@@ -18,6 +18,7 @@ import rpc
 from farcall.weights import Block, Store, WeightsError
 from farcall.weights import keeper as keeper_module
 from farcall.weights import store as store_module
+from farcall.weights.memory import fetch_descriptor
 from rpc.errors import NoMemoryError, WorkerLostError
 from tests.support.process_groups import process_group
 from tests.support.streams import until
@@ -196,7 +197,14 @@ def test_without_memory_earlier_versions_stay(store: Store) -> None:
     store.put(2, {"w": whole(2)})
 
 
-def test_memory_is_bounded_and_used_again(store: Store) -> None:
+def test_memory_is_bounded_and_used_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[int] = []
+
+    def fetch_and_count(name: str, token: bytes, number: int, size: int) -> int:
+        mapped.append(number)
+        return fetch_descriptor(name, token, number, size)
+
+    monkeypatch.setattr(store_module, "fetch_descriptor", fetch_and_count)
     into = {"w": empty()}
     sizes = set()
     for number in range(8):
@@ -204,6 +212,7 @@ def test_memory_is_bounded_and_used_again(store: Store) -> None:
         store.get(into)
         sizes.add(store.usage()["bytes"])
     assert max(sizes) == 3 * 128
+    assert len(mapped) == 6, "each of three segments is mapped once for writing and once for reading"
 
 
 def test_tensors_of_a_lease_are_the_readers_own(store: Store) -> None:
@@ -393,8 +402,8 @@ def put_at_once(worker: Worker) -> list[bool]:
         store = Store("policy", on="worker0")
         for number in range(10):
             store.put(number, {"w": whole(number)})
+            rpc.barrier()  # as the collectives of a step keep the ranks together
         into = {"w": empty()}
-        rpc.barrier()
         return [store.get(into) == 9, same(into["w"], whole(9))]
 
 
