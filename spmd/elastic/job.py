@@ -302,8 +302,9 @@ def join(
         )
     if straggler_after is not None:
         raise InvalidOptionError("elastic.join: straggler_after is not supported: members wait for slow ones")
-    if not isinstance(min_size, int) or min_size < 1:
-        raise InvalidOptionError(f"elastic.join: min_size is {min_size!r}; it must be a positive integer")
+    least: object = min_size
+    if not isinstance(least, int) or least < 1:
+        raise InvalidOptionError(f"elastic.join: min_size is {least!r}; it must be a positive integer")
     if not isinstance(sampler, Sampler):
         raise TypeError(
             f"elastic.join: sampler is of type {type(sampler).__name__}. It must be an elastic.Sampler, "

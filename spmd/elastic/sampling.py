@@ -30,7 +30,8 @@ class Sampler:
     """
 
     def __init__(self, length: int, batch_size: int, seed: int = 0) -> None:
-        for name, value in (("length", length), ("batch_size", batch_size)):
+        numbers: dict[str, object] = {"length": length, "batch_size": batch_size}
+        for name, value in numbers.items():
             if not isinstance(value, int) or value < 1:
                 raise InvalidOptionError(f"Sampler: {name} is {value!r}; it must be a positive integer")
         if batch_size > length:

@@ -167,7 +167,7 @@ class Views:
                 self._check_store()  # the last member tells the store first
             with self.changed:
                 self._take_in()
-                if self.core.view is not None:
+                if self._has_view():
                     return
                 known = self._newcomers
                 smaller = [each for each in known if known[each] < self._key]
@@ -181,10 +181,10 @@ class Views:
                     self._is_member, self.core.step = True, 0
                     logger.info("worker '%s' founds the elastic job", self.name)
                     self._wake.set()
-                    self.changed.wait_for(lambda: self.core.view is not None or self.error, _FORM_SECONDS)
+                    self.changed.wait_for(lambda: self._has_view() or self.error, _FORM_SECONDS)
                 if self.error is not None:
                     raise self.error
-                if self.core.view is not None:
+                if self._has_view():
                     return
                 self.changed.wait(_ASK_SECONDS)
             if monotonic() > deadline:
@@ -192,6 +192,9 @@ class Views:
                     f"worker '{self.name}' has not become a member of the elastic job in time: "
                     f"{1 + len(self._newcomers)} workers have come, min_size is {self._min_size}"
                 )
+
+    def _has_view(self) -> bool:
+        return self.core.view is not None
 
     def _hello(self) -> bool | None:
         """Tell all workers that this one wants to take part; True if there is no job yet, as far as all
@@ -221,7 +224,7 @@ class Views:
             complete = complete and status != "member"
             if status == "candidate":
                 with self.changed:
-                    self._newcomers.setdefault(incarnation, tuple(key))
+                    self._newcomers.setdefault(incarnation, (key[0], key[1]))
                     self._watch_processes([incarnation])
         return True if complete else None
 
@@ -240,7 +243,7 @@ class Views:
             if self.core.left:
                 return None, 0, (0, 0)
             if self.core.view is None or incarnation not in self.core.view.members:
-                self._newcomers[incarnation] = tuple(key)
+                self._newcomers[incarnation] = (key[0], key[1])
                 self._watch_processes([incarnation])
             self.changed.notify_all()
             self._wake.set()
@@ -427,15 +430,18 @@ class Views:
             or any(map(self._is_lost, core.partners()))
         )  # fmt: skip
 
+    def _has_left(self) -> bool:
+        return self.closed
+
     def _watch(self) -> None:
         pause = 1.0
-        while not self.closed:
+        while not self._has_left():
             self._wake.wait(pause)
             self._wake.clear()
             pause = 1.0
             with self.changed:
                 self._take_in()
-                if self.closed or self.error is not None or not self._is_due():
+                if self._has_left() or self.error is not None or not self._is_due():
                     continue
                 proposer = self._proposer()
                 suspected = self._suspected
@@ -448,7 +454,7 @@ class Views:
                     if suspected is not None:
                         self._ask([proposer], _poke, suspected, timeout=5.0)
             except Exception:
-                if not self.closed and not self._agent.lifecycle.closed:
+                if not self._has_left() and not self._agent.lifecycle.closed:
                     logger.exception("worker '%s' could not change the view of the elastic job", self.name)
                 pause = 1.0
 

@@ -14,6 +14,7 @@ from spmd.elastic.agreement import (
     Outcome,
     OutdatedError,
     Proposal,
+    Report,
     View,
     may_go_on,
 )
@@ -35,8 +36,8 @@ def form(members: Sequence[Member], *, completed_by: Sequence[Member] | None = N
     return done[0]
 
 
-def _ordered(members: Sequence[int], reports: Sequence[object]) -> list[object]:
-    by_member = {each.member: each for each in reports}  # type: ignore[attr-defined]
+def _ordered(members: Sequence[int], reports: Sequence[Report]) -> list[Report]:
+    by_member = {each.member: each for each in reports}
     return [by_member[each] for each in members]
 
 
