@@ -57,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 EXTENSIONS: Final = "farcall.extensions"
 
+KEEPER: Final = "rpc.keeper"
+"""The extension of a dynamic group's agent that has its keeper: the way to the group's store."""
+
 _MOST_REACHED: Final = 64
 """Maximum number of workers to connect to only for reporting why this one ends."""
 
@@ -247,6 +250,7 @@ def _describe(agent: Agent, info: WorkerInfo, master: str | None) -> Member:
 def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:
     """Make the keeper that shows this worker to later joiners, and watches the store."""
     keeper = Keeper(joined, timeout, AgentNeighbours(agent.group))
+    agent.extensions[KEEPER] = keeper
     hooks = agent.lifecycle.hooks
     hooks.gone.append(lambda peer, _: keeper.worker_gone(Loss(peer.incarnation, left=peer.has_left)))
     hooks.close.append(keeper.leave)

@@ -23,16 +23,17 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from rpc.errors import NotAdmittedError, RendezvousError, RendezvousTimeoutError
 from rpc.rendezvous.address import Probe, probe
 from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Pace
 from rpc.rendezvous.dynamic import DynamicGroup, Joining
 from rpc.rendezvous.log import Log
-from rpc.rendezvous.store import Abandoned, StoreLost, StoreWait
+from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, StoreWait
 from rpc.rendezvous.watching import LogWatch, Neighbours, PutOut
 from rpc.runtime.blocking import Event, wait_for_event
 from rpc.runtime.interrupts import protected
@@ -60,6 +61,22 @@ class Loss:
 
     incarnation: int
     left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Errand:
+    """Something to be done with the store, on the keeper's thread."""
+
+    work: Callable[[SharedStore], Any]
+    outcome: Future[Any]
+
+    def run(self, store: SharedStore) -> None:
+        try:
+            self.outcome.set_result(self.work(store))
+        except StoreLost as lost:
+            self.outcome.set_exception(RendezvousError(f"{store.description} does not answer: {lost}"))
+        except Exception as error:
+            self.outcome.set_exception(error)
 
 
 class Keeper:
@@ -90,7 +107,7 @@ class Keeper:
         self._pace = pace
         self._lost = False
         self._look_at = 0.0
-        self._orders: queue.SimpleQueue[Loss | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Loss | _Errand | None] = queue.SimpleQueue()
         self._waiting = StoreWait(timeout)
         self._watch = LogWatch(group, neighbours, self._waiting, tell, pace)
         self._membership: Future[None] = Future()
@@ -127,6 +144,16 @@ class Keeper:
     def worker_gone(self, loss: Loss) -> None:
         """Record that a worker is gone. From any thread; never blocks."""
         self._orders.put(loss)
+
+    def ask(self, work: Callable[[SharedStore], Any]) -> Future[Any]:
+        """Have ``work`` called with the group's store, on the keeper's thread. From any thread.
+
+        Returns:
+            A future of its value; it fails with ``RendezvousError`` if the store does not answer.
+        """
+        outcome: Future[Any] = Future()
+        self._orders.put(_Errand(work, outcome))
+        return outcome
 
     @protected
     def leave(self, timeout: float = 2.0) -> bool:
@@ -181,6 +208,9 @@ class Keeper:
         try:
             loss = self._orders.get(timeout=seconds)
         except queue.Empty:
+            return False
+        if isinstance(loss, _Errand):
+            loss.run(self._store)
             return False
         if loss is not None and loss.left:
             self._watch.worker_left(loss.incarnation)

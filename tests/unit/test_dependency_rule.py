@@ -61,7 +61,7 @@ ROOMS = (
 ROOMS_OF: dict[str, tuple[set[str], ...]] = {
     "spmd": (
         {"collectives", "torch_internals"},
-        {"workers"},
+        {"workers", "elastic"},
         {"tensor_parallel"},
         {"engine", "backend"},
         {"sharding"},
@@ -107,7 +107,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"serving", "compat"},
         {"observe"},
         {"page"},
-        {"launch", "environment", "examples", "one_sided", "ray", "weights"},
+        {"launch", "environment", "elastic", "examples", "one_sided", "ray", "weights"},
         {"doctor"},
         {"accelerator_trial", "meeting", "trials"},
         {"cli"},

@@ -1,0 +1,30 @@
+"""``farcall.elastic``: training that goes on when workers die, leave and join; see ``spmd/elastic``."""
+
+from __future__ import annotations
+
+from spmd.elastic.attempt import Attempt
+from spmd.elastic.errors import (
+    ElasticError,
+    Finished,
+    JobMismatchError,
+    PutOut,
+    StateLostError,
+    StepFailedError,
+)
+from spmd.elastic.job import Job, join
+from spmd.elastic.reducer import DistributedDataParallel
+from spmd.elastic.sampling import Sampler
+
+__all__ = [
+    "Attempt",
+    "DistributedDataParallel",
+    "ElasticError",
+    "Finished",
+    "Job",
+    "JobMismatchError",
+    "PutOut",
+    "Sampler",
+    "StateLostError",
+    "StepFailedError",
+    "join",
+]

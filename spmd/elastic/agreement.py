@@ -1,0 +1,453 @@
+"""How the members of an elastic job agree: pure decisions, without I/O, clocks or threads.
+
+*Concepts.* A *view* is an ordered list of members, incarnations of workers, that train together. An *attempt*
+is one try at a step in one view; it ends committed or aborted, alike on all members that go on. The *state*
+(model, optimizer) changes only when a step is committed, so after n steps it is bitwise equal on all members.
+
+*Votes.* A member whose gradients are reduced is *prepared*, and sends its vote to all members of the view. A
+member that has all votes commits the step. No message but this one is needed while nobody is lost.
+
+*View changes.* Any member may propose the next view; usually the first living member of the view does. A
+*ballot* numbers its proposal. (1) Members are asked to freeze. A frozen member decides nothing by itself: its
+report stays as it is, and it ignores lower ballots. (2) The proposer chooses the members of the next view and
+asks them to install it. They exchange their reports, all to all, and each decides by the same function,
+``Member.decide``. Let S be the highest number of committed steps among them:
+
+- a member at S - 1 is prepared for that step in the view that committed it, and commits it now;
+- if all members with a state are at S and are prepared for it *in the same view*, all commit it;
+- otherwise the attempt is aborted, and step S is repeated.
+
+If anything fails, another ballot follows.
+
+*Why that is safe.* A commit by votes needs all members of the view to be prepared, so a survivor that has not
+seen all votes is prepared in the same attempt, and commits it in the exchange. A commit by exchange needs all
+members of the new view; a member that did not complete that exchange gives the same report in the next one. A
+member that completed it and aborted is no longer prepared, so no later exchange finds all prepared in that
+attempt. Hence members differ by at most one step, and no state is ever copied between members that have one.
+
+*One job, never two.* The *bases* of a member are the view that it completed last, and each one that it has
+tried to form since, as others may have completed it. A set of members may go on if for each base of each of
+them
+
+1. it has more than half of the base's members; or
+2. all the others are *gone for certain*: they have promised to leave, or have ended, as a member with this
+base
+   knows that was in contact with them until then (so they had not gone on without it before); or
+3. it has exactly half of them, and each of the others is gone for certain or was removed from the group's log
+while
+   the member that read this was still in it. Of two halves only one can find this, since a removal is final.
+
+A member that takes part in a view without some members of its bases *excludes* them: they are cut off first,
+and the member waits until they must have noticed (``Member.to_cut_off``). Members with this base that were
+stopped for longer than that know of no death for certain (``Member.was_stopped``).
+
+*Newcomers.* A newcomer is a member of the next view, and an observer of its first step: it contributes
+nothing, loads the state, which is constant until it votes, and counts from the next step on. If all members
+that had a state are gone, the state is lost, which the exchange shows to all.
+
+*The end.* A member that leaves says so in its vote or its report. Its report is a promise: it takes part in
+no view any more. A vote to finish ends the job on all members after the step that it commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeAlias
+
+__all__ = [
+    "NEW",
+    "Ballot",
+    "Installation",
+    "Member",
+    "Outcome",
+    "OutdatedError",
+    "Plan",
+    "Proposal",
+    "Report",
+    "View",
+    "Vote",
+    "may_go_on",
+]
+
+Ballot: TypeAlias = tuple[int, int]
+"""A proposal's number: a count, and the incarnation of the proposer."""
+
+NEW: Final = -1
+"""The number of committed steps of a member that has no state yet."""
+
+
+class OutdatedError(Exception):
+    """A request belongs to a ballot that is over, or comes from a worker that was excluded."""
+
+
+class Outcome(Enum):
+    """How an attempt ends for a member."""
+
+    COMMIT = "the step is committed on all members"
+    ABORT = "the step is repeated"
+    LOST = "no member that had the state is left"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An ordered list of members that train together.
+
+    Attributes:
+        number: counts the views of the job; for users.
+        ballot: identifies the view.
+        members: the incarnations, by rank.
+        newcomers: those of them that observe the first step.
+        first: the first step that is tried in it.
+    """
+
+    number: int
+    ballot: Ballot
+    members: tuple[int, ...]
+    newcomers: frozenset[int]
+    first: int
+
+    def contributors(self, step: int) -> list[int]:
+        """Return the members among which the batch of a step is cut."""
+        return [each for each in self.members if step > self.first or each not in self.newcomers]
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """A member's vote to commit a step.
+
+    Attributes:
+        step: the step.
+        grow: whether newcomers wait.
+        leave: whether the member leaves after the step.
+        finish: whether the job ends after the step.
+    """
+
+    step: int
+    grow: bool = False
+    leave: bool = False
+    finish: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a frozen member tells the others.
+
+    Attributes:
+        member: its incarnation.
+        step: number of committed steps, or ``NEW``.
+        prepared: the view in which it is prepared for this step, if it is.
+        last: the view in which the last step was committed.
+        view: the number of the last view that it has completed.
+        bases: see the head of this module.
+        dead: workers whose end it has witnessed.
+        removed: workers that it has seen removed from the group's log.
+        left: whether it takes part in no view any more.
+        ended: whether it has seen a vote to finish.
+    """
+
+    member: int
+    step: int
+    prepared: Ballot | None
+    last: Ballot | None
+    view: int
+    bases: tuple[frozenset[int], ...]
+    dead: frozenset[int]
+    removed: frozenset[int]
+    left: bool
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """The outcome of an exchange of reports, for one member.
+
+    Attributes:
+        view: the next view.
+        outcome: how the member's attempt has ended.
+    """
+
+    view: View
+    outcome: Outcome
+
+
+def may_go_on(members: Collection[int], reports: Iterable[Report]) -> bool:
+    """Whether members may form a view: see "One job, never two" at the head of this module.
+
+    Args:
+        members: the members of the view.
+        reports: their reports, and those of workers that leave.
+    """
+    reports = list(reports)
+    left = {each.member for each in reports if each.left}
+    within = [each for each in reports if each.member in members]
+    for base in {base for each in within for base in each.bases}:
+        present = len(base.intersection(members))
+        if 2 * present > len(base):
+            continue
+        witnesses = [each for each in within if base in each.bases]
+        gone = left.union(*(each.dead for each in witnesses))
+        absent = base.difference(members) - gone
+        removed = frozenset[int]().union(*(each.removed for each in witnesses))
+        if absent and not (2 * present == len(base) and absent <= removed):
+            return False
+    return True
+
+
+@dataclass
+class Member:
+    """One member's part of the protocol. For one thread at a time.
+
+    Args:
+        me: this worker's incarnation.
+        step: number of committed steps; ``NEW`` without a state.
+    """
+
+    me: int
+    step: int = NEW
+    view: View | None = None
+    ballot: Ballot = (0, 0)
+    heard: int = 0
+    frozen: bool = True
+    hold: bool = False
+    """Whether a view change follows before the next attempt."""
+    prepared: Ballot | None = None
+    last: Ballot | None = None
+    leaving: bool = False
+    """Whether it wants to leave after the next step."""
+    left: bool = False
+    """Whether it takes part in no view any more."""
+    finishing: bool = False
+    ended: bool = False
+    dead: set[int] = field(default_factory=set)
+    removed: set[int] = field(default_factory=set)
+    excluded: set[int] = field(default_factory=set)
+    doubted: set[int] = field(default_factory=set)
+    tried: list[frozenset[int]] = field(default_factory=list)
+
+    # ---- steps
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether this member may begin an attempt."""
+        return self.view is not None and not self.frozen and not self.hold
+
+    def prepare(self, view: View) -> bool:
+        """Become prepared for the next step in a view, after its gradients were reduced there; false if the
+        attempt is over.
+        """
+        if not self._is_in(view) or self.step == NEW:
+            return False
+        self.prepared = view.ballot
+        return True
+
+    def vote(self, *, grow: bool) -> Vote:
+        """Return the vote of a prepared member."""
+        return Vote(self.step, grow, self.leaving, self.finishing)
+
+    def count(self, view: View, votes: Sequence[Vote]) -> bool:
+        """Commit the step, given the votes of all members of the view; false if the view changes: then the
+        exchange decides.
+        """
+        if not self._is_in(view) or self.prepared != view.ballot:
+            return False
+        self._commit(view.ballot)
+        self.hold = any(vote.grow or vote.leave for vote in votes)
+        self.left = votes[view.members.index(self.me)].leave
+        self.ended = self.ended or any(vote.finish for vote in votes)
+        return True
+
+    def load(self, view: View, step: int, last: Ballot | None) -> bool:
+        """Record that a newcomer has loaded the state of a step; false if it came too late."""
+        if not self._is_in(view) or step != view.first:
+            return False
+        self.step, self.last = step, last
+        return True
+
+    def _is_in(self, view: View) -> bool:
+        """Whether this member is in a view, and not frozen."""
+        return self.view is not None and self.view.ballot == view.ballot and not self.frozen
+
+    def _commit(self, ballot: Ballot) -> None:
+        self.step, self.prepared, self.last = self.step + 1, None, ballot
+
+    # ---- who is gone
+
+    @property
+    def bases(self) -> tuple[frozenset[int], ...]:
+        completed = () if self.view is None else (frozenset(self.view.members),)
+        return (*completed, *self.tried)
+
+    def partners(self) -> set[int]:
+        """Return the other members of this member's bases."""
+        return {each for base in self.bases for each in base} - {self.me}
+
+    def witnessed(self, incarnation: int) -> None:
+        """Record that a worker has ended, for certain, and was in contact with this one until then."""
+        if incarnation not in self.doubted:
+            self.dead.add(incarnation)
+
+    def was_stopped(self) -> None:
+        """Record that this process did not run for a while: the workers that have ended may have excluded it
+        before.
+        """
+        self.doubted |= self.partners()
+
+    def was_removed(self, incarnations: Iterable[int]) -> None:
+        """Record workers that are not in the group's log, read before this member was found in it."""
+        self.removed.update(incarnations)
+
+    # ---- view changes
+
+    def next_ballot(self) -> Ballot:
+        """Return a number for a proposal of this member."""
+        return max(self.ballot[0], self.heard) + 1, self.me
+
+    def outbid(self, ballot: Ballot) -> None:
+        """Record that there is a later ballot than this member's proposal."""
+        self.heard = max(self.heard, ballot[0])
+
+    def freeze(self, ballot: Ballot) -> Report:
+        """Decide nothing any more by oneself; returns the report.
+
+        Raises:
+            OutdatedError: there is a later ballot.
+        """
+        if ballot < self.ballot:
+            raise OutdatedError(f"ballot {ballot} is older than {self.ballot}")
+        self.ballot, self.frozen = ballot, True
+        return self.report()
+
+    def report(self) -> Report:
+        """Return what the others need to know."""
+        view = 0 if self.view is None else self.view.number
+        return Report(
+            self.me, self.step, self.prepared, self.last, view, self.bases, frozenset(self.dead),
+            frozenset(self.removed), self.left, self.ended,
+        )  # fmt: skip
+
+    def to_cut_off(self, members: Collection[int], released: Collection[int]) -> set[int]:
+        """Return the workers that ``install`` will exclude, and that may live and not know it yet."""
+        return self.partners() - set(members) - set(released) - self.dead
+
+    def install(self, ballot: Ballot, members: Collection[int], released: Collection[int]) -> Report:
+        """Take part in the forming of a view; returns the report for the exchange.
+
+        Args:
+            ballot: the proposal.
+            members: the members of the view.
+            released: workers that have promised to leave.
+
+        Raises:
+            OutdatedError: the ballot is over, or a member was excluded.
+        """
+        if ballot != self.ballot or not self.frozen:
+            raise OutdatedError(f"ballot {ballot} is over: {self.ballot} has begun")
+        if self.left:
+            raise OutdatedError("this worker leaves")
+        if barred := self.excluded.intersection(members):
+            raise OutdatedError(f"{barred} were excluded")
+        self.doubted |= self.to_cut_off(members, released)
+        self.dead.update(released)
+        self.excluded |= self.partners() - set(members)
+        base = frozenset(members)
+        if base not in self.tried:
+            self.tried.append(base)
+        return self.report()
+
+    def decide(self, ballot: Ballot, members: Sequence[int], reports: Sequence[Report]) -> Installation:
+        """Complete a view, given the reports of all its members.
+
+        Raises:
+            OutdatedError: a later ballot has begun.
+        """
+        if ballot != self.ballot or not self.frozen:
+            raise OutdatedError(f"ballot {ballot} is over: {self.ballot} has begun")
+        step, ended = _agreed(reports)
+        newcomers = frozenset(each.member for each in reports if each.step == NEW)
+        number = 1 + max(each.view for each in reports)
+        outcome = Outcome.ABORT
+        if step == NEW:
+            outcome = Outcome.LOST
+        elif NEW < self.step < step:
+            assert self.prepared is not None
+            self._commit(self.prepared)
+            outcome = Outcome.COMMIT
+        assert self.step in (NEW, step), (self.step, step)
+        self.view = View(number, ballot, tuple(members), newcomers, step)
+        self.tried, self.prepared = [], None
+        self.doubted -= set(members)
+        self.frozen = self.hold = False
+        self.ended = self.ended or ended
+        return Installation(self.view, outcome)
+
+
+def _agreed(reports: Sequence[Report]) -> tuple[int, bool]:
+    """Return the number of committed steps of a new view, and whether the job has ended."""
+    old = [each for each in reports if each.step != NEW]
+    if not old:
+        return NEW, False
+    top = max(each.step for each in old)
+    done = {each.last for each in old if each.step == top}
+    for each in old:
+        assert each.step == top or (each.step == top - 1 and done == {each.prepared}), reports
+    commits = all(each.step == top and each.prepared is not None for each in old)
+    if commits and len({each.prepared for each in old}) == 1:
+        top += 1
+    return top, any(each.ended for each in old)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a proposer does with the reports that it has.
+
+    Attributes:
+        members: the members of the next view, by rank; empty if there is none.
+        released: workers that leave.
+        may_go_on: whether the members may form a view.
+    """
+
+    members: tuple[int, ...]
+    released: frozenset[int]
+    may_go_on: bool
+
+
+class Proposal:
+    """One ballot, at its proposer.
+
+    Args:
+        member: the proposer.
+        newcomers: workers that want to join, in the order in which they came.
+
+    Attributes:
+        ballot: its number.
+        reports: the reports so far, by member.
+    """
+
+    def __init__(self, member: Member, newcomers: Sequence[int]) -> None:
+        self.ballot = member.next_ballot()
+        self._partners = member.partners() | {member.me}
+        self._order = [] if member.view is None else [*member.view.members]
+        self._newcomers = newcomers
+        self.reports: dict[int, Report] = {}
+
+    def to_ask(self, lost: Collection[int]) -> set[int]:
+        """Return the workers whose reports are missing, except lost ones."""
+        known = self._partners.union(*(base for each in self.reports.values() for base in each.bases))
+        return (known | set(self._newcomers)) - set(lost) - set(self.reports)
+
+    def take(self, report: Report) -> None:
+        """Take in a report."""
+        self.reports[report.member] = report
+
+    def plan(self) -> Plan:
+        """Return what to do with the reports, once none is missing."""
+        released = frozenset(each.member for each in self.reports.values() if each.left)
+        order = dict.fromkeys(
+            (*self._order, *sorted(self._partners), *self._newcomers, *sorted(self.reports))
+        )
+        staying = [each for each in order if each in self.reports and each not in released]
+        # Ranks of members stay in their order; those without a state come last.
+        members = tuple(sorted(staying, key=lambda each: self.reports[each].step == NEW))
+        return Plan(members, released, may_go_on(members, self.reports.values()))

@@ -1,0 +1,241 @@
+"""One try at a step: the block that users write, from the member's part of the batch to the commit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch.distributed.distributed_c10d import BroadcastOptions
+
+from spmd.collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
+from spmd.collectives.process_group import FarcallProcessGroup
+from spmd.elastic.agreement import NEW, Outcome, View, Vote
+from spmd.elastic.errors import ElasticError, StepFailedError
+from spmd.elastic.reducer import Reducer, accumulating
+from spmd.elastic.sampling import Sampler, part_of
+from spmd.elastic.state import State
+from spmd.elastic.views import Views
+
+__all__ = ["Attempt"]
+
+_MISTAKES: Final = (CollectiveMismatchError, CollectiveTimeoutError)
+"""Failures of a group that would be the same if the attempt were repeated."""
+
+
+class _Over(BaseException):
+    """Ends the block of an attempt that is repeated. Not an ``Exception``, which the block may catch."""
+
+
+class Attempt:
+    """One try at a step in one view, as a context manager. For the training thread.
+
+    Attributes:
+        step: number of the step, from 0.
+        view: number of the view.
+        size, rank: number of members of the view, and the rank of this one.
+        indices: this member's part of the step's batch: an int64 tensor of indices of samples. It is empty in
+            the first step of a newcomer, which only observes it, and if there are more members than samples.
+        batch_size: number of samples of the step, over all members.
+        weight: this member's share of the batch, from 0 to 1.
+        committed: whether the step is committed on all members; False until then, and if it is repeated.
+    """
+
+    def __init__(
+        self, views: Views, view: View, group: FarcallProcessGroup, step: int, sampler: Sampler, state: State,
+        reducers: list[Reducer],
+    ) -> None:  # fmt: skip
+        self.step, self.view = step, view.number
+        self.size, self.rank = len(view.members), view.members.index(views.me)
+        contributors = view.contributors(step)
+        self.batch_size = sampler.batch_size
+        self.indices = torch.empty(0, dtype=torch.int64, device="cpu")
+        if views.me in contributors:
+            part = part_of(self.batch_size, contributors.index(views.me), len(contributors))
+            self.indices = sampler.batch(step)[part].clone()
+        self.weight = len(self.indices) / self.batch_size
+        self.committed = False
+        self.is_open = False
+        self._root = view.members.index(contributors[0])
+        self._views, self._view, self._group = views, view, group
+        self._state, self._reducers = state, reducers
+        self._works: list[Any] = []
+        self._has_failed = False
+        self._mistake: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<attempt at step {self.step} in view {self.view}, rank {self.rank} of {self.size}>"
+
+    # ---- the block
+
+    def __enter__(self) -> Self:
+        self.is_open = True
+        for reducer in self._reducers:
+            reducer.begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        try:
+            return self._end(error)
+        finally:
+            self.is_open = False
+            for reducer in self._reducers:
+                reducer.end()
+
+    def _end(self, error: BaseException | None) -> bool:
+        if error is None or isinstance(error, _Over):
+            if not self.committed and error is None:
+                self._decide()
+            return True
+        if not isinstance(error, Exception):
+            return False  # the process is about to end; the others go on without it
+        if not self.committed and self._is_lost():
+            self._await_outcome()  # the error is a consequence
+            return True
+        self._report(error)
+        return False
+
+    def _is_lost(self) -> bool:
+        """Whether the view has failed, for another reason than a mistake in the block."""
+        with self._views.changed:
+            over = self._views.outcome is Outcome.ABORT or self._views.core.frozen
+        return self._mistake is None and (over or self._has_failed or self._group.group.members.failed)
+
+    def _report(self, error: BaseException) -> None:
+        """End the job on all members."""
+        name = self._views.name
+        text = f"{type(error).__name__}: {error}"
+        failure = StepFailedError(
+            f"the elastic job has ended, since worker '{name}' has failed: {text}", name
+        )
+        self._views.fail(failure, tell=text)
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Accumulate gradients of backward passes on this member, without summing them over the members.
+
+        Example::
+
+            with attempt:
+                first, last = attempt.indices.chunk(2)
+                with attempt.accumulate():
+                    loss_of(first).backward()
+                loss_of(last).backward()  # sums both, over all members
+                optimizer.step()
+        """
+        with accumulating(self._reducers):
+            yield
+
+    # ---- reductions
+
+    def start(self, tensor: torch.Tensor) -> None:
+        """Begin to sum a tensor over the members of the view, in place. After a failure it does nothing."""
+        if not self._has_failed:
+            try:
+                self._works.append(self._group.allreduce([tensor]))
+            except Exception as error:
+                self._note(error)
+
+    def finish(self) -> None:
+        """Wait for all sums. A failure is noted, and decides what becomes of the attempt."""
+        works, self._works = self._works, []
+        for work in works:
+            try:
+                work.wait()
+            except Exception as error:
+                self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        self._has_failed = True
+        if isinstance(error, _MISTAKES) and self._mistake is None:
+            self._mistake = error
+
+    # ---- the commit
+
+    def commit(self) -> None:
+        """Commit the step on all members; called before an optimizer changes parameters.
+
+        Raises:
+            _Over: the attempt is repeated.
+        """
+        if not self.committed:
+            self._decide()
+            if not self.committed:
+                raise _Over
+
+    def _decide(self) -> None:
+        for reducer in self._reducers:
+            reducer.finish()
+        self.finish()
+        buffers = self._share_buffers()
+        if not self._has_failed:
+            self._vote()
+        if self._mistake is not None:
+            self._report(self._mistake)
+            raise self._mistake
+        self._await_outcome()
+        if self.committed:
+            with torch.no_grad():
+                for buffer, shared in buffers:
+                    buffer.copy_(shared)
+
+    def _share_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each buffer with its value on the first contributor, which a commit copies into it."""
+        shared = []
+        for buffer in self._state.buffers():
+            value = buffer.detach().clone()
+            if not self._has_failed:
+                options = BroadcastOptions()
+                options.rootRank = self._root
+                try:
+                    self._works.append(self._group.broadcast([value], options))
+                except Exception as error:
+                    self._note(error)
+            shared.append((buffer, value))
+        self.finish()
+        return shared
+
+    def _vote(self) -> None:
+        views = self._views
+        with views.changed:
+            if not views.core.prepare(self._view):
+                return
+            vote = views.core.vote(grow=views.wants_to_grow())
+        mine = torch.tensor([vote.step, vote.grow, vote.leave, vote.finish], dtype=torch.int64, device="cpu")
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            self._group.allgather([rows], [mine]).wait()
+        except Exception as error:
+            self._note(error)
+            return
+        votes = [
+            Vote(step, bool(grow), bool(leave), bool(finish))
+            for step, grow, leave, finish in map(_list, rows)
+        ]
+        with views.changed:
+            if views.core.count(self._view, votes):
+                views.outcome, views.given_step = Outcome.COMMIT, NEW
+                if views.core.hold:
+                    views.wake()
+
+    def _await_outcome(self) -> None:
+        views = self._views
+        with views.changed:
+            while views.outcome is None and views.error is None and not views.closed:
+                views.suspect()
+                views.changed.wait(0.5)
+            if views.error is not None:
+                raise views.error
+            if views.closed:
+                raise ElasticError("this worker has left the elastic job in the middle of a step")
+            self.committed = views.outcome is Outcome.COMMIT
+            views.given_step = NEW
+
+
+def _list(row: torch.Tensor) -> list[int]:
+    values: list[int] = row.tolist()
+    return values

@@ -1,0 +1,316 @@
+"""``elastic.join``: a training job whose members may die, leave and join at any time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rpc.errors import InvalidOptionError
+from rpc.runtime.current import current_agent
+from spmd.collectives.process_group import FarcallProcessGroup
+from spmd.collectives.work import GroupWork
+from spmd.elastic.agreement import NEW, Outcome, View
+from spmd.elastic.attempt import Attempt
+from spmd.elastic.errors import ElasticError
+from spmd.elastic.reducer import Reducer
+from spmd.elastic.sampling import Sampler
+from spmd.elastic.state import State
+from spmd.elastic.views import Views
+
+__all__ = ["Job", "join"]
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+"""Version of what members say to each other."""
+
+_LEAVE_SECONDS = 60.0
+
+
+class JobGroup(FarcallProcessGroup):
+    """The process group of a view, for programs. Its operations belong to an attempt."""
+
+    job: Job
+
+    def _run(self, *args: Any, **kwargs: Any) -> GroupWork:
+        attempt = self.job.current
+        if attempt is None or not attempt.is_open:
+            raise ElasticError(
+                "the group of an elastic job is used within `with attempt:` only, since a view may end "
+                "between two attempts. torch.nn.parallel.DistributedDataParallel, whose constructor uses it, "
+                "cannot go on after a loss: use elastic.DistributedDataParallel(module)"
+            )
+        return super()._run(*args, **kwargs)
+
+
+class Job:
+    """An elastic job, as one of its members sees it; made by ``join``. For the training thread, except
+    ``leave`` and ``finish``, which a signal handler may call, too.
+
+    Attributes:
+        current: the attempt under way, or None.
+    """
+
+    def __init__(self, sampler: Sampler, min_size: int, state: State) -> None:
+        self._sampler, self._min_size, self._state = sampler, min_size, state
+        self._reducers = [Reducer(each) for each in state.modules if not _is_sharded(each)]
+        self._callbacks: list[Callable[[Job], object]] = []
+        self._reported = 0
+        self._group: JobGroup | None = None
+        self._is_looping = False
+        self.current: Attempt | None = None
+        description = f"version {_VERSION}\n{sampler!r}\nmin_size={min_size}\n{state.describe()}"
+        self._views = Views(description, min_size, state.give)
+        for optimizer in state.optimizers:
+            optimizer.register_step_pre_hook(self._before_step)
+
+    # ---- the job
+
+    @property
+    def step(self) -> int:
+        """Number of committed steps; 0 for a newcomer that has no state yet."""
+        return max(0, self._views.core.step)
+
+    @property
+    def members(self) -> list[str]:
+        """Names of the members of the view, by rank."""
+        peers = current_agent().group.peers
+        return [peer.name if (peer := peers.by_incarnation(each)) else "" for each in self._view.members]
+
+    @property
+    def size(self) -> int:
+        """Number of members of the view."""
+        return len(self._view.members)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this member in the view."""
+        return self._view.members.index(self._views.me)
+
+    @property
+    def view(self) -> int:
+        """Number of the view."""
+        return self._view.number
+
+    @property
+    def _view(self) -> View:
+        view = self._views.core.view
+        assert view is not None  # ``join`` waits for it
+        return view
+
+    @property
+    def group(self) -> FarcallProcessGroup:
+        """The process group of the present view. Ask for it in each attempt, and use it there only."""
+        group = self._views.group
+        if group is None:
+            raise ElasticError("this worker has left the elastic job")
+        if self._group is None or self._group.group is not group.group:
+            self._group = JobGroup(group.group)
+            self._group.job = self
+        return self._group
+
+    def all_reduce_hook(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over the members of the view, in place, as part of the attempt: for FSDP2's
+        ``set_all_reduce_hook``.
+        """
+        if self.current is None or not self.current.is_open:
+            raise ElasticError("all_reduce_hook belongs to an attempt: call it within `with attempt:`")
+        self.current.start(tensor)
+        self.current.finish()
+
+    # ---- attempts
+
+    def attempts(self, until: int | None = None) -> Iterator[Attempt]:
+        """Yield attempts until ``until`` steps are committed, a member calls ``finish``, or this one leaves.
+
+        Use each as a context manager. Within its block everything that changes the state must follow from the
+        step, since the block is run again if a member is lost: use ``attempt.indices`` in place of an
+        iterator over a loader.
+
+        Args:
+            until: number of steps of the whole job; None for no limit.
+
+        Raises:
+            StepFailedError: the block has raised an exception on another member.
+            PutOut: the job may go on without this worker.
+            StateLostError: all members that had the state are gone.
+            ElasticError: ``min_size`` members have not come in time.
+        """
+        self._is_looping = True
+        try:
+            while (attempt := self._begin(until)) is not None:
+                yield attempt
+                self.current = None
+                with self._views.changed:
+                    if self._views.outcome is None:
+                        raise ElasticError(f"{attempt!r} was not used: write `with attempt:` in the loop")
+                    aborted = self._views.outcome is Outcome.ABORT
+                if aborted:
+                    self._state.put_back()
+                    logger.debug("worker '%s' repeats step %d", self._views.name, attempt.step)
+        finally:
+            self._is_looping, self.current = False, None
+        if self._views.core.left or self._views.core.leaving:
+            self.leave()
+
+    def _begin(self, until: int | None) -> Attempt | None:
+        views, core = self._views, self._views.core
+        while True:
+            with views.changed:
+                if not self._wait_until_ready(until):
+                    return None
+                view, group = self._view, views.group
+                assert group is not None
+                is_new = core.step == NEW
+                step = view.first if is_new else core.step
+                views.outcome = None
+            if view.number != self._reported:
+                self._reported = view.number
+                for callback in self._callbacks:
+                    callback(self)
+            if is_new and not self._load(view):
+                continue
+            self._state.keep()
+            with views.changed:
+                views.given_step = step
+                views.changed.notify_all()
+            self.current = Attempt(views, view, group, step, self._sampler, self._state, self._reducers)
+            return self.current
+
+    def _wait_until_ready(self, until: int | None) -> bool:
+        """Wait until an attempt may begin; false if there is none any more. With ``changed`` held."""
+        views, core = self._views, self._views.core
+        patience = current_agent().options.rendezvous_timeout
+
+        def is_over() -> bool:
+            at_end = until is not None and core.step >= until
+            return bool(core.left or core.ended or at_end or views.closed or views.error)
+
+        def is_ready() -> bool:
+            return is_over() or (core.may_begin and self.size >= self._min_size)
+
+        while not views.changed.wait_for(is_ready, patience):
+            if core.may_begin:
+                raise ElasticError(
+                    f"the elastic job has {self.size} members, fewer than min_size={self._min_size}, and no "
+                    f"others have come within {patience:g} s"
+                )
+        if views.error is not None:
+            raise views.error
+        return not is_over()
+
+    def _load(self, view: View) -> bool:
+        """Load the state from a neighbour; false if the view ends meanwhile."""
+        fetched = self._views.fetch(view)
+        if fetched is not None:
+            self._state.load(fetched[1])
+        with self._views.changed:
+            if fetched is not None and self._views.core.load(view, view.first, fetched[0]):
+                return True
+            self._views.outcome = self._views.outcome or Outcome.ABORT
+        self._views.suspect()
+        return False
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._views.closed:
+            return
+        if self.current is None or not self.current.is_open:
+            raise ElasticError(
+                "optimizer.step() was called outside of an attempt: members would differ. Call it within "
+                "`with attempt:`"
+            )
+        if args[1:] or kwargs.get("closure") is not None:
+            raise ElasticError("optimizer.step(closure) would compute gradients after the step was committed")
+        self.current.commit()
+
+    # ---- the end
+
+    def leave(self) -> None:
+        """Leave the job.
+
+        Within the loop, this member leaves after the step, and the others lose nothing. After the loop it
+        returns when the others go on without this member, or the job is over.
+        """
+        with self._views.changed:
+            if self._is_looping:
+                self._views.core.leaving = True
+                return
+        self._views.leave(_LEAVE_SECONDS)
+
+    def finish(self) -> None:
+        """End the job on all members, after the step that is committed next with this member's vote."""
+        with self._views.changed:
+            self._views.core.finishing = True
+
+    def on_view(self, callback: Callable[[Job], object]) -> None:
+        """Have ``callback(job)`` called before the first attempt in each view, on the training thread."""
+        self._callbacks.append(callback)
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    return any(isinstance(each, DTensor) for each in module.parameters())
+
+
+def join(
+    *,
+    sampler: Sampler,
+    min_size: int = 1,
+    replica_size: int = 1,
+    straggler_after: float | None = None,
+    **state: Any,
+) -> Job:
+    """Join the elastic job of this worker's dynamic RPC group, or found it.
+
+    Returns when this worker is a member. A newcomer gets the state of the job in its first attempt, from
+    other members.
+
+    Args:
+        sampler: draws the samples of each step; the same on all members.
+        min_size: number of members without which no step is tried.
+        replica_size: number of workers of a replica; only 1 is supported.
+        straggler_after: not supported; None.
+        state: the objects that make up the state, by name: modules, optimizers, and any others with
+            ``state_dict`` and ``load_state_dict``. Gradients of the modules are summed over the members.
+
+    Raises:
+        Finished: the job has ended.
+        JobMismatchError: other members have another model, optimizer, sampler or option.
+        ElasticError: the RPC group is static; this process is a member already; or ``min_size`` workers have
+            not come within the option ``rendezvous_timeout``.
+        InvalidOptionError: an option has a value that it cannot have.
+        TypeError: an object in ``state`` has no ``state_dict``.
+
+    Example::
+
+        rpc.init_rpc(f"trainer{rank}")  # a dynamic group
+        job = elastic.join(model=model, optimizer=optimizer, sampler=elastic.Sampler(len(x), batch_size=48))
+        for attempt in job.attempts(until=1000):
+            with attempt:
+                i = attempt.indices
+                loss = loss_fn(model(x[i]), y[i], reduction="sum") / attempt.batch_size
+                loss.backward()
+                optimizer.step()
+        job.leave()
+    """
+    if replica_size != 1:
+        raise InvalidOptionError(
+            "elastic.join: replicas of several workers are not supported: replica_size must be 1"
+        )
+    if straggler_after is not None:
+        raise InvalidOptionError("elastic.join: straggler_after is not supported: members wait for slow ones")
+    least: object = min_size
+    if not isinstance(least, int) or least < 1:
+        raise InvalidOptionError(f"elastic.join: min_size is {least!r}; it must be a positive integer")
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"elastic.join: sampler is of type {type(sampler).__name__}. It must be an elastic.Sampler, "
+            "whose batch follows from the step: an iterator over a loader cannot be repeated after a loss"
+        )
+    agent = current_agent()
+    job = Job(sampler, min_size, State(state))
+    job._views.join(agent.options.rendezvous_timeout)
+    return job

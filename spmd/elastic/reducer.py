@@ -1,0 +1,212 @@
+"""Sums gradients over the members of a view while the backward pass runs.
+
+PyTorch's own reducer, that of ``torch.nn.parallel.DistributedDataParallel``, cannot be used after an
+exception in a backward pass, and changes its buckets after the first step, so those of a newcomer would
+differ. Here the buckets depend on the parameters alone. They are reduced in their order, each as soon as its
+gradients are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from spmd.elastic.errors import ElasticError
+from spmd.torch_internals import backward_engine
+
+__all__ = ["DistributedDataParallel", "Reducer", "Reduction"]
+
+_BUCKET_BYTES: Final = 8 << 20
+
+
+class Reduction(Protocol):
+    """The attempt that gradients belong to."""
+
+    @property
+    def weight(self) -> float: ...
+
+    def start(self, tensor: torch.Tensor) -> None:
+        """Begin to sum a tensor over the members, in place."""
+
+    def finish(self) -> None:
+        """Wait until all sums are there, or the attempt has failed."""
+
+
+class _Bucket:
+    """Consecutive parameters, whose gradients are parts of one tensor."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        self.flat = torch.zeros(
+            sum(each.numel() for each in parameters), dtype=first.dtype, device=first.device
+        )
+        self.views: list[torch.Tensor] = []
+        place = 0
+        for each in parameters:
+            self.views.append(self.flat[place : place + each.numel()].view(each.shape))
+            place += each.numel()
+        self.ready: set[int] = set()
+        self.started = False
+
+    def begin(self) -> None:
+        self.flat.zero_()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+        self.ready, self.started = set(), False
+
+    def gather(self) -> None:
+        """Bring the gradients into ``flat``, wherever autograd or the program has put them."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+            parameter.grad = view
+
+
+class Reducer:
+    """Sums the gradients of one module. For the training thread.
+
+    Args:
+        module: the module.
+
+    Attributes:
+        attempt: the attempt that gradients belong to, or None.
+        accumulates: whether gradients are accumulated on this member only, for the moment.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._is_mean = isinstance(module, DistributedDataParallel)
+        self.attempt: Reduction | None = None
+        self.accumulates = False
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, tuple[_Bucket, int]] = {}
+        self._ends_with_backward = False
+        run: list[nn.Parameter] = []
+        for parameter in reversed([each for each in module.parameters() if each.requires_grad]):
+            kind = parameter.dtype, parameter.device
+            if run and (kind != (run[0].dtype, run[0].device) or _bytes_of(run) >= _BUCKET_BYTES):
+                self._add(run)
+                run = []
+            run.append(parameter)
+        if run:
+            self._add(run)
+        if isinstance(module, DistributedDataParallel):
+            module.reducer = self
+
+    def _add(self, parameters: list[nn.Parameter]) -> None:
+        bucket = _Bucket(parameters)
+        self._buckets.append(bucket)
+        for place, parameter in enumerate(parameters):
+            self._bucket_of[parameter] = bucket, place
+            register: Any = parameter.register_post_accumulate_grad_hook
+            register(self._ready)
+
+    def begin(self, attempt: Reduction) -> None:
+        """Begin an attempt: gradients are zero."""
+        self.attempt, self.accumulates, self._ends_with_backward = attempt, False, False
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def end(self) -> None:
+        """Leave gradients alone until the next attempt."""
+        self.attempt = None
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        if self.attempt is None or self.accumulates:
+            return
+        bucket, place = self._bucket_of[parameter]
+        if place in bucket.ready:
+            raise ElasticError(
+                "a second backward pass has reached a parameter whose gradient was reduced in this attempt: "
+                "run all backward passes but the last one under `with attempt.accumulate():`"
+            )
+        bucket.ready.add(place)
+        if not self._ends_with_backward:
+            self._ends_with_backward = True
+            backward_engine.queue_callback(self.finish)
+        self._start_ready()
+
+    def _start_ready(self, *, everything: bool = False) -> None:
+        for bucket in self._buckets:
+            if bucket.started:
+                continue
+            if not everything and len(bucket.ready) < len(bucket.parameters):
+                return
+            self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        assert self.attempt is not None
+        bucket.started = True
+        bucket.ready = set(range(len(bucket.parameters)))
+        bucket.gather()
+        weight = self.attempt.weight
+        if weight == 0.0:
+            bucket.flat.zero_()  # gradients of an empty mean are not numbers
+        elif self._is_mean:
+            bucket.flat.mul_(weight)
+        self.attempt.start(bucket.flat)
+
+    def finish(self) -> None:
+        """Reduce what is not reduced yet, and wait for all sums."""
+        if self.attempt is not None:
+            self._start_ready(everything=True)
+            self.attempt.finish()
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps a module whose gradients are averaged over the batch, as PyTorch's class of this name does.
+
+    Without it, gradients of a module that is part of the job's state are summed. With it, a loss that is a
+    mean over this member's samples gives the gradient of the mean over the batch: members' gradients are
+    weighted by their shares of the batch, which may differ.
+
+    Args:
+        module: the module; as part of a job's state, pass the wrapper to ``elastic.join``.
+
+    Example::
+
+        model = elastic.DistributedDataParallel(net)
+        job = elastic.join(model=model, optimizer=optimizer, sampler=sampler)
+        for attempt in job.attempts(until=1000):
+            with attempt:
+                loss_fn(model(x[attempt.indices]), y[attempt.indices]).backward()
+                optimizer.step()
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.reducer: Reducer | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them; the next backward pass outside reduces the sums."""
+        with accumulating([] if self.reducer is None else [self.reducer]):
+            yield
+
+
+@contextlib.contextmanager
+def accumulating(reducers: list[Reducer]) -> Iterator[None]:
+    """Accumulate gradients without reducing them."""
+    before = [each.accumulates for each in reducers]
+    for each in reducers:
+        each.accumulates = True
+    try:
+        yield
+    finally:
+        for each, value in zip(reducers, before, strict=True):
+            each.accumulates = value
+
+
+def _bytes_of(parameters: list[nn.Parameter]) -> int:
+    return sum(each.numel() * each.element_size() for each in parameters)

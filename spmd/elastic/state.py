@@ -1,0 +1,122 @@
+"""The state of a job: what is put back when an attempt is repeated, and what newcomers load.
+
+Parameters and optimizers change only when a step is committed. What a forward pass changes is copied when an
+attempt begins: buffers of modules, the states of random number generators, and everything of objects that are
+neither modules nor optimizers, such as schedulers and counters.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["State"]
+
+
+class State:
+    """The objects that make up the state of a job. For the training thread, except ``give``.
+
+    Args:
+        objects: objects with ``state_dict`` and ``load_state_dict``, by name.
+
+    Raises:
+        TypeError: an object does not have them.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        for name, value in objects.items():
+            if not (
+                callable(getattr(value, "state_dict", None))
+                and callable(getattr(value, "load_state_dict", None))
+            ):
+                raise TypeError(
+                    f"elastic.join: {name} is of type {type(value).__name__}, which has no state_dict and "
+                    "load_state_dict; the state of a job consists of objects that have both"
+                )
+        self._objects = dict(objects)
+        self.modules = [each for each in objects.values() if isinstance(each, nn.Module)]
+        self.optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
+        self._others = {
+            name: each
+            for name, each in objects.items()
+            if not isinstance(each, nn.Module | torch.optim.Optimizer)
+        }
+        self._buffers: dict[str, dict[str, torch.Tensor]] = {}
+        self._other_states: dict[str, Any] = {}
+        self._random: list[Any] = []
+
+    def describe(self) -> str:
+        """Describe the objects: equal texts on members whose states fit each other."""
+        lines = []
+        for name, value in self._objects.items():
+            lines.append(f"{name}: {type(value).__name__}")
+            if isinstance(value, nn.Module):
+                tensors = (*value.named_parameters(), *value.named_buffers())
+                lines += [f"{name}.{key}: {tuple(each.shape)}, {each.dtype}" for key, each in tensors]
+            elif isinstance(value, torch.optim.Optimizer):
+                sizes = [len(group["params"]) for group in value.param_groups]
+                lines.append(f"{name}: groups of {sizes} parameters")
+        return "\n".join(lines)
+
+    def keep(self) -> None:
+        """Copy what an attempt may change."""
+        self._buffers = {
+            name: {key: each.detach().clone() for key, each in value.named_buffers()}
+            for name, value in self._objects.items()
+            if isinstance(value, nn.Module)
+        }
+        self._other_states = {name: copy.deepcopy(each.state_dict()) for name, each in self._others.items()}
+        self._random = [torch.get_rng_state(), random.getstate()]
+        if torch.cuda.is_initialized():
+            self._random.append(torch.cuda.get_rng_state_all())
+        if "numpy" in sys.modules:
+            self._random.append(sys.modules["numpy"].random.get_state())
+
+    def put_back(self) -> None:
+        """Undo what an attempt has changed."""
+        with torch.no_grad():
+            for name, kept in self._buffers.items():
+                for key, each in self._objects[name].named_buffers():
+                    each.copy_(kept[key])
+        for name, kept in self._other_states.items():
+            self._others[name].load_state_dict(copy.deepcopy(kept))
+        states = iter(self._random)
+        torch.set_rng_state(next(states))
+        random.setstate(next(states))
+        if torch.cuda.is_initialized():
+            torch.cuda.set_rng_state_all(next(states))
+        if (state := next(states, None)) is not None:
+            sys.modules["numpy"].random.set_state(state)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the buffers of all modules, in an order that is the same on all members."""
+        return [each for module in self.modules for each in module.buffers()]
+
+    def give(self) -> dict[str, Any]:
+        """Return the state as it was when the attempt began. On any thread, until the step is committed."""
+        given: dict[str, Any] = {}
+        for name, value in self._objects.items():
+            if name in self._other_states:
+                given[name] = self._other_states[name]
+                continue
+            given[name] = value.state_dict()
+            if name in self._buffers:
+                given[name] = {**given[name], **self._saved_buffers(name, given[name])}
+        return given
+
+    def _saved_buffers(self, name: str, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        # Wrappers of modules may save buffers under other names, and some buffers are not saved.
+        kept = self._buffers[name]
+        found = {key: kept[key] for key in saved if key in kept}
+        return found | {key: kept[f"module.{key}"] for key in saved if f"module.{key}" in kept}
+
+    def load(self, given: Mapping[str, Any]) -> None:
+        """Load a state that another member has given."""
+        for name, value in self._objects.items():
+            value.load_state_dict(given[name])

@@ -1,0 +1,223 @@
+"""Elastic jobs of real processes: members die, join and leave while others train."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rpc
+from spmd.elastic.errors import ElasticError, Finished, JobMismatchError, StepFailedError
+from spmd.elastic.job import Job, join
+from spmd.elastic.reducer import DistributedDataParallel
+from spmd.elastic.sampling import Sampler
+from tests.support.workers import RunWorkers, Worker
+
+LENGTH, BATCH = 96, 12
+
+
+def model_of(seed: int = 0, width: int = 8) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1)).double()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(LENGTH, 4, generator=generator, dtype=torch.float64)
+    return x, x.sum(1, keepdim=True)
+
+
+def trained_alone(steps: int) -> torch.Tensor:
+    """The weights after so many steps in one process."""
+    model, (x, y), sampler = model_of(), data(), Sampler(LENGTH, BATCH, seed=5)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for step in range(steps):
+        i = sampler.batch(step)
+        optimizer.zero_grad()
+        (nn.functional.mse_loss(model(x[i]), y[i], reduction="sum") / BATCH).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def init(worker: Worker) -> None:
+    options = rpc.AgentOptions(init_method=worker.init_method, dynamic=True)
+    rpc.init_rpc(worker.name, rpc_backend_options=options)
+
+
+def train(worker: Worker, size: int, end: str | None) -> Any:
+    """Train until ``size`` members have, one of them has gone, and three more steps are committed.
+
+    end: how this member goes after two steps: "dies", "leaves", or None if it stays.
+    """
+    init(worker)
+    model, (x, y) = model_of(), data()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    used: list[tuple[int, list[int]]] = []
+    sizes: list[int] = []
+    job = join(model=model, optimizer=optimizer, sampler=Sampler(LENGTH, BATCH, seed=5))
+    for attempt in job.attempts():
+        with attempt:
+            i = attempt.indices
+            loss = nn.functional.mse_loss(model(x[i]), y[i], reduction="sum") / attempt.batch_size
+            loss.backward()
+            if end is not None and sizes.count(size) > 2:
+                if end == "dies":
+                    worker.report("in the middle of a step")
+                    signal.pause()  # until it is killed
+                job.leave()
+            if size in sizes and sizes[-3:] == [size - 1] * 3:
+                job.finish()
+            optimizer.step()
+        if attempt.committed:
+            sizes.append(attempt.size)
+            used.append((attempt.step, i.tolist()))
+    job.leave()
+    rpc.shutdown()
+    return weights(model), job.step, used
+
+
+def test_survivors_of_a_death_have_equal_weights_and_use_each_sample_once(run_workers: RunWorkers) -> None:
+    def begin(worker: Worker) -> Any:
+        return train(worker, 3, "dies" if worker.rank == 2 else None)
+
+    workers = run_workers.start(begin, 3, time_limit=120)
+    workers[2].wait_for("in the middle of a step")
+    workers[2].kill()
+    (first, steps, used), (second, same_steps, also_used) = workers[0].result(), workers[1].result()
+    assert torch.equal(first, second)
+    assert steps == same_steps
+    torch.testing.assert_close(first, trained_alone(steps), rtol=0, atol=1e-9)
+    sampler = Sampler(LENGTH, BATCH, seed=5)
+    for step in (steps - 2, steps - 1):  # which only two members have done
+        samples = dict(used)[step] + dict(also_used)[step]
+        assert sorted(samples) == sorted(sampler.batch(step).tolist())
+
+
+def test_member_leaves_after_a_step_that_the_others_do_not_repeat(run_workers: RunWorkers) -> None:
+    def begin(worker: Worker) -> Any:
+        return train(worker, 2, "leaves" if worker.rank == 1 else None)
+
+    (final, steps, _), (left, steps_then, _) = run_workers.start(begin, 2, time_limit=120).results()
+    assert steps > steps_then
+    torch.testing.assert_close(final, trained_alone(steps), rtol=0, atol=1e-9)
+    torch.testing.assert_close(left, trained_alone(steps_then), rtol=0, atol=1e-9)
+
+
+def fail_in_one(worker: Worker) -> str:
+    init(worker)
+    model = model_of()
+    job = join(model=model, sampler=Sampler(LENGTH, BATCH), min_size=2)
+    try:
+        for attempt in job.attempts():
+            with attempt:
+                if worker.rank == 1 and attempt.step == 1:
+                    raise ValueError("a mistake in the block")
+                model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    except ValueError:
+        return "raised"
+    except StepFailedError as error:
+        return f"{error.worker}: {error}"
+    finally:
+        rpc.shutdown()
+    return "ended"
+
+
+def test_exception_in_one_block_ends_the_job_on_all_members(run_workers: RunWorkers) -> None:
+    first, second = run_workers.start(fail_in_one, 2, time_limit=120).results()
+    assert second == "raised"
+    assert first.startswith("worker1: ")
+    assert "ValueError: a mistake in the block" in first
+
+
+def misuse(worker: Worker) -> list[str]:
+    """Make one mistake after the other in a job of one member."""
+    init(worker)
+    model = DistributedDataParallel(model_of())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sampler = Sampler(LENGTH, BATCH)
+    errors = []
+
+    def attempt_to(what: Any) -> None:
+        try:
+            what()
+        except (ElasticError, TypeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    attempt_to(lambda: join(model=model, sampler=iter([1])))  # type: ignore[arg-type]
+    attempt_to(lambda: join(model=model, other=3, sampler=sampler))
+    job: Job = join(model=model, optimizer=optimizer, sampler=sampler)
+    attempt_to(lambda: join(model=model, sampler=sampler))
+    attempt_to(optimizer.step)
+    attempt_to(lambda: nn.parallel.DistributedDataParallel(model_of(), process_group=job.group))
+    for attempt in job.attempts():
+        with attempt:
+            with attempt.accumulate():
+                model(torch.ones(2, 4, dtype=torch.float64)).mean().backward()
+            model(torch.ones(2, 4, dtype=torch.float64)).mean().backward()
+            optimizer.step()
+            job.finish()
+    job.leave()
+    attempt_to(lambda: join(model=model, sampler=sampler))
+    rpc.shutdown()
+    return errors
+
+
+def test_misuse_is_one_clear_error(run_workers: RunWorkers) -> None:
+    (errors,) = run_workers.start(misuse, 1, time_limit=120).results()
+    expected = (
+        "TypeError: elastic.join: sampler is of type list_iterator",
+        "TypeError: elastic.join: other is of type int",
+        "ElasticError: there is an elastic job in this process already",
+        "ElasticError: optimizer.step() was called outside of an attempt",
+        "ElasticError: the group of an elastic job is used within `with attempt:` only",
+        "Finished: the elastic job has ended after 2 steps",
+    )
+    assert len(errors) == len(expected), errors
+    for error, beginning in zip(errors, expected, strict=True):
+        assert error.startswith(beginning)
+
+
+def join_another_job(worker: Worker) -> str:
+    init(worker)
+    if worker.rank == 1:
+        worker.wait_for("go on")
+        with pytest.raises(JobMismatchError) as caught:
+            join(model=model_of(width=9), sampler=Sampler(LENGTH, BATCH))
+        rpc.shutdown()
+        return str(caught.value)
+    job = join(model=model_of(), sampler=Sampler(LENGTH, BATCH))
+    worker.report("has joined")
+    worker.wait_for("go on")
+    job.leave()
+    rpc.shutdown()
+    return ""
+
+
+def test_member_with_another_model_is_refused(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(join_another_job, 2, time_limit=120)
+    workers[0].wait_for("has joined")
+    workers[1].tell("go on")
+    assert (
+        "'model.0.weight: (8, 4), torch.float64' in place of 'model.0.weight: (9, 4)" in workers[1].result()
+    )
+    workers[0].tell("go on")
+    workers[0].result()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_samples_of_a_step_follow_from_its_number(seed: int) -> None:
+    sampler = Sampler(10, 3, seed=seed)
+    epoch = torch.cat([sampler.batch(step) for step in range(3)])
+    assert len(epoch.unique()) == 9
+    assert torch.equal(Sampler(10, 3, seed=seed).batch(1), sampler.batch(1))
+
+
+def test_finished_has_the_number_of_steps() -> None:
+    assert Finished("over", 7).step == 7

@@ -1,0 +1,587 @@
+"""Simulate elastic jobs: the real deciding code, ``spmd/elastic/agreement.py``, without processes or PyTorch.
+
+python -m tests.simulation.elastic --seeds 3000     # as many runs; the number of a failing one is printed
+python -m tests.simulation.elastic --seed 17        # one, and all that happens in it
+python -m tests.simulation.elastic --breakages      # each rule left out; the seed that notices it
+
+A run is decided by its seed. Messages between two workers arrive in order, those of different pairs in any
+order. A worker may die at any time, and any of its last messages are lost; it may be stopped for any time;
+hosts may lose each other for any time, and workers may be lost to some and not to others. The group's log
+removes lost workers in any order. Newcomers join; members leave; all finish.
+
+What must hold after every event: of each step, one attempt at most is ever committed by anybody; members of
+one job have the same history, and differ by at most one step. After the last fault, if faults were only
+deaths, all living members with the state are in one view and commit steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import sys
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from spmd.elastic import agreement
+else:  # without its package, which imports PyTorch
+    _FILE = Path(__file__).resolve().parent.parent.parent / "spmd/elastic/agreement.py"
+    _SPEC = importlib.util.spec_from_file_location("elastic_agreement", _FILE)
+    agreement = sys.modules["elastic_agreement"] = importlib.util.module_from_spec(_SPEC)
+    _SPEC.loader.exec_module(agreement)
+
+__all__ = ["BREAKAGES", "Violation", "World", "find", "run"]
+
+Ballot = tuple[int, int]
+
+_MOST_WORKERS: Final = 9
+_SETTLING: Final = 6000
+"""Maximum number of events until all is well after the last fault."""
+
+
+_FAULTS: Final = (
+    "die", "join", "leave", "leave at once", "finish", "propose",
+    "stop", "continue", "cut", "heal", "lose", "remove",
+)  # fmt: skip
+_PARTIAL: Final = ("stop", "cut", "lose", "remove")
+"""Faults after which nobody may be allowed to go on."""
+
+
+class Violation(AssertionError):
+    """A promise that a run has broken."""
+
+
+class Worker:
+    """One simulated worker: the real member, and what its shell keeps."""
+
+    def __init__(self, number: int, host: int, step: int) -> None:
+        self.number, self.host = number, host
+        self.core = agreement.Member(number, step)
+        self.alive, self.stopped, self.stopped_long = True, False, False
+        self.lost: set[int] = set()
+        self.newcomers: list[int] = []
+        self.contributed: tuple[Ballot, int] | None = None
+        self.reduced = self.voted = False
+        self.votes: dict[tuple[Ballot, int], dict[int, Any]] = defaultdict(dict)
+        self.history: list[Ballot] = []
+        self.proposal: Any = None
+        self.asked: set[int] = set()
+        self.forming: tuple[Ballot, tuple[int, ...]] | None = None
+        self.cut_off: set[int] = set()  # workers that must notice before the report is sent
+        self.reports: dict[Ballot, dict[int, Any]] = defaultdict(dict)
+        self.state_lost = False
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.stopped
+
+
+class World:
+    """All workers of a run, and the messages under way."""
+
+    def __init__(self, seed: int, *, trace: bool = False) -> None:
+        self.random = random.Random(seed)
+        self.trace = trace
+        self.only_deaths = self.random.random() < 0.4
+        hosts = 1 if self.only_deaths else self.random.choice((1, 2, 3))
+        self.hosts = hosts
+        self.workers: dict[int, Worker] = {}
+        self.queues: dict[tuple[int, int], deque[tuple[Any, ...]]] = defaultdict(deque)
+        self.apart: set[frozenset[int]] = set()  # pairs of hosts
+        self.log: set[int] = set()
+        self.truth: dict[int, Ballot] = {}
+        self.commits = self.by_exchange = self.views = 0
+        self.deaths, self.joins = self.random.randrange(6), self.random.randrange(5)
+        self.fault_rate = self.random.choice((0.02, 0.05, 0.1))
+        self.weights = {each: self.random.random() ** 2 for each in _FAULTS}
+        self.faulty = True
+        for number in range(self.random.choice((1, 2, 3, 3, 4, 5))):
+            self.add(0 if number == 0 else agreement.NEW)
+        self.workers[0].newcomers = [each for each in self.workers if each]
+
+    def say(self, *what: object) -> None:
+        if self.trace:
+            print(*what)
+
+    def add(self, step: int) -> Worker:
+        number = len(self.workers)
+        worker = Worker(number, self.random.randrange(self.hosts), step)
+        for other in self.workers.values():
+            if not other.alive:
+                worker.lost.add(other.number)
+        self.workers[number] = worker
+        self.log.add(number)
+        for other in self.workers.values():
+            # Those that do not run, or are apart, do not hear of it.
+            if other.runs and other is not worker and not self.are_apart(number, other.number):
+                other.newcomers.append(number)
+        return worker
+
+    # ---- messages
+
+    def send(self, source: Worker, to: int, *message: Any) -> None:
+        if to not in source.lost and self.workers[to].alive:
+            self.queues[source.number, to].append(message)
+
+    def are_apart(self, one: int, other: int) -> bool:
+        return frozenset((self.workers[one].host, self.workers[other].host)) in self.apart
+
+    def deliver(self, source: int, to: int) -> None:
+        message = self.queues[source, to].popleft()
+        worker = self.workers[to]
+        if source in worker.lost and message[0] != "closed":
+            return
+        self.say(f"  {source} -> {to}:", *message)
+        getattr(self, f"on_{message[0]}")(worker, source, *message[1:])
+
+    def on_closed(self, worker: Worker, source: int, certain: bool) -> None:
+        """The connection is closed for good."""
+        if source in worker.lost:
+            return
+        worker.lost.add(source)
+        if certain:
+            worker.core.witnessed(source)
+        if worker.proposal is not None and source in worker.asked:
+            worker.proposal = None
+
+    def on_freeze(self, worker: Worker, source: int, ballot: Ballot) -> None:
+        try:
+            self.send(worker, source, "answer", ballot, worker.core.freeze(ballot))
+        except agreement.OutdatedError:
+            self.send(worker, source, "refusal", ballot, worker.core.ballot)
+
+    def on_refusal(self, worker: Worker, source: int, ballot: Ballot, later: Ballot) -> None:
+        worker.core.outbid(later)
+        if worker.proposal is not None and worker.proposal.ballot == ballot:
+            worker.proposal = None
+
+    def on_answer(self, worker: Worker, source: int, ballot: Ballot, report: Any) -> None:
+        proposal = worker.proposal
+        if proposal is None or proposal.ballot != ballot:
+            return
+        proposal.take(report)
+        self.go_on(worker)
+
+    def go_on(self, worker: Worker) -> None:
+        proposal = worker.proposal
+        missing = proposal.to_ask(worker.lost)
+        for each in missing - worker.asked:
+            self.send(worker, each, "freeze", proposal.ballot)
+        worker.asked |= missing
+        if missing:
+            return
+        plan, worker.proposal = proposal.plan(), None
+        self.say("plan of", worker.number, plan)
+        if not plan.may_go_on:
+            return
+        for each in plan.members:
+            self.send(worker, each, "install", proposal.ballot, plan.members, plan.released)
+        for each in plan.released:
+            self.send(worker, each, "release")
+
+    def on_release(self, worker: Worker, source: int) -> None:
+        if worker.core.left:
+            self.end(worker, goodbye=True)
+
+    def on_install(
+        self, worker: Worker, source: int, ballot: Ballot, members: tuple[int, ...], released: frozenset[int]
+    ) -> None:
+        core = worker.core
+        if worker.lost.intersection(members):
+            return  # the group cannot be formed
+        cut_off = core.to_cut_off(members, released) - worker.lost
+        try:
+            core.install(ballot, members, released)
+        except agreement.OutdatedError:
+            return
+        for each in cut_off:
+            self.send(worker, each, "closed", False)
+            worker.lost.add(each)
+        worker.forming, worker.cut_off = (ballot, members), cut_off
+        self.send_report(worker)
+
+    def send_report(self, worker: Worker) -> None:
+        """Send the report for the exchange, once those that are cut off must have noticed."""
+        if worker.forming is None:
+            return
+        for each in list(worker.cut_off):
+            other = self.workers[each]
+            if other.stopped:
+                other.stopped_long = True
+            if not other.alive or other.stopped or worker.number in other.lost or other.host != worker.host:
+                worker.cut_off.discard(each)
+        if worker.cut_off:
+            return
+        ballot, members = worker.forming
+        if ballot == worker.core.ballot:
+            report = worker.core.report()
+            for each in members:
+                self.send(worker, each, "report", ballot, report)
+
+    def on_report(self, worker: Worker, source: int, ballot: Ballot, report: Any) -> None:
+        worker.reports[ballot][source] = report
+        self.try_to_decide(worker)
+
+    def try_to_decide(self, worker: Worker) -> None:
+        if worker.forming is None:
+            return
+        ballot, members = worker.forming
+        if set(worker.reports[ballot]) < set(members):
+            return
+        before = len(worker.history)
+        reports = [worker.reports[ballot][each] for each in members]
+        prepared = worker.core.prepared
+        try:
+            done = worker.core.decide(ballot, members, reports)
+        except agreement.OutdatedError:
+            return
+        except AssertionError as error:
+            raise Violation(f"lag: {error}") from error
+        worker.forming = None
+        self.views += 1
+        if done.outcome is agreement.Outcome.LOST:
+            worker.state_lost = True
+            self.end(worker, goodbye=False)
+            return
+        if done.outcome is agreement.Outcome.COMMIT:
+            assert prepared is not None
+            self.committed(worker, before, prepared)
+            self.by_exchange += 1
+        worker.contributed, worker.reduced, worker.voted = None, False, False
+        worker.newcomers = [each for each in worker.newcomers if each not in members]
+
+    # ---- steps
+
+    def committed(self, worker: Worker, step: int, ballot: Ballot) -> None:
+        self.say(f"{worker.number} commits step {step} of view {ballot}")
+        worker.history.append(ballot)
+        self.commits += 1
+        worker.contributed, worker.reduced, worker.voted = None, False, False
+        if self.truth.setdefault(step, ballot) != ballot:
+            raise Violation(f"step {step} is committed in views {self.truth[step]} and {ballot}")
+
+    def on_vote(self, worker: Worker, source: int, ballot: Ballot, vote: Any) -> None:
+        worker.votes[ballot, vote.step][source] = vote
+
+    def train(self, worker: Worker) -> None:
+        """Do the next thing that the worker's training thread can do."""
+        core, view = worker.core, worker.core.view
+        if view is None or core.left or core.ended:
+            return
+        step = view.first if core.step == agreement.NEW else core.step
+        key = (view.ballot, step)
+        if worker.contributed != key:
+            if core.may_begin:
+                worker.contributed, worker.reduced, worker.voted = key, False, False
+        elif not worker.reduced:
+            # A worker that is gone may have contributed before; to a step that some go on from, all have.
+            worker.reduced = all(
+                other.contributed == key
+                or ((other.core.view is view or other.core.view == view) and other.core.step > step)
+                for other in (self.workers[each] for each in view.members)
+            )
+        elif core.step == agreement.NEW:
+            donors = [self.workers[each] for each in view.members if each not in view.newcomers]
+            donors = [
+                each for each in donors if each.alive and each.core.view == view and each.core.step == step
+            ]
+            if donors:
+                donor = self.random.choice(donors)
+                if core.load(view, step, donor.core.last):
+                    worker.history = list(donor.history)
+        elif not worker.voted:
+            if core.prepare(view):
+                worker.voted = True
+                vote = core.vote(grow=bool(set(worker.newcomers) - worker.lost))
+                for each in view.members:
+                    self.send(worker, each, "vote", view.ballot, vote)
+        elif set(worker.votes[key]) >= set(view.members):
+            votes = [worker.votes[key][each] for each in view.members]
+            if core.count(view, votes):
+                self.committed(worker, step, view.ballot)
+
+    def propose(self, worker: Worker) -> None:
+        self.say("propose", worker.number)
+        worker.proposal = agreement.Proposal(
+            worker.core, [each for each in worker.newcomers if each not in worker.lost]
+        )
+        worker.asked = set()
+        self.go_on(worker)
+
+    def is_due(self, worker: Worker) -> bool:
+        """Whether a view change is needed, as far as a worker knows."""
+        core = worker.core
+        if core.view is None and not core.tried and core.step == agreement.NEW:
+            return False  # it has not begun yet
+        return core.frozen or core.hold or core.left or bool(core.partners() & worker.lost)
+
+    def is_first(self, worker: Worker) -> bool:
+        """Whether it proposes, as far as it knows."""
+        core = worker.core
+        order = sorted(core.partners() | {worker.number}) if core.view is None else core.view.members
+        return next(each for each in order if each not in worker.lost) == worker.number
+
+    # ---- faults
+
+    def end(self, worker: Worker, *, goodbye: bool) -> None:
+        """End a process. The last of its messages may be lost, unless it says goodbye."""
+        self.say("end of", worker.number, "with goodbye" if goodbye else "")
+        worker.alive = False
+        for other in self.workers.values():
+            if other is worker or worker.number in other.lost:
+                continue
+            queue = self.queues[worker.number, other.number]
+            if not goodbye:
+                for _ in range(self.random.randrange(len(queue) + 1)):
+                    queue.pop()
+            if other.number not in worker.lost:
+                queue.append(("closed", goodbye or other.host == worker.host))
+            else:
+                queue.append(("closed", False))
+
+    def lose(self, one: Worker, other: Worker) -> None:
+        """``one`` holds ``other`` to be lost, which it is not, or is not certainly."""
+        self.say(one.number, "loses", other.number)
+        if other.stopped:
+            other.stopped_long = True
+        self.send(one, other.number, "closed", False)
+        self.on_closed(one, other.number, False)
+
+    def read_log(self, worker: Worker) -> None:
+        if worker.number not in self.log:
+            self.end(worker, goodbye=False)
+        else:
+            worker.core.was_removed(set(self.workers) - self.log)
+
+    def fault(self) -> None:
+        """Let something go wrong, or somebody come or leave."""
+        kinds = [each for each in _FAULTS if not (self.only_deaths and each in _PARTIAL)]
+        kind = self.random.choices(kinds, [self.weights[each] for each in kinds])[0]
+        running = [each for each in self.workers.values() if each.runs]
+        living = [each for each in self.workers.values() if each.alive]
+        stopped = [each for each in living if each.stopped]
+        one, other = self.random.choice(running), self.random.choice(living)
+        match kind:
+            case "die" if self.deaths:
+                self.deaths -= 1
+                self.end(other, goodbye=False)
+            case "join" if self.joins and len(self.workers) < _MOST_WORKERS:
+                self.joins -= 1
+                self.add(agreement.NEW)
+            case "leave" if self.random.random() < 0.3:
+                one.core.leaving = True
+            case "leave at once" if one.core.may_begin and one.contributed is None:
+                one.core.left = self.random.random() < 0.3
+            case "finish" if self.random.random() < 0.03:
+                one.core.finishing = True
+            case "propose" if one.core.view is not None or one.core.step == 0:
+                self.propose(one)
+            case "stop":
+                one.stopped = True
+            case "continue" if stopped:
+                self.continue_(self.random.choice(stopped))
+            case "cut" if self.hosts > 1:
+                self.apart.add(frozenset(self.random.sample(range(self.hosts), 2)))
+            case "heal":
+                self.apart.clear()
+            case "lose" if other is not one and other.number not in one.lost:
+                if other.stopped or self.are_apart(one.number, other.number):
+                    self.lose(one, other)
+            case "remove" if one.number in self.log and one.lost & self.log:
+                self.log.discard(self.random.choice(sorted(one.lost & self.log)))
+
+    def continue_(self, worker: Worker) -> None:
+        worker.stopped = False
+        if worker.stopped_long:
+            worker.stopped_long = False
+            worker.core.was_stopped()
+
+    # ---- running
+
+    def turn(self) -> bool:
+        """Do one thing that can happen now; false if nothing can."""
+        choose = self.random
+        pairs = [
+            (source, to)
+            for (source, to), queue in self.queues.items()
+            if queue and self.workers[to].runs and not self.are_apart(source, to)
+        ]
+        running = [each for each in self.workers.values() if each.runs]
+        if not running:
+            return False
+        if self.faulty and choose.random() < self.fault_rate:
+            self.fault()
+        elif pairs and choose.random() < 0.5:
+            self.deliver(*choose.choice(pairs))
+        else:
+            worker = choose.choice([each for each in running if each.runs])
+            what = choose.random()
+            if what < 0.1 and not self.only_deaths:
+                self.read_log(worker)
+            elif what < (0.2 if self.faulty else 0.3):
+                quiet = self.faulty or not pairs
+                if (
+                    self.is_due(worker)
+                    and quiet
+                    and (self.is_first(worker) or (self.faulty and choose.random() < 0.2))
+                ):
+                    self.propose(worker)
+            elif worker.cut_off:
+                self.send_report(worker)
+            else:
+                self.train(worker)
+        return True
+
+    def check(self) -> None:
+        """Check that histories are prefixes of one another."""
+        living = [each for each in self.workers.values() if each.alive and each.core.step != agreement.NEW]
+        for worker in living:
+            if worker.core.step != len(worker.history):
+                raise Violation(
+                    f"{worker.number} is at step {worker.core.step} after {len(worker.history)} commits"
+                )
+            for step, ballot in enumerate(worker.history):
+                if self.truth[step] != ballot:
+                    raise Violation(f"{worker.number} has committed step {step} in another view")
+
+    def settle(self) -> None:
+        """After the last fault: all are well, or have ended."""
+        self.faulty = False
+        self.apart.clear()
+        for worker in self.workers.values():
+            worker.core.leaving = worker.core.finishing = False
+            if worker.stopped:
+                self.continue_(worker)
+        goal = max(len(self.truth), 0) + 2
+        for _ in range(_SETTLING):
+            members = [each for each in self.workers.values() if each.alive and not each.core.left]
+            if not any(each.core.step != agreement.NEW for each in members) or any(
+                each.core.ended for each in members
+            ):
+                return
+            if (
+                all(each.core.step >= goal for each in members)
+                and len({each.core.view for each in members}) == 1
+            ):
+                return
+            self.turn()
+        if self.only_deaths:
+            text = [
+                (w.number, w.core.step, w.core.frozen, w.core.hold, w.core.view, w.core.tried, w.lost)
+                for w in members
+            ]
+            raise Violation(f"no progress: {text}")
+
+
+def run(seed: int, *, trace: bool = False) -> World:
+    """Run one simulated job.
+
+    Raises:
+        Violation: a promise was broken.
+    """
+    world = World(seed, trace=trace)
+    for _ in range(world.random.choice((200, 500, 1000))):
+        if not world.turn():
+            break
+        world.check()
+    world.settle()
+    world.check()
+    return world
+
+
+def find(seeds: Sequence[int]) -> int | None:
+    """Return the first seed whose run breaks a promise."""
+    for seed in seeds:
+        try:
+            run(seed)
+        except Violation:
+            return seed
+    return None
+
+
+def _agreed_if_any(reports: Any) -> tuple[int, bool]:
+    old = [each for each in reports if each.step != agreement.NEW]
+    top = max((each.step for each in old), default=agreement.NEW)
+    if any(each.step == top and each.prepared is not None for each in old):
+        top += 1
+    return top, any(each.ended for each in old)
+
+
+def _half_is_enough(members: Any, reports: Any) -> bool:
+    within = [each for each in reports if each.member in members]
+    return all(2 * len(base.intersection(members)) >= len(base) for each in within for base in each.bases)
+
+
+def _decide_in_any_ballot(self: Any, ballot: Any, members: Any, reports: Any) -> Any:
+    later, self.ballot = self.ballot, ballot
+    try:
+        return _decide(self, ballot, members, reports)
+    finally:
+        self.ballot = max(later, ballot)
+
+
+def _removal_is_enough(members: Any, reports: Any) -> bool:
+    removed = frozenset[int]().union(*(each.removed for each in reports if each.member in members))
+    return _may_go_on(set(members) | removed, reports) or _may_go_on(members, reports)
+
+
+def _every_loss_is_certain(self: Any, worker: Any, source: int, certain: bool) -> None:
+    _on_closed(self, worker, source, True)
+
+
+_may_go_on: Final = agreement.may_go_on
+_on_closed: Final = World.on_closed
+_decide: Final = agreement.Member.decide
+
+BREAKAGES: Final[dict[str, tuple[Any, str, Any]]] = {
+    "one prepared member is enough": (agreement, "_agreed", _agreed_if_any),
+    "an outdated ballot decides": (agreement.Member, "decide", _decide_in_any_ballot),
+    "half is enough": (agreement, "may_go_on", _half_is_enough),
+    "a removal counts for less than half": (agreement, "may_go_on", _removal_is_enough),
+    "every loss is a certain death": (World, "on_closed", _every_loss_is_certain),
+}
+"""Rules that are left out, and what takes their place."""
+
+
+def main() -> int:
+    """Run what the command line asks for; returns the number of failed runs."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.elastic", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--breakages", action="store_true")
+    options = parser.parse_args()
+    if options.seed is not None:
+        run(options.seed, trace=True)
+        return 0
+    seeds = range(options.first, options.first + options.seeds)
+    if options.breakages:
+        unnoticed = 0
+        for name, (owner, attribute, broken) in BREAKAGES.items():
+            whole = getattr(owner, attribute)
+            setattr(owner, attribute, broken)
+            noticed = find(seeds)
+            setattr(owner, attribute, whole)
+            unnoticed += noticed is None
+            print(f"{name}: {'not noticed' if noticed is None else f'seed {noticed}'}")
+        return unnoticed
+    failed = commits = views = by_exchange = 0
+    for seed in seeds:
+        try:
+            world = run(seed)
+        except Violation as violation:
+            failed += 1
+            if failed <= 3:
+                print(f"seed {seed}: {violation}")
+            continue
+        commits, views = commits + world.commits, views + world.views
+        by_exchange += world.by_exchange
+    print(f"{len(seeds)} runs, {failed} failed; {views} views, {commits} commits, {by_exchange} in exchanges")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

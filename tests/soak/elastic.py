@@ -1,0 +1,338 @@
+"""Kill members of an elastic job at random moments, and check what the others have computed.
+
+python -m tests.soak.elastic --seconds 60                # SIGKILL of one of three members, every 3 s
+python -m tests.soak.elastic --seconds 60 --at-once 2    # of two at once
+python -m tests.soak.elastic --stop 40                   # SIGSTOP for 40 s, beyond the limits, in place of
+SIGKILL
+
+Each killed member is replaced by a new process after half a second. At the end the survivors must have
+committed the same steps without a gap, have bitwise equal weights, and have used each sample of each step
+exactly once; and the weights must be those of one process, up to the order of sums (1e-9, in float64). Prints
+the time lost by each kill: the longest pause between two committed steps after it, less a usual step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch._dynamo  # which the first optimizer imports
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import rpc
+from farcall import elastic
+
+__all__ = ["main"]
+
+_LENGTH: Final = 960
+_BATCH: Final = 48
+_KILL_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
+
+
+def make_model() -> nn.Module:
+    """A model in float64, with equal weights in each process."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 10)).double()
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(_LENGTH, 32, generator=generator, dtype=torch.float64)
+    return x, (x @ torch.randn(32, 10, generator=generator, dtype=torch.float64)).argmax(1)
+
+
+def make_simple_model() -> nn.Module:
+    """Without batch normalization, whose sums depend on the cut of the batch."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10)).double()
+
+
+class Used:
+    """The samples that were used: part of the state."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = list(state["steps"])
+
+
+def digest(*modules: Any) -> str:
+    """A digest of weights and optimizers' states."""
+    found = hashlib.sha256()
+    for module in modules:
+        for key, value in sorted(_flat(module.state_dict()), key=lambda each: each[0]):
+            found.update(key.encode())
+            found.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+    return found.hexdigest()[:16]
+
+
+def _flat(state: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(state, dict):
+        return [each for key, value in state.items() for each in _flat(value, f"{prefix}.{key}")]
+    return [(prefix, state)]
+
+
+def be_member(name: str, folder: Path, meeting: str, options: argparse.Namespace) -> None:
+    """The program of a member."""
+    torch.set_num_threads(1)
+    log = open(folder / f"{name}.log", "w", encoding="utf-8")  # noqa: SIM115  until the process ends
+
+    def say(what: str, **more: Any) -> None:
+        log.write(json.dumps({"t": time.monotonic(), "what": what, **more}) + "\n")
+        log.flush()
+
+    rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(init_method=meeting, dynamic=True))
+    model = make_model() if options.buffers else make_simple_model()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    x, y = make_data()
+    used = Used()
+    try:
+        job = elastic.join(
+            model=model, optimizer=optimizer, used=used, sampler=elastic.Sampler(_LENGTH, _BATCH, seed=3)
+        )
+        say("joined")
+        for attempt in job.attempts():
+            if (folder / "stop").exists():
+                job.finish()
+            with attempt:
+                i = attempt.indices
+                used.steps.append(str(attempt.step))  # put back if the attempt is repeated
+                loss = nn.functional.cross_entropy(model(x[i]), y[i], reduction="sum") / attempt.batch_size
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            if attempt.committed:
+                say("commit", step=attempt.step, view=attempt.view, size=attempt.size, samples=i.tolist())
+        job.leave()
+    except elastic.Finished as finished:
+        say("finished", step=finished.step)
+    except elastic.PutOut as out:
+        say("put out", text=str(out))
+    else:
+        contiguous = used.steps == [str(each) for each in range(job.step)]
+        say("end", digest=digest(model, optimizer), steps=job.step, contiguous=contiguous)
+        torch.save(model.state_dict(), folder / f"{name}.pt")
+    rpc.shutdown()
+
+
+class Members:
+    """The processes of a job, forked from this one, which has imported everything."""
+
+    def __init__(self, folder: Path, meeting: str, options: argparse.Namespace) -> None:
+        self._folder, self._meeting, self._options = folder, meeting, options
+        self.living: dict[str, int] = {}
+        self.statuses: dict[str, int] = {}
+        self._count = 0
+
+    def start(self) -> None:
+        name = f"member{self._count}"
+        self._count += 1
+        pid = os.fork()
+        if pid:
+            self.living[name] = pid
+            return
+        ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
+        status = 0
+        try:
+            with open(self._folder / f"{name}.err", "wb", buffering=0) as errors:
+                os.dup2(errors.fileno(), 1)
+                os.dup2(errors.fileno(), 2)
+            logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s", force=True)
+            be_member(name, self._folder, self._meeting, self._options)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def collect(self) -> None:
+        """Note which have ended."""
+        for name, pid in list(self.living.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self.living[name]
+                self.statuses[name] = os.waitstatus_to_exitcode(status)
+
+
+def entries(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """All that members have logged."""
+    found = []
+    for path in sorted(folder.glob("*.log")):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # the last line of a killed one
+                found.append((path.stem, json.loads(line)))
+    return found
+
+
+def alone(steps: int, buffers: bool) -> nn.Module:
+    """The same training in one process."""
+    model = make_model() if buffers else make_simple_model()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    x, y = make_data()
+    sampler = elastic.Sampler(_LENGTH, _BATCH, seed=3)
+    for step in range(steps):
+        i = sampler.batch(step)
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(model(x[i]), y[i], reduction="sum") / _BATCH).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model
+
+
+def disturb(members: Members, folder: Path, options: argparse.Namespace) -> list[tuple[float, list[str]]]:
+    """Kill or stop members until the time is over."""
+    chance = random.Random(options.seed)
+    end, next_kill = time.monotonic() + options.seconds, time.monotonic() + options.every
+    kills: list[tuple[float, list[str]]] = []
+    due: list[float] = []
+    stopped: list[tuple[float, int]] = []
+    while time.monotonic() < end or stopped:
+        now = time.monotonic()
+        members.collect()
+        for when in [each for each in due if each <= now]:
+            due.remove(when)
+            members.start()
+        for when, pid in [each for each in stopped if each[0] <= now]:
+            stopped.remove((when, pid))
+            os.kill(pid, signal.SIGCONT)
+        if now >= next_kill and now < end and not stopped:
+            training = {name for name, entry in entries(folder) if entry["what"] == "commit"} & set(
+                members.living
+            )
+            if len(training) > options.at_once:
+                victims = chance.sample(sorted(training), options.at_once)
+                for name in victims:
+                    os.kill(members.living[name], signal.SIGSTOP if options.stop else signal.SIGKILL)
+                    if options.stop:
+                        stopped.append((now + options.stop, members.living[name]))
+                    else:
+                        due.append(now + 0.5)
+                kills.append((now, victims))
+                next_kill = now + options.every * (0.5 + chance.random())
+        time.sleep(0.002)
+    return kills
+
+
+def report(folder: Path, members: Members, kills: list[tuple[float, list[str]]], buffers: bool) -> list[str]:
+    """Print figures; returns what is wrong."""
+    said = entries(folder)
+    wrong = [
+        f"{name} has exit status {status}"
+        for name, status in members.statuses.items()
+        if status not in (0, -9)
+    ]
+    wrong += [f"{name} hangs" for name in members.living]
+    ends = [(name, entry) for name, entry in said if entry["what"] == "end"]
+    if not ends:
+        return [*wrong, "no member has reached the end"]
+    if len({entry["digest"] for _, entry in ends}) > 1:
+        wrong.append(f"members differ: {[(name, entry['digest']) for name, entry in ends]}")
+    wrong += [f"{name} has repeated or left out steps" for name, entry in ends if not entry["contiguous"]]
+    steps = ends[0][1]["steps"]
+    commits: dict[int, list[tuple[float, int, list[int]]]] = {}
+    for _, entry in said:
+        if entry["what"] == "commit":
+            commits.setdefault(entry["step"], []).append((entry["t"], entry["view"], entry["samples"]))
+    sampler = elastic.Sampler(_LENGTH, _BATCH, seed=3)
+    for step in range(steps):
+        parts = commits.get(step, [])
+        if len({view for _, view, _ in parts}) > 1:
+            wrong.append(f"step {step} was committed in views {sorted({view for _, view, _ in parts})}")
+        samples = [each for _, _, part in parts for each in part]
+        whole = set(sampler.batch(step).tolist())
+        # A member that was killed right after the commit has not logged its part.
+        if (
+            len(samples) != len(set(samples))
+            or not set(samples) <= whole
+            or (not kills and set(samples) != whole)
+        ):
+            wrong.append(f"the samples of step {step} are not its batch")
+    if not buffers:
+        model = alone(steps, buffers)
+        final = torch.load(folder / f"{ends[0][0]}.pt")
+        far = max(float((final[key] - value).abs().max()) for key, value in model.state_dict().items())
+        print(f"difference from one process after {steps} steps: {far:.1e}")
+        if far > 1e-9:
+            wrong.append("the weights are not those of one process")
+    times = sorted(min(when for when, _, _ in parts) for parts in commits.values())
+    pauses = list(itertools.pairwise(times))
+    usual = sorted(after - before for before, after in pauses)[len(pauses) // 2]
+    lost = []
+    for index, (when, _) in enumerate(kills):
+        until = kills[index + 1][0] if index + 1 < len(kills) else when + 60
+        lost += [max((b - a for a, b in pauses if b > when and a < until), default=0.0) - usual]
+    lost.sort()
+    views = {view for parts in commits.values() for _, view, _ in parts}
+    print(f"{steps} steps in {len(views)} views, {len(kills)} kills; a step takes {usual * 1e3:.1f} ms")
+    if lost:
+        print(f"time lost by a kill: median {lost[len(lost) // 2]:.2f} s, worst {lost[-1]:.2f} s")
+    print(f"load {os.getloadavg()[0]:.0f}")
+    return wrong
+
+
+def main() -> int:
+    """Run what the command line asks for; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.elastic", description=__doc__)
+    parser.add_argument("--members", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between two kills, on average")
+    parser.add_argument("--at-once", type=int, default=1, help="how many are killed at once")
+    parser.add_argument(
+        "--stop", type=float, default=0.0, help="stop for so many seconds in place of killing"
+    )
+    parser.add_argument("--buffers", action="store_true", help="train a model with batch normalization")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--patience", type=float, default=180.0, help="seconds for all to begin, and to end")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("FARCALL_TOKEN", "soak-soak-soak-soak-soak")
+    folder = Path(tempfile.mkdtemp(prefix="farcall-elastic-"))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    members = Members(folder, f"tcp://127.0.0.1:{store.port}", options)
+    for _ in range(options.members):
+        members.start()
+    limit = time.monotonic() + options.patience
+    while len({name for name, entry in entries(folder) if entry["what"] == "commit"}) < options.members:
+        members.collect()
+        if time.monotonic() > limit or members.statuses:
+            print(f"not all members have begun: {folder}", members.statuses)
+            return 1
+        time.sleep(0.05)
+    kills = disturb(members, folder, options)
+    (folder / "stop").touch()
+    limit = time.monotonic() + options.patience
+    while members.living and time.monotonic() < limit:
+        members.collect()
+        time.sleep(0.02)
+    wrong = report(folder, members, kills, options.buffers)
+    for each in wrong[:10]:
+        print("WRONG:", each)
+    print(f"logs: {folder}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Who may go on, and what becomes of an attempt: rules that random runs hardly ever need, and some runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from spmd.elastic.agreement import (
+    NEW,
+    Ballot,
+    Installation,
+    Member,
+    Outcome,
+    OutdatedError,
+    Proposal,
+    Report,
+    View,
+    may_go_on,
+)
+from tests.simulation.elastic import BREAKAGES, find, run
+
+
+def form(members: Sequence[Member], *, completed_by: Sequence[Member] | None = None) -> Installation:
+    """Have the first member propose a view of all, which the others, or some of them, complete."""
+    proposal = Proposal(members[0], [each.me for each in members])
+    for each in members:
+        proposal.take(each.freeze(proposal.ballot))
+    plan = proposal.plan()
+    assert plan.may_go_on
+    reports = [each.install(proposal.ballot, plan.members, plan.released) for each in members]
+    done = [
+        each.decide(proposal.ballot, plan.members, _ordered(plan.members, reports))
+        for each in (members if completed_by is None else completed_by)
+    ]
+    return done[0]
+
+
+def _ordered(members: Sequence[int], reports: Sequence[Report]) -> list[Report]:
+    by_member = {each.member: each for each in reports}
+    return [by_member[each] for each in members]
+
+
+def job(size: int) -> tuple[list[Member], View]:
+    """Members of a view that all have the state of step 0."""
+    members = [Member(0, 0), *(Member(each) for each in range(1, size))]
+    view = form(members).view
+    for each in members[1:]:
+        assert each.load(view, 0, None)
+    return members, view
+
+
+def commit(members: Sequence[Member], view: View, *, seen_by: Sequence[Member]) -> None:
+    """Commit a step: all are prepared and vote; some have all votes."""
+    assert all(each.prepare(view) for each in members)
+    votes = [each.vote(grow=False) for each in members]
+    assert all(each.count(view, votes) for each in seen_by)
+
+
+def can_go_on(*members: Member) -> bool:
+    return may_go_on([each.me for each in members], [each.report() for each in members])
+
+
+def test_survivors_commit_the_step_that_one_of_them_has_committed() -> None:
+    (first, second, third), view = job(3)
+    commit([first, second, third], view, seen_by=[first])
+    assert form([first, second]).outcome is Outcome.ABORT  # of the first's next attempt
+    assert (first.step, second.step) == (1, 1)
+
+
+def test_survivors_commit_a_step_that_all_of_them_are_prepared_for() -> None:
+    (first, second, third), view = job(3)
+    commit([first, second, third], view, seen_by=[])
+    assert form([first, second]).outcome is Outcome.COMMIT
+    assert (first.step, second.step) == (1, 1)
+
+
+def test_attempt_is_aborted_if_one_survivor_is_not_prepared() -> None:
+    (first, second, _), view = job(3)
+    assert first.prepare(view)
+    assert form([first, second]).outcome is Outcome.ABORT
+    assert (first.step, second.step, first.prepared) == (0, 0, None)
+
+
+def test_majority_goes_on_and_minority_does_not() -> None:
+    (first, second, third), _ = job(3)
+    assert can_go_on(first, second)
+    assert not can_go_on(third)
+
+
+def test_one_of_two_goes_on_only_if_it_has_seen_the_other_one_die() -> None:
+    (first, second), _ = job(2)
+    assert not can_go_on(first)
+    first.witnessed(second.me)
+    assert can_go_on(first)
+
+
+def test_member_that_was_stopped_knows_of_no_death() -> None:
+    (first, second), _ = job(2)
+    first.was_stopped()
+    first.witnessed(second.me)
+    assert not can_go_on(first)
+
+
+def test_log_decides_between_halves_and_not_for_less() -> None:
+    (first, second, third), _ = job(3)
+    first.was_removed([second.me, third.me])
+    assert not can_go_on(first)
+    (one, other), _ = job(2)
+    one.was_removed([other.me])
+    assert can_go_on(one)
+
+
+def test_view_that_others_may_have_completed_binds_those_that_tried_it() -> None:
+    members, _ = job(5)
+    form(members[:3], completed_by=members[:2])  # the third does not know whether it was completed
+    assert not can_go_on(members[2], *members[3:])  # three of five, but one of the three that were tried
+
+
+def test_newcomer_is_bound_by_a_view_that_it_has_tried() -> None:
+    (first,), _ = job(1)
+    newcomer, another = Member(7), Member(8)
+    form([first, newcomer, another], completed_by=[first])
+    assert not can_go_on(newcomer)
+    assert can_go_on(newcomer, another)
+
+
+def test_workers_that_are_left_out_are_cut_off_first_unless_they_have_promised_to_leave() -> None:
+    (first, second, third), _ = job(3)
+    assert first.to_cut_off([0, 1], []) == {third.me}
+    assert first.to_cut_off([0, 1], [third.me]) == set()
+    form([first, second])
+    first.freeze((10, 0))
+    with pytest.raises(OutdatedError):
+        first.install((10, 0), [0, 1, 2], [])
+    assert second.excluded == {third.me}
+
+
+def test_promise_to_leave_counts_as_certain() -> None:
+    (first, second), _ = job(2)
+    second.left = True
+    proposal = Proposal(first, [])
+    for each in (first, second):
+        proposal.take(each.freeze(proposal.ballot))
+    plan = proposal.plan()
+    assert (plan.members, plan.released, plan.may_go_on) == ((0,), frozenset({1}), True)
+
+
+def test_earlier_ballot_is_refused() -> None:
+    member = Member(0, 0)
+    later: Ballot = (5, 1)
+    member.freeze(later)
+    with pytest.raises(OutdatedError):
+        member.freeze((4, 9))
+    with pytest.raises(OutdatedError):
+        member.install((4, 9), [0], [])
+
+
+def test_newcomers_without_anyone_that_has_the_state_learn_that_it_is_lost() -> None:
+    first, newcomer, another = Member(0, 0), Member(1), Member(2)
+    form([first, newcomer, another])
+    for each in (newcomer, another):
+        each.witnessed(first.me)
+    assert form([newcomer, another]).outcome is Outcome.LOST
+    assert newcomer.step == NEW
+
+
+def test_vote_to_finish_ends_the_job_for_those_that_have_not_seen_it() -> None:
+    (first, second), view = job(2)
+    first.finishing = True
+    commit([first, second], view, seen_by=[second])
+    form([first, second])
+    assert (first.ended, second.ended) == (True, True)
+    assert first.step == second.step == 1
+
+
+@pytest.mark.parametrize("seeds", [range(20), range(1000, 1020)])
+def test_simulated_jobs_keep_their_promises(seeds: range) -> None:
+    for seed in seeds:
+        run(seed)
+
+
+@pytest.mark.parametrize(
+    ("breakage", "seed"),
+    [("one prepared member is enough", 32), ("an outdated ballot decides", 43), ("half is enough", 39)],
+)
+def test_simulation_notices_a_rule_that_is_left_out(
+    breakage: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, attribute, broken = BREAKAGES[breakage]
+    monkeypatch.setattr(owner, attribute, broken)
+    assert find([seed]) == seed
