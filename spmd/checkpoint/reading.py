@@ -67,7 +67,7 @@ class RestrictedReader(FsspecReader):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.transforms = _Checked()
+        self.transforms: Any = _Checked()
         self._metadata = self._read(self.fs.concat_path(self.path, _METADATA))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
