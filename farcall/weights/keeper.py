@@ -287,8 +287,8 @@ class Keeper:
             }
 
     def wait(self, state: int, lease: Lease) -> torch.futures.Future[int]:
-        """Return a future that is completed once the versions are others than in ``state``, or the wait for the
-        lease has been given up.
+        """Return a future that is completed once the versions are others than in ``state``, or the wait for
+        the lease has been given up.
         """
         future: torch.futures.Future[int] = torch.futures.Future()
         with self._lock:
