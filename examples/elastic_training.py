@@ -53,7 +53,7 @@ def main() -> None:
         with attempt:
             chosen = images[attempt.indices]
             loss = nn.functional.cross_entropy(model(chosen.pixels), chosen.labels, reduction="sum")
-            (loss / attempt.batch_size).backward()
+            (loss / attempt.batch_size).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     with torch.no_grad():
         accuracy = (model(held_out.pixels).argmax(1) == held_out.labels).float().mean().item()

@@ -73,7 +73,7 @@ class State:
         }
         self._other_states = {name: copy.deepcopy(each.state_dict()) for name, each in self._others.items()}
         self._random = [torch.get_rng_state(), random.getstate()]
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._random.append(torch.cuda.get_rng_state_all())
         if "numpy" in sys.modules:
             self._random.append(sys.modules["numpy"].random.get_state())
@@ -89,7 +89,7 @@ class State:
         states = iter(self._random)
         torch.set_rng_state(next(states))
         random.setstate(next(states))
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.set_rng_state_all(next(states))
         if (state := next(states, None)) is not None:
             sys.modules["numpy"].random.set_state(state)

@@ -119,7 +119,7 @@ def be_member(name: str, folder: Path, meeting: str, options: argparse.Namespace
                 i = attempt.indices
                 used.steps.append(str(attempt.step))  # put back if the attempt is repeated
                 loss = nn.functional.cross_entropy(model(x[i]), y[i], reduction="sum") / attempt.batch_size
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
             if attempt.committed:
@@ -196,7 +196,7 @@ def alone(steps: int, buffers: bool) -> nn.Module:
     for step in range(steps):
         i = sampler.batch(step)
         optimizer.zero_grad()
-        (nn.functional.cross_entropy(model(x[i]), y[i], reduction="sum") / _BATCH).backward()
+        (nn.functional.cross_entropy(model(x[i]), y[i], reduction="sum") / _BATCH).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return model

@@ -37,7 +37,7 @@ def trained_alone(steps: int) -> torch.Tensor:
     for step in range(steps):
         i = sampler.batch(step)
         optimizer.zero_grad()
-        (nn.functional.mse_loss(model(x[i]), y[i], reduction="sum") / BATCH).backward()
+        (nn.functional.mse_loss(model(x[i]), y[i], reduction="sum") / BATCH).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return weights(model)
 
@@ -66,7 +66,7 @@ def train(worker: Worker, size: int, end: str | None) -> Any:
         with attempt:
             i = attempt.indices
             loss = nn.functional.mse_loss(model(x[i]), y[i], reduction="sum") / attempt.batch_size
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             if end is not None and sizes.count(size) > 2:
                 if end == "dies":
                     worker.report("in the middle of a step")
@@ -215,7 +215,7 @@ def test_member_with_another_model_is_refused(run_workers: RunWorkers) -> None:
 def test_samples_of_a_step_follow_from_its_number(seed: int) -> None:
     sampler = Sampler(10, 3, seed=seed)
     epoch = torch.cat([sampler.batch(step) for step in range(3)])
-    assert len(epoch.unique()) == 9
+    assert len(epoch.unique()) == 9  # type: ignore[no-untyped-call]
     assert torch.equal(Sampler(10, 3, seed=seed).batch(1), sampler.batch(1))
 
 
