@@ -73,7 +73,7 @@ class State:
         }
         self._other_states = {name: copy.deepcopy(each.state_dict()) for name, each in self._others.items()}
         self._random = [torch.get_rng_state(), random.getstate()]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if _uses_cuda():
             self._random.append(torch.cuda.get_rng_state_all())
         if "numpy" in sys.modules:
             self._random.append(sys.modules["numpy"].random.get_state())
@@ -89,7 +89,7 @@ class State:
         states = iter(self._random)
         torch.set_rng_state(next(states))
         random.setstate(next(states))
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if _uses_cuda():
             torch.cuda.set_rng_state_all(next(states))
         if (state := next(states, None)) is not None:
             sys.modules["numpy"].random.set_state(state)
@@ -120,3 +120,7 @@ class State:
         """Load a state that another member has given."""
         for name, value in self._objects.items():
             value.load_state_dict(given[name])
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
