@@ -357,14 +357,16 @@ class Member:
         return self.report()
 
     def decide(self, ballot: Ballot, members: Sequence[int], reports: Sequence[Report]) -> Installation:
-        """Complete a view, given the reports of all its members.
+        """Complete a view, given the reports of all its members, and of workers that leave.
 
         Raises:
             OutdatedError: a later ballot has begun.
         """
         if ballot != self.ballot or not self.frozen:
             raise OutdatedError(f"ballot {ballot} is over: {self.ballot} has begun")
-        step, ended = _agreed(reports)
+        ended = any(each.ended for each in reports)
+        reports = [each for each in reports if each.member in members]
+        step, _ = _agreed(reports)
         newcomers = frozenset(each.member for each in reports if each.step == NEW)
         number = 1 + max(each.view for each in reports)
         outcome = Outcome.ABORT

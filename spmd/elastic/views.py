@@ -499,7 +499,7 @@ class Views:
         key = f"elastic/{proposal.ballot[0]}/{secrets.token_hex(6)}"
         done = self._ask(
             plan.members, _install, proposal.ballot, key, plan.members, plan.released,
-            [reports[each] for each in plan.members],
+            [reports[each] for each in (*plan.members, *plan.released)],
         )  # fmt: skip
         return all(each is True for each in done.values())
 

@@ -72,6 +72,7 @@ class Worker:
         self.forming: tuple[Ballot, tuple[int, ...]] | None = None
         self.cut_off: set[int] = set()  # workers that must notice before the report is sent
         self.reports: dict[Ballot, dict[int, Any]] = defaultdict(dict)
+        self.leaving: list[Any] = []  # reports of workers that leave
         self.state_lost = False
 
     @property
@@ -98,6 +99,7 @@ class World:
         self.fault_rate = self.random.choice((0.02, 0.05, 0.1))
         self.weights = {each: self.random.random() ** 2 for each in _FAULTS}
         self.faulty = True
+        self.end_step: int | None = None
         for number in range(self.random.choice((1, 2, 3, 3, 4, 5))):
             self.add(0 if number == 0 else agreement.NEW)
         self.workers[0].newcomers = [each for each in self.workers if each]
@@ -178,7 +180,8 @@ class World:
         if not plan.may_go_on:
             return
         for each in plan.members:
-            self.send(worker, each, "install", proposal.ballot, plan.members, plan.released)
+            leaving = [proposal.reports[other] for other in plan.released]
+            self.send(worker, each, "install", proposal.ballot, plan.members, plan.released, leaving)
         for each in plan.released:
             self.send(worker, each, "release")
 
@@ -187,7 +190,13 @@ class World:
             self.end(worker, goodbye=True)
 
     def on_install(
-        self, worker: Worker, source: int, ballot: Ballot, members: tuple[int, ...], released: frozenset[int]
+        self,
+        worker: Worker,
+        source: int,
+        ballot: Ballot,
+        members: tuple[int, ...],
+        released: frozenset[int],
+        leaving: list[Any],
     ) -> None:
         core = worker.core
         if worker.lost.intersection(members):
@@ -200,7 +209,7 @@ class World:
         for each in cut_off:
             self.send(worker, each, "closed", False)
             worker.lost.add(each)
-        worker.forming, worker.cut_off = (ballot, members), cut_off
+        worker.forming, worker.cut_off, worker.leaving = (ballot, members), cut_off, leaving
         self.send_report(worker)
 
     def send_report(self, worker: Worker) -> None:
@@ -232,7 +241,7 @@ class World:
         if set(worker.reports[ballot]) < set(members):
             return
         before = len(worker.history)
-        reports = [worker.reports[ballot][each] for each in members]
+        reports = [*(worker.reports[ballot][each] for each in members), *worker.leaving]
         prepared = worker.core.prepared
         try:
             done = worker.core.decide(ballot, members, reports)
@@ -260,6 +269,8 @@ class World:
         worker.history.append(ballot)
         self.commits += 1
         worker.contributed, worker.reduced, worker.voted = None, False, False
+        if self.end_step is not None and step >= self.end_step:
+            raise Violation(f"step {step} is committed after the end of the job at step {self.end_step}")
         if self.truth.setdefault(step, ballot) != ballot:
             raise Violation(f"step {step} is committed in views {self.truth[step]} and {ballot}")
 
@@ -302,6 +313,8 @@ class World:
             votes = [worker.votes[key][each] for each in view.members]
             if core.count(view, votes):
                 self.committed(worker, step, view.ballot)
+                if core.ended:
+                    self.end_step = step + 1
 
     def propose(self, worker: Worker) -> None:
         self.say("propose", worker.number)

@@ -174,6 +174,21 @@ def test_vote_to_finish_ends_the_job_for_those_that_have_not_seen_it() -> None:
     assert first.step == second.step == 1
 
 
+def test_member_that_stays_learns_from_those_that_leave_that_the_job_has_ended() -> None:
+    (first, second), view = job(2)
+    first.finishing = True
+    commit([first, second], view, seen_by=[first])
+    first.left = True
+    proposal = Proposal(second, [])
+    reports = [each.freeze(proposal.ballot) for each in (first, second)]
+    for each in reports:
+        proposal.take(each)
+    plan = proposal.plan()
+    second.install(proposal.ballot, plan.members, plan.released)
+    assert second.decide(proposal.ballot, plan.members, reports).outcome is Outcome.COMMIT
+    assert (second.step, second.ended) == (1, True)
+
+
 @pytest.mark.parametrize("seeds", [range(20), range(1000, 1020)])
 def test_simulated_jobs_keep_their_promises(seeds: range) -> None:
     for seed in seeds:
