@@ -313,7 +313,7 @@ class World:
             votes = [worker.votes[key][each] for each in view.members]
             if core.count(view, votes):
                 self.committed(worker, step, view.ballot)
-                if core.ended:
+                if any(vote.finish for vote in votes):
                     self.end_step = step + 1
 
     def propose(self, worker: Worker) -> None:
