@@ -216,6 +216,7 @@ class Link:
             except StoreLost as error:
                 if self._exchanged_at is not None:
                     raise
+                self._doubt = ("", 0.0)
                 reason = str(error)
             if notices.due():
                 say(f"waiting at {job.rdzv} for {notices.waited}: {reason}")
@@ -336,6 +337,7 @@ class Link:
         """
         run, is_foreign = self._announced(store)
         if run is None:
+            self._doubt = ("", 0.0)
             return False
         board, coordinator = store.under(run.board), run.coordinator
         if is_foreign:

@@ -9,7 +9,7 @@ bytes: it runs no user code and reads no pickles.
 The parts have four interfaces: ``Agent.calls``, ``messages``, ``group`` and ``lifecycle``. Packages above the
 agent extend it at four points: message kinds (``messages.on``, and ``messages.control`` for small messages
 that must arrive), hooks (``lifecycle.hooks``), the tape (``tracing``), and carriers and reducers
-(``serializer``). Other packages are given the parts that they use, as ports (``ports``), and not the agent.
+(``serializer``). Other packages are given the parts that they use, and not the agent.
 """
 
 from __future__ import annotations
