@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rpc.runtime.torch_internals import InferenceMode
+from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, InferenceMode
 from rpc.serialization.pickler import sending
 from spmd.engine.driver.aliases import Alias, Value, read
 from spmd.engine.driver.current import DEVICE, NAME, engine, is_running
@@ -244,7 +244,9 @@ def fetched(alias: Alias) -> Tensor:
 
 def show_instead(tensor: LogicalTensor, other: LogicalTensor) -> None:
     """Make a tensor show what another one does, as assigning its ``data`` does."""
-    shown = other if tensor.is_inference() is other.is_inference() else wrap_view(tensor, other._alias)
+    with DisableTorchFunctionSubclass():  # a parameter without a shape yet allows few functions
+        is_alike = tensor.is_inference() is other.is_inference()
+    shown = other if is_alike else wrap_view(tensor, other._alias)
     _TENSOR_DATA.__set__(tensor, shown)
     tensor._alias = other._alias
 

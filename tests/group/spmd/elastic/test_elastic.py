@@ -31,7 +31,9 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trained_alone(steps: int) -> torch.Tensor:
-    """The weights after so many steps in one process."""
+    """The weights after so many steps in one process: a worker, as SPMD mode, which other tests run in the
+    tests' own process, takes no backward before it.
+    """
     model, (x, y), sampler = model_of(), data(), Sampler(LENGTH, BATCH, seed=5)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for step in range(steps):
@@ -80,6 +82,7 @@ def train(worker: Worker, size: int, end: str | None) -> Any:
             used.append((attempt.step, i.tolist()))
     job.leave()
     rpc.shutdown()
+    torch.testing.assert_close(weights(model), trained_alone(job.step), rtol=0, atol=1e-9)
     return weights(model), job.step, used
 
 
@@ -93,7 +96,6 @@ def test_survivors_of_a_death_have_equal_weights_and_use_each_sample_once(run_wo
     (first, steps, used), (second, same_steps, also_used) = workers[0].result(), workers[1].result()
     assert torch.equal(first, second)
     assert steps == same_steps
-    torch.testing.assert_close(first, trained_alone(steps), rtol=0, atol=1e-9)
     sampler = Sampler(LENGTH, BATCH, seed=5)
     for step in (steps - 2, steps - 1):  # which only two members have done
         samples = dict(used)[step] + dict(also_used)[step]
@@ -104,10 +106,8 @@ def test_member_leaves_after_a_step_that_the_others_do_not_repeat(run_workers: R
     def begin(worker: Worker) -> Any:
         return train(worker, 2, "leaves" if worker.rank == 1 else None)
 
-    (final, steps, _), (left, steps_then, _) = run_workers.start(begin, 2, time_limit=120).results()
+    (_, steps, _), (_, steps_then, _) = run_workers.start(begin, 2, time_limit=120).results()
     assert steps > steps_then
-    torch.testing.assert_close(final, trained_alone(steps), rtol=0, atol=1e-9)
-    torch.testing.assert_close(left, trained_alone(steps_then), rtol=0, atol=1e-9)
 
 
 def fail_in_one(worker: Worker) -> str:
