@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Data-parallel training that goes on when any of its processes is killed. Start it with the launcher::
+"""Data-parallel training that goes on when any of its processes is killed. Alone, it starts itself by the
+launcher::
 
     farcall launch -n 3 --dynamic --restart 100 examples/elastic_training.py
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 import torch
 from torch import nn
@@ -33,9 +35,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="in all (%(default)s)")
     parser.add_argument("--batch", type=int, default=48, help="images per step (%(default)s)")
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        launch = ["-m", "farcall", "launch", "-n", "3", "--dynamic", "--restart", "100"]
+        os.execv(sys.executable, [sys.executable, *launch, __file__, *sys.argv[1:]])
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     rpc.init_rpc(f"trainer{rank}")
+    print(f"trainer{rank} is process {os.getpid()}", flush=True)
     images, held_out = load_images()
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.8)

@@ -75,6 +75,16 @@ def test_a_copy_of_an_example_starts_its_workers_with_one_command(tmp_path: Path
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
+def test_elastic_training_goes_on_when_a_process_is_killed(tmp_path: Path) -> None:
+    with leftovers.nothing_left():
+        launcher = Launcher([sys.executable, str(EXAMPLES / "elastic_training.py")], tmp_path, QUIET)
+        killed(launcher, "trainer2", 1)
+        assert launcher.end() == 0, launcher.said
+    assert launcher.said.count(": 2000 steps, accuracy 0.9") == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
 def test_a_parameter_server_and_its_trainers_may_be_killed(tmp_path: Path) -> None:
     program = [str(EXAMPLES / "embeddings.py"), "--folder", str(tmp_path), "--steps", "1500", "--every", "50"]
     with leftovers.nothing_left():

@@ -154,7 +154,14 @@ def test_missing_it_is_a_failure_that_says_so(run_workers: RunWorkers, name: str
 
 def test_every_example_is_tested() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py") if os.access(path, os.X_OK)}
-    assert scripts == {*LIST, *BY_ONE_DRIVER, "parameter_server", "embeddings", "pipeline_schedules"}
+    assert scripts == {
+        *LIST,
+        *BY_ONE_DRIVER,
+        "parameter_server",
+        "embeddings",
+        "pipeline_schedules",
+        "elastic_training",
+    }
 
 
 # ---- started by one command, as a user does
