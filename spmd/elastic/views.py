@@ -169,15 +169,7 @@ class Views:
                 self._take_in()
                 if self._has_view():
                     return
-                known = self._newcomers
-                smaller = [each for each in known if known[each] < self._key]
-                for each in [each for each in smaller if self._is_lost(each)]:
-                    # It may live, and have founded the job: then one of the two is put out of the group.
-                    since = lost_since.setdefault(each, monotonic())
-                    if each in self.core.dead or monotonic() - since > _PATIENCE_SECONDS / 2:
-                        del known[each]
-                is_first = answers is not None and not any(each in known for each in smaller)
-                if is_first and 1 + sum(not self._is_lost(each) for each in known) >= self._min_size:
+                if answers is not None and self._may_found(lost_since):
                     self._is_member, self.core.step = True, 0
                     logger.info("worker '%s' founds the elastic job", self.name)
                     self._wake.set()
@@ -192,6 +184,24 @@ class Views:
                     f"worker '{self.name}' has not become a member of the elastic job in time: "
                     f"{1 + len(self._newcomers)} workers have come, min_size is {self._min_size}"
                 )
+
+    def _may_found(self, lost_since: dict[int, float]) -> bool:
+        """Whether this worker founds the job if there is none; with ``changed`` held.
+
+        Args:
+            lost_since: when newcomers were first found to be lost.
+        """
+        known = self._newcomers
+        smaller = [each for each in known if known[each] < self._key]
+        for each in [each for each in smaller if self._is_lost(each)]:
+            # It may live, and have founded the job: then one of the two is put out of the group.
+            since = lost_since.setdefault(each, monotonic())
+            if each in self.core.dead or monotonic() - since > _PATIENCE_SECONDS / 2:
+                del known[each]
+        is_first = not any(each in known for each in smaller)
+        is_asked = bool(self.core.tried) or not self._is_lost(self.core.ballot[1])  # by a member of a job
+        size = 1 + sum(not self._is_lost(each) for each in known)
+        return is_first and not is_asked and size >= self._min_size
 
     def _has_view(self) -> bool:
         return self.core.view is not None
@@ -241,7 +251,7 @@ class Views:
             if self.core.ended:
                 return self.core.step, self.me, self._key
             if self.core.left:
-                return None, 0, (0, 0)
+                raise GivenUpError(f"worker '{self.name}' is leaving the elastic job")
             if self.core.view is None or incarnation not in self.core.view.members:
                 self._newcomers[incarnation] = (key[0], key[1])
                 self._watch_processes([incarnation])
