@@ -167,9 +167,13 @@ class Views:
                 self._check_store()  # the last member tells the store first
             with self.changed:
                 self._take_in()
+                may_found = answers is not None and self._may_found(lost_since)
+            may_found = may_found and not self._misses_present_workers()
+            with self.changed:
+                self._take_in()
                 if self._has_view():
                     return
-                if answers is not None and self._may_found(lost_since):
+                if may_found and self._may_found(lost_since):
                     self._is_member, self.core.step = True, 0
                     logger.info("worker '%s' founds the elastic job", self.name)
                     self._wake.set()
@@ -202,6 +206,13 @@ class Views:
         is_asked = bool(self.core.tried) or not self._is_lost(self.core.ballot[1])  # by a member of a job
         size = 1 + sum(not self._is_lost(each) for each in known)
         return is_first and not is_asked and size >= self._min_size
+
+    def _misses_present_workers(self) -> bool:
+        """Whether this worker has lost one that is still in the group's log: it may be a member of a job."""
+        present: set[int] = self._on_store(lambda store: _present(Log(store)))
+        with self.changed:
+            self._take_in()
+            return any(self._is_lost(each) for each in present - self.core.dead)
 
     def _has_view(self) -> bool:
         return self.core.view is not None
