@@ -135,6 +135,7 @@ class Job:
             until: number of steps of the whole job; None for no limit.
 
         Raises:
+            Finished: the job has ended before this worker had its state.
             StepFailedError: the block has raised an exception on another member.
             PutOut: the job may go on without this worker.
             StateLostError: all members that had the state are gone.
@@ -154,6 +155,7 @@ class Job:
                     logger.debug("worker '%s' repeats step %d", self._views.name, attempt.step)
         finally:
             self._is_looping, self.current = False, None
+        self._views.check_ended()
         if self._views.core.left or self._views.core.leaving:
             self.leave()
 

@@ -153,6 +153,22 @@ class Views:
         except BaseException:
             self.close()
             raise
+        self.check_ended()
+
+    def check_ended(self) -> None:
+        """Leave and raise ``Finished`` if this worker has come into the view of a job that has ended: it gets
+        no state there.
+        """
+        with self.changed:
+            has_come_too_late = self.error is None and self.core.ended and self.core.step == NEW
+        if has_come_too_late:
+            self.leave(_CALL_SECONDS)
+            raise self._finished(self._steps())
+
+    def _steps(self) -> int:
+        """Return the number of steps that the job has committed, as far as this worker knows."""
+        view = self.core.view
+        return self.core.step if self.core.step != NEW or view is None else view.first
 
     def _check_store(self) -> None:
         found = self._on_store(lambda store: store.get(_FINISHED))
@@ -260,7 +276,7 @@ class Views:
             )
         with self.changed:
             if self.core.ended:
-                return self.core.step, self.me, self._key
+                return self._steps(), self.me, self._key
             if self.core.left:
                 raise GivenUpError(f"worker '{self.name}' is leaving the elastic job")
             if self.core.view is None or incarnation not in self.core.view.members:
@@ -288,13 +304,12 @@ class Views:
             is_last = self.core.step != NEW and self.core.partners() <= self.core.dead
             self.core.ended = self.core.ended or (is_last and self.error is None)
         if self.core.ended:
-            self._publish_end()
+            self._publish_end(self._steps())
         self.close()
 
-    def _publish_end(self) -> None:
-        step = str(self.core.step).encode()
+    def _publish_end(self, step: int) -> None:
         with contextlib.suppress(RpcError):  # the store is gone, and with it the way for newcomers
-            self._on_store(lambda store: store.set(_FINISHED, step))
+            self._on_store(lambda store: store.set(_FINISHED, str(step).encode()))
 
     def close(self) -> None:
         """Leave at once. Idempotent."""
@@ -513,8 +528,8 @@ class Views:
             # All members with a state have left: the job is over for the others, too.
             with self.changed:
                 self.core.ended = True
-            self._publish_end()
             step = max(reports[each].step for each in plan.released)
+            self._publish_end(step)
             self._ask(plan.members, _over, step, timeout=10.0)
             return True
         key = f"elastic/{proposal.ballot[0]}/{secrets.token_hex(6)}"

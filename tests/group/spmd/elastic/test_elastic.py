@@ -136,6 +136,47 @@ def test_exception_in_one_block_ends_the_job_on_all_members(run_workers: RunWork
     assert "ValueError: a mistake in the block" in first
 
 
+def come_too_late(worker: Worker) -> str:
+    """End the job in the step in which the vote is for a view with a newcomer."""
+    init(worker)
+    model = model_of()
+    if worker.rank == 1:
+        worker.wait_for("go on")
+        try:
+            for _ in join(model=model, sampler=Sampler(LENGTH, BATCH)).attempts():
+                pass
+        except Finished as error:
+            return f"finished at {error.step}"
+        finally:
+            rpc.shutdown()
+        return "trained"
+    job = join(model=model, sampler=Sampler(LENGTH, BATCH))
+    for attempt in job.attempts():
+        with attempt:
+            if attempt.step == 1:
+                views = job._views
+                worker.report("newcomers may come")
+                with views.changed:
+                    assert views.changed.wait_for(lambda: bool(views._newcomers), 60)
+                job.finish()
+        if attempt.step == 1:
+            worker.report("has ended")
+            worker.wait_for("go on")
+    job.leave()
+    rpc.shutdown()
+    return f"ended at {job.step}"
+
+
+def test_newcomer_of_a_job_that_ends_has_no_job(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(come_too_late, 2, time_limit=120)
+    workers[0].wait_for("newcomers may come")
+    workers[1].tell("go on")
+    workers[0].wait_for("has ended")
+    assert workers[1].result() == "finished at 2"
+    workers[0].tell("go on")
+    assert workers[0].result() == "ended at 2"
+
+
 def misuse(worker: Worker) -> list[str]:
     """Make one mistake after the other in a job of one member."""
     init(worker)
