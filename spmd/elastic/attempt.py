@@ -41,6 +41,7 @@ class Attempt:
         batch_size: number of samples of the step, over all members.
         weight: this member's share of the batch, from 0 to 1.
         committed: whether the step is committed on all members; False until then, and if it is repeated.
+        whole_view, group: the view and its process group; for the job.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Attempt:
         self.committed = False
         self.is_open = False
         self._root = view.members.index(contributors[0])
-        self._views, self._view, self._group = views, view, group
+        self._views, self.whole_view, self.group = views, view, group
         self._state, self._reducers = state, reducers
         self._works: list[Any] = []
         self._has_failed = False
@@ -103,7 +104,7 @@ class Attempt:
         """Whether the view has failed, for another reason than a mistake in the block."""
         with self._views.changed:
             over = self._views.outcome is Outcome.ABORT or self._views.core.frozen
-        return self._mistake is None and (over or self._has_failed or self._group.group.members.failed)
+        return self._mistake is None and (over or self._has_failed or self.group.group.members.failed)
 
     def _report(self, error: BaseException) -> None:
         """End the job on all members."""
@@ -136,7 +137,7 @@ class Attempt:
         """Begin to sum a tensor over the members of the view, in place. After a failure it does nothing."""
         if not self._has_failed:
             try:
-                self._works.append(self._group.allreduce([tensor]))
+                self._works.append(self.group.allreduce([tensor]))
             except Exception as error:
                 self._note(error)
 
@@ -192,7 +193,7 @@ class Attempt:
                 options = BroadcastOptions()
                 options.rootRank = self._root
                 try:
-                    self._works.append(self._group.broadcast([value], options))
+                    self._works.append(self.group.broadcast([value], options))
                 except Exception as error:
                     self._note(error)
             shared.append((buffer, value))
@@ -202,13 +203,13 @@ class Attempt:
     def _vote(self) -> None:
         views = self._views
         with views.changed:
-            if not views.core.prepare(self._view):
+            if not views.core.prepare(self.whole_view):
                 return
             vote = views.core.vote(grow=views.wants_to_grow())
         mine = torch.tensor([vote.step, vote.grow, vote.leave, vote.finish], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            self._group.allgather([rows], [mine]).wait()
+            self.group.allgather([rows], [mine]).wait()
         except Exception as error:
             self._note(error)
             return
@@ -217,7 +218,7 @@ class Attempt:
             for step, grow, leave, finish in map(_list, rows)
         ]
         with views.changed:
-            if views.core.count(self._view, votes):
+            if views.core.count(self.whole_view, votes):
                 views.outcome, views.given_step = Outcome.COMMIT, NEW
                 if views.core.hold:
                     views.wake()

@@ -98,14 +98,17 @@ class Job:
 
     @property
     def _view(self) -> View:
+        if self.current is not None and self.current.is_open:
+            return self.current.whole_view  # there may be another one while the block still runs
         view = self._views.core.view
         assert view is not None  # ``join`` waits for it
         return view
 
     @property
     def group(self) -> FarcallProcessGroup:
-        """The process group of the present view. Ask for it in each attempt, and use it there only."""
-        group = self._views.group
+        """The process group of the attempt's view. Ask for it in each attempt, and use it there only."""
+        attempt = self.current
+        group = attempt.group if attempt is not None and attempt.is_open else self._views.group
         if group is None:
             raise ElasticError("this worker has left the elastic job")
         if self._group is None or self._group.group is not group.group:
