@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final, Self
@@ -10,6 +11,7 @@ from typing import Any, Final, Self
 import torch
 from torch.distributed.distributed_c10d import BroadcastOptions
 
+from rpc.errors import InvalidOptionError, RpcError, SerializationError
 from spmd.collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.elastic.agreement import NEW, Outcome, View, Vote
@@ -21,8 +23,19 @@ from spmd.elastic.views import Views
 
 __all__ = ["Attempt"]
 
-_MISTAKES: Final = (CollectiveMismatchError, CollectiveTimeoutError)
-"""Failures of a group that would be the same if the attempt were repeated."""
+logger = logging.getLogger(__name__)
+
+_MISTAKES: Final = (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidOptionError,
+    SerializationError,
+)
+"""Errors of farcall that would be the same if the attempt were repeated; all others follow from a loss."""
+
+
+def _is_mistake(error: Exception) -> bool:
+    return not isinstance(error, RpcError) or isinstance(error, _MISTAKES)
 
 
 class _Over(BaseException):
@@ -152,7 +165,8 @@ class Attempt:
 
     def _note(self, error: Exception) -> None:
         self._has_failed = True
-        if isinstance(error, _MISTAKES) and self._mistake is None:
+        logger.debug("worker '%s': %r has failed: %r", self._views.name, self, error)
+        if self._mistake is None and _is_mistake(error):
             self._mistake = error
 
     # ---- the commit

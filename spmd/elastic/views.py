@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from rpc.agent.futures import Future
 from rpc.api import get_worker_info, get_worker_infos, rpc_async
-from rpc.errors import GivenUpError, RendezvousError, RpcError, WorkerLostError
+from rpc.errors import GivenUpError, MessageLostError, RendezvousError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import SharedStore
@@ -582,8 +582,10 @@ class Views:
         for each, call in calls.items():
             try:
                 answers[each] = call.wait()
-            except Exception as error:
+            except RpcError as error:
                 logger.debug("%s failed at %x: %s", function.__name__, each, error)
+            except Exception as error:
+                logger.warning("%s failed at %x: %r", function.__name__, each, error)
         return answers
 
     # ---- what a proposer asks for
@@ -747,8 +749,13 @@ class Views:
                 answer: tuple[Ballot | None, Any] = rpc_async(
                     peer.member.info, _give, args=(each, view.ballot, view.first), timeout=0
                 ).wait()
-            except Exception as error:
+            except (WorkerLostError, MessageLostError, GivenUpError) as error:
                 logger.debug("worker '%s' does not give its state: %s", peer.name, error)
+            except Exception as error:
+                raise ElasticError(
+                    f"worker '{self.name}' cannot get the state of the elastic job from worker "
+                    f"'{peer.name}': {type(error).__name__}: {error}"
+                ) from error
             else:
                 return answer
         return None

@@ -136,6 +136,24 @@ def test_exception_in_one_block_ends_the_job_on_all_members(run_workers: RunWork
     assert "ValueError: a mistake in the block" in first
 
 
+def have_a_sparse_buffer(worker: Worker) -> str:
+    init(worker)
+    model = model_of()
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    job = join(model=model, sampler=Sampler(LENGTH, BATCH))
+    with pytest.raises(ValueError, match="broadcast") as caught:
+        for attempt in job.attempts():
+            with attempt:
+                assert attempt.view == 1, "the step is repeated"
+    rpc.shutdown()
+    return str(caught.value)
+
+
+def test_tensor_that_cannot_be_sent_ends_the_job_at_once(run_workers: RunWorkers) -> None:
+    (error,) = run_workers.start(have_a_sparse_buffer, 1, time_limit=60).results()
+    assert "sparse" in error
+
+
 def come_too_late(worker: Worker) -> str:
     """End the job in the step in which the vote is for a view with a newcomer."""
     init(worker)
