@@ -54,7 +54,7 @@ class Attempt:
         batch_size: number of samples of the step, over all members.
         weight: this member's share of the batch, from 0 to 1.
         committed: whether the step is committed on all members; False until then, and if it is repeated.
-        whole_view, group: the view and its process group; for the job.
+        whole_view, group: the view and its process group: for the job, see ``Job.group``.
     """
 
     def __init__(
@@ -168,6 +168,15 @@ class Attempt:
         logger.debug("worker '%s': %r has failed: %r", self._views.name, self, error)
         if self._mistake is None and _is_mistake(error):
             self._mistake = error
+
+    def check_uncommitted(self) -> None:
+        """Raise if the step is committed: members could not repeat a collective that a loss interrupts."""
+        if self.committed:
+            raise ElasticError(
+                f"a collective was called in the block of step {self.step} after optimizer.step(), which has "
+                "committed the step: it could not be repeated if a member were lost. Call it before "
+                "optimizer.step(), or in the next attempt"
+            )
 
     # ---- the commit
 

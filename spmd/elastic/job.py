@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,18 @@ class JobGroup(FarcallProcessGroup):
     job: Job
 
     def _run(self, *args: Any, **kwargs: Any) -> GroupWork:
+        self._check()
+        return super()._run(*args, **kwargs)
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> GroupWork:
+        self._check()
+        return super().send(tensors, to, tag)
+
+    def _receive(self, *args: Any) -> GroupWork:
+        self._check()
+        return super()._receive(*args)
+
+    def _check(self) -> None:
         attempt = self.job.current
         if attempt is None or not attempt.is_open:
             raise ElasticError(
@@ -44,7 +56,7 @@ class JobGroup(FarcallProcessGroup):
                 "between two attempts. torch.nn.parallel.DistributedDataParallel, whose constructor uses it, "
                 "cannot go on after a loss: use elastic.DistributedDataParallel(module)"
             )
-        return super()._run(*args, **kwargs)
+        attempt.check_uncommitted()
 
 
 class Job:
@@ -122,6 +134,7 @@ class Job:
         """
         if self.current is None or not self.current.is_open:
             raise ElasticError("all_reduce_hook belongs to an attempt: call it within `with attempt:`")
+        self.current.check_uncommitted()
         self.current.start(tensor)
         self.current.finish()
 

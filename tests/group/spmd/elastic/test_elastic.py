@@ -221,6 +221,7 @@ def misuse(worker: Worker) -> list[str]:
                 model(torch.ones(2, 4, dtype=torch.float64)).mean().backward()
             model(torch.ones(2, 4, dtype=torch.float64)).mean().backward()
             optimizer.step()
+            attempt_to(lambda: job.group.allreduce([torch.ones(1)]))
             job.finish()
     job.leave()
     attempt_to(lambda: join(model=model, sampler=sampler))
@@ -236,6 +237,8 @@ def test_misuse_is_one_clear_error(run_workers: RunWorkers) -> None:
         "ElasticError: there is an elastic job in this process already",
         "ElasticError: optimizer.step() was called outside of an attempt",
         "ElasticError: the group of an elastic job is used within `with attempt:` only",
+        "ElasticError: a collective was called in the block of step 0 after optimizer.step()",
+        "ElasticError: a collective was called in the block of step 1 after optimizer.step()",
         "Finished: the elastic job has ended after 2 steps",
     )
     assert len(errors) == len(expected), errors
