@@ -30,6 +30,7 @@ _MISTAKES: Final = (
     CollectiveTimeoutError,
     InvalidOptionError,
     SerializationError,
+    ElasticError,
 )
 """Errors of farcall that would be the same if the attempt were repeated; all others follow from a loss."""
 
@@ -191,7 +192,24 @@ class Attempt:
             if not self.committed:
                 raise _Over
 
+    def _check_gradients(self) -> None:
+        """Note a mistake if an optimizer would use a gradient that differs between members."""
+        if len(self._reducers) < len(self._state.modules):
+            return  # a sharded module's gradients are the program's
+        for optimizer in self._state.optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                if parameter.grad is not None and not any(each.sums(parameter) for each in self._reducers):
+                    self._note(
+                        ElasticError(
+                            f"a parameter of shape {tuple(parameter.shape)} has a gradient that is not "
+                            "summed over the members, since it did not require gradients, or was not part of "
+                            "the state, when this worker called elastic.join: unfreeze parameters before it"
+                        )
+                    )
+                    return
+
     def _decide(self) -> None:
+        self._check_gradients()
         for reducer in self._reducers:
             reducer.finish()
         self.finish()

@@ -69,6 +69,7 @@ class Job:
 
     def __init__(self, sampler: Sampler, min_size: int, state: State) -> None:
         self._sampler, self._min_size, self._state = sampler, min_size, state
+        _check_parameters(state)
         self._reducers = [Reducer(each) for each in state.modules if not _is_sharded(each)]
         self._callbacks: list[Callable[[Job], object]] = []
         self._reported = 0
@@ -269,6 +270,33 @@ class Job:
         self._callbacks.append(callback)
 
 
+def _check_parameters(state: State) -> None:
+    """Raise if the gradient of a parameter would not be summed, or be summed twice."""
+    if any(map(_is_sharded, state.modules)):
+        return  # sums are the program's, by ``all_reduce_hook``
+    module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}
+    for module in state.modules:
+        for name, parameter in module.named_parameters():
+            if module_of.setdefault(parameter, module) is not module:
+                raise ElasticError(
+                    f"elastic.join: parameter '{name}' is part of two modules of the state: its gradient "
+                    "would be summed twice. Pass one module that has both as parts"
+                )
+        if state.modules.count(module) > 1:
+            raise ElasticError(
+                f"elastic.join: a {type(module).__name__} is in the state twice: its gradients would be "
+                "summed twice. Pass it once"
+            )
+    for optimizer in state.optimizers:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter not in module_of:
+                raise ElasticError(
+                    f"elastic.join: the {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is part of no module of the state: its gradient would "
+                    "not be summed over the members. Pass the module, or an nn.ParameterList"
+                )
+
+
 def _is_sharded(module: torch.nn.Module) -> bool:
     return any(isinstance(each, DTensor) for each in module.parameters())
 
@@ -297,8 +325,9 @@ def join(
     Raises:
         Finished: the job has ended.
         JobMismatchError: other members have another model, optimizer, sampler or option.
-        ElasticError: the RPC group is static; this process is a member already; or ``min_size`` workers have
-            not come within the option ``rendezvous_timeout``.
+        ElasticError: the RPC group is static; this process is a member already; a parameter is part of two
+            modules, or of an optimizer and no module; or ``min_size`` workers have not come within the option
+            ``rendezvous_timeout``.
         InvalidOptionError: an option has a value that it cannot have.
         TypeError: an object in ``state`` has no ``state_dict``.
 

@@ -1,9 +1,9 @@
 """The state of a job: what is put back when an attempt is repeated, and what newcomers load.
 
-Parameters and optimizers change only when a step is committed. What the rest of a block changes is copied when
-an attempt begins: buffers of modules, the options of optimizers, such as learning rates, the states of random
-number generators, and everything of objects that are neither modules nor optimizers, such as schedulers and
-counters.
+Parameters and the states of optimizers change only when a step is committed. What the rest of a block changes
+is copied when an attempt begins: buffers of modules, the options of optimizers, such as learning rates, the
+states of random number generators, and everything of objects that are neither modules nor optimizers, such as
+schedulers and counters.
 """
 
 from __future__ import annotations
