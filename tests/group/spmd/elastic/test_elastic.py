@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from spmd.elastic.errors import ElasticError, Finished, JobMismatchError, StepFa
 from spmd.elastic.job import Job, join
 from spmd.elastic.reducer import DistributedDataParallel
 from spmd.elastic.sampling import Sampler
+from spmd.elastic.views import Views
 from tests.support.workers import RunWorkers, Worker
 
 LENGTH, BATCH = 96, 12
@@ -189,8 +192,15 @@ def come_too_late(worker: Worker) -> str:
     model = model_of()
     if worker.rank == 1:
         worker.wait_for("go on")
+        hello, calls = Views._hello, count()
+
+        def hello_once(views: Views) -> bool | None:  # it would be told later that the job has ended
+            return hello(views) if next(calls) == 0 else None
+
         try:
-            for _ in join(model=model, sampler=Sampler(LENGTH, BATCH)).attempts():
+            with patch.object(Views, "_hello", hello_once):
+                job = join(model=model, sampler=Sampler(LENGTH, BATCH))
+            for _ in job.attempts():
                 pass
         except Finished as error:
             return f"finished at {error.step}"
