@@ -648,12 +648,15 @@ class Views:
         return True
 
     def _cut_off(self, workers: Sequence[int]) -> None:
-        """Cut workers off that the next view leaves out, and wait until they must have noticed."""
+        """Cut workers off that the next view leaves out, and wait until they must have noticed, unless they
+        have died, which the proposer may have seen first.
+        """
         for each in workers:
             peer = self._peer(each)
             if peer is not None:
                 self._agent.group.lose(peer, "the elastic job goes on without it")
-        if workers:
+        processes = [self._processes.get(each) for each in workers]
+        if any(each is None or not _has_ended(*each) for each in processes):
             self._released.wait(_NOTICE_SECONDS)
 
     def _decide(
