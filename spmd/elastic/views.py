@@ -755,6 +755,8 @@ class Views:
             except (WorkerLostError, MessageLostError, GivenUpError) as error:
                 logger.debug("worker '%s' does not give its state: %s", peer.name, error)
             except Exception as error:
+                if self._is_lost(each):  # the group may have forgotten it already
+                    continue
                 raise ElasticError(
                     f"worker '{self.name}' cannot get the state of the elastic job from worker "
                     f"'{peer.name}': {type(error).__name__}: {error}"
