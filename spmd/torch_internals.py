@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
+from torch.amp import GradScaler
 
 from rpc.runtime.internals import Internals
 from rpc.runtime.torch_internals import async_collective_tensor
@@ -56,6 +57,7 @@ __all__ = [
     "flash_attention_for_cpu",
     "foreach_norm",
     "foreach_types",
+    "forget_unscaled",
     "has_kernel",
     "is_dense",
     "local_scalar",
@@ -138,6 +140,14 @@ DISTRIBUTED: Final = "_distribute_module_applied"
 INTERNALS.expect(
     "torch.nn:MultiheadAttention._reset_parameters", without="MultiheadAttention cannot be made by parts"
 )
+
+# ---- elastic jobs
+
+
+def forget_unscaled(scaler: GradScaler) -> None:
+    """Make a gradient scaler forget which optimizers' gradients it has unscaled, as its ``update`` does."""
+    scaler._per_optimizer_states.clear()
+
 
 # ---- SPMD mode: the device
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final, Self
@@ -10,6 +11,7 @@ from typing import Any, Final, Self
 import torch
 from torch.distributed.distributed_c10d import BroadcastOptions
 
+from rpc.errors import InvalidOptionError, RpcError, SerializationError
 from spmd.collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.elastic.agreement import NEW, Outcome, View, Vote
@@ -21,8 +23,20 @@ from spmd.elastic.views import Views
 
 __all__ = ["Attempt"]
 
-_MISTAKES: Final = (CollectiveMismatchError, CollectiveTimeoutError)
-"""Failures of a group that would be the same if the attempt were repeated."""
+logger = logging.getLogger(__name__)
+
+_MISTAKES: Final = (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidOptionError,
+    SerializationError,
+    ElasticError,
+)
+"""Errors of farcall that would be the same if the attempt were repeated; all others follow from a loss."""
+
+
+def _is_mistake(error: Exception) -> bool:
+    return not isinstance(error, RpcError) or isinstance(error, _MISTAKES)
 
 
 class _Over(BaseException):
@@ -41,6 +55,7 @@ class Attempt:
         batch_size: number of samples of the step, over all members.
         weight: this member's share of the batch, from 0 to 1.
         committed: whether the step is committed on all members; False until then, and if it is repeated.
+        whole_view, group: the view and its process group: for the job, see ``Job.group``.
     """
 
     def __init__(
@@ -59,7 +74,7 @@ class Attempt:
         self.committed = False
         self.is_open = False
         self._root = view.members.index(contributors[0])
-        self._views, self._view, self._group = views, view, group
+        self._views, self.whole_view, self.group = views, view, group
         self._state, self._reducers = state, reducers
         self._works: list[Any] = []
         self._has_failed = False
@@ -103,7 +118,7 @@ class Attempt:
         """Whether the view has failed, for another reason than a mistake in the block."""
         with self._views.changed:
             over = self._views.outcome is Outcome.ABORT or self._views.core.frozen
-        return self._mistake is None and (over or self._has_failed or self._group.group.members.failed)
+        return self._mistake is None and (over or self._has_failed or self.group.group.members.failed)
 
     def _report(self, error: BaseException) -> None:
         """End the job on all members."""
@@ -136,7 +151,7 @@ class Attempt:
         """Begin to sum a tensor over the members of the view, in place. After a failure it does nothing."""
         if not self._has_failed:
             try:
-                self._works.append(self._group.allreduce([tensor]))
+                self._works.append(self.group.allreduce([tensor]))
             except Exception as error:
                 self._note(error)
 
@@ -151,8 +166,18 @@ class Attempt:
 
     def _note(self, error: Exception) -> None:
         self._has_failed = True
-        if isinstance(error, _MISTAKES) and self._mistake is None:
+        logger.debug("worker '%s': %r has failed: %r", self._views.name, self, error)
+        if self._mistake is None and _is_mistake(error):
             self._mistake = error
+
+    def check_uncommitted(self) -> None:
+        """Raise if the step is committed: members could not repeat a collective that a loss interrupts."""
+        if self.committed:
+            raise ElasticError(
+                f"a collective was called in the block of step {self.step} after optimizer.step(), which has "
+                "committed the step: it could not be repeated if a member were lost. Call it before "
+                "optimizer.step(), or in the next attempt"
+            )
 
     # ---- the commit
 
@@ -167,7 +192,24 @@ class Attempt:
             if not self.committed:
                 raise _Over
 
+    def _check_gradients(self) -> None:
+        """Note a mistake if an optimizer would use a gradient that differs between members."""
+        if len(self._reducers) < len(self._state.modules):
+            return  # a sharded module's gradients are the program's
+        for optimizer in self._state.optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                if parameter.grad is not None and not any(each.sums(parameter) for each in self._reducers):
+                    self._note(
+                        ElasticError(
+                            f"a parameter of shape {tuple(parameter.shape)} has a gradient that is not "
+                            "summed over the members, since it did not require gradients, or was not part of "
+                            "the state, when this worker called elastic.join: unfreeze parameters before it"
+                        )
+                    )
+                    return
+
     def _decide(self) -> None:
+        self._check_gradients()
         for reducer in self._reducers:
             reducer.finish()
         self.finish()
@@ -192,7 +234,7 @@ class Attempt:
                 options = BroadcastOptions()
                 options.rootRank = self._root
                 try:
-                    self._works.append(self._group.broadcast([value], options))
+                    self._works.append(self.group.broadcast([value], options))
                 except Exception as error:
                     self._note(error)
             shared.append((buffer, value))
@@ -202,13 +244,13 @@ class Attempt:
     def _vote(self) -> None:
         views = self._views
         with views.changed:
-            if not views.core.prepare(self._view):
+            if not views.core.prepare(self.whole_view):
                 return
             vote = views.core.vote(grow=views.wants_to_grow())
         mine = torch.tensor([vote.step, vote.grow, vote.leave, vote.finish], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            self._group.allgather([rows], [mine]).wait()
+            self.group.allgather([rows], [mine]).wait()
         except Exception as error:
             self._note(error)
             return
@@ -217,7 +259,7 @@ class Attempt:
             for step, grow, leave, finish in map(_list, rows)
         ]
         with views.changed:
-            if views.core.count(self._view, votes):
+            if views.core.count(self.whole_view, votes):
                 views.outcome, views.given_step = Outcome.COMMIT, NEW
                 if views.core.hold:
                     views.wake()

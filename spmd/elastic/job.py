@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,18 @@ class JobGroup(FarcallProcessGroup):
     job: Job
 
     def _run(self, *args: Any, **kwargs: Any) -> GroupWork:
+        self._check()
+        return super()._run(*args, **kwargs)
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> GroupWork:
+        self._check()
+        return super().send(tensors, to, tag)
+
+    def _receive(self, *args: Any) -> GroupWork:
+        self._check()
+        return super()._receive(*args)
+
+    def _check(self) -> None:
         attempt = self.job.current
         if attempt is None or not attempt.is_open:
             raise ElasticError(
@@ -44,7 +56,7 @@ class JobGroup(FarcallProcessGroup):
                 "between two attempts. torch.nn.parallel.DistributedDataParallel, whose constructor uses it, "
                 "cannot go on after a loss: use elastic.DistributedDataParallel(module)"
             )
-        return super()._run(*args, **kwargs)
+        attempt.check_uncommitted()
 
 
 class Job:
@@ -57,6 +69,7 @@ class Job:
 
     def __init__(self, sampler: Sampler, min_size: int, state: State) -> None:
         self._sampler, self._min_size, self._state = sampler, min_size, state
+        _check_parameters(state)
         self._reducers = [Reducer(each) for each in state.modules if not _is_sharded(each)]
         self._callbacks: list[Callable[[Job], object]] = []
         self._reported = 0
@@ -98,14 +111,17 @@ class Job:
 
     @property
     def _view(self) -> View:
+        if self.current is not None and self.current.is_open:
+            return self.current.whole_view  # there may be another one while the block still runs
         view = self._views.core.view
         assert view is not None  # ``join`` waits for it
         return view
 
     @property
     def group(self) -> FarcallProcessGroup:
-        """The process group of the present view. Ask for it in each attempt, and use it there only."""
-        group = self._views.group
+        """The process group of the attempt's view. Ask for it in each attempt, and use it there only."""
+        attempt = self.current
+        group = attempt.group if attempt is not None and attempt.is_open else self._views.group
         if group is None:
             raise ElasticError("this worker has left the elastic job")
         if self._group is None or self._group.group is not group.group:
@@ -119,6 +135,7 @@ class Job:
         """
         if self.current is None or not self.current.is_open:
             raise ElasticError("all_reduce_hook belongs to an attempt: call it within `with attempt:`")
+        self.current.check_uncommitted()
         self.current.start(tensor)
         self.current.finish()
 
@@ -135,6 +152,7 @@ class Job:
             until: number of steps of the whole job; None for no limit.
 
         Raises:
+            Finished: the job has ended before this worker had its state.
             StepFailedError: the block has raised an exception on another member.
             PutOut: the job may go on without this worker.
             StateLostError: all members that had the state are gone.
@@ -154,6 +172,7 @@ class Job:
                     logger.debug("worker '%s' repeats step %d", self._views.name, attempt.step)
         finally:
             self._is_looping, self.current = False, None
+        self._views.check_ended()
         if self._views.core.left or self._views.core.leaving:
             self.leave()
 
@@ -251,6 +270,33 @@ class Job:
         self._callbacks.append(callback)
 
 
+def _check_parameters(state: State) -> None:
+    """Raise if the gradient of a parameter would not be summed, or be summed twice."""
+    if any(map(_is_sharded, state.modules)):
+        return  # sums are the program's, by ``all_reduce_hook``
+    module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}
+    for module in state.modules:
+        for name, parameter in module.named_parameters():
+            if module_of.setdefault(parameter, module) is not module:
+                raise ElasticError(
+                    f"elastic.join: parameter '{name}' is part of two modules of the state: its gradient "
+                    "would be summed twice. Pass one module that has both as parts"
+                )
+        if state.modules.count(module) > 1:
+            raise ElasticError(
+                f"elastic.join: a {type(module).__name__} is in the state twice: its gradients would be "
+                "summed twice. Pass it once"
+            )
+    for optimizer in state.optimizers:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter not in module_of:
+                raise ElasticError(
+                    f"elastic.join: the {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is part of no module of the state: its gradient would "
+                    "not be summed over the members. Pass the module, or an nn.ParameterList"
+                )
+
+
 def _is_sharded(module: torch.nn.Module) -> bool:
     return any(isinstance(each, DTensor) for each in module.parameters())
 
@@ -279,8 +325,9 @@ def join(
     Raises:
         Finished: the job has ended.
         JobMismatchError: other members have another model, optimizer, sampler or option.
-        ElasticError: the RPC group is static; this process is a member already; or ``min_size`` workers have
-            not come within the option ``rendezvous_timeout``.
+        ElasticError: the RPC group is static; this process is a member already; a parameter is part of two
+            modules, or of an optimizer and no module; or ``min_size`` workers have not come within the option
+            ``rendezvous_timeout``.
         InvalidOptionError: an option has a value that it cannot have.
         TypeError: an object in ``state`` has no ``state_dict``.
 

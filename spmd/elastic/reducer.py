@@ -107,6 +107,10 @@ class Reducer:
             register: Any = parameter.register_post_accumulate_grad_hook
             register(self._ready)
 
+    def sums(self, parameter: torch.Tensor) -> bool:
+        """Whether this sums the gradient of a parameter: it required gradients when the job was joined."""
+        return parameter in self._bucket_of
+
     def begin(self, attempt: Reduction) -> None:
         """Begin an attempt: gradients are zero."""
         self.attempt, self.accumulates, self._ends_with_backward = attempt, False, False

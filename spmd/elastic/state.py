@@ -1,8 +1,9 @@
 """The state of a job: what is put back when an attempt is repeated, and what newcomers load.
 
-Parameters and optimizers change only when a step is committed. What a forward pass changes is copied when an
-attempt begins: buffers of modules, the states of random number generators, and everything of objects that are
-neither modules nor optimizers, such as schedulers and counters.
+Parameters and the states of optimizers change only when a step is committed. What the rest of a block changes
+is copied when an attempt begins: buffers of modules, the options of optimizers, such as learning rates, the
+states of random number generators, and everything of objects that are neither modules nor optimizers, such as
+schedulers and counters.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ import copy
 import random
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from spmd.torch_internals import forget_unscaled
+
 __all__ = ["State"]
+
+_SCALER_ATTRIBUTES: Final = ("grad_scale", "found_inf")
+"""What ``GradScaler.step`` gives to a fused optimizer, and takes away after the optimizer's step."""
 
 
 class State:
@@ -48,6 +54,8 @@ class State:
             if not isinstance(each, nn.Module | torch.optim.Optimizer)
         }
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
+        self._options: dict[str, list[dict[str, Any]]] = {}
+        self._scales: list[dict[str, Any]] = []
         self._other_states: dict[str, Any] = {}
         self._random: list[Any] = []
 
@@ -71,6 +79,18 @@ class State:
             for name, value in self._objects.items()
             if isinstance(value, nn.Module)
         }
+        self._options = {
+            name: [
+                {key: copy.deepcopy(option) for key, option in group.items() if key != "params"}
+                for group in value.param_groups
+            ]
+            for name, value in self._objects.items()
+            if isinstance(value, torch.optim.Optimizer)
+        }
+        self._scales = [
+            {key: vars(each)[key] for key in _SCALER_ATTRIBUTES if key in vars(each)}
+            for each in self.optimizers
+        ]
         self._other_states = {name: copy.deepcopy(each.state_dict()) for name, each in self._others.items()}
         self._random = [torch.get_rng_state(), random.getstate()]
         if _uses_cuda():
@@ -84,8 +104,18 @@ class State:
             for name, kept in self._buffers.items():
                 for key, each in self._objects[name].named_buffers():
                     each.copy_(kept[key])
+            for name, groups in self._options.items():
+                for group, options in zip(self._objects[name].param_groups, groups, strict=False):
+                    _set_options(group, options)
+        for optimizer, scales in zip(self.optimizers, self._scales, strict=True):
+            for key in _SCALER_ATTRIBUTES:
+                vars(optimizer).pop(key, None)
+            vars(optimizer).update(scales)
         for name, kept in self._other_states.items():
-            self._others[name].load_state_dict(copy.deepcopy(kept))
+            other = self._others[name]
+            other.load_state_dict(copy.deepcopy(kept))
+            if isinstance(other, torch.amp.GradScaler):
+                forget_unscaled(other)  # the repeated attempt has other gradients
         states = iter(self._random)
         torch.set_rng_state(next(states))
         random.setstate(next(states))
@@ -106,6 +136,9 @@ class State:
                 given[name] = self._other_states[name]
                 continue
             given[name] = value.state_dict()
+            if name in self._options:
+                groups = zip(given[name]["param_groups"], self._options[name], strict=False)
+                given[name] = {**given[name], "param_groups": [{**now, **then} for now, then in groups]}
             if name in self._buffers:
                 given[name] = {**given[name], **self._saved_buffers(name, given[name])}
         return given
@@ -120,6 +153,14 @@ class State:
         """Load a state that another member has given."""
         for name, value in self._objects.items():
             value.load_state_dict(given[name])
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, kept in options.items():
+        if isinstance(kept, torch.Tensor) and isinstance(now := group.get(key), torch.Tensor):
+            now.copy_(kept)  # compiled and captured steps refer to the tensor
+        else:
+            group[key] = copy.deepcopy(kept)
 
 
 def _uses_cuda() -> bool:

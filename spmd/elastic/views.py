@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from rpc.agent.futures import Future
 from rpc.api import get_worker_info, get_worker_infos, rpc_async
-from rpc.errors import GivenUpError, RendezvousError, RpcError, WorkerLostError
+from rpc.errors import GivenUpError, MessageLostError, RendezvousError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import SharedStore
@@ -153,6 +153,22 @@ class Views:
         except BaseException:
             self.close()
             raise
+        self.check_ended()
+
+    def check_ended(self) -> None:
+        """Leave and raise ``Finished`` if this worker has come into the view of a job that has ended: it gets
+        no state there.
+        """
+        with self.changed:
+            has_come_too_late = self.error is None and self.core.ended and self.core.step == NEW
+        if has_come_too_late:
+            self.leave(_CALL_SECONDS)
+            raise self._finished(self._steps())
+
+    def _steps(self) -> int:
+        """Return the number of steps that the job has committed, as far as this worker knows."""
+        view = self.core.view
+        return self.core.step if self.core.step != NEW or view is None else view.first
 
     def _check_store(self) -> None:
         found = self._on_store(lambda store: store.get(_FINISHED))
@@ -167,17 +183,13 @@ class Views:
                 self._check_store()  # the last member tells the store first
             with self.changed:
                 self._take_in()
+                may_found = answers is not None and self._may_found(lost_since)
+            may_found = may_found and not self._misses_present_workers()
+            with self.changed:
+                self._take_in()
                 if self._has_view():
                     return
-                known = self._newcomers
-                smaller = [each for each in known if known[each] < self._key]
-                for each in [each for each in smaller if self._is_lost(each)]:
-                    # It may live, and have founded the job: then one of the two is put out of the group.
-                    since = lost_since.setdefault(each, monotonic())
-                    if each in self.core.dead or monotonic() - since > _PATIENCE_SECONDS / 2:
-                        del known[each]
-                is_first = answers is not None and not any(each in known for each in smaller)
-                if is_first and 1 + sum(not self._is_lost(each) for each in known) >= self._min_size:
+                if may_found and self._may_found(lost_since):
                     self._is_member, self.core.step = True, 0
                     logger.info("worker '%s' founds the elastic job", self.name)
                     self._wake.set()
@@ -192,6 +204,31 @@ class Views:
                     f"worker '{self.name}' has not become a member of the elastic job in time: "
                     f"{1 + len(self._newcomers)} workers have come, min_size is {self._min_size}"
                 )
+
+    def _may_found(self, lost_since: dict[int, float]) -> bool:
+        """Whether this worker founds the job if there is none; with ``changed`` held.
+
+        Args:
+            lost_since: when newcomers were first found to be lost.
+        """
+        known = self._newcomers
+        smaller = [each for each in known if known[each] < self._key]
+        for each in [each for each in smaller if self._is_lost(each)]:
+            # It may live, and have founded the job: then one of the two is put out of the group.
+            since = lost_since.setdefault(each, monotonic())
+            if each in self.core.dead or monotonic() - since > _PATIENCE_SECONDS / 2:
+                del known[each]
+        is_first = not any(each in known for each in smaller)
+        is_asked = bool(self.core.tried) or not self._is_lost(self.core.ballot[1])  # by a member of a job
+        size = 1 + sum(not self._is_lost(each) for each in known)
+        return is_first and not is_asked and size >= self._min_size
+
+    def _misses_present_workers(self) -> bool:
+        """Whether this worker has lost one that is still in the group's log: it may be a member of a job."""
+        present: set[int] = self._on_store(lambda store: _present(Log(store)))
+        with self.changed:
+            self._take_in()
+            return any(self._is_lost(each) for each in present - self.core.dead)
 
     def _has_view(self) -> bool:
         return self.core.view is not None
@@ -239,9 +276,9 @@ class Views:
             )
         with self.changed:
             if self.core.ended:
-                return self.core.step, self.me, self._key
+                return self._steps(), self.me, self._key
             if self.core.left:
-                return None, 0, (0, 0)
+                raise GivenUpError(f"worker '{self.name}' is leaving the elastic job")
             if self.core.view is None or incarnation not in self.core.view.members:
                 self._newcomers[incarnation] = (key[0], key[1])
                 self._watch_processes([incarnation])
@@ -267,13 +304,12 @@ class Views:
             is_last = self.core.step != NEW and self.core.partners() <= self.core.dead
             self.core.ended = self.core.ended or (is_last and self.error is None)
         if self.core.ended:
-            self._publish_end()
+            self._publish_end(self._steps())
         self.close()
 
-    def _publish_end(self) -> None:
-        step = str(self.core.step).encode()
+    def _publish_end(self, step: int) -> None:
         with contextlib.suppress(RpcError):  # the store is gone, and with it the way for newcomers
-            self._on_store(lambda store: store.set(_FINISHED, step))
+            self._on_store(lambda store: store.set(_FINISHED, str(step).encode()))
 
     def close(self) -> None:
         """Leave at once. Idempotent."""
@@ -492,8 +528,8 @@ class Views:
             # All members with a state have left: the job is over for the others, too.
             with self.changed:
                 self.core.ended = True
-            self._publish_end()
             step = max(reports[each].step for each in plan.released)
+            self._publish_end(step)
             self._ask(plan.members, _over, step, timeout=10.0)
             return True
         key = f"elastic/{proposal.ballot[0]}/{secrets.token_hex(6)}"
@@ -546,8 +582,10 @@ class Views:
         for each, call in calls.items():
             try:
                 answers[each] = call.wait()
-            except Exception as error:
+            except RpcError as error:
                 logger.debug("%s failed at %x: %s", function.__name__, each, error)
+            except Exception as error:
+                logger.warning("%s failed at %x: %r", function.__name__, each, error)
         return answers
 
     # ---- what a proposer asks for
@@ -610,12 +648,15 @@ class Views:
         return True
 
     def _cut_off(self, workers: Sequence[int]) -> None:
-        """Cut workers off that the next view leaves out, and wait until they must have noticed."""
+        """Cut workers off that the next view leaves out, and wait until they must have noticed, unless they
+        have died, which the proposer may have seen first.
+        """
         for each in workers:
             peer = self._peer(each)
             if peer is not None:
                 self._agent.group.lose(peer, "the elastic job goes on without it")
-        if workers:
+        processes = [self._processes.get(each) for each in workers]
+        if any(each is None or not _has_ended(*each) for each in processes):
             self._released.wait(_NOTICE_SECONDS)
 
     def _decide(
@@ -711,8 +752,15 @@ class Views:
                 answer: tuple[Ballot | None, Any] = rpc_async(
                     peer.member.info, _give, args=(each, view.ballot, view.first), timeout=0
                 ).wait()
-            except Exception as error:
+            except (WorkerLostError, MessageLostError, GivenUpError) as error:
                 logger.debug("worker '%s' does not give its state: %s", peer.name, error)
+            except Exception as error:
+                if self._is_lost(each):  # the group may have forgotten it already
+                    continue
+                raise ElasticError(
+                    f"worker '{self.name}' cannot get the state of the elastic job from worker "
+                    f"'{peer.name}': {type(error).__name__}: {error}"
+                ) from error
             else:
                 return answer
         return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from spmd.elastic.errors import ElasticError, Finished, JobMismatchError, StepFa
 from spmd.elastic.job import Job, join
 from spmd.elastic.reducer import DistributedDataParallel
 from spmd.elastic.sampling import Sampler
+from spmd.elastic.views import Views
 from tests.support.workers import RunWorkers, Worker
 
 LENGTH, BATCH = 96, 12
@@ -136,6 +139,101 @@ def test_exception_in_one_block_ends_the_job_on_all_members(run_workers: RunWork
     assert "ValueError: a mistake in the block" in first
 
 
+def have_a_sparse_buffer(worker: Worker) -> str:
+    init(worker)
+    model = model_of()
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    job = join(model=model, sampler=Sampler(LENGTH, BATCH))
+    try:
+        for attempt in job.attempts():
+            with attempt:
+                assert attempt.view == 1, "the step is repeated"
+    except ValueError as error:
+        return str(error)
+    finally:
+        rpc.shutdown()
+    return "ended"
+
+
+def test_tensor_that_cannot_be_sent_ends_the_job_at_once(run_workers: RunWorkers) -> None:
+    (error,) = run_workers.start(have_a_sparse_buffer, 1, time_limit=60).results()
+    assert "takes dense tensors on the CPU" in error
+
+
+def unfreeze(worker: Worker) -> str:
+    init(worker)
+    model = model_of()
+    model.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    job = join(model=model, optimizer=optimizer, sampler=Sampler(LENGTH, BATCH))
+    try:
+        for attempt in job.attempts():
+            with attempt:
+                if attempt.step == 1:
+                    model.requires_grad_(True)
+                    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+    except ElasticError as error:
+        return f"{job.step} steps: {error}"
+    finally:
+        rpc.shutdown()
+    return "ended"
+
+
+def test_parameters_that_are_unfrozen_after_join_are_refused(run_workers: RunWorkers) -> None:
+    (error,) = run_workers.start(unfreeze, 1, time_limit=60).results()
+    assert error.startswith("1 steps: ")
+    assert "has a gradient that is not summed over the members" in error
+
+
+def come_too_late(worker: Worker) -> str:
+    """End the job in the step in which the vote is for a view with a newcomer."""
+    init(worker)
+    model = model_of()
+    if worker.rank == 1:
+        worker.wait_for("go on")
+        hello, calls = Views._hello, count()
+
+        def hello_once(views: Views) -> bool | None:  # it would be told later that the job has ended
+            return hello(views) if next(calls) == 0 else None
+
+        try:
+            with patch.object(Views, "_hello", hello_once):
+                job = join(model=model, sampler=Sampler(LENGTH, BATCH))
+            for _ in job.attempts():
+                pass
+        except Finished as error:
+            return f"finished at {error.step}"
+        finally:
+            rpc.shutdown()
+        return "trained"
+    job = join(model=model, sampler=Sampler(LENGTH, BATCH))
+    views = job._views
+    for attempt in job.attempts():
+        with attempt:
+            if attempt.step == 1:
+                worker.report("newcomers may come")
+                with views.changed:
+                    assert views.changed.wait_for(lambda: bool(views._newcomers), 60)
+                job.finish()
+        if attempt.step == 1:
+            worker.report("has ended")
+            worker.wait_for("go on")
+    job.leave()
+    rpc.shutdown()
+    return f"ended at {job.step}"
+
+
+def test_newcomer_of_a_job_that_ends_has_no_job(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(come_too_late, 2, time_limit=120)
+    workers[0].wait_for("newcomers may come")
+    workers[1].tell("go on")
+    workers[0].wait_for("has ended")
+    assert workers[1].result() == "finished at 2"
+    workers[0].tell("go on")
+    assert workers[0].result() == "ended at 2"
+
+
 def misuse(worker: Worker) -> list[str]:
     """Make one mistake after the other in a job of one member."""
     init(worker)
@@ -152,6 +250,8 @@ def misuse(worker: Worker) -> list[str]:
 
     attempt_to(lambda: join(model=model, sampler=iter([1])))  # type: ignore[arg-type]
     attempt_to(lambda: join(model=model, other=3, sampler=sampler))
+    attempt_to(lambda: join(model=model, part=model.module, sampler=sampler))
+    attempt_to(lambda: join(optimizer=optimizer, sampler=sampler))
     job: Job = join(model=model, optimizer=optimizer, sampler=sampler)
     attempt_to(lambda: join(model=model, sampler=sampler))
     attempt_to(optimizer.step)
@@ -162,6 +262,7 @@ def misuse(worker: Worker) -> list[str]:
                 model(torch.ones(2, 4, dtype=torch.float64)).mean().backward()
             model(torch.ones(2, 4, dtype=torch.float64)).mean().backward()
             optimizer.step()
+            attempt_to(lambda: job.group.allreduce([torch.ones(1)]))
             job.finish()
     job.leave()
     attempt_to(lambda: join(model=model, sampler=sampler))
@@ -174,9 +275,13 @@ def test_misuse_is_one_clear_error(run_workers: RunWorkers) -> None:
     expected = (
         "TypeError: elastic.join: sampler is of type list_iterator",
         "TypeError: elastic.join: other is of type int",
+        "ElasticError: elastic.join: parameter '0.weight' is part of two modules",
+        "ElasticError: elastic.join: the SGD has a parameter of shape (8, 4) that is part of no module",
         "ElasticError: there is an elastic job in this process already",
         "ElasticError: optimizer.step() was called outside of an attempt",
         "ElasticError: the group of an elastic job is used within `with attempt:` only",
+        "ElasticError: a collective was called in the block of step 0 after optimizer.step()",
+        "ElasticError: a collective was called in the block of step 1 after optimizer.step()",
         "Finished: the elastic job has ended after 2 steps",
     )
     assert len(errors) == len(expected), errors
