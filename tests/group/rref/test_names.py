@@ -193,7 +193,7 @@ def test_a_silent_worker_does_not_hide_an_object_that_is_found(run_workers: RunW
 
 # ---- hostile names, coroutines, safe mode
 
-WRONG = ["", "a b", "\x1b[31mred", "<b>", "é", "a\n", "x" * 256, 3, None, b"name"]
+WRONG = ["", "a b", "\x1b[31mred", "<b>", "é", "a\n", "x" * 256, 3, None, b"name", {}, ["a"]]
 
 
 def send_unchecked(name: Any) -> rpc.RRef[Any]:
