@@ -14,7 +14,8 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextvars import copy_context
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, overload
@@ -33,7 +34,7 @@ from rpc.retrying import check_retries, limit_of, loss_of, returns_of, why_gone
 from rpc.runtime import waits
 from rpc.runtime.blocking import Event, check_may_block, wait_for_event
 from rpc.runtime.current import current_agent
-from rpc.runtime.interrupts import is_interruption, protected
+from rpc.runtime.interrupts import interruptible, is_interruption, protected
 
 __all__ = ["MapResults", "map"]
 
@@ -94,6 +95,8 @@ class _Outcome:
                 return self._future.value()  # here, since it makes tensors on devices ready for this thread
             assert self._error is not None
             raise self._error
+        except (StopIteration, StopAsyncIteration) as error:  # it would end the iteration
+            raise RuntimeError(f"{self._place} raised {type(error).__name__}") from error
         except Exception as error:
             error.add_note(self._place)
             raise
@@ -129,6 +132,7 @@ class _Work:
         self._retries = retries
         self._ordered = ordered
         self._records_gradients = torch.is_grad_enabled()
+        self._context = copy_context()
         self._lock = threading.RLock()  # reentrant: a finalizer may close another map
         self._thread = threading.local()
         self._queue: deque[_Item] = deque()
@@ -141,7 +145,7 @@ class _Work:
     def add(self, index: int, value: Any) -> None:
         """Have an item computed."""
         self._queue.append(_Item(index, value, self._retries))
-        self._send_all()
+        self.send()
 
     @protected
     def take(self) -> _Outcome | None:
@@ -170,6 +174,7 @@ class _Work:
                 worker.name for worker in self._workers
             ]
 
+    @protected
     def close(self) -> None:
         """Cancel what is under way, and drop the rest."""
         for end in self._ending():
@@ -187,8 +192,11 @@ class _Work:
 
     # ---- giving items to workers
 
-    def _send_all(self) -> None:
-        """Send waiting items to the workers that are free."""
+    @protected
+    def send(self) -> None:
+        """Send waiting items to the workers that are free. If a signal handler interrupts it, the item that
+        it was sending waits again.
+        """
         if getattr(self._thread, "sends", False):  # a call has ended at once: the loop below goes on
             return
         self._thread.sends = True
@@ -227,24 +235,32 @@ class _Work:
         return [(item, WorkerLostError(text, last.name, last.reason or "")) for item in items]
 
     def _send(self, item: _Item, worker: _Worker) -> None:
+        if self._is_gone(worker):
+            self._ended(item, worker, again=True)
+            return
         try:
-            if self._is_gone(worker):
-                self._ended(item, worker, again=True)
-                return
             is_loss = loss_of(self._agent, worker.name)
             with torch.set_grad_enabled(self._records_gradients):
                 future = self._agent.call_async(worker.name, self._function, (item.value,), {}, self._timeout)
         except BaseException as error:
-            self._ended(item, worker)
-            self.finish(item.index, _Outcome(f"rpc.map: item {item.index}", error=error))
-            if is_interruption(error):
+            interrupts = is_interruption(error)
+            self._ended(item, worker, again=interrupts)
+            if interrupts:
                 raise
+            self.finish(item.index, _Outcome(f"rpc.map: item {item.index}", error=error))
             return
         item.future = future
-        future.add_done_callback(partial(self._answered, item, worker, is_loss))
+        answered = partial(self._answered, item, worker, is_loss)
+        try:
+            future.add_done_callback(answered)
+        except BaseException:  # the call has ended at once, and a signal handler interrupted the callback
+            if future.done() and item in self._under_way:
+                answered(future)
+            raise
         if self._closed:
             future.cancel()
 
+    @protected
     def _answered(
         self, item: _Item, worker: _Worker, is_loss: Callable[[BaseException], bool], future: Future[Any]
     ) -> None:
@@ -263,7 +279,7 @@ class _Work:
         self._ended(item, worker, again=again)
         if not again:
             self.finish(item.index, _Outcome(place, future))
-        self._send_all()
+        self.send()
 
     @protected
     def _ended(self, item: _Item, worker: _Worker, *, again: bool = False) -> None:
@@ -294,20 +310,30 @@ class _Work:
     def _use_when_back(self, worker: _Worker) -> None:
         returns = returns_of(self._agent)
         if returns is None:  # in the meantime, this worker has left
-            worker.awaited = False
-        elif not self._closed:
-            limit = limit_of(self._agent, self._timeout)
-            self._forget[worker] = returns.when_back(worker.name, partial(self._back, worker), limit)
-
-    def _back(self, worker: _Worker, is_back: bool) -> None:
-        if self._closed:
+            with self._lock:
+                worker.awaited = False
             return
-        worker.awaited = False
-        if is_back:
-            worker.reason = None
-        else:  # it is used when it comes, but items do not wait for it any longer
+
+        def back(is_back: bool) -> None:
+            self._context.copy().run(self._back, worker, is_back)
+
+        forget = returns.when_back(worker.name, back, limit_of(self._agent, self._timeout))
+        with self._lock:
+            self._forget[worker] = forget
+        if self._closed:
+            forget()
+
+    @protected
+    def _back(self, worker: _Worker, is_back: bool) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            worker.awaited = False
+            if is_back:
+                worker.reason = None
+        if not is_back:  # it is used when it comes, but items do not wait for it any longer
             self._use_when_back(worker)
-        self._send_all()
+        self.send()
 
 
 class MapResults(Generic[T]):
@@ -334,26 +360,25 @@ class MapResults(Generic[T]):
     def __next__(self) -> T:
         """Return the next result; waits until it is there."""
         check_may_block()
-        while (outcome := self._next()) is None:
+        while (found := self._next()) is None:
             if self._exhausted and self._given == self._read:
                 raise StopIteration
             with waits.waiting("rpc.map", self._work.awaited):
                 wait_for_event(self._work.changed)
-        value: T = outcome.value()
-        return value
+        return found[0]
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
         """Return the next result, in a coroutine on any asyncio loop."""
-        while (outcome := self._next()) is None:
+        while (found := self._next()) is None:
             if self._exhausted and self._given == self._read:
                 raise StopAsyncIteration
             await self._changed()
-        value: T = outcome.value()
-        return value
+        return found[0]
 
+    @protected
     def close(self) -> None:
         """Cancel the items that are computed now, and end the iteration. Does not wait: a function that runs
         on a thread runs to its end, and its value is dropped.
@@ -374,19 +399,22 @@ class MapResults(Generic[T]):
         if hasattr(self, "_given") and not (self._exhausted and self._given == self._read):
             self._drop(self._work)
 
-    def _next(self) -> _Outcome | None:
+    @protected  # between two items that are read
+    def _next(self) -> tuple[T] | None:
+        """Return the next result, if it is there; raises its error."""
+        self._work.send()  # an item that an interruption has left waiting
         self._read_items()
         outcome = self._work.take()
-        self._given += outcome is not None
-        return outcome
+        if outcome is None:
+            return None
+        self._given += 1
+        return (outcome.value(),)
 
     def _read_items(self) -> None:
         while not self._exhausted and self._read - self._given < self._look_ahead:
             index = self._read
             try:
-                value = next(self._items)
-            except StopIteration:
-                self._exhausted = True
+                item = _read(self._items)
             except Exception as error:
                 if is_interruption(error):
                     raise
@@ -394,8 +422,10 @@ class MapResults(Generic[T]):
                 self._read += 1
                 self._work.finish(index, _Outcome(f"rpc.map: reading item {index}", error=error))
             else:
-                self._read += 1
-                self._work.add(index, value)
+                self._exhausted = not item
+                self._read += len(item)
+                for value in item:
+                    self._work.add(index, value)
 
     async def _changed(self) -> None:
         loop = asyncio.get_running_loop()
@@ -415,6 +445,14 @@ class MapResults(Generic[T]):
                 await waiter
         finally:
             self._work.wake = None
+
+
+@interruptible  # it runs user code
+def _read(items: Iterator[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the next item; an empty one at the end."""
+    for item in items:  # no signal handler runs between this and the return, as one would after ``next()``
+        return (item,)
+    return ()
 
 
 @overload
@@ -478,7 +516,8 @@ def map(
         workers: names, ids or ``WorkerInfo`` of the workers. Default: all other workers that are in the group
             now; this one, if it is alone.
         ordered: whether results come in the order of the items; otherwise each comes as soon as it is there.
-        concurrency: number of items that each worker computes at the same time, on threads of its own.
+        concurrency: number of items that each worker computes at the same time, on threads of its own. A
+            function whose item has timed out, or whose map was closed, may still be running beside them.
         look_ahead: maximum number of items that are read and whose results have not been taken yet. Default:
             4 times the number that can be computed at the same time.
         timeout: timeout in seconds for each item, each time that it is computed; 0 for no limit. Default: the

@@ -17,6 +17,8 @@ from functools import partial
 from time import monotonic
 from typing import Any, Final
 
+import torch
+
 from rpc.agent.agent import Agent
 from rpc.agent.calls import name_of
 from rpc.agent.futures import Future
@@ -50,7 +52,7 @@ _making: Final = threading.RLock()
 
 
 class _Wait:
-    """A wait for a worker. ``end`` calls the callback, once."""
+    """A wait for a worker. ``end`` calls the callback, once; ``drop`` releases it without a call."""
 
     __slots__ = ("_callbacks",)
 
@@ -63,6 +65,9 @@ class _Wait:
         except IndexError:
             return
         callback(is_back)
+
+    def drop(self) -> None:
+        self._callbacks.clear()
 
 
 class Returns:
@@ -104,7 +109,7 @@ class Returns:
         elif seconds:
             expire = partial(self._run_soon, self._over, (name, wait))
             self._agent.mailbox.later(seconds, expire)
-        return partial(self._take, name, wait)
+        return partial(self._drop, name, wait)
 
     def _joined(self, peer: Peer) -> None:
         if peer.name in self._waiting:
@@ -133,6 +138,11 @@ class Returns:
             return self._waiting.pop(name, [])
 
     @protected
+    def _drop(self, name: str, wait: _Wait) -> None:
+        self._take(name, wait)
+        wait.drop()  # its timer refers to it until the time is over
+
+    @protected
     def _take(self, name: str, wait: _Wait) -> None:
         with self._lock:
             left = [each for each in self._waiting.pop(name, ()) if each is not wait]
@@ -158,11 +168,14 @@ def loss_of(agent: AgentInterface, name: str) -> Callable[[BaseException], bool]
     was lost. Otherwise the function that was called has raised it, or the call was not made.
     """
     peer = agent.group.peers.find(name) if isinstance(agent, Agent) else None
+    own = agent.get_worker_info().name
 
     def is_loss(error: BaseException) -> bool:
-        if not isinstance(error, WorkerLostError | MessageLostError) or error.worker != name:
+        if isinstance(error, MessageLostError):
+            return error.worker in (name, own)  # the call, or its answer, which was for this worker
+        if not isinstance(error, WorkerLostError) or error.worker != name:
             return False
-        return isinstance(error, MessageLostError) or peer is None or peer.lost is not None
+        return peer is None or peer.lost is not None
 
     return is_loss
 
@@ -179,8 +192,11 @@ def why_gone(agent: AgentInterface, name: str) -> str | None:
 
 def limit_of(agent: AgentInterface, timeout: float) -> float:
     """Return the limit in seconds that a timeout sets; 0 for none, and for values that calls refuse."""
-    seconds: Any = agent.rpc_timeout if timeout == UNSET_TIMEOUT else timeout
-    return seconds if isinstance(seconds, int | float) and 0 < seconds <= threading.TIMEOUT_MAX else 0.0
+    try:
+        seconds = float(agent.rpc_timeout if timeout == UNSET_TIMEOUT else timeout)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # the last: of tensors
+        return 0.0
+    return seconds if 0 < seconds <= threading.TIMEOUT_MAX else 0.0
 
 
 def check_retries(retries: int) -> int:
@@ -276,6 +292,7 @@ class _Attempts:
         self._timeout = timeout
         self._deadline = 0.0
         self._context = copy_context()
+        self._records_gradients = torch.is_grad_enabled()
         self._attempt: Future[Any] | None = None
         self._cancelled = False
         self._forget: Callable[[], None] = _nothing
@@ -289,7 +306,12 @@ class _Attempts:
         self._unfinished.append(future)
         limit = limit_of(self._agent, self._timeout)
         self._deadline = monotonic() + limit if limit else 0.0
-        self._make(self._timeout)
+        try:
+            self._make(self._timeout)
+        except BaseException:
+            self._unfinished.clear()  # the future refers to this object
+            self._call = None
+            raise
         return future
 
     def _make(self, timeout: float) -> None:
@@ -298,7 +320,10 @@ class _Attempts:
             return
         function, args, kwargs = call
         is_loss = loss_of(self._agent, self.name)
-        attempt = self._attempt = self._agent.call_async(self.name, function, args, kwargs, timeout)
+        with torch.set_grad_enabled(self._records_gradients):
+            attempt = self._attempt = self._agent.call_async(self.name, function, args, kwargs, timeout)
+        for future in self._unfinished:
+            future._peer = attempt._peer  # ``then`` and ``collect_all`` look for the devices that it uses
         attempt.add_done_callback(partial(self._ended, is_loss))
         if self._cancelled:  # by another thread, which may have seen only the last attempt
             attempt.cancel()
@@ -334,7 +359,7 @@ class _Attempts:
         lost = without_frames(error)
 
         def again(is_back: bool) -> None:
-            self._context.run(self._again, lost, is_back)
+            self._context.copy().run(self._again, lost, is_back)  # a context cannot be entered twice
 
         self._forget = returns.when_back(self.name, again, self._seconds_left())
         if self._cancelled:

@@ -15,11 +15,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from rpc.agent.agent import UNSET_TIMEOUT
+from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
-from rpc.agent.interface import AgentInterface
-from rpc.errors import InvalidNameError, NameTakenError, RpcError, RpcTimeoutError, WorkerLostError
+from rpc.errors import (
+    InvalidNameError,
+    NameTakenError,
+    NotInitializedError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from rpc.group.membership import WorkerReference
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, Event, check_may_block, wait_for_event
@@ -124,8 +131,9 @@ def _unnamed(name: str) -> bool:
 def find(name: str, timeout: float = UNSET_TIMEOUT, *, owner: WorkerReference | None = None) -> RRef[Any]:
     """Return a reference to the object that ``rpc.remote`` has created with this name, on whichever worker.
 
-    It waits until there is such an object, so the order in which workers start does not matter, and neither
-    does a restart of its owner that creates it again: it searches at once, and then at least once a second.
+    It waits until there is such an object, and in a dynamic group until ``owner`` has joined, so the order in
+    which workers start does not matter, and neither does a restart of its owner that creates it again: it
+    searches at once, and then at least once a second.
 
     Args:
         name: the name.
@@ -140,6 +148,7 @@ def find(name: str, timeout: float = UNSET_TIMEOUT, *, owner: WorkerReference | 
         RpcTimeoutError: there was no such object in time.
         NameTakenError: several workers have an object with this name; the text says which.
         WorkerLostError: ``owner`` is gone, and cannot come back, as the group is static.
+        UnknownWorkerError: ``owner`` is not in the group, and cannot join, as the group is static.
         InvalidNameError: no object can have this name.
         BlockingCallError: called inside an ``async def`` callee; use ``await asyncio.to_thread(rpc.find,
             name)`` there.
@@ -184,9 +193,12 @@ def remove_name(name: str, timeout: float = UNSET_TIMEOUT, *, owner: WorkerRefer
 
     Raises:
         RpcTimeoutError: no object was found to have the name, but not all workers have answered in time.
+        UnknownWorkerError: ``owner`` is not in the group.
     """
     check_object_name(name)
     check_may_block()
+    if owner is not None:
+        owner = current_agent().get_worker_info(owner).name
     search = _Search(name, timeout, owner)
     with waits.waiting("rpc.remove_name", search.asked, name=name):
         removed = search.run(_unnamed)
@@ -204,13 +216,13 @@ class _Search:
     """
 
     def __init__(self, name: str, timeout: float, owner: WorkerReference | None) -> None:
-        agent: AgentInterface = current_agent()
+        agent: Agent = current_agent()
         shell = references()
         self._agent = agent
         self._is_static = shell.workers.view.static
         self._name = name
         self._seconds = shell.calls.effective_timeout(timeout)
-        self._owner = None if owner is None else agent.get_worker_info(owner).name
+        self._owner = owner
         self._workers: list[str] = []
         self._under_way: dict[str, Future[Any]] = {}
         self.deadline = time.monotonic() + self._seconds if self._seconds else INFINITE
@@ -224,9 +236,7 @@ class _Search:
         """Ask each worker once; returns what those have answered that have the object. If one has, the others
         are not waited for longer than a moment.
         """
-        self._workers = (
-            [self._owner] if self._owner else [each.name for each in self._agent.get_worker_infos()]
-        )
+        self._workers = self._to_ask()
         changed = Event()
         answered: list[tuple[str, Future[Any]]] = []
         under_way = self._under_way
@@ -242,7 +252,7 @@ class _Search:
             for worker in self._workers:
                 try:
                     future = self._agent.call_async(worker, function, (self._name,), {}, self._left())
-                except WorkerLostError:
+                except (WorkerLostError, UnknownWorkerError):  # it has left in the meantime
                     continue
                 under_way[worker] = future
                 future.add_done_callback(partial(note, worker))
@@ -264,6 +274,17 @@ class _Search:
             under_way.clear()
         return found
 
+    def _to_ask(self) -> list[str]:
+        if self._owner is None:
+            return [each.name for each in self._agent.get_worker_infos()]
+        try:
+            self._owner = self._agent.get_worker_info(self._owner).name
+        except UnknownWorkerError:
+            if self._is_static:
+                raise
+            return []
+        return [self._owner]
+
     def _left(self) -> float:
         return max(self.deadline - time.monotonic(), 0.001) if self._seconds else 0.0
 
@@ -275,10 +296,15 @@ class _Search:
                 raise
         except RpcTimeoutError:
             pass
+        except NotInitializedError:  # that worker is leaving
+            if self._agent.closed:
+                raise
         return None
 
     def too_late(self, what: str) -> RpcTimeoutError:
         """Return the error of a search without success."""
+        if not self._workers:
+            return RpcTimeoutError(f"{what}. Within {self._seconds:g} s, {self._owner!r:.300} has not joined")
         shown = ", ".join(f"'{each}'" for each in self._workers[:_SHOWN])
         more = f" and {len(self._workers) - _SHOWN} more" if len(self._workers) > _SHOWN else ""
         silent = ", ".join(f"'{each}'" for each in self.silent[:_SHOWN])

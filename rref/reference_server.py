@@ -233,7 +233,7 @@ class ReferenceServer:
             parked = value.set(content, made) if error is None else value.fail(error)
             if on is not None and on.turns is not None:
                 on.turns.leave()
-            if error is not None and name is not None:
+            if error is not None and isinstance(name, str):
                 self._names.remove(name, rref)
             self._references.finished(rref)
             if error is not None:

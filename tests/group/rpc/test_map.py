@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.support.serving import (
 from tests.support.workers import RunWorkers, Worker, current_worker
 
 _seen: list[str] = []
+_tag: ContextVar[str] = ContextVar("tag", default="none")
 
 
 def square(item: int) -> int:
@@ -47,6 +49,12 @@ def square_or_fail(item: int) -> int:
     if item % 3 == 1:
         raise ValueError(f"not {item}")
     return item * item
+
+
+def stop_iteration(item: int) -> int:
+    if item % 2:
+        raise (StopIteration if item == 1 else StopAsyncIteration)(item)
+    return item
 
 
 def name_at_gate(item: int) -> tuple[int, str]:
@@ -153,6 +161,18 @@ def test_a_failing_item_raises_in_its_place_and_the_others_have_results() -> Non
     with pytest.raises(ValueError, match="not 1") as caught:
         list(rpc.map(square_or_fail, range(6)))
     assert any("rpc.map: item 1, on worker 'worker" in note for note in caught.value.__notes__)
+
+
+@in_worker0()
+def test_an_item_that_raises_stop_iteration_does_not_end_the_iteration() -> None:
+    async def collect() -> list[int]:
+        return [each async for each in rpc.map(stop_iteration, [3])]
+
+    assert outcomes(rpc.map(stop_iteration, range(5))) == [0, "RuntimeError", 2, "RuntimeError", 4]
+    with pytest.raises(RuntimeError, match="item 0, on worker 'worker1' raised StopIteration"):
+        list(rpc.map(stop_iteration, [1]))
+    with pytest.raises(RuntimeError, match="raised StopAsyncIteration"):
+        asyncio.run(collect())
 
 
 def read_until(last: int) -> Iterator[int]:
@@ -341,8 +361,21 @@ def die_once(item: int) -> int:
     return item
 
 
+class Tagged:
+    """A number that can be sent only in the context of the thread that calls ``map_over_deaths``."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert _tag.get() == "the caller's"
+        return int, (self.number,)
+
+
 def map_over_deaths(**options: Any) -> list[Any]:
-    return outcomes(rpc.map(die_once, range(5), workers=["worker1"], timeout=25, **options))
+    _tag.set("the caller's")
+    items = [Tagged(number) for number in range(5)]
+    return outcomes(rpc.map(die_once, items, workers=["worker1"], timeout=25, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("retries", "third"), [(0, "WorkerLostError"), (1, 2)])

@@ -7,15 +7,18 @@ import contextlib
 import functools
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from fractions import Fraction
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rpc
 from rpc.errors import (
     BlockingCallError,
+    MessageLostError,
     NotInitializedError,
     RpcTimeoutError,
     UnknownWorkerError,
@@ -24,7 +27,7 @@ from rpc.errors import (
 from rpc.retrying import Returns, returns_of
 from rpc.runtime.current import current_agent
 from tests.support.orders import add_follower, ask, dismiss, follow_orders, start_followers
-from tests.support.serving import in_worker0
+from tests.support.serving import in_worker0, open_gate, wait_at_gate
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers, current_worker
 
@@ -55,6 +58,21 @@ def fail() -> None:
 def raise_loss() -> None:
     count()
     raise WorkerLostError("worker 'worker1' is gone, says the function", "worker1", "it is not")
+
+
+class WithoutGradients:
+    """An argument that can be sent only while no gradients are recorded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert not torch.is_grad_enabled()
+        return int, ()
+
+
+def lose_answer(argument: object) -> int:
+    """Fails the first time with the error that the callee sends when its answer was lost."""
+    if count() == 1:
+        raise MessageLostError("the call ran, and its answer was lost: the connection was cut", "worker0")
+    return runs()
 
 
 def runs() -> int:
@@ -122,7 +140,7 @@ def test_a_call_fails_once_its_retries_are_used_up(run_workers: RunWorkers) -> N
 def test_a_call_fails_if_its_callee_does_not_come_back_in_time(run_workers: RunWorkers) -> None:
     workers = start(run_workers, functools.partial(error_of, die_until, 9))
     assert "back" not in workers[0].wait_for("done")
-    text = ask(workers[0], functools.partial(error_of, die_until, 9, retries=5, timeout=0.1))
+    text = ask(workers[0], functools.partial(error_of, die_until, 9, retries=5, timeout=Fraction(1, 10)))
     assert text.endswith("It did not come back within the timeout of the call")
     dismiss(workers)
 
@@ -153,6 +171,21 @@ def test_errors_of_the_function_and_timeouts_are_no_losses() -> None:
     with pytest.raises(TypeError):
         rpc.rpc_sync("worker1", fail, timeout="1", retries=3)  # type: ignore[call-overload]
     assert runs() == 2
+
+
+@in_worker0()
+def test_a_call_whose_answer_was_lost_is_made_again() -> None:
+    with torch.no_grad():
+        assert rpc.rpc_sync("worker1", lose_answer, (WithoutGradients(),), retries=1) == 2
+
+
+@in_worker0()
+def test_the_future_of_a_call_knows_its_callee_while_it_is_under_way() -> None:
+    future = rpc.rpc_async("worker1", wait_at_gate, retries=1)
+    assert future._peer is not None
+    assert future._peer.name == "worker1"
+    rpc.rpc_sync("worker1", open_gate)
+    future.wait()
 
 
 async def block() -> None:
@@ -198,16 +231,18 @@ _futures: list[rpc.Future[Any]] = []
 
 
 def begin() -> None:
-    _futures.append(rpc.rpc_async("worker1", die_until, (9,), retries=3, timeout=0))
+    _futures.append(rpc.rpc_async("worker1", die_until, (9,), retries=3, timeout=600))
 
 
 def end_wait(end: Callable[[rpc.Future[Any]], object], error: type[Exception]) -> None:
     returns = returns_of(current_agent())
     assert isinstance(returns, Returns)
     until(lambda: returns._waiting)
+    (wait,) = returns._waiting["worker1"]
     end(_futures[0])
     with pytest.raises(error):
         _futures[0].wait(20)
+    assert not wait._callbacks  # its timer refers to it until the time is over
 
 
 def give_up(future: rpc.Future[Any]) -> None:

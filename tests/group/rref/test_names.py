@@ -16,7 +16,7 @@ from rpc.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from rpc.runtime.current import current_agent
+from rpc.runtime.current import clear_current_agent, current_agent, set_current_agent
 from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.serving import in_worker0, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
@@ -64,9 +64,11 @@ def test_every_worker_finds_an_object_and_also_one_that_joins_later(run_workers:
     dismiss(workers)
 
 
-def test_an_object_that_is_made_later_is_waited_for(run_workers: RunWorkers) -> None:
+@pytest.mark.parametrize("options", [{}, {"owner": "worker1"}])
+def test_an_object_that_is_made_later_is_waited_for(run_workers: RunWorkers, options: dict[str, str]) -> None:
     workers = start_followers(run_workers, 1, dynamic=True)
-    workers[0].tell("order", add_to)
+    assert ask(workers[0], functools.partial(fail_to_find, **options))
+    workers[0].tell("order", functools.partial(add_to, **options))
     owner = add_follower(workers, dynamic=True)
     ask(owner, make, "worker1", "counter", 3)
     assert workers[0].wait_for("done") == 4
@@ -81,6 +83,8 @@ def test_an_object_can_be_looked_for_at_one_worker_only() -> None:
     assert add_to(owner=rpc.get_worker_info("worker1")) == 2
     with pytest.raises(UnknownWorkerError):
         rpc.find("counter", owner="worker7")
+    with pytest.raises(UnknownWorkerError):
+        rpc.remove_name("counter", owner="worker7")
 
 
 @in_worker0()
@@ -191,9 +195,32 @@ def test_a_silent_worker_does_not_hide_an_object_that_is_found(run_workers: RunW
     dismiss(workers)
 
 
+_left: list[Any] = []
+
+
+def leave_halfway() -> None:
+    """Brings this worker where one is that shuts down: it has no agent, and still answers calls."""
+    _left.append(current_agent())
+    clear_current_agent(_left[0])
+
+
+def return_from_halfway() -> None:
+    set_current_agent(_left.pop())
+
+
+@in_worker0(world_size=3)
+def test_a_worker_that_is_leaving_does_not_hide_an_object_that_is_found() -> None:
+    make("worker1")
+    rpc.rpc_sync("worker2", leave_halfway)
+    assert add_to() == 1
+    assert "no object is named 'other'" in fail_to_find("other")
+    assert rpc.remove_name("counter")
+    rpc.rpc_sync("worker2", return_from_halfway)
+
+
 # ---- hostile names, coroutines, safe mode
 
-WRONG = ["", "a b", "\x1b[31mred", "<b>", "é", "a\n", "x" * 256, 3, None, b"name"]
+WRONG = ["", "a b", "\x1b[31mred", "<b>", "é", "a\n", "x" * 256, 3, None, b"name", {}, ["a"]]
 
 
 def send_unchecked(name: Any) -> rpc.RRef[Any]:
