@@ -18,8 +18,10 @@ import rpc
 from farcall.weights import Block, Store, WeightsError
 from farcall.weights import keeper as keeper_module
 from farcall.weights import store as store_module
+from farcall.weights.catalogue import Who
 from farcall.weights.memory import fetch_descriptor
 from rpc.errors import NoMemoryError, WorkerLostError
+from rpc.runtime.current import current_agent
 from tests.support.process_groups import process_group
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, current_worker
@@ -242,6 +244,34 @@ def test_handles_of_one_process_have_leases_of_their_own(store: Store) -> None:
     with store.lease(1), Store("policy", on="worker0").lease(1), store.lease(1):
         assert store.usage()["leases"] == 3
     assert store.usage()["leases"] == 0
+
+
+@pytest.mark.parametrize("order", ["finished", "near", "far"])
+def test_a_lost_writer_that_still_lives_changes_no_whole_version(store: Store, order: str) -> None:
+    """Another part is finished before the lost writer's is put again, or after it."""
+    keeper = keeper_module.keep(keeper_module.GROUP, "policy", cast("Any", current_agent()))
+    stopped, slow = Who("stopped", 1), Who("slow", 2)
+    boxes = [[[3 * part, 0], [3, 10]] for part in range(2)]
+    for part, who in ((0, slow), (1, stopped)):
+        keeper.begin(1, [part, 2], [["w", "bfloat16", list(SHAPE), [boxes[part]]]], list(who), insist=False)
+    known = keeper.tensors(1)["w"]
+    with keeper._changing():
+        keeper._catalogue.lost(stopped)
+    if order == "finished":
+        known[:3] = whole(1)[:3]
+        assert keeper.written(1, 0, list(slow)) is False
+    assert store.put(1, rows(1, 1), part=(1, 2)) is (order == "finished")
+    if order == "near":
+        known[:3] = whole(1)[:3]
+    if order == "far":
+        keeper.write(1, 0, list(slow), [["w", boxes[0]]], [whole(1)[:3]])
+    if order != "finished":
+        assert keeper.written(1, 0, list(slow)) is True
+    known.zero_()
+    into = empty()
+    store.get({"w": into})
+    assert same(into, whole(1))
+    assert store.usage()["bytes"] == 128
 
 
 # ---- several workers
