@@ -21,7 +21,10 @@ from farcall.weights.assembly import Assembly, Declared
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Spec
 
-__all__ = ["Catalogue", "Freed", "Lease", "Version", "Who"]
+__all__ = ["MOST_PARTS", "Catalogue", "Freed", "Lease", "Version", "Who"]
+
+MOST_PARTS: Final = 1 << 16
+"""Maximum number of parts of a version."""
 
 _MOST_OPEN: Final = 2
 """Maximum number of open versions. A writer that is further ahead of the others waits for them."""
@@ -163,8 +166,11 @@ class Catalogue:
             WeightsError: it does not fit to the other parts.
         """
         self._check_alive(who)
-        if not 0 <= part < parts:
-            raise WeightsError(f"there is no part {part} of {parts}")
+        if not (type(part) is type(parts) is int and 0 <= part < parts <= MOST_PARTS):
+            raise WeightsError(
+                f"there is no part {part!r:.40} of {parts!r:.40}: a version has up to {MOST_PARTS} parts, "
+                "numbered from 0 on"
+            )
         version = self.whole.get(number) or self.open.get(number) or Version(number, Assembly(parts))
         try:
             if version.assembly.parts != parts:

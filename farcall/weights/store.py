@@ -20,6 +20,7 @@ from torch import Tensor
 
 from farcall.weights import copies, keeper
 from farcall.weights.blocks import Block, Box, Piece, cut, part_of, pieces_of
+from farcall.weights.catalogue import MOST_PARTS
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Layout, Spec, difference, name_of_dtype
 from farcall.weights.memory import AVAILABLE, Access, Mapped, fetch_descriptor, map_segment
@@ -707,6 +708,9 @@ def _part(part: Any) -> tuple[int, int]:
         index, count = map(operator.index, part)
     except (TypeError, ValueError):
         raise WeightsError(f"part is (index, count), not {part!r:.80}") from None
-    if not 0 <= index < count:
-        raise WeightsError(f"part is (index, count) with 0 <= index < count, not {part!r}")
+    if not 0 <= index < count <= MOST_PARTS:
+        raise WeightsError(
+            f"part is (index, count) with 0 <= index < count, and count is at most {MOST_PARTS}; "
+            f"not {part!r:.80}"
+        )
     return index, count

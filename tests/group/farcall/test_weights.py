@@ -177,6 +177,7 @@ def test_a_version_does_not_change(store: Store) -> None:
         (lambda store: store.put(1, {"step": 3}), "'step' is int"),
         (lambda store: store.put(1, {"w": empty()}, part=3), r"part is \(index, count\), not 3"),
         (lambda store: store.put(1, {"w": empty()}, part=(2, 2)), "0 <= index < count"),
+        (lambda store: store.put(1, {"w": empty()}, part=(0, 10**12)), "count is at most 65536"),
         (lambda store: store.get({}, version=1, newer_than=2), "not both"),
         (lambda store: store.drop(1), "has no version 1"),
         (lambda store: Store("policy", on="worker0", keep=0), "keep is a number of versions"),

@@ -196,6 +196,10 @@ def test_what_cannot_be_put_is_refused() -> None:
         begin(catalogue, 1, 0, A)
     with pytest.raises(WeightsError, match="there is no part 2 of 2"):
         begin(catalogue, 2, 2, A)
+    for part, parts in ((0, 10**12), (0, 2.0), (False, 2), ("0", 2)):
+        with pytest.raises(WeightsError, match=f"there is no part {part!r} of {parts}: .* up to 65536 parts"):
+            catalogue.begin(2, part, parts, SPECS, {"w": []}, A)  # type: ignore[arg-type]
+    assert not catalogue.open
     begin(catalogue, 2, 0, A)
     with pytest.raises(WeightsError, match="worker 'b' has not begun part 0 of version 2"):
         catalogue.written(2, 0, B)
