@@ -257,9 +257,9 @@ class Catalogue:
 
     # ---- readers
 
-    def find(self, number: int | None, newer_than: int | None) -> Version | None:
+    def find(self, number: int | None, newer_than: int | None, serial: int | None = None) -> Version | None:
         """Return the version with a number, or the newest if it is newer than another; None if it is not
-        there yet.
+        there yet. ``serial``: that of the other one, if it is known: several may have had its number.
 
         Raises:
             WeightsError: the version was there, and is not kept any more.
@@ -275,7 +275,8 @@ class Catalogue:
         newest = next(reversed(self.whole.values()), None)
         if newest is None or newer_than is None:
             return newest
-        serial = self._history.get(newer_than)
+        if serial is None:
+            serial = self._history.get(newer_than)
         is_newer = newest.number > newer_than if serial is None else newest.serial > serial
         return newest if is_newer else None
 

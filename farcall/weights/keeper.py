@@ -172,12 +172,19 @@ class Keeper:
             with self._changing():
                 self._catalogue.release(lease, used=False)
 
-    def open(self, number: int | None, newer_than: int | None, who: list[Any], ticket: int) -> list[Any]:
+    def open(
+        self,
+        number: int | None,
+        newer_than: int | None,
+        who: list[Any],
+        ticket: int,
+        serial: int | None = None,
+    ) -> list[Any]:
         """Return a version, which the caller has a lease of from now on; or a state that ``changed`` waits to
-        change, and why there is no such version.
+        change, and why there is no such version. ``serial``: see ``Catalogue.find``.
         """
         with self._changing():
-            version = self._catalogue.find(number, newer_than)
+            version = self._catalogue.find(number, newer_than, serial)
             if version is None:
                 return [None, self._changes, self._why(number)]
             self._catalogue.lease(version, Lease(Who(*who), ticket))

@@ -109,6 +109,8 @@ class Store:
         self._scope = scope
         self._who = [agent.info.name, agent.incarnation]
         self._maps: dict[tuple[int, Access], Mapped] = {}
+        self._last: tuple[int | None, int | None] = None, None
+        """Number and serial of the version that this handle has read last."""
         self._copy: Store | None = None
         self._copy_keeper: int | None = None
         self._copy_failed: int | None = None
@@ -226,7 +228,8 @@ class Store:
             into: tensors by name, with exactly the version's names, types and shapes, in any sharding: plain
                 tensors, DTensors, ``Block`` objects. Of DTensors and blocks only what is here is copied.
             version: number of the version; default: the newest, which is the one that became whole last.
-            newer_than: wait until the newest is newer than this version.
+            newer_than: wait until the newest is newer than this version. If this handle has read that
+                version last, one that has the same number and was put later, after ``drop``, is newer.
             timeout: how long to wait for such a version, in seconds; 0: not at all; default: as long as the
                 store's worker lives.
 
@@ -250,12 +253,13 @@ class Store:
             view = self._view(held, Access.READ, stack)
             if view is None:
                 self._fetch(held.ticket, pieces)
-                return held.number
-            layout, mapped = view
-            for name, own in pieces.items():
-                whole = layout.tensor([each.data for each in mapped], name)
-                for piece in own:
-                    piece.local.copy_(piece.box.of(whole))
+            else:
+                layout, mapped = view
+                for name, own in pieces.items():
+                    whole = layout.tensor([each.data for each in mapped], name)
+                    for piece in own:
+                        piece.local.copy_(piece.box.of(whole))
+            self._last = held.number, held.serial
             return held.number
 
     def lease(self, version: int | None = None, timeout: float | None = None) -> Lease:
@@ -297,9 +301,12 @@ class Store:
             raise WeightsError("give version or newer_than, not both")
         version = None if version is None else _number(version)
         newer_than = None if newer_than is None else _number(newer_than)
+        last, serial = self._last
+        if last != newer_than:
+            serial = None
         deadline = float("inf") if timeout is None else monotonic() + timeout
         while True:
-            answer: list[Any] = self._ask("open", version, newer_than, self._who, ticket)
+            answer: list[Any] = self._ask("open", version, newer_than, self._who, ticket, serial)
             if answer[0] is not None:
                 return answer
             left = deadline - monotonic()
@@ -564,6 +571,7 @@ class Lease(Mapping[str, Tensor]):
                 self._data = [each.data for each in mapped]
                 memory[:] = [each.memory for each in mapped]
             self.version, self._layout = held.number, layout
+            store._last = held.number, held.serial
             self._stack = stack.pop_all()
         return self
 

@@ -115,6 +115,26 @@ def test_newest_and_newer(store: Store) -> None:
     assert store.get(into) == 6
 
 
+def test_a_number_that_is_put_again_is_newer(store: Store) -> None:
+    into = {"w": empty()}
+    for leased in (False, True):
+        store.put(10, {"w": whole(1)})
+        if leased:
+            with store.lease() as lease:
+                assert lease.version == 10
+        else:
+            store.get(into)
+        store.drop(10)
+        store.put(10, {"w": whole(2)})
+        assert store.get(into, newer_than=10, timeout=0) == 10
+        assert same(into["w"], whole(2))
+        with pytest.raises(TimeoutError, match="no version newer than 10"):
+            store.get(into, newer_than=10, timeout=0)
+        with pytest.raises(TimeoutError, match="no version newer than 10"):
+            Store("policy", on="worker0").get(into, newer_than=10, timeout=0)
+        store.drop(10)
+
+
 def test_what_does_not_fit_changes_nothing(store: Store) -> None:
     store.put(1, {"w": whole(1), "b": torch.ones(2)})
     before = empty()
