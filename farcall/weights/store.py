@@ -380,11 +380,13 @@ class Store:
         used: Callable[[], bool] = lambda: False,
     ) -> tuple[Layout, list[Mapped]] | None:
         """Return a leased version in memory of this host, the store's or that of this host's copy, until
-        ``stack`` ends; None if there is none.
+        ``stack`` ends; None if there is none, or its process is busy or has no memory.
         """
         mapped = self._mapped(held.segments, held.live, access)
         if mapped is not None:
             return held.layout, mapped
+        if self._channel is not None:  # the store is on this host, which needs no copy of its own
+            return None
         for _ in range(_ATTEMPTS):
             try:
                 copy = self._find_copy()
@@ -398,6 +400,9 @@ class Store:
                 if error.worker in ("", self.on):
                     raise
                 self._copy, self._copy_failed = None, self._copy_keeper  # another process takes its place
+            except NoMemoryError as error:
+                logger.warning("this host has no copy of store '%s': %s", self.name, error)
+                return None
             except WeightsError:  # its process has closed its handle
                 self._copy = None
                 return None
@@ -435,7 +440,7 @@ class Store:
             self._release(ticket, used=False)
 
     def _mapped(self, segments: list[Any], live: list[Any], access: Access) -> list[Mapped] | None:
-        """Return segments in this process; None if they are another host's."""
+        """Return segments in this process; None if they are another host's, or their process is busy."""
         with self._lock:
             for key in [key for key in self._maps if key[0] not in live]:
                 del self._maps[key]
@@ -454,6 +459,9 @@ class Store:
             return None
         try:
             descriptor = fetch_descriptor(self._channel[0], self._channel[1], number, size)
+        except (TimeoutError, BlockingIOError) as error:
+            logger.warning("a version of store '%s' goes through calls this time: %s", self.name, error)
+            return None
         except OSError as error:
             logger.warning(
                 "weights of store '%s' go through calls, not through shared memory: %s", self.name, error

@@ -238,6 +238,48 @@ def test_memory_is_bounded_and_used_again(store: Store, monkeypatch: pytest.Monk
     assert len(mapped) == 6, "each of three segments is mapped once for writing and once for reading"
 
 
+@pytest.mark.parametrize("busy", [TimeoutError, BlockingIOError])
+def test_a_busy_descriptor_server_is_asked_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, busy: type[OSError]
+) -> None:
+    def be_busy(*_: object) -> int:
+        raise busy
+
+    into = {"w": empty()}
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "fetch_descriptor", be_busy)
+        store.put(1, {"w": whole(1)})
+        store.get(into)
+        with store.lease() as lease:
+            assert same(lease["w"], whole(1))
+    assert same(into["w"], whole(1))
+    sent = store.usage()["sent_bytes"]
+    assert sent == 2 * 120, "no copy has been made on the store's own host"
+    assert store._copy is None
+    store.get(into)
+    assert store.usage()["sent_bytes"] == sent
+
+
+def test_without_memory_for_a_copy_versions_are_read_directly(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(1, {"w": whole(1)})
+    monkeypatch.setattr(store_module, "host_identity", lambda: "another host")
+    far = Store("policy", on="worker0")
+
+    def refuse(*_: object) -> None:
+        raise NoMemoryError("this host has none")
+
+    monkeypatch.setattr(keeper_module, "Segment", refuse)
+    into = {"w": empty()}
+    assert far.get(into) == 1
+    with far.lease() as lease:
+        assert same(lease["w"], whole(1))
+    assert same(into["w"], whole(1))
+    assert store.usage()["leases"] == 0
+    assert store.get(into) == 1
+
+
 def test_tensors_of_a_lease_are_the_readers_own(store: Store) -> None:
     store.put(1, {"w": whole(1)})
     with store.lease() as old, store.lease(1) as other:
