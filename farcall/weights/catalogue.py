@@ -21,7 +21,10 @@ from farcall.weights.assembly import Assembly, Declared
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Spec
 
-__all__ = ["Catalogue", "Freed", "Lease", "Version", "Who"]
+__all__ = ["MOST_PARTS", "Catalogue", "Freed", "Lease", "Version", "Who"]
+
+MOST_PARTS: Final = 1 << 16
+"""Maximum number of parts of a version."""
 
 _MOST_OPEN: Final = 2
 """Maximum number of open versions. A writer that is further ahead of the others waits for them."""
@@ -61,7 +64,9 @@ class Version:
         memory: for each segment of its layout, the memory that it lies in.
         writers: for each part that has begun, its writers, and whether they have finished. A part is written
             once all of them have: no one writes to a version that is whole.
-        lost: for each part that is missing since its writer was lost, that writer's name.
+        lost: for each part that is missing since a writer of it was lost, that writer's name.
+        earlier: for each part that lies in memory that the version has left, that memory.
+        retired: all memory that the version has left while it is open.
         leases: its leases.
         serial: place in the order in which versions became whole; 0 while it is open.
         tainted: whether its memory must not be used again.
@@ -73,6 +78,8 @@ class Version:
     memory: list[int] = field(default_factory=list)
     writers: dict[int, dict[Who, bool]] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
+    earlier: dict[int, list[int]] = field(default_factory=dict)
+    retired: list[int] = field(default_factory=list)
     leases: set[Lease] = field(default_factory=set)
     serial: int = 0
     tainted: bool = False
@@ -88,8 +95,20 @@ class Version:
         return [
             part
             for part in range(self.assembly.parts)
-            if not self.writers.get(part) or not all(self.writers[part].values())
+            if part in self.lost or not self.writers.get(part) or not all(self.writers[part].values())
         ]
+
+    def memory_of(self, part: int) -> list[int]:
+        """Return the memory that a part lies in."""
+        return self.earlier.get(part, self.memory)
+
+    def leave_memory(self) -> None:
+        """Have other memory from now on, since a lost worker may still write to this one."""
+        for part in self.writers.keys() - self.lost.keys():
+            self.earlier.setdefault(part, self.memory)
+        self.retired += self.memory
+        self.memory = []
+        self.tainted = False
 
     def is_left_by(self, who: Who) -> bool:
         """Whether a worker has begun to write a part, and has not finished it."""
@@ -135,28 +154,39 @@ class Catalogue:
 
     def begin(
         self, number: int, part: int, parts: int, specs: Mapping[str, Spec], blocks: Declared, who: Who
-    ) -> tuple[Version, int | None]:
-        """Declare a part of a version. Returns the version, and the size of memory that is to be added to its
-        ``memory`` before the next call, or None. If the version is whole already, it has this very part.
+    ) -> tuple[Version, list[int]]:
+        """Declare a part of a version. Returns the version, and the sizes of memory that is to be added to
+        its ``memory`` before the next call. If the version is whole already, it has this very part.
+
+        A worker that was lost may still live, and write to the memory that it knows. If a part is declared
+        again after such a loss, the version has other memory from then on. The other parts are to be copied
+        there from ``earlier`` when the version is whole.
 
         Raises:
             WeightsError: it does not fit to the other parts.
         """
         self._check_alive(who)
-        if not 0 <= part < parts:
-            raise WeightsError(f"there is no part {part} of {parts}")
+        if not (type(part) is type(parts) is int and 0 <= part < parts <= MOST_PARTS):
+            raise WeightsError(
+                f"there is no part {part!r:.40} of {parts!r:.40}: a version has up to {MOST_PARTS} parts, "
+                "numbered from 0 on"
+            )
         version = self.whole.get(number) or self.open.get(number) or Version(number, Assembly(parts))
         try:
             if version.assembly.parts != parts:
                 raise WeightsError(f"it has {version.assembly.parts} parts, and not {parts}")
             size = version.assembly.declare(part, specs, blocks)
+            sizes = [] if size is None else [size]
         except WeightsError as error:
             raise WeightsError(f"version {number} of store '{self.name}': {error}") from None
         if not version.whole:
             self.open[number] = version
+            if part in version.lost and version.tainted:
+                version.leave_memory()
+                sizes = list(version.assembly.layout.sizes)
             version.writers.setdefault(part, {})[who] = False
             version.lost.pop(part, None)
-        return version, size
+        return version, sizes
 
     def make_room(self, number: int, who: Who, *, insist: bool) -> bool:
         """Whether another version may be begun now, or more parts of this one: there are few open ones. For
@@ -172,7 +202,12 @@ class Catalogue:
         return len(self.open) < _MOST_OPEN
 
     def withdraw(self, version: Version, part: int) -> None:
-        """Undo the last ``begin``: there is no memory for its part."""
+        """Undo the last ``begin``: there is no memory for its part. A version that was to have other memory
+        is given up.
+        """
+        if version.retired and not version.memory:
+            self._give_up([version])
+            return
         version.assembly.withdraw(part, added=True)
         del version.writers[part]
         if not version.assembly.declared:
@@ -211,6 +246,7 @@ class Catalogue:
         self._give_up(begun[: begun.index(version)])
         del self.open[version.number]
         version.serial = next(self._serials)
+        self._free_retired(version)
         self.whole[version.number] = version
         self._history[version.number] = version.serial
         if len(self._history) > _REMEMBERED:
@@ -221,9 +257,9 @@ class Catalogue:
 
     # ---- readers
 
-    def find(self, number: int | None, newer_than: int | None) -> Version | None:
+    def find(self, number: int | None, newer_than: int | None, serial: int | None = None) -> Version | None:
         """Return the version with a number, or the newest if it is newer than another; None if it is not
-        there yet.
+        there yet. ``serial``: that of the other one, if it is known: several may have had its number.
 
         Raises:
             WeightsError: the version was there, and is not kept any more.
@@ -239,7 +275,8 @@ class Catalogue:
         newest = next(reversed(self.whole.values()), None)
         if newest is None or newer_than is None:
             return newest
-        serial = self._history.get(newer_than)
+        if serial is None:
+            serial = self._history.get(newer_than)
         is_newer = newest.number > newer_than if serial is None else newest.serial > serial
         return newest if is_newer else None
 
@@ -300,9 +337,9 @@ class Catalogue:
             for part in left:
                 del version.writers[part][who]
                 version.tainted = True
-                if not version.writers[part]:
-                    version.lost[part] = who.name
-            if left and not self._complete(version) and version.lost:
+                version.earlier.pop(part, None)
+                version.lost[part] = who.name
+            if left:
                 incomplete.append(version)
         return incomplete
 
@@ -334,3 +371,8 @@ class Catalogue:
     def _free(self, version: Version) -> None:
         self._freed += [Freed(memory, not version.tainted) for memory in version.memory]
         version.memory = []
+        self._free_retired(version)
+
+    def _free_retired(self, version: Version) -> None:
+        self._freed += [Freed(memory, reusable=False) for memory in version.retired]
+        version.retired = []

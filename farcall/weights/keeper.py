@@ -105,11 +105,11 @@ class Keeper:
                 if not self._catalogue.make_room(number, Who(*who), insist=insist):
                     return self._changes
                 index, count = part
-                version, size = self._catalogue.begin(number, index, count, specs, blocks, Who(*who))
+                version, sizes = self._catalogue.begin(number, index, count, specs, blocks, Who(*who))
                 if version.whole:
                     return None
-            if size is not None:
-                self._grow(version, part[0], size)
+            if sizes:
+                self._grow(version, part[0], sizes)
             with self._lock:
                 writes = version.assembly.writes(part[0])
                 return [
@@ -125,7 +125,7 @@ class Keeper:
         """Write blocks of a part, for a writer of another host."""
         with self._lock:
             version = self._catalogue.check_open(number, part, Who(*who))
-            targets = [self._tensor(version, name) for name, _ in blocks]
+            targets = [self._tensor(version, name, version.memory_of(part)) for name, _ in blocks]
             writes = version.assembly.writes(part)
             self._received_bytes += sum(each.nbytes for each in data)
         for target, (name, box), local in zip(targets, blocks, data, strict=True):
@@ -137,7 +137,19 @@ class Keeper:
     def written(self, number: int, part: int, who: list[Any]) -> bool:
         """A part has been written; returns whether the version is whole now."""
         with self._changing():
-            return self._catalogue.written(number, part, Who(*who))
+            whole = self._catalogue.written(number, part, Who(*who))
+            if whole:
+                self._copy_earlier(self._catalogue.whole[number])
+            return whole
+
+    def _copy_earlier(self, version: Version) -> None:
+        """Copy the parts of a version that lie in memory that it has left, before anyone sees it."""
+        for part, memory in version.earlier.items():
+            for name, boxes in version.assembly.writes(part).items():
+                source, target = self._tensor(version, name, memory), self._tensor(version, name)
+                for box in boxes:
+                    box.of(target).copy_(box.of(source))
+        version.earlier = {}
 
     def compare(self, number: int, digests: list[list[Any]]) -> str | None:
         """Return the name of the first tensor of a whole version that has other values than the caller's;
@@ -160,12 +172,19 @@ class Keeper:
             with self._changing():
                 self._catalogue.release(lease, used=False)
 
-    def open(self, number: int | None, newer_than: int | None, who: list[Any], ticket: int) -> list[Any]:
+    def open(
+        self,
+        number: int | None,
+        newer_than: int | None,
+        who: list[Any],
+        ticket: int,
+        serial: int | None = None,
+    ) -> list[Any]:
         """Return a version, which the caller has a lease of from now on; or a state that ``changed`` waits to
-        change, and why there is no such version.
+        change, and why there is no such version. ``serial``: see ``Catalogue.find``.
         """
         with self._changing():
-            version = self._catalogue.find(number, newer_than)
+            version = self._catalogue.find(number, newer_than, serial)
             if version is None:
                 return [None, self._changes, self._why(number)]
             self._catalogue.lease(version, Lease(Who(*who), ticket))
@@ -338,12 +357,15 @@ class Keeper:
         newest = self._newest()
         return (self._catalogue.keep + 1) * (len(newest.memory) if newest else 1)
 
-    def _grow(self, version: Version, part: int, size: int) -> None:
+    def _grow(self, version: Version, part: int, sizes: Iterable[int]) -> None:
         """Add memory to a version for a part that has just been declared."""
+        segments: list[Segment] = []
         try:
-            segment = self._take(size)
+            for size in sizes:
+                segments.append(self._take(size))  # noqa: PERF401  # those before an error are kept
         except NoMemoryError as error:
             with self._changing():
+                self._spare += segments
                 if self._catalogue.open.get(version.number) is version:
                     self._catalogue.withdraw(version, part)
             raise NoMemoryError(
@@ -352,11 +374,11 @@ class Keeper:
                 "release leases."
             ) from None
         with self._changing():
-            self._segments[segment.number] = segment
             if self._catalogue.open.get(version.number) is version:
-                version.memory.append(segment.number)
+                self._segments |= {each.number: each for each in segments}
+                version.memory += [each.number for each in segments]
                 return
-            self._spare.append(self._segments.pop(segment.number))
+            self._spare += segments
         raise WeightsError(f"version {version.number} of store '{self.name}' was given up meanwhile")
 
     def _take(self, size: int) -> Segment:
@@ -374,10 +396,12 @@ class Keeper:
     def _segments_of(self, version: Version) -> list[list[int]]:
         return [[number, self._segments[number].size] for number in version.memory]
 
-    def _tensor(self, version: Version, name: str) -> Tensor:
+    def _tensor(self, version: Version, name: str, memory: Sequence[int] | None = None) -> Tensor:
+        """Return a tensor of a version; ``memory``: that it lies in, if the version has left it."""
         if name not in version.assembly.layout.entries:
             raise WeightsError(f"version {version.number} of store '{self.name}' has no tensor {name!r}")
-        return version.assembly.layout.tensor([self._segments[each].tensor for each in version.memory], name)
+        memory = version.memory if memory is None else memory
+        return version.assembly.layout.tensor([self._segments[each].tensor for each in memory], name)
 
     def _duplicate(self, number: int) -> int:
         with self._lock:

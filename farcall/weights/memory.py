@@ -38,6 +38,13 @@ _NUMBER: Final = struct.Struct("<q")
 _PATIENCE_SECONDS: Final = 10.0
 """Maximum time in seconds for one exchange on the socket, on either side."""
 
+_GONE: Final = b"gone"
+_BACKLOG: Final = 128
+"""Maximum number of connections that have not been accepted. Further ones are refused at once."""
+
+_PAUSE_SECONDS: Final = 0.1
+"""How long to wait after an error of ``accept``."""
+
 _MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -127,6 +134,8 @@ class DescriptorServer:
         self._find = find
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener, self._name = fd_channel.listen()
+        self._listener.listen(_BACKLOG)
+        self._ended = threading.Event()
         self._listener.setblocking(True)
         self._thread = threading.Thread(target=self._serve, name="farcall-weights", daemon=True)
         self._thread.start()
@@ -138,6 +147,7 @@ class DescriptorServer:
 
     def close(self) -> None:
         """Stop."""
+        self._ended.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
@@ -154,7 +164,10 @@ class DescriptorServer:
             except OSError as error:
                 if self._listener.fileno() < 0 or error.errno not in _PASSING:
                     return
-                logger.warning("a process of this host gets no memory of weights: %s", error)
+                logger.warning("a process of this host waits for memory of weights: %s", error)
+                # its connection stays pending, so that ``accept`` fails at once, also after ``shutdown``
+                if self._ended.wait(_PAUSE_SECONDS):
+                    return
                 continue
             if sock is not None:
                 with sock, contextlib.suppress(OSError):
@@ -168,11 +181,13 @@ class DescriptorServer:
         token, number = record[:_TOKEN_BYTES], record[_TOKEN_BYTES:]
         if secrets.compare_digest(token, self._token) and len(number) == _NUMBER.size:
             found = self._find(*_NUMBER.unpack(number))
-            if found >= 0:
-                try:
-                    fd_channel.send(sock, b"here", found)
-                finally:
-                    os.close(found)
+            if found < 0:
+                sock.send(_GONE)
+                return
+            try:
+                fd_channel.send(sock, b"here", found)
+            finally:
+                os.close(found)
 
 
 _PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ECONNABORTED)
@@ -183,14 +198,17 @@ def fetch_descriptor(name: str, token: bytes, number: int, size: int) -> int:
     """Get the descriptor of a segment from the process that made it; the caller has to close it.
 
     Raises:
+        TimeoutError, BlockingIOError: the process is busy, or one of both has no descriptors left.
         OSError: the process cannot be reached that way: it is on another host, or another user's.
         SegmentRefused: the segment is not there any more, or is none.
     """
     with fd_channel.connect(name, _PATIENCE_SECONDS) as sock:
         sock.send(token + _NUMBER.pack(number))
-        _, descriptor = fd_channel.receive(sock)
-    if descriptor is None:
+        record, descriptor = fd_channel.receive(sock)
+    if record == _GONE:
         raise SegmentRefused(f"there is no segment {number}")
+    if descriptor is None:
+        raise BlockingIOError(errno.EAGAIN, "this process or the one that made it has no descriptors left")
     try:
         check(descriptor, size)
     except SegmentRefused:

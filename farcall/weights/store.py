@@ -20,6 +20,7 @@ from torch import Tensor
 
 from farcall.weights import copies, keeper
 from farcall.weights.blocks import Block, Box, Piece, cut, part_of, pieces_of
+from farcall.weights.catalogue import MOST_PARTS
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Layout, Spec, difference, name_of_dtype
 from farcall.weights.memory import AVAILABLE, Access, Mapped, fetch_descriptor, map_segment
@@ -108,6 +109,8 @@ class Store:
         self._scope = scope
         self._who = [agent.info.name, agent.incarnation]
         self._maps: dict[tuple[int, Access], Mapped] = {}
+        self._last: tuple[int | None, int | None] = None, None
+        """Number and serial of the version that this handle has read last."""
         self._copy: Store | None = None
         self._copy_keeper: int | None = None
         self._copy_failed: int | None = None
@@ -225,7 +228,8 @@ class Store:
             into: tensors by name, with exactly the version's names, types and shapes, in any sharding: plain
                 tensors, DTensors, ``Block`` objects. Of DTensors and blocks only what is here is copied.
             version: number of the version; default: the newest, which is the one that became whole last.
-            newer_than: wait until the newest is newer than this version.
+            newer_than: wait until the newest is newer than this version. If this handle has read that
+                version last, one that has the same number and was put later, after ``drop``, is newer.
             timeout: how long to wait for such a version, in seconds; 0: not at all; default: as long as the
                 store's worker lives.
 
@@ -249,12 +253,13 @@ class Store:
             view = self._view(held, Access.READ, stack)
             if view is None:
                 self._fetch(held.ticket, pieces)
-                return held.number
-            layout, mapped = view
-            for name, own in pieces.items():
-                whole = layout.tensor([each.data for each in mapped], name)
-                for piece in own:
-                    piece.local.copy_(piece.box.of(whole))
+            else:
+                layout, mapped = view
+                for name, own in pieces.items():
+                    whole = layout.tensor([each.data for each in mapped], name)
+                    for piece in own:
+                        piece.local.copy_(piece.box.of(whole))
+            self._last = held.number, held.serial
             return held.number
 
     def lease(self, version: int | None = None, timeout: float | None = None) -> Lease:
@@ -296,9 +301,12 @@ class Store:
             raise WeightsError("give version or newer_than, not both")
         version = None if version is None else _number(version)
         newer_than = None if newer_than is None else _number(newer_than)
+        last, serial = self._last
+        if last != newer_than:
+            serial = None
         deadline = float("inf") if timeout is None else monotonic() + timeout
         while True:
-            answer: list[Any] = self._ask("open", version, newer_than, self._who, ticket)
+            answer: list[Any] = self._ask("open", version, newer_than, self._who, ticket, serial)
             if answer[0] is not None:
                 return answer
             left = deadline - monotonic()
@@ -372,11 +380,13 @@ class Store:
         used: Callable[[], bool] = lambda: False,
     ) -> tuple[Layout, list[Mapped]] | None:
         """Return a leased version in memory of this host, the store's or that of this host's copy, until
-        ``stack`` ends; None if there is none.
+        ``stack`` ends; None if there is none, or its process is busy or has no memory.
         """
         mapped = self._mapped(held.segments, held.live, access)
         if mapped is not None:
             return held.layout, mapped
+        if self._channel is not None:  # the store is on this host, which needs no copy of its own
+            return None
         for _ in range(_ATTEMPTS):
             try:
                 copy = self._find_copy()
@@ -390,6 +400,9 @@ class Store:
                 if error.worker in ("", self.on):
                     raise
                 self._copy, self._copy_failed = None, self._copy_keeper  # another process takes its place
+            except NoMemoryError as error:
+                logger.warning("this host has no copy of store '%s': %s", self.name, error)
+                return None
             except WeightsError:  # its process has closed its handle
                 self._copy = None
                 return None
@@ -427,7 +440,7 @@ class Store:
             self._release(ticket, used=False)
 
     def _mapped(self, segments: list[Any], live: list[Any], access: Access) -> list[Mapped] | None:
-        """Return segments in this process; None if they are another host's."""
+        """Return segments in this process; None if they are another host's, or their process is busy."""
         with self._lock:
             for key in [key for key in self._maps if key[0] not in live]:
                 del self._maps[key]
@@ -446,6 +459,9 @@ class Store:
             return None
         try:
             descriptor = fetch_descriptor(self._channel[0], self._channel[1], number, size)
+        except (TimeoutError, BlockingIOError) as error:
+            logger.warning("a version of store '%s' goes through calls this time: %s", self.name, error)
+            return None
         except OSError as error:
             logger.warning(
                 "weights of store '%s' go through calls, not through shared memory: %s", self.name, error
@@ -563,6 +579,7 @@ class Lease(Mapping[str, Tensor]):
                 self._data = [each.data for each in mapped]
                 memory[:] = [each.memory for each in mapped]
             self.version, self._layout = held.number, layout
+            store._last = held.number, held.serial
             self._stack = stack.pop_all()
         return self
 
@@ -707,6 +724,9 @@ def _part(part: Any) -> tuple[int, int]:
         index, count = map(operator.index, part)
     except (TypeError, ValueError):
         raise WeightsError(f"part is (index, count), not {part!r:.80}") from None
-    if not 0 <= index < count:
-        raise WeightsError(f"part is (index, count) with 0 <= index < count, not {part!r}")
+    if not 0 <= index < count <= MOST_PARTS:
+        raise WeightsError(
+            f"part is (index, count) with 0 <= index < count, and count is at most {MOST_PARTS}; "
+            f"not {part!r:.80}"
+        )
     return index, count

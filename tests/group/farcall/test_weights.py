@@ -18,8 +18,10 @@ import rpc
 from farcall.weights import Block, Store, WeightsError
 from farcall.weights import keeper as keeper_module
 from farcall.weights import store as store_module
+from farcall.weights.catalogue import Who
 from farcall.weights.memory import fetch_descriptor
 from rpc.errors import NoMemoryError, WorkerLostError
+from rpc.runtime.current import current_agent
 from tests.support.process_groups import process_group
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, current_worker
@@ -113,6 +115,26 @@ def test_newest_and_newer(store: Store) -> None:
     assert store.get(into) == 6
 
 
+def test_a_number_that_is_put_again_is_newer(store: Store) -> None:
+    into = {"w": empty()}
+    for leased in (False, True):
+        store.put(10, {"w": whole(1)})
+        if leased:
+            with store.lease() as lease:
+                assert lease.version == 10
+        else:
+            store.get(into)
+        store.drop(10)
+        store.put(10, {"w": whole(2)})
+        assert store.get(into, newer_than=10, timeout=0) == 10
+        assert same(into["w"], whole(2))
+        with pytest.raises(TimeoutError, match="no version newer than 10"):
+            store.get(into, newer_than=10, timeout=0)
+        with pytest.raises(TimeoutError, match="no version newer than 10"):
+            Store("policy", on="worker0").get(into, newer_than=10, timeout=0)
+        store.drop(10)
+
+
 def test_what_does_not_fit_changes_nothing(store: Store) -> None:
     store.put(1, {"w": whole(1), "b": torch.ones(2)})
     before = empty()
@@ -175,6 +197,7 @@ def test_a_version_does_not_change(store: Store) -> None:
         (lambda store: store.put(1, {"step": 3}), "'step' is int"),
         (lambda store: store.put(1, {"w": empty()}, part=3), r"part is \(index, count\), not 3"),
         (lambda store: store.put(1, {"w": empty()}, part=(2, 2)), "0 <= index < count"),
+        (lambda store: store.put(1, {"w": empty()}, part=(0, 10**12)), "count is at most 65536"),
         (lambda store: store.get({}, version=1, newer_than=2), "not both"),
         (lambda store: store.drop(1), "has no version 1"),
         (lambda store: Store("policy", on="worker0", keep=0), "keep is a number of versions"),
@@ -215,6 +238,48 @@ def test_memory_is_bounded_and_used_again(store: Store, monkeypatch: pytest.Monk
     assert len(mapped) == 6, "each of three segments is mapped once for writing and once for reading"
 
 
+@pytest.mark.parametrize("busy", [TimeoutError, BlockingIOError])
+def test_a_busy_descriptor_server_is_asked_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, busy: type[OSError]
+) -> None:
+    def be_busy(*_: object) -> int:
+        raise busy
+
+    into = {"w": empty()}
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "fetch_descriptor", be_busy)
+        store.put(1, {"w": whole(1)})
+        store.get(into)
+        with store.lease() as lease:
+            assert same(lease["w"], whole(1))
+    assert same(into["w"], whole(1))
+    sent = store.usage()["sent_bytes"]
+    assert sent == 2 * 120, "no copy has been made on the store's own host"
+    assert store._copy is None
+    store.get(into)
+    assert store.usage()["sent_bytes"] == sent
+
+
+def test_without_memory_for_a_copy_versions_are_read_directly(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(1, {"w": whole(1)})
+    monkeypatch.setattr(store_module, "host_identity", lambda: "another host")
+    far = Store("policy", on="worker0")
+
+    def refuse(*_: object) -> None:
+        raise NoMemoryError("this host has none")
+
+    monkeypatch.setattr(keeper_module, "Segment", refuse)
+    into = {"w": empty()}
+    assert far.get(into) == 1
+    with far.lease() as lease:
+        assert same(lease["w"], whole(1))
+    assert same(into["w"], whole(1))
+    assert store.usage()["leases"] == 0
+    assert store.get(into) == 1
+
+
 def test_tensors_of_a_lease_are_the_readers_own(store: Store) -> None:
     store.put(1, {"w": whole(1)})
     with store.lease() as old, store.lease(1) as other:
@@ -242,6 +307,34 @@ def test_handles_of_one_process_have_leases_of_their_own(store: Store) -> None:
     with store.lease(1), Store("policy", on="worker0").lease(1), store.lease(1):
         assert store.usage()["leases"] == 3
     assert store.usage()["leases"] == 0
+
+
+@pytest.mark.parametrize("order", ["finished", "near", "far"])
+def test_a_lost_writer_that_still_lives_changes_no_whole_version(store: Store, order: str) -> None:
+    """Another part is finished before the lost writer's is put again, or after it."""
+    keeper = keeper_module.keep(keeper_module.GROUP, "policy", cast("Any", current_agent()))
+    stopped, slow = Who("stopped", 1), Who("slow", 2)
+    boxes = [[[3 * part, 0], [3, 10]] for part in range(2)]
+    for part, who in ((0, slow), (1, stopped)):
+        keeper.begin(1, [part, 2], [["w", "bfloat16", list(SHAPE), [boxes[part]]]], list(who), insist=False)
+    known = keeper.tensors(1)["w"]
+    with keeper._changing():
+        keeper._catalogue.lost(stopped)
+    if order == "finished":
+        known[:3] = whole(1)[:3]
+        assert keeper.written(1, 0, list(slow)) is False
+    assert store.put(1, rows(1, 1), part=(1, 2)) is (order == "finished")
+    if order == "near":
+        known[:3] = whole(1)[:3]
+    if order == "far":
+        keeper.write(1, 0, list(slow), [["w", boxes[0]]], [whole(1)[:3]])
+    if order != "finished":
+        assert keeper.written(1, 0, list(slow)) is True
+    known.zero_()
+    into = empty()
+    store.get({"w": into})
+    assert same(into, whole(1))
+    assert store.usage()["bytes"] == 128
 
 
 # ---- several workers

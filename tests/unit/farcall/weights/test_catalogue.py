@@ -19,9 +19,8 @@ memory = iter(range(1, 1 << 40))
 
 def begin(catalogue: Catalogue, number: int, part: int, who: Who, parts: int = 2) -> Version:
     blocks = {"w": [Box((0,), (2,))] if parts == 1 else [Box((part,), (1,))]}
-    version, size = catalogue.begin(number, part, parts, SPECS, blocks, who)
-    if size is not None:
-        version.memory.append(next(memory))
+    version, sizes = catalogue.begin(number, part, parts, SPECS, blocks, who)
+    version.memory += [next(memory) for _ in sizes]
     return version
 
 
@@ -102,11 +101,46 @@ def test_a_version_whose_writer_is_lost_is_told_and_can_be_completed() -> None:
     assert catalogue.lost(B) == [version]
     assert version.missing() == "part 1 of 2 is missing (worker 'b', which was to write part 1, is lost)"
     assert catalogue.find(None, None) is None
+    (left,) = version.memory
     again = Who("b", 3)
     begin(catalogue, 1, 1, again)
+    assert version.memory != [left], "the lost worker may still write there"
+    assert version.memory_of(0) == [left]
+    assert version.memory_of(1) == version.memory
     with pytest.raises(WeightsError, match="worker 'b' was lost"):
         catalogue.written(1, 1, B)
+    assert catalogue.freed() == []
     assert catalogue.written(1, 1, again)
+    assert catalogue.freed() == [Freed(left, reusable=False)]
+
+
+def test_several_lost_writers_cost_new_memory_once() -> None:
+    catalogue = Catalogue("policy", 2)
+    version = begin(catalogue, 1, 0, A)
+    begin(catalogue, 1, 1, B)
+    catalogue.lost(A)
+    catalogue.lost(B)
+    begin(catalogue, 1, 0, Who("a", 3))
+    moved = list(version.memory)
+    begin(catalogue, 1, 1, Who("b", 3))
+    assert version.memory == moved
+    catalogue.lost(Who("b", 3))
+    again = begin(catalogue, 1, 1, Who("b", 4))
+    assert again.memory != moved
+    assert again.memory_of(0) == moved
+
+
+def test_a_version_for_which_there_is_no_other_memory_is_given_up() -> None:
+    catalogue = Catalogue("policy", 2)
+    version = begin(catalogue, 1, 0, A)
+    (left,) = version.memory
+    catalogue.lost(A)
+    _, sizes = catalogue.begin(1, 0, 2, SPECS, {"w": [Box((0,), (1,))]}, B)
+    assert sizes == [64]
+    catalogue.withdraw(version, 0)
+    assert catalogue.given_up == [version]
+    assert catalogue.freed() == [Freed(left, reusable=False)]
+    begin(catalogue, 1, 0, B)
 
 
 def test_a_version_that_a_later_one_overtakes_is_given_up() -> None:
@@ -162,6 +196,10 @@ def test_what_cannot_be_put_is_refused() -> None:
         begin(catalogue, 1, 0, A)
     with pytest.raises(WeightsError, match="there is no part 2 of 2"):
         begin(catalogue, 2, 2, A)
+    for part, parts in ((0, 10**12), (0, 2.0), (False, 2), ("0", 2)):
+        with pytest.raises(WeightsError, match=f"there is no part {part!r} of {parts}: .* up to 65536 parts"):
+            catalogue.begin(2, part, parts, SPECS, {"w": []}, A)  # type: ignore[arg-type]
+    assert not catalogue.open
     begin(catalogue, 2, 0, A)
     with pytest.raises(WeightsError, match="worker 'b' has not begun part 0 of version 2"):
         catalogue.written(2, 0, B)
@@ -186,17 +224,19 @@ def test_a_part_that_two_workers_write_is_written_when_both_have_finished() -> N
     begin(catalogue, 1, 0, B, parts=1)
     assert not catalogue.written(1, 0, A), "the other one still writes"
     assert catalogue.written(1, 0, B)
-    begin(catalogue, 2, 0, A, parts=1)
+    version = begin(catalogue, 2, 0, A, parts=1)
     begin(catalogue, 2, 0, B, parts=1)
     catalogue.written(2, 0, A)
-    assert catalogue.lost(B) == []
+    assert catalogue.lost(B) == [version], "it may still write to the version"
+    begin(catalogue, 2, 0, A, parts=1)
+    assert catalogue.written(2, 0, A)
     assert list(catalogue.whole) == [1, 2]
 
 
 def test_a_part_without_memory_is_withdrawn() -> None:
     catalogue = Catalogue("policy", 2)
-    version, size = catalogue.begin(1, 0, 1, SPECS, {"w": [Box((0,), (2,))]}, A)
-    assert size == 64
+    version, sizes = catalogue.begin(1, 0, 1, SPECS, {"w": [Box((0,), (2,))]}, A)
+    assert sizes == [64]
     catalogue.withdraw(version, 0)
     assert not catalogue.open
     put(catalogue, 1)
@@ -212,6 +252,7 @@ class Workers(RuleBasedStateMachine):
         self.lent: dict[Lease, tuple[int, list[int]]] = {}
         self.used: set[int] = set()
         self.free: set[int] = set()
+        self.left: set[int] = set()
 
     def drain(self) -> None:
         for freed, reusable in self.catalogue.freed():
@@ -225,8 +266,8 @@ class Workers(RuleBasedStateMachine):
     def write(self, number: int, part: int, worker: int, *, ends: bool) -> None:
         who = self.workers[worker]
         assert self.catalogue.make_room(number, who, insist=True)
-        version, size = self.catalogue.begin(number, part, 2, SPECS, {"w": [Box((part,), (1,))]}, who)
-        if size is not None:
+        version, sizes = self.catalogue.begin(number, part, 2, SPECS, {"w": [Box((part,), (1,))]}, who)
+        for _ in sizes:
             one = self.free.pop() if self.free else next(memory)
             self.used.add(one)
             version.memory.append(one)
@@ -257,6 +298,9 @@ class Workers(RuleBasedStateMachine):
     def die(self, worker: int) -> None:
         who = self.workers[worker]
         self.lent = {lease: held for lease, held in self.lent.items() if lease.holder != who}
+        for version in self.catalogue.open.values():
+            if version.is_left_by(who):
+                self.left |= set(version.memory)
         self.catalogue.lost(who)
         self.workers[worker] = Who(who.name, int(str(who.incarnation)) + 1)
         self.drain()
@@ -275,10 +319,16 @@ class Workers(RuleBasedStateMachine):
             assert (version.number, version.memory) == (number, held)
 
     @invariant()
+    def lost_writers_reach_nothing_that_readers_have(self) -> None:
+        assert not self.left & self.free
+        for version in self.catalogue.whole.values():
+            assert not self.left & set(version.memory)
+
+    @invariant()
     def memory_belongs_to_one_version(self) -> None:
         alive = {id(each): each for each in self.catalogue.leases.values()}
         alive |= {id(each): each for each in (*self.catalogue.whole.values(), *self.catalogue.open.values())}
-        lent = [one for version in alive.values() for one in version.memory]
+        lent = [one for version in alive.values() for one in (*version.memory, *version.retired)]
         assert sorted(lent) == sorted(self.used)
         assert not self.free & self.used
 
