@@ -49,7 +49,12 @@ BULK_STREAMS: Final = 4
 """Bulk streams to each other worker over TCP, of which few may be open when descriptors are first counted."""
 
 WARM_UP: Final = 40.0
-"""Seconds after which memory is compared with that at the end; until then, cuts are the only faults."""
+"""Time in seconds in which cuts are the only faults."""
+
+PARTS: Final = 10
+"""Number of measurements of what the workers have. The last one is compared with that at half the time: at
+first, the memory that the allocator keeps grows with what has run.
+"""
 
 
 class Driver:
@@ -61,6 +66,7 @@ class Driver:
         self.harm: Counter[str] = Counter()
         self.noticed: defaultdict[str, list[float]] = defaultdict(list)
         self.dead_since: dict[str, tuple[str, float]] = {}
+        self.over_time: list[dict[str, dict[str, int]]] = []
         self.transports = ("tcp",) if tcp else None
         self.group: Workers = run_workers.start(
             [be_a_worker] * WORKERS, args=(self.transports,), time_limit=self.seconds + 6 * QUIET_SECONDS
@@ -75,7 +81,6 @@ class Driver:
         """All of it but the end."""
         begun = time.monotonic()
         self.go_on_until(begun + min(WARM_UP, self.seconds / 4), [(1, self.cut)])
-        self.before = self.measure()
         faults = [
             (8, self.kill),
             (3, self.stop_for_long),
@@ -85,7 +90,9 @@ class Driver:
         ]
         if self.transports:
             faults.append((34, self.reset))
-        self.go_on_until(begun + self.seconds, faults)
+        for each in range(1, PARTS + 1):
+            self.go_on_until(begun + self.seconds * each / PARTS, faults)
+            self.over_time.append(self.measure())
 
     def go_on_until(self, end: float, faults: Sequence[tuple[int, Callable[[], None]]]) -> None:
         while time.monotonic() < end:
@@ -193,7 +200,7 @@ class Driver:
         for worker in self.workers.values():
             worker.tell("order", ("account", None))
         accounts = {name: each.wait_for("account") for name, each in self.workers.items()}
-        self.after = self.measure()
+        self.over_time.append(self.measure())
         for worker in self.workers.values():
             worker.tell("order", ("leave", None))
         self.group.results()
@@ -219,8 +226,8 @@ class Driver:
     def leaks(self) -> list[str]:
         found = []
         for name in self.stayers:
-            before, after = self.before[name], self.after[name]
-            if after["RSS, MiB"] > 1.3 * before["RSS, MiB"] + 20:
+            before, after = self.over_time[PARTS // 2 - 1][name], self.over_time[-1][name]
+            if after["RSS, MiB"] > 1.15 * before["RSS, MiB"] + 20:
                 found.append(f"{name} has grown: {before} to {after}")
             if after["threads"] > before["threads"] + 12:
                 found.append(f"{name} has more threads: {before} to {after}")
@@ -245,7 +252,10 @@ class Driver:
                 f"{1000 * statistics.median(seconds):.0f} / {1000 * max(seconds):.0f} ms (min / median / max)"
             )
         for name in self.stayers:
-            lines.append(f"{name}: {self.before[name]} at first, {self.after[name]} at the end")
+            lines += [
+                f"{name}, {what}: {' '.join(str(each[name][what]) for each in self.over_time)}"
+                for what in self.over_time[0][name]
+            ]
         return "\n".join(lines)
 
 
