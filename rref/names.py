@@ -15,7 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from rpc.agent.agent import UNSET_TIMEOUT, Agent
+from rpc.agent.agent import UNSET_TIMEOUT
+from rpc.agent.interface import AgentInterface
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
 from rpc.errors import (
@@ -216,7 +217,7 @@ class _Search:
     """
 
     def __init__(self, name: str, timeout: float, owner: WorkerReference | None) -> None:
-        agent: Agent = current_agent()
+        agent: AgentInterface = current_agent()
         shell = references()
         self._agent = agent
         self._is_static = shell.workers.view.static
@@ -297,7 +298,7 @@ class _Search:
         except RpcTimeoutError:
             pass
         except NotInitializedError:  # that worker is leaving
-            if self._agent.closed:
+            if current_agent() is not self._agent:  # there is none if this one leaves
                 raise
         return None
 
