@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, Final
 
 from rpc.agent.agent import UNSET_TIMEOUT
-from rpc.agent.interface import AgentInterface
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
+from rpc.agent.interface import AgentInterface
 from rpc.errors import (
     InvalidNameError,
     NameTakenError,
