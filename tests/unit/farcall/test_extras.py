@@ -1,4 +1,4 @@
-"""What is told of an optional part whose packages are not installed."""
+"""Errors about optional parts whose packages are not installed."""
 
 from __future__ import annotations
 

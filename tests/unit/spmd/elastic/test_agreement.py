@@ -1,4 +1,4 @@
-"""Who may go on, and what becomes of an attempt: rules that random runs hardly ever need, and some runs."""
+"""The rules for the members that may continue and for the outcome of an attempt, and some simulated runs."""
 
 from __future__ import annotations
 

@@ -235,10 +235,8 @@ def compare_part(part: Tensor, value: Value, rank: int) -> None:
     if layout.is_partial():
         return
     expected = take_shard(value.whole, layout, rank)
-    dtype = value.whole.dtype
-    if dtype.is_floating_point:  # how a vector instruction rounds may depend on where the memory begins
-        last_place = torch.finfo(dtype).eps if dtype.itemsize < 4 else 1e-5
-        torch.testing.assert_close(part, expected, rtol=last_place, atol=1e-5, equal_nan=True)
+    if value.whole.dtype.is_floating_point:
+        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     else:
         assert torch.equal(part, expected)
 
