@@ -90,6 +90,8 @@ class ReferenceServer:
 
     def _creation_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         rref, fork, call = creation(frame, peer.incarnation)
+        if peer.reader is not None:
+            peer.reader.expected = True  # many a creator fetches the object at once
         header = call.header
         request = Request(peer, call, self._serializer.adopt(header, peer) if header else None)
         value = self._references.arrived(rref, fork, peer, turns_of_object(header) if header else None)

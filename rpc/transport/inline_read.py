@@ -69,6 +69,8 @@ _MOMENT_SECONDS: Final = 3e-3
 """Maximum time in seconds that a thread spins; waits up to this long count as short."""
 _LATE_SECONDS: Final = 0.2e-3
 """Delay in seconds after yielding from which on other threads are taken to need the core."""
+_NEXT_FRAME_SECONDS: Final = 30e-6
+"""Maximum time in seconds that an idle thread polls for a frame that is ``expected``."""
 _SLICE_SECONDS: Final = 0.5
 """Maximum time in seconds of one sleep: a signal that arrives right before the system call would not
 interrupt it.
@@ -320,6 +322,8 @@ class InlineReader:
         closed: set by the loop; nothing is dispatched afterwards.
         buffer: receive buffer, set by the loop before any thread reads.
         is_between_frames: whether what arrives next begins with a frame; set by the loop after it has read.
+        expected: set by a handler whose frame is usually followed by another at once. An idle thread then
+            polls for that frame before it runs the task of the first, as it would wake the loop otherwise.
     """
 
     def __init__(
@@ -333,6 +337,7 @@ class InlineReader:
         self.lease = ReadLease()
         self.closed = False
         self.is_between_frames = False
+        self.expected = False
         self._connection = connection
         self._descriptor = descriptor
         self._decoder = decoder
@@ -345,6 +350,7 @@ class InlineReader:
         """Result of a poll when there is data and nothing else; errors are left to the loop."""
         self._worth = Backoff()
         self._spinning = Backoff()
+        self._expecting = Backoff()
 
     # ---- the loop's thread
 
@@ -511,6 +517,10 @@ class InlineReader:
             while turn.task is None and turn.left_to_loop is None:
                 if not (self._wait(until, min(until, monotonic() + _MOMENT_SECONDS)) and self._read(turn)):
                     break
+            if self.expected and turn.task is not None and turn.left_to_loop is None:
+                self.expected = False
+                if self._expected_has_come():
+                    self._read(turn)
             task, turn.task = turn.task, None  # it must not die with the turn, which the loop may have
             return task
         finally:
@@ -532,7 +542,8 @@ class InlineReader:
         has_ended = turn.left_to_loop is not None
         if has_ended:  # in the middle: the loop takes either these or the bytes
             return False
-        turn.task = self._connection.owner.take_inline(frames, keep=turn.idle)
+        keep = turn.idle and turn.task is None
+        turn.task = self._connection.owner.take_inline(frames, keep=keep) or turn.task
         if frames or (awaited is not None and awaited.outcome is None):
             self._worth.failed()
             if turn.left_to_loop is not None:  # the turn was ended in the middle
@@ -540,6 +551,17 @@ class InlineReader:
             return False
         if self._worth.penalty:
             self._worth.paid()
+        return True
+
+    def _expected_has_come(self) -> bool:
+        """Poll for a moment for the expected frame, if that was worthwhile recently."""
+        poll = self._poll
+        if poll is None or not self._expecting.may_try():
+            return False
+        until = monotonic() + _NEXT_FRAME_SECONDS
+        if spin(poll, until, self._expecting, self._spinners) != self._readable:
+            return False
+        self._expecting.paid()
         return True
 
     @interruptible

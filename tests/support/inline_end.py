@@ -77,6 +77,7 @@ class End(Recorder):
         there: the other end.
         taken: what frames of the kinds above were taken in, in order.
         meanwhile: called whenever a frame of the kind ``ANYWHERE`` is taken in.
+        called: called whenever a request is taken in.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class End(Recorder):
         self.agent = Agent(loop)
         self.taken: list[int] = []
         self.meanwhile: Callable[[], object] = int
+        self.called: Callable[[], object] = int
         activity: Any = SimpleNamespace(listener=None)
         self.dispatcher = Dispatcher(
             Serializer(),
@@ -114,6 +116,7 @@ class End(Recorder):
         self.ready()
 
     def _take_call(self, peer: Peer, frame: Frame) -> Task:
+        self.called()
         return (lambda _: None), Request(peer, frame)
 
     def _take_reply(self, peer: Peer, frame: Frame) -> None:

@@ -287,6 +287,21 @@ def test_an_idle_thread_waits_on_when_there_was_nothing_to_do(
     end.loop_reads()
 
 
+def test_an_idle_thread_reads_an_expected_frame_before_it_runs_a_task(
+    end: End, idle: Callable[[], Callable[[float], int | None]]
+) -> None:
+    def next_frame_comes() -> None:
+        end.reader.expected = True
+        end.there.sendall(frame(ANYWHERE, 1))
+
+    end.called = next_frame_comes
+    result = idle()
+    end.there.sendall(frame(Kind.CALL, 70))
+    assert result(SOON) == 70
+    assert (end.taken, end.agent.passed_on) == ([1], [])
+    end.loop_reads()
+
+
 def test_an_idle_thread_leaves_to_the_loop_what_needs_it(
     end: End, idle: Callable[[], Callable[[float], int | None]]
 ) -> None:
