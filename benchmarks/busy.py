@@ -1,15 +1,22 @@
-"""Calls from and to a process whose main thread computes in pure Python: they wait for the interpreter."""
+"""Calls while something else computes: the main thread of a process, for whose interpreter they wait, or
+other processes, for whose cores they do.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
-from benchmarks import serving
+import torch
+
+from benchmarks import serving, turns
 from benchmarks.calls import echo, nothing
 from benchmarks.workload import CALLEE, Bar, Workload
 
@@ -19,6 +26,12 @@ _PERIOD_SECONDS = 0.02
 _SLICE_SECONDS = 0.25
 _PAIRS = 8
 _CALLS = 80
+_OTHERS: Final = 8
+"""Number of processes that compute beside the workers."""
+_OTHERS_SECONDS: Final = 60
+"""Time in seconds after which such a process ends by itself."""
+_BATCH_SECONDS: Final = 0.5
+_BATCHES: Final = 10
 
 _stop = threading.Event()
 _rounds = 0
@@ -118,8 +131,49 @@ def _cost(rpc: Any) -> float:
         rpc.rpc_sync(CALLEE, _stop_computing)
 
 
+@contextlib.contextmanager
+def _other_processes() -> Iterator[None]:
+    """Processes of another session that compute for the duration of a ``with`` statement."""
+    program = f"import time; end = time.monotonic() + {_OTHERS_SECONDS}\nwhile time.monotonic() < end: pass"
+    command = (sys.executable, "-I", "-S", "-c", program)
+    with contextlib.ExitStack() as stack:
+        for _ in range(_OTHERS):
+            process = stack.enter_context(subprocess.Popen(command, start_new_session=True))
+            stack.callback(process.kill)
+        time.sleep(0.1)  # they have begun
+        yield
+
+
+def _beside_others(call: Callable[[], object]) -> float:
+    """Return the seconds that a call takes beside other processes, the median over batches."""
+    call()
+    times = []
+    for _ in range(_BATCHES):
+        turns.pass_on()
+        with _other_processes():
+            call()
+            made, begin = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - begin) < _BATCH_SECONDS:
+                call()
+                made += 1
+            times.append(elapsed / made)
+    return statistics.median(times)
+
+
+def _null_beside_others(rpc: Any) -> float:
+    return 1e6 * _beside_others(lambda: rpc.rpc_sync(CALLEE, nothing))
+
+
+def _tensor_beside_others(rpc: Any) -> float:
+    tensor = torch.randn(1 << 18)
+    return 1e3 * _beside_others(lambda: rpc.rpc_sync(CALLEE, echo, args=(tensor,)))
+
+
 def workloads() -> Iterator[Workload]:
-    """All in which a main thread computes."""
+    """All in which something else computes."""
     yield Workload("busy", "4 threads, main thread computing", "calls/s", _callers, part="busy")
     yield Workload("busy-callee", "callee's main thread computing", "ms", _callee, Bar(0.15), part="busy")
     yield Workload("busy-cost", "what these calls cost it", "%", _cost, Bar(2, absolute=True), part="busy")
+    title = f"beside {_OTHERS} busy processes"
+    yield Workload("busy-machine", f"null call {title}", "µs", _null_beside_others, Bar(0.6), part="busy")
+    yield Workload("busy-machine-1MB", f"1 MB {title}", "ms", _tensor_beside_others, Bar(0.6), part="busy")
