@@ -53,6 +53,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--chart", type=Path, metavar="FILE", help="draw it too: docs/benchmarks.svg (needs matplotlib)"
     )
+    parser.add_argument(
+        "--budget", action="store_true", help="print where a step's time goes, and compare with nothing"
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.workloads if name not in WORKLOADS]
@@ -69,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _FILE_WIDTH
+    if arguments.budget:
+        return _budget(console, arguments.workloads or ["null"], arguments.timeout)
     with tempfile.TemporaryDirectory(prefix="farcall-revision-") as folder:
         try:
             sides = _sides(arguments.peer, Path(folder))
@@ -94,6 +99,17 @@ def main(argv: list[str] | None = None) -> int:
     if missed:
         console.print(f"[red]missed: {', '.join(missed)}[/red]")
     return 1 if missed and arguments.check else 0
+
+
+def _budget(console: Console, selected: Sequence[str], limit: float) -> int:
+    failed = False
+    for name, outcomes in measure([FARCALL], selected, limit, budget=True):
+        for outcome in outcomes.values():
+            if isinstance(outcome, Failure):
+                failed = True
+                console.print(f"[red]{name}: {outcome.reason}[/red]")
+                console.print(outcome.details, style="dim", markup=False)
+    return 1 if failed else 0
 
 
 def _sides(other: str, folder: Path) -> list[Side]:

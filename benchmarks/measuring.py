@@ -5,22 +5,24 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks import serving
+from benchmarks.budget import show
 from benchmarks.certificates import Certificate
 from benchmarks.sides import Side
 from benchmarks.turns import Failure, Workers, take_turns, work_by_turns
-from benchmarks.workload import Workload
+from benchmarks.workload import Workload, instead
 from benchmarks.workloads import WORKLOADS
 
 __all__ = ["measure"]
 
 
 def measure(
-    sides: Sequence[Side], names: Sequence[str], limit: float
+    sides: Sequence[Side], names: Sequence[str], limit: float, *, budget: bool = False
 ) -> Iterator[tuple[str, dict[str, float | Failure]]]:
     """Yield the name of each workload and, by side, what was measured; without those that cannot run it.
 
@@ -30,6 +32,7 @@ def measure(
         sides: take turns.
         names: of workloads.
         limit: seconds that one workload may take one side.
+        budget: whether to print where a step's time goes.
     """
     kind, groups = None, dict[str, Workers]()
     kill = True
@@ -41,7 +44,7 @@ def measure(
             able = [side for side in sides if side.can_run(workload)]
             for side in able:
                 if side.name not in groups:
-                    groups[side.name] = _group(side, workload)
+                    groups[side.name] = _group(side, workload, budget)
             outcomes = take_turns({side.name: groups[side.name] for side in able}, workload.name, limit)
             for name, outcome in outcomes.items():
                 if isinstance(outcome, Failure):
@@ -62,7 +65,7 @@ def _kind_of_group(workload: Workload) -> tuple[int, bool, int, bool]:
     return workload.workers, workload.network, workload.stripes, workload.encrypted
 
 
-def _group(side: Side, workload: Workload) -> Workers:
+def _group(side: Side, workload: Workload, budget: bool) -> Workers:
     count, options = workload.workers, dict(side.network) if workload.network else {}
     if workload.stripes:
         options["tcp_stripes"] = workload.stripes
@@ -82,7 +85,7 @@ def _group(side: Side, workload: Workload) -> Workers:
                 parent.send(_failure(error))
             raise
         if rank == 0:
-            work_by_turns(parent, lambda name: _measured(WORKLOADS[name], rpc))
+            work_by_turns(parent, lambda name: _measured(WORKLOADS[name], rpc, budget))
             for other in range(1, count):
                 rpc.rpc_sync(f"worker{other}", serving.finish)
         else:
@@ -92,8 +95,10 @@ def _group(side: Side, workload: Workload) -> Workers:
     return Workers(work, 1 if side.starts_its_workers else count)
 
 
-def _measured(workload: Workload, rpc: Any) -> float | Failure:
+def _measured(workload: Workload, rpc: Any, budget: bool) -> float | Failure:
     try:
+        if budget:
+            instead[:] = [partial(show, workload.title, rpc)]
         return workload.measure(rpc)
     except Exception as error:
         return _failure(error)

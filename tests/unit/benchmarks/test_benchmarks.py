@@ -150,3 +150,13 @@ def test_a_revision_is_measured_without_what_this_installation_has(tmp_path: Pat
         [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_budget_shows_messages_and_intervals_of_both_workers() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--budget", "autograd-op"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for part in ("µs a step", "messages sent", "distributed backward", "gradients"):
+        assert part in done.stdout
+    for worker in ("worker0", "worker1"):
+        assert f"{worker}   " in done.stdout
