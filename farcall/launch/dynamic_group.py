@@ -25,7 +25,7 @@ from farcall.launch.rounds import Kind, Order
 from farcall.launch.signals import ASKING, ENDING
 from farcall.launch.terminal import name_ranks, say
 from farcall.launch.watch import JobWatch
-from farcall.observe.jobs import job_id
+from farcall.observe.format.jobs import job_id
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.store import SharedStore, StoreWait, start
 from rpc.runtime.preemption import REQUEUE_STATUS

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from farcall.launch.terminal import say
-from farcall.observe.places import Place
+from farcall.observe.format.places import Place
 from farcall_guard import PACKAGES
 from rpc.runtime.current import is_initialized
 from rpc.runtime.preemption import REQUEUE_STATUS

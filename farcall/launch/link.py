@@ -36,7 +36,7 @@ from farcall.launch.rounds import (
     placed,
 )
 from farcall.launch.terminal import say
-from farcall.observe.jobs import job_id
+from farcall.observe.format.jobs import job_id
 from rpc.errors import RpcError
 from rpc.group.authentication import ForeignRecordError
 from rpc.group.handshake import legible

@@ -19,7 +19,7 @@ from typing import IO, Final
 
 from farcall.launch.lines import Screen, Stream
 from farcall.launch.terminal import say
-from farcall.observe.kept_output import LogTimes
+from farcall.observe.reading.kept_output import LogTimes
 
 __all__ = ["Output"]
 

@@ -18,13 +18,13 @@ from farcall.launch.failures import Failure
 from farcall.launch.job import Job
 from farcall.launch.page_process import PageProcess
 from farcall.launch.terminal import say
-from farcall.observe.analysis import Report, analyze
-from farcall.observe.jobs import JOB, find_job, jobs_folder
-from farcall.observe.launches import note_end, note_launch
-from farcall.observe.reader import read_job
-from farcall.observe.silent_processes import last_place
-from farcall.observe.state import JobState, Process, WorkerState
-from farcall.observe.words import in_words, waiting_in_words
+from farcall.observe.format.jobs import JOB, find_job, jobs_folder
+from farcall.observe.reading.launches import note_end, note_launch
+from farcall.observe.reading.reader import read_job
+from farcall.observe.reading.state import JobState, Process, WorkerState
+from farcall.observe.why.analysis import Report, analyze
+from farcall.observe.why.silent_processes import last_place
+from farcall.observe.why.words import in_words, waiting_in_words
 
 __all__ = ["JobWatch"]
 

@@ -35,8 +35,8 @@ def _width() -> int:
 
 def _read(folder: Any, *, native: bool = False) -> Any:
     """Return the state of a job, with its workers on other hosts if a worker here can ask them."""
-    from farcall.observe.gathered import gather
-    from farcall.observe.reader import read_job
+    from farcall.observe.reading.gathered import gather
+    from farcall.observe.reading.reader import read_job
 
     found = read_job(folder, gathered=False)
     is_gathered = gather(folder.path, found)
@@ -44,8 +44,8 @@ def _read(folder: Any, *, native: bool = False) -> Any:
 
 
 def _find(job: str | None) -> Any:
-    from farcall.observe.choosing import choose_job
-    from farcall.observe.jobs import jobs_folder
+    from farcall.observe.format.jobs import jobs_folder
+    from farcall.observe.why.choosing import choose_job
 
     try:
         found = choose_job(jobs_folder(os.environ), job)
@@ -64,8 +64,8 @@ def why(job: str | None, everything: bool, as_json: bool) -> int:
 
     Works while the job runs and after it is dead, also if the interpreter of a worker hangs.
     """
-    from farcall.observe.analysis import analyze
-    from farcall.observe.words import in_words
+    from farcall.observe.why.analysis import analyze
+    from farcall.observe.why.words import in_words
 
     report = analyze(_read(_find(job), native=True))
     if as_json:
@@ -87,7 +87,7 @@ def trace(job: str | None, seconds: float, output: str) -> int:
 
     For workers on several hosts, use rpc.trace in the program.
     """
-    from farcall.observe.trace_command import trace_job
+    from farcall.observe.trace.command import trace_job
 
     click.echo("\n".join(trace_job(_find(job), seconds, output)))
     return 0
@@ -103,8 +103,8 @@ def ps(job: str | None, everything: bool, as_json: bool) -> int:
     OUT/s and IN/s count calls made and requests received; STATE is that of the busiest thread; WAITS is the
     age of the oldest call or wait, except for that in shutdown.
     """
-    from farcall.observe.figures import job_line, rows_of, table
-    from farcall.observe.jobs import jobs, jobs_folder
+    from farcall.observe.format.jobs import jobs, jobs_folder
+    from farcall.observe.reading.figures import job_line, rows_of, table
 
     folders = jobs(jobs_folder(os.environ)) if job is None else [_find(job)]
     found = [_read(each) for each in folders]
@@ -133,12 +133,12 @@ def top(job: str | None) -> int:
 
     If the output is not a terminal, the table is printed once.
     """
-    from farcall.observe.figures import job_line, rows_of, table
-    from farcall.observe.reader import read_job
+    from farcall.observe.reading.figures import job_line, rows_of, table
+    from farcall.observe.reading.reader import read_job
 
     folder = _find(job)
     if sys.stdout.isatty() and sys.stdin.isatty():
-        from farcall.observe.top import top as show
+        from farcall.observe.reading.top import top as show
 
         with contextlib.suppress(KeyboardInterrupt):
             show(lambda: read_job(folder), _width)
@@ -159,7 +159,7 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
     The stacks of a dead worker are from the last look at it. A worker whose interpreter does not run writes
     its stacks without it.
     """
-    from farcall.observe.stacks import chosen, native_stack_lines, stack_lines
+    from farcall.observe.reading.stacks import chosen, native_stack_lines, stack_lines
 
     found = _read(_find(job), native=True)
     try:
@@ -188,10 +188,10 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
 @click.argument("workers", nargs=-1)
 def logs(job: str | None, lines: int, by_time: bool, follow: bool, workers: tuple[str, ...]) -> int:
     """Show the end of the output of WORKERS, by name or rank; of all by default."""
-    from farcall.observe.kept_output import KeptOutput
-    from farcall.observe.launches import is_over
-    from farcall.observe.reader import read_job
-    from farcall.observe.stacks import chosen
+    from farcall.observe.reading.kept_output import KeptOutput
+    from farcall.observe.reading.launches import is_over
+    from farcall.observe.reading.reader import read_job
+    from farcall.observe.reading.stacks import chosen
 
     folder = _find(job)
     try:
@@ -228,7 +228,7 @@ def metrics(job: str | None, port: int) -> int:
     configuration of Prometheus. Needs the extra `metrics`.
     """
     try:
-        from farcall.observe.metrics_endpoint import serve_metrics
+        from farcall.observe.metrics.endpoint import serve_metrics
     except ModuleNotFoundError as error:
         raise click.ClickException(missing("farcall metrics", "metrics", error)) from error
     from rpc.errors import InvalidOptionError, RendezvousError

@@ -16,11 +16,12 @@ from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from farcall.observe import telemetry, tracing
-from farcall.observe.counters import COUNT, EXTENSION, SWITCH, Counters
-from farcall.observe.far_hosts import FarHosts, ignore
-from farcall.observe.jobs import JOB, job_id
-from farcall.observe.observer import Observer, program_name
+from farcall.observe import tracing
+from farcall.observe.format.jobs import JOB, job_id
+from farcall.observe.worker import telemetry
+from farcall.observe.worker.counters import COUNT, EXTENSION, SWITCH, Counters
+from farcall.observe.worker.far_hosts import FarHosts, ignore
+from farcall.observe.worker.observer import Observer, program_name
 from rpc.agent.agent import Agent
 from rpc.runtime.events import PeerJoined, PeerLost
 from rpc.runtime.stacks import LIBRARIES

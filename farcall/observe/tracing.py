@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from farcall.observe.jobs import make_private
-from farcall.observe.trace_merge import Trace, merge
-from farcall.observe.trace_parts import Part, open_part, read_part
-from farcall.observe.trace_recorder import Recorder
+from farcall.observe.format.jobs import make_private
+from farcall.observe.trace.merge import Trace, merge
+from farcall.observe.trace.parts import Part, open_part, read_part
+from farcall.observe.trace.recorder import Recorder
 from rpc.agent.agent import Agent
 from rpc.runtime.current import current_agent
 

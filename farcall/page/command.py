@@ -10,8 +10,8 @@ import sys
 import click
 
 from farcall.extras import missing
-from farcall.observe.choosing import choose_job
-from farcall.observe.jobs import jobs_folder
+from farcall.observe.format.jobs import jobs_folder
+from farcall.observe.why.choosing import choose_job
 
 __all__ = ["page", "serve_page"]
 

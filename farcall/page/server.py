@@ -21,11 +21,11 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from farcall.observe.analysis import analyze
-from farcall.observe.jobs import JobFolder, find_job, jobs
-from farcall.observe.kept_output import KeptOutput
-from farcall.observe.reader import read_job
-from farcall.observe.stacks import chosen
+from farcall.observe.format.jobs import JobFolder, find_job, jobs
+from farcall.observe.reading.kept_output import KeptOutput
+from farcall.observe.reading.reader import read_job
+from farcall.observe.reading.stacks import chosen
+from farcall.observe.why.analysis import analyze
 from farcall.page.access import Access, Refusal
 from farcall.page.connecting import connecting_users
 from farcall.page.history import History, PastJob

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from farcall.observe.state import JobState, WorkerState, number, whole
+from farcall.observe.reading.state import JobState, WorkerState, number, whole
 
 __all__ = ["Task", "TaskStream"]
 

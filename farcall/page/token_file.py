@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from farcall.observe.jobs import own_folder
+from farcall.observe.format.jobs import own_folder
 
 __all__ = ["page_token"]
 

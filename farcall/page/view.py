@@ -6,9 +6,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from farcall.observe.analysis import Report
-from farcall.observe.figures import Row, rows_of
-from farcall.observe.state import (
+from farcall.observe.reading.figures import Row, rows_of
+from farcall.observe.reading.state import (
     JobState,
     WorkerState,
     items,
@@ -16,7 +15,8 @@ from farcall.observe.state import (
     number,
     whole,
 )
-from farcall.observe.words import in_words
+from farcall.observe.why.analysis import Report
+from farcall.observe.why.words import in_words
 from farcall.page.history import PastJob
 from farcall.page.wait_layers import wait_layers
 

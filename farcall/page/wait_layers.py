@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from farcall.observe.analysis import Report
-from farcall.observe.wait_nodes import Key, Node
+from farcall.observe.why.analysis import Report
+from farcall.observe.why.wait_nodes import Key, Node
 
 __all__ = ["wait_layers"]
 

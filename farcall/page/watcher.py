@@ -19,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from farcall.observe.analysis import Report, analyze
-from farcall.observe.gathered import gather
-from farcall.observe.jobs import JobFolder
-from farcall.observe.reader import read_job
-from farcall.observe.state import JobState
+from farcall.observe.format.jobs import JobFolder
+from farcall.observe.reading.gathered import gather
+from farcall.observe.reading.reader import read_job
+from farcall.observe.reading.state import JobState
+from farcall.observe.why.analysis import Report, analyze
 from farcall.page.history import PastJob, Point
 from farcall.page.task_stream import TaskStream
 from farcall.page.view import job_view, past_job, point_of

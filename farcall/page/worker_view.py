@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from farcall.observe.analysis import Report
-from farcall.observe.places import Place
-from farcall.observe.state import ThreadState, WorkerState, items
+from farcall.observe.format.places import Place
+from farcall.observe.reading.state import ThreadState, WorkerState, items
+from farcall.observe.why.analysis import Report
 
 __all__ = ["worker_view"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import rpc
-from farcall.observe.analysis import Report, analyze
-from farcall.observe.gathered import gather
-from farcall.observe.jobs import jobs
-from farcall.observe.reader import read_job
+from farcall.observe.format.jobs import jobs
+from farcall.observe.reading.gathered import gather
+from farcall.observe.reading.reader import read_job
+from farcall.observe.why.analysis import Report, analyze
 from rpc.lifecycle import own_backend
 from tests.support.workers import RunWorkers, Worker
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from farcall.observe.analysis import Report, analyze
-from farcall.observe.jobs import JobFolder, jobs, jobs_folder
-from farcall.observe.reader import read_job
-from farcall.observe.words import in_words
+from farcall.observe.format.jobs import JobFolder, jobs, jobs_folder
+from farcall.observe.reading.reader import read_job
+from farcall.observe.why.analysis import Report, analyze
+from farcall.observe.why.words import in_words
 from tests.support.hangs import HANGS, Hang
 from tests.support.workers import RunWorkers, Workers
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import rpc
-from farcall.observe.jobs import JobFolder, jobs, jobs_folder
-from farcall.observe.layout import Beat
-from farcall.observe.processes import signs_of
-from farcall.observe.reader import read_worker
-from farcall.observe.state_file import StateFile
+from farcall.observe.format.jobs import JobFolder, jobs, jobs_folder
+from farcall.observe.format.layout import Beat
+from farcall.observe.reading.processes import signs_of
+from farcall.observe.reading.reader import read_worker
+from farcall.observe.worker.state_file import StateFile
 from tests.support.browser import chromium, served_page
 from tests.support.hangs import HANGS
 from tests.support.workers import RunWorkers, Worker, Workers

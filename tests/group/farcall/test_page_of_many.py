@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import rpc
-from farcall.observe.jobs import JobFolder
-from farcall.observe.reader import read_worker
+from farcall.observe.format.jobs import JobFolder
+from farcall.observe.reading.reader import read_worker
 from tests.group.farcall.test_hangs import job_of
 from tests.group.farcall.test_page import events
 from tests.support.browser import served_page

@@ -10,9 +10,9 @@ import pytest
 
 import rpc
 from farcall.observe.installation import observer
-from farcall.observe.observer import Observer
-from farcall.observe.reader import read_worker
-from farcall.observe.state import WorkerState
+from farcall.observe.reading.reader import read_worker
+from farcall.observe.reading.state import WorkerState
+from farcall.observe.worker.observer import Observer
 from rpc.errors import WorkerLostError
 from tests.support.workers import RunWorkers, Worker, current_worker
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rpc
-from farcall.observe.looks import Looker
+from farcall.observe.worker.looks import Looker
 from rpc.errors import RpcTimeoutError, RRefError
 from rpc.runtime.current import current_agent
 from tests.support.serving import in_standing_group, in_worker0, open_gate, wait_at_gate, wait_for_arrivals

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import rpc
 from farcall.observe.installation import observer
-from farcall.observe.reader import read_worker
+from farcall.observe.reading.reader import read_worker
 from tests.support.workers import Worker
 
 __all__ = ["ENDS_WITH_PARENT", "HANGS", "LONG", "Hang", "Place", "from_worker0", "hang", "until_seen"]

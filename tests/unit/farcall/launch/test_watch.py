@@ -14,9 +14,9 @@ import pytest
 from farcall.launch.failures import Failure
 from farcall.launch.job import Job
 from farcall.launch.watch import JobWatch
-from farcall.observe.layout import Beat
-from farcall.observe.processes import start_of
-from farcall.observe.state_file import StateFile
+from farcall.observe.format.layout import Beat
+from farcall.observe.reading.processes import start_of
+from farcall.observe.worker.state_file import StateFile
 
 
 def write(

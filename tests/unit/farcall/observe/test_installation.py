@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from farcall.observe.jobs import JOB
-from farcall.observe.orders import give_order
-from farcall.observe.reader import read_worker
+from farcall.observe.format.jobs import JOB
+from farcall.observe.format.orders import give_order
+from farcall.observe.reading.reader import read_worker
 from farcall.observe.tracing import parts_in
 
 

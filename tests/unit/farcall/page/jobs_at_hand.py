@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from farcall.observe.layout import Beat, Record
-from farcall.observe.state import JobState, Process, WorkerState
+from farcall.observe.format.layout import Beat, Record
+from farcall.observe.reading.state import JobState, Process, WorkerState
 
 __all__ = ["NOW", "WALL", "call", "job", "main_thread", "request", "worker"]
 

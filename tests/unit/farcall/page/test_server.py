@@ -19,10 +19,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from farcall.observe.jobs import find_job
-from farcall.observe.launches import note_launch
-from farcall.observe.layout import Beat
-from farcall.observe.state_file import StateFile
+from farcall.observe.format.jobs import find_job
+from farcall.observe.format.layout import Beat
+from farcall.observe.reading.launches import note_launch
+from farcall.observe.worker.state_file import StateFile
 from farcall.page import server as server_module
 from farcall.page.connecting import connecting_users
 from farcall.page.server import Server

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from farcall.observe.layout import Record
-from farcall.observe.state import Process
+from farcall.observe.format.layout import Record
+from farcall.observe.reading.state import Process
 from farcall.page.task_stream import Task, TaskStream
 from tests.unit.farcall.page.jobs_at_hand import NOW, WALL, call, job, main_thread, request, worker
 

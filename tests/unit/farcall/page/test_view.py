@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farcall.observe.analysis import analyze
-from farcall.observe.figures import job_line
-from farcall.observe.gathered import pack_states, unpack_states
-from farcall.observe.state import JobState, Process, WorkerState, with_methods
+from farcall.observe.reading.figures import job_line
+from farcall.observe.reading.gathered import pack_states, unpack_states
+from farcall.observe.reading.state import JobState, Process, WorkerState, with_methods
+from farcall.observe.why.analysis import analyze
 from farcall.page.view import job_view, past_job, point_of
 from farcall.page.worker_view import worker_view
 from tests.unit.farcall.page.jobs_at_hand import NOW, call, job, main_thread, request, worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from farcall.observe.analysis import analyze
+from farcall.observe.why.analysis import analyze
 from farcall.page.wait_layers import MAX_BOXES, wait_layers
 from tests.unit.farcall.page.jobs_at_hand import call, job, main_thread, request, worker
 

@@ -1,0 +1,1 @@
+"""Reads the state of a job in another process, and shows it."""

@@ -1,0 +1,1 @@
+"""Traces of all workers of a job, as one file."""

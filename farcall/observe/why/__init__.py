@@ -1,0 +1,1 @@
+"""Finds out what the workers of a job wait for, and why."""

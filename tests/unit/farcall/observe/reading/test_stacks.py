@@ -1,0 +1,52 @@
+"""Stacks as lines."""
+
+from __future__ import annotations
+
+import threading
+
+from farcall.observe.format.frozen_stacks import Stack
+from farcall.observe.reading.stacks import stack_lines
+from farcall.observe.reading.state import Process, WorkerState
+from rpc.runtime import stacks
+
+OURS = stacks.__file__
+PLACES = [
+    ["wait", threading.__file__, 5],
+    ["wait_for", OURS, 4],
+    ["rpc_sync", OURS, 3],
+    ["step", "/home/me/train.py", 2],
+    ["work", OURS, 1],
+]
+FOLDED = [
+    f"    wait  {threading.__file__}:5",
+    "    ... 2 frames of farcall (--all)",
+    "    step  train.py:2",
+    "    ... 1 frame of farcall (--all)",
+]
+
+
+def worker() -> WorkerState:
+    thread = {"id": 1, "name": "MainThread", "stack": PLACES}
+    facts = {"name": "worker0", "rank": 0, "folder": "/home/me"}
+    return WorkerState(None, {"worker": facts, "threads": [thread]}, Process(alive=True))
+
+
+def test_frames_of_farcall_that_follow_each_other_are_one_line() -> None:
+    assert list(stack_lines(worker()))[2:] == FOLDED
+
+
+def test_all_frames_are_shown_if_asked_for() -> None:
+    lines = list(stack_lines(worker(), everything=True))[2:]
+    assert [line.split()[0] for line in lines] == [name for name, _, _ in PLACES]
+
+
+def test_frames_of_farcall_are_folded_in_stacks_written_without_the_interpreter() -> None:
+    places = [(str(name), str(file), int(str(line))) for name, file, line in PLACES]
+    frozen = WorkerState(
+        None,
+        {"worker": {"name": "worker0", "rank": 0}, "monotonic": 0.0},
+        Process(alive=False),
+        now=100.0,
+        frozen={1: Stack(1, tuple(places))},
+    )
+    assert "    ... 2 frames of farcall (--all)" in list(stack_lines(frozen))

@@ -1,0 +1,89 @@
+"""What an observer writes of the threads of its process."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farcall.observe.reading.reader import read_worker
+from farcall.observe.reading.state import WorkerState
+from farcall.observe.worker.observer import Observer
+
+
+@pytest.fixture
+def observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Observer]:
+    monkeypatch.setenv("FARCALL_JOBS_DIR", str(tmp_path))
+    found = Observer({"name": "w", "host": socket.gethostname(), "number": 1, "phase": "running"}, "job")
+    found.start()
+    yield found
+    found.stop("left")
+
+
+def state(observer: Observer) -> WorkerState:
+    assert observer.path is not None
+    return read_worker(observer.path)
+
+
+def test_file_is_there_when_the_observer_has_started(observer: Observer) -> None:
+    assert state(observer).name == "w"
+    assert state(observer).beat is not None
+
+
+def test_look_now_shows_what_has_changed(observer: Observer) -> None:
+    observer.identify(name="other")
+    assert observer.look_now()
+    assert state(observer).name == "other"
+
+
+def test_part_that_fails_leaves_the_rest_of_the_snapshot(observer: Observer) -> None:
+    def fail() -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    observer.extra |= {"bad": fail, "good": lambda: [7]}
+    assert observer.look_now()
+    snapshot = state(observer).snapshot
+    assert (snapshot["bad"], snapshot["good"]) == ({"unknown": "RuntimeError"}, [7])
+
+
+def test_worker_whose_file_cannot_be_made_works_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FARCALL_JOBS_DIR", str(tmp_path / "file"))
+    facts: dict[str, Any] = {"host": socket.gethostname(), "number": 1, "phase": "running"}
+    observer = Observer(facts, "job")
+    observer.start()
+    assert not observer.look_now()
+    assert observer.path is None
+    observer.stop("left")
+
+
+def test_process_that_ends_during_a_look_is_said_to_have_left(observer: Observer) -> None:
+    looks, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        looks.set()
+        may_end.wait(10)
+
+    path = observer.path
+    assert path is not None
+    observer.extra["slow"] = wait
+    observer.identify(phase="leaving")
+    assert looks.wait(10)
+    ending = threading.Thread(target=observer.stop, args=("left",))
+    ending.start()
+    while observer.identity["phase"] != "left":
+        pass
+    may_end.set()
+    ending.join()
+    assert read_worker(path).phase == "left"
+
+
+def test_worker_whose_folder_is_gone_joins_all_the_same(observer: Observer, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path)
+    observer.identify("other job", phase="running")
+    observer.look_now()
