@@ -29,6 +29,9 @@ MOST_PARTS: Final = 1 << 16
 _MOST_OPEN: Final = 2
 """Maximum number of open versions. A writer that is further ahead of the others waits for them."""
 
+_MOST_SERIALS: Final = 1 << 40
+"""More versions than one keeper of a store ever has."""
+
 _REMEMBERED: Final = 1 << 16
 """Maximum number of versions, and of lost workers, that are remembered after they are gone."""
 
@@ -308,6 +311,28 @@ class Catalogue:
             self._free_if_unused(version)
 
     # ---- the end of versions and workers
+
+    def take_over(self, name: str, keep: int, numbers: Mapping[int, int]) -> None:
+        """Be the catalogue of a store of which this had copies, under their serials as numbers.
+
+        Args:
+            name: of the store.
+            keep: number of whole versions that stay.
+            numbers: the numbers of versions by their serials; others go. Later versions have larger serials
+                than any that the store can have had.
+        """
+        self._give_up(list(self.open.values()))
+        self.name, self.keep = name, keep
+        for version in [each for serial, each in self.whole.items() if serial not in numbers]:
+            self._remove(version)
+        there = sorted(self.whole.values(), key=lambda version: version.number)
+        for version in there:
+            version.serial = version.number
+            version.number = numbers[version.serial]
+        self.whole = {version.number: version for version in there}
+        self._history = {version.number: version.serial for version in there}
+        last = max(numbers, default=0)
+        self._serials = itertools.count((last // _MOST_SERIALS + 1) * _MOST_SERIALS)
 
     def drop(self, number: int) -> None:
         """Remove a version; its memory is freed once no one has a lease of it.
