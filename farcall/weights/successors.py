@@ -193,4 +193,5 @@ def opened(scope: str, name: str, versions: int | None, number_of_copies: int) -
         successor = find(agent, agent.info.name, name, None)
         if successor is not None and successor != agent.info.name:
             return successor
-    return keeper.opened(scope, name, versions, number_of_copies)
+    found: list[Any] = keeper.opened(scope, name, versions, number_of_copies)
+    return found
