@@ -23,6 +23,7 @@ from farcall.weights.keeper import Keeper
 from farcall.weights.keeper import forget as forget_store
 from farcall.weights.keeper import keep as keep_store
 from farcall.weights.layout import Layout
+from farcall.weights.replication import Listing
 from rpc.agent.agent import Agent
 from rpc.serialization.settings import allow_function
 
@@ -71,9 +72,9 @@ class HostCopy:
             return self.keeper.open(serial, None, who, ticket)
 
     def follow(self, keep: int, serials: Sequence[int]) -> None:
-        """Have these versions of the store, and no others; ``keep`` is the largest number of them."""
+        """Have these versions of the store, and no others. ``keep`` of them stay, besides those with tags."""
         with self._bringing:
-            self.keeper.describe(keep)
+            self.keeper.describe(max(keep, len(serials)))
             here = self.keeper.versions()
             others = [each for each in here if each not in serials]
             base = others[-1:] if len(others) == len(here) else []  # what has changed since it is less
@@ -85,11 +86,11 @@ class HostCopy:
                 if serial in self.keeper.versions():
                     self.keeper.drop(serial)
 
-    def take_over(self, name: str, keep: int, numbers: Mapping[int, int]) -> Keeper:
-        """Make the copy the store, and return its keeper; ``numbers`` are those of the versions."""
+    def take_over(self, name: str, listing: Listing) -> Keeper:
+        """Make the copy the store, and return its keeper."""
         with self._bringing:
             self._ended = True
-            self.keeper.take_over(name, keep, numbers)
+            self.keeper.take_over(name, listing)
             return self.keeper
 
     def _get(self, serial: int) -> None:

@@ -54,14 +54,14 @@ class Wanted:
     """The version that a reader asks for.
 
     Attributes:
-        version: its number; None: the newest.
+        version: its number or tag; None: the newest.
         newer_than: number of a version that it has to be newer than.
         serial: the place in the order of that one, if it is known.
         timeout: how long to wait for it, in seconds; None: no limit.
         deadline: when that time ends.
     """
 
-    version: int | None
+    version: int | str | None
     newer_than: int | None
     serial: int | None
     timeout: float | None
@@ -101,6 +101,9 @@ class Handle:
         self._copy_keeper: int | None = None
         self._copy_failed: int | None = None
         self._lock = threading.RLock()  # a finalizer that runs while it is held may use the store
+        self._waits: set[int] = set()
+        self._leaving = False
+        agent.lifecycle.hooks.leaving.append(self._leave)
         answer = self.call(successors.opened, name, keep, copies)
         if isinstance(answer, str):  # another worker has taken over from that one
             self.on, self._scope = answer, successors.scope_of(on)
@@ -144,6 +147,7 @@ class Handle:
         part: tuple[int, int],
         pieces: Mapping[str, Sequence[Piece]],
         specs: Mapping[str, Spec],
+        metadata: dict[str, Any],
     ) -> bool:
         """Write a part of a version; returns whether it is whole. With two copies, both have it then."""
         index, count = part
@@ -171,7 +175,7 @@ class Handle:
                     tensor = layout.tensor([each.data for each in mapped], name)
                     for piece in own:
                         piece.box.of(tensor).copy_(piece.local)
-            whole = bool(self.ask("written", number, index, self._who))
+            whole = bool(self.ask("written", number, index, self._who, metadata))
         if whole and self.copies > 1:
             self._wait_for_second_copy(number)
         return whole
@@ -237,7 +241,7 @@ class Handle:
                 return answer
             left = wanted.deadline - monotonic()
             if left <= 0:
-                what = f"version {version}" if version is not None else "version"
+                what = "version" if version is None else f"version {version!r}"
                 what += "" if newer_than is None else f" newer than {newer_than}"
                 raise RpcTimeoutError(
                     f"store '{self.name}' on worker '{self.on}' had no {what} within {wanted.timeout:g} s: "
@@ -247,8 +251,21 @@ class Handle:
 
     def _wait_for_change(self, state: int, ticket: int, seconds: float) -> None:
         timeout = max(min(seconds, _WAIT_SECONDS), 0.001)
-        with contextlib.suppress(RpcTimeoutError):
-            self.call(keeper.changed, self.name, self.epoch, state, self._who, ticket, timeout=timeout)
+        self._waits.add(ticket)
+        try:
+            if self._leaving:
+                raise RpcError(f"this worker is shutting down: it waits for store '{self.name}' no more")
+            with contextlib.suppress(RpcTimeoutError):
+                self.call(keeper.changed, self.name, self.epoch, state, self._who, ticket, timeout=timeout)
+        finally:
+            self._waits.discard(ticket)
+
+    def _leave(self) -> None:
+        """End the waits: a graceful shutdown waits for calls."""
+        self._leaving = True
+        for ticket in list(self._waits):
+            with contextlib.suppress(RpcError):
+                self.ask_later("release", self._who, ticket, False)
 
     def _end(self, ticket: int, used: Callable[[], bool]) -> None:
         self._release(ticket, used=used())

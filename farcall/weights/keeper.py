@@ -114,7 +114,7 @@ class Keeper:
                 self._keep = self._catalogue.keep = max(self._keep, keep)
             if copies > 1 and self._second is None:
                 self._second = SecondCopy(self.agent, (home, self.name, self.epoch), host_identity())
-                self._second.list(self._listing())
+                self._second.update(self._listing())
         number = 1 if self._second is None else 2
         return [self.epoch, host_identity(), None if self._server is None else self._server.address, number]
 
@@ -133,16 +133,17 @@ class Keeper:
         done.set_result(None)
         return done
 
-    def take_over(self, name: str, keep: int, numbers: Mapping[int, int]) -> None:
+    def take_over(self, name: str, listing: Listing) -> None:
         """Keep a store of which this has been the second copy: see ``Catalogue.take_over``."""
         with self._changing():
             self.name = name
-            self._keep = keep
-            self._catalogue.take_over(name, keep, numbers)
+            self._keep = listing.keep
+            self._catalogue.take_over(name, listing.keep, listing.versions, listing.tags)
 
     def _listing(self) -> Listing:
         whole = self._catalogue.whole.values()
-        return Listing(self._catalogue.keep, [[each.number, each.serial] for each in whole])
+        versions = [[each.number, each.serial, each.metadata] for each in whole]
+        return Listing(self._catalogue.keep, versions, dict(self._catalogue.tags))
 
     def begin(
         self, number: int, part: list[int], tensors: list[list[Any]], who: list[Any], insist: bool
@@ -191,10 +192,10 @@ class Keeper:
                 raise WeightsError(f"a block of {name!r} does not belong to part {part} of version {number}")
             where.of(target).copy_(local)
 
-    def written(self, number: int, part: int, who: list[Any]) -> bool:
+    def written(self, number: int, part: int, who: list[Any], metadata: dict[str, Any] | None = None) -> bool:
         """A part has been written; returns whether the version is whole now."""
         with self._changing():
-            whole = self._catalogue.written(number, part, Who(*who))
+            whole = self._catalogue.written(number, part, Who(*who), metadata)
             if whole:
                 self._copy_earlier(self._catalogue.whole[number])
             return whole
@@ -229,9 +230,26 @@ class Keeper:
             with self._changing():
                 self._catalogue.release(lease, used=False)
 
+    def tag(self, name: str, number: int | None) -> None:
+        """Give a tag to a version, or take it away."""
+        with self._changing():
+            tags = dict(self._catalogue.tags)
+            self._catalogue.tag(name, number)
+            if self._catalogue.tags != tags:
+                self._wake()
+
+    def metadata(self, number: int | str | None) -> dict[str, Any]:
+        """Return the metadata of a version, and its number and tags."""
+        with self._lock:
+            version = self._catalogue.find(number, None)
+            if version is None:
+                what = "version" if number is None else f"version {number!r}"
+                raise WeightsError(f"store '{self.name}' has no {what}: {self._why(None)}")
+            return dict(version.metadata)
+
     def open(
         self,
-        number: int | None,
+        number: int | str | None,
         newer_than: int | None,
         who: list[Any],
         ticket: int,
@@ -355,6 +373,7 @@ class Keeper:
             return {
                 "versions": list(catalogue.whole),
                 "open": {number: version.missing() for number, version in catalogue.open.items()},
+                "tags": dict(catalogue.tags),
                 "keep": catalogue.keep,
                 "bytes": sum(each.size for each in (*self._segments.values(), *self._spare)),
                 "leases": len(catalogue.leases),
@@ -388,6 +407,7 @@ class Keeper:
             if self._closed:
                 raise WorkerLostError(f"the worker that keeps store '{self.name}' is leaving its group")
             before, open_before = list(self._catalogue.whole.values()), set(self._catalogue.open)
+            tags = self._catalogue.tags.copy()
             try:
                 yield
             finally:
@@ -397,8 +417,8 @@ class Keeper:
                 after = list(self._catalogue.whole.values())
                 if after[-1:] != before[-1:] or open_before - self._catalogue.open.keys():
                     self._wake()
-                if after != before and self._second is not None:
-                    self._second.list(self._listing())
+                if (after != before or tags != self._catalogue.tags) and self._second is not None:
+                    self._second.update(self._listing())
 
     def _newest(self) -> Version | None:
         return next(reversed(self._catalogue.whole.values()), None)
@@ -470,7 +490,7 @@ class Keeper:
             segment = self._segments.get(number)
             return -1 if segment is None else segment.duplicate()
 
-    def _why(self, number: int | None) -> str:
+    def _why(self, number: int | str | None) -> str:
         """Describe why a reader has to wait."""
         waited = [each for each in self._catalogue.open.values() if number in (None, each.number)]
         missing = "".join(f"; of version {each.number} {each.missing()}" for each in waited)
@@ -661,6 +681,8 @@ _ASKED: Final[Mapping[str, Callable[..., Any]]] = {
         Keeper.changes,
         Keeper.copy_at,
         Keeper.offer,
+        Keeper.tag,
+        Keeper.metadata,
         Keeper.read,
         Keeper.release,
         Keeper.drop,

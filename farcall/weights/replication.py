@@ -29,10 +29,13 @@ Key = tuple[str, str, int, int]
 
 
 class Listing(NamedTuple):
-    """What a second copy is to have: how many versions stay, and number and serial of each, in order."""
+    """What a second copy is to have: how many versions stay; number, serial and metadata of each, in order;
+    and the tags.
+    """
 
     keep: int
-    versions: list[list[int]]
+    versions: list[Any]
+    tags: dict[str, int]
 
     @property
     def newest(self) -> int:
@@ -55,9 +58,9 @@ followers: Final[dict[Key, Follower]] = {}
 
 
 @allow_function
-def follow(key: list[Any], choice: int, keep: int, versions: list[list[int]]) -> None:
+def follow(key: list[Any], choice: int, listing: list[Any]) -> None:
     """Called at the worker that has been chosen: see ``Follower``."""
-    _follower(key).follow(choice, Listing(keep, versions))
+    _follower(key).follow(choice, Listing(*listing))
 
 
 @allow_function
@@ -94,7 +97,7 @@ class SecondCopy:
         self._choices = 0
         self._before: int | None = None
         """The worker that is released once the chosen one has all versions."""
-        self._listing = Listing(1, [])
+        self._listing = Listing(1, [], {})
         self._sent: Listing | None = None
         """The listing that is under way, or has arrived."""
         self._under_way = False
@@ -114,7 +117,7 @@ class SecondCopy:
             chosen = self._chosen
             return None if chosen is None or chosen not in self._offers else (chosen, self._offers[chosen])
 
-    def list(self, listing: Listing) -> None:
+    def update(self, listing: Listing) -> None:
         """The versions have changed."""
         with self._lock:
             self._listing = listing
@@ -195,7 +198,7 @@ class SecondCopy:
         try:
             if member is None:
                 raise WeightsError("it has left the group")
-            args = ([*self._key, chosen], choice, listing.keep, listing.versions)
+            args = ([*self._key, chosen], choice, list(listing))
             future = self._agent.call_async(member.name, follow, args, {}, 0.0)
         except Exception as error:  # as if the call had failed
             self._answered(chosen, listing, error)

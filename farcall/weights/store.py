@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from time import monotonic
 from typing import Any, Final, Self, TypeVar
 
@@ -18,11 +22,13 @@ from farcall.weights import keeper, successors
 from farcall.weights.blocks import part_of
 from farcall.weights.catalogue import MOST_PARTS
 from farcall.weights.errors import WeightsError
+from farcall.weights.following import follow
 from farcall.weights.handle import Handle, Wanted
 from farcall.weights.layout import Layout, difference
 from farcall.weights.memory import Access
 from farcall.weights.pieces import described, overlaps_itself, wholes
 from rpc.agent.agent import Agent
+from rpc.agent.futures import Future
 from rpc.api import get_worker_info
 from rpc.errors import UnknownWorkerError, WorkerLostError
 from rpc.group.membership import WorkerReference
@@ -33,6 +39,8 @@ __all__ = ["Lease", "Store"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MOST_METADATA: Final = 1 << 16
 
 _MAX_NUMBER: Final = 1 << 63
 
@@ -87,6 +95,8 @@ class Store:
         self.name = handle.name
         self._handle = handle
         self._owned: Agent | None = None
+        self._starting = threading.Lock()
+        self._putting: ThreadPoolExecutor | None = None
         self._following = threading.Lock()
         """Held while another worker is looked for that keeps the store."""
         self._last: tuple[int | None, int | None] = None, None
@@ -103,7 +113,14 @@ class Store:
     # ---- writing
 
     @torch.no_grad()
-    def put(self, number: int, state: Mapping[str, Any], part: tuple[int, int] | None = None) -> bool:
+    def put(
+        self,
+        number: int,
+        state: Mapping[str, Any],
+        part: tuple[int, int] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Copy tensors into a version. They are the caller's again when this returns.
 
         Readers see the version once all its parts have been put. A writer that is two versions ahead of
@@ -117,6 +134,8 @@ class Store:
                 wholes, or ``Block`` objects.
             part: which part of the version this is, and the number of parts. Default: the position in the
                 largest mesh of the DTensors, and its size; ``(0, 1)`` without DTensors.
+            metadata: texts, numbers, booleans and None by name, of 64 KiB at most; ``metadata()`` returns
+                those of all parts together.
 
         Returns:
             Whether the version is whole now.
@@ -130,8 +149,27 @@ class Store:
         """
         number = _number(number)
         given = _part(part_of(state) if part is None else part)
+        said = _metadata(metadata)
         pieces, specs = described(state)
-        return self._by_keeper(lambda handle: handle.put(number, given, pieces, specs))
+        return self._by_keeper(lambda handle: handle.put(number, given, pieces, specs, said))
+
+    def put_async(
+        self,
+        number: int,
+        state: Mapping[str, Any],
+        part: tuple[int, int] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Future[bool]:
+        """Like ``put``, on a thread of the store; returns a future, to wait for or to ``await``. The tensors
+        must not be changed until it is completed. Several are made one after another.
+        """
+        with self._starting:
+            if self._putting is None:
+                self._putting = ThreadPoolExecutor(1, thread_name_prefix="farcall-weights-put")
+        future: Future[bool] = Future()
+        self._putting.submit(_complete, future, partial(self.put, number, state, part, metadata=metadata))
+        return future
 
     # ---- reading
 
@@ -139,7 +177,7 @@ class Store:
     def get(
         self,
         into: Mapping[str, Any],
-        version: int | None = None,
+        version: int | str | None = None,
         newer_than: int | None = None,
         timeout: float | None = None,
     ) -> int:
@@ -148,7 +186,7 @@ class Store:
         Args:
             into: tensors by name, with exactly the version's names, types and shapes, in any sharding: plain
                 tensors, DTensors, ``Block`` objects. Of DTensors and blocks only what is here is copied.
-            version: number of the version; default: the newest, which is the one that became whole last.
+            version: number or tag of the version; default: the newest, which became whole last.
             newer_than: wait until the newest is newer than this version. If this handle has read that
                 version last, one that has the same number and was put later, after ``drop``, is newer.
             timeout: how long to wait for such a version, in seconds; 0: not at all; default: as long as the
@@ -188,7 +226,56 @@ class Store:
 
         return self._by_keeper(read)
 
-    def lease(self, version: int | None = None, timeout: float | None = None) -> Lease:
+    def get_async(
+        self,
+        into: Mapping[str, Any],
+        version: int | str | None = None,
+        newer_than: int | None = None,
+        timeout: float | None = None,
+    ) -> Future[int]:
+        """Like ``get``, on a thread of its own; returns a future, to wait for or to ``await``."""
+        return _on_thread(partial(self.get, into, version, newer_than, timeout))
+
+    def wait(
+        self, version: int | str | None = None, newer_than: int | None = None, timeout: float | None = None
+    ) -> int:
+        """Wait for a version as ``get`` does, without copying it; returns its number."""
+        wanted = self._wanted(version, newer_than, timeout)
+
+        def look(handle: Handle) -> int:
+            with handle.leased(wanted) as held:
+                return held.number
+
+        return self._by_keeper(look)
+
+    def wait_async(
+        self, version: int | str | None = None, newer_than: int | None = None, timeout: float | None = None
+    ) -> Future[int]:
+        """Like ``wait``, on a thread of its own; returns a future, to wait for or to ``await``."""
+        return _on_thread(partial(self.wait, version, newer_than, timeout))
+
+    def on_new_version(self, callback: Callable[[int], object], newer_than: int | None = None) -> ExitStack:
+        """Have ``callback(number)`` called when there is a newer version, on a thread of its own.
+
+        If several become whole while the callback runs, it is called for the newest only. An error that it
+        raises is logged. The calls end with the store, or when this worker shuts down.
+
+        Args:
+            callback: called with the number.
+            newer_than: called first for a version that is newer than this one; default: for the next one.
+
+        Returns:
+            A context manager; its ``close()`` ends the calls.
+
+        Example::
+
+            store.on_new_version(lambda number: store.get(model.state_dict(), version=number))
+        """
+        if not callable(callback):
+            raise TypeError(f"callback must be callable, not {callback!r:.100}")
+        return follow(self._by_keeper, self.name, callback, newer_than)
+
+    def lease(self, version: int | str | None = None, timeout: float | None = None) -> Lease:
         """Keep a version, and use its tensors where they lie: a context manager.
 
         Its value maps names to whole tensors. They may be written to, which other processes do not see. They
@@ -205,10 +292,10 @@ class Store:
         """
         return Lease(self, version, timeout)
 
-    def _wanted(self, version: int | None, newer_than: int | None, timeout: float | None) -> Wanted:
+    def _wanted(self, version: int | str | None, newer_than: int | None, timeout: float | None) -> Wanted:
         if version is not None and newer_than is not None:
             raise WeightsError("give version or newer_than, not both")
-        version = None if version is None else _number(version)
+        version = version if version is None or isinstance(version, str) else _number(version)
         newer_than = None if newer_than is None else _number(newer_than)
         last, serial = self._last
         deadline = float("inf") if timeout is None else monotonic() + timeout
@@ -225,14 +312,35 @@ class Store:
         """Remove a version. Leases of it go on. ``WeightsError`` if there is none."""
         self._ask("drop", _number(number))
 
+    def tag(self, name: str, version: int | None) -> None:
+        """Give a whole version a name, such as ``"best"``, which no other one has then; None: take it away.
+
+        ``get(into, version="best")`` and ``lease("best")`` find it, or wait for it. A version that has a tag
+        stays, besides the ``keep`` newest.
+
+        Raises:
+            WeightsError: there is no such version, or there are 64 tags already.
+        """
+        if not isinstance(name, str) or not name or len(name) > 256:  # type: ignore[redundant-expr]
+            raise WeightsError(f"a tag is a text of up to 256 characters, not {name!r:.80}")
+        self._ask("tag", name, None if version is None else _number(version))
+
+    def metadata(self, version: int | str | None = None) -> dict[str, Any]:
+        """Return what ``put`` was given as ``metadata``, for a number or tag; default: the newest version.
+        ``WeightsError`` if there is none.
+        """
+        asked = version if version is None or isinstance(version, str) else _number(version)
+        found: dict[str, Any] = self._ask("metadata", asked)
+        return found
+
     def usage(self) -> dict[str, Any]:
         """Return what the store has and uses now.
 
         Returns:
-            ``versions``: the whole ones; ``open``: for each other one, which parts are missing; ``keep``;
-            ``copies``: 2 if a second copy has all versions; ``bytes``: size of all its memory; ``leases``:
-            their number; ``holders``: the workers that have them; ``sent_bytes`` and ``received_bytes``: what
-            went to and came from other hosts.
+            ``versions``: the whole ones; ``open``: for each other one, which parts are missing; ``tags``;
+            ``keep``; ``copies``: 2 if a second copy has all versions; ``bytes``: size of all its memory;
+            ``leases``: their number; ``holders``: the workers that have them; ``sent_bytes`` and
+            ``received_bytes``: what went to and came from other hosts.
         """
         found: dict[str, Any] = self._ask("usage")
         return found
@@ -241,6 +349,8 @@ class Store:
         """Release the memory that this handle uses, and end the connection that ``connect`` has made. The
         store itself is not touched.
         """
+        if self._putting is not None:
+            self._putting.shutdown(wait=False)
         self._handle.close()
         if self._owned is not None:
             atexit.unregister(self.close)
@@ -292,6 +402,35 @@ class Store:
             return True
 
 
+def _complete(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        value = call()
+    except Exception as error:  # the future's
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+def _on_thread(call: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    threading.Thread(target=_complete, args=(future, call), name="farcall-weights", daemon=True).start()
+    return future
+
+
+def _metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    found = dict(given or {})
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
+            raise WeightsError(
+                f"metadata is texts, numbers, booleans and None by name, not {name!r:.80}: {value!r:.80}"
+            )
+    if len(json.dumps(found)) > _MOST_METADATA:
+        raise WeightsError(
+            f"the metadata of a version has {_MOST_METADATA} bytes at most: store it elsewhere"
+        )
+    return found
+
+
 def _opened(agent: Agent, name: str, on: WorkerReference, keep: int | None, copies: int) -> Handle:
     """Open a store of the group."""
     try:
@@ -313,7 +452,7 @@ class Lease(Mapping[str, Tensor]):
 
     version: int
 
-    def __init__(self, store: Store, version: int | None, timeout: float | None) -> None:
+    def __init__(self, store: Store, version: int | str | None, timeout: float | None) -> None:
         self._store = store
         self._asked = version, timeout
         self._stack = contextlib.ExitStack()

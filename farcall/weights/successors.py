@@ -64,24 +64,21 @@ class Follower:
         self._lock = threading.Lock()
         self._copy: copies.HostCopy | None = None
         self._choice = 0
-        self._numbers: dict[int, int] = {}
-        self._keep = 1
+        self._listing = Listing(1, [], {})
 
     def follow(self, choice: int, listing: Listing) -> None:
         """See ``replication.Follower``."""
         with self._lock:
             if self._copy is None:
                 self._copy = self._make_copy()
-            self._choice, self._keep = choice, listing.keep
-            self._numbers |= {serial: number for number, serial in listing.versions}
-            self._copy.follow(listing.keep, [serial for _, serial in listing.versions])
-            self._numbers = {serial: number for number, serial in listing.versions}
+            self._choice, self._listing = choice, listing
+            self._copy.follow(listing.keep, [serial for _, serial, _ in listing.versions])
 
     def release(self) -> None:
         """See ``replication.Follower``."""
         with self._lock:
             if self._copy is not None:
-                self._copy, self._choice, self._numbers = None, 0, {}
+                self._copy, self._choice = None, 0
                 self._release()
 
     def rank(self) -> int:
@@ -104,8 +101,7 @@ class Follower:
                 return
             if self._copy is None:
                 raise WeightsError(f"this process has no copy of store '{name}' any more")
-            copy, numbers = self._copy, self._numbers
-            kept = copy.take_over(name, self._keep, numbers)
+            kept = self._copy.take_over(name, self._listing)
             keeper.enter(scope_of(home), name, kept)
             self._copy, self._choice = None, 0
         logger.warning(

@@ -348,7 +348,10 @@ def test_a_copy_takes_over_with_the_numbers_and_the_order_of_the_store() -> None
     for serial in (5, 3, 9):
         put(catalogue, serial)
     begin(catalogue, 10, 0, A)
-    catalogue.take_over("policy", 2, {5: 70, 9: 20})
+    catalogue.take_over("policy", 2, [(70, 5, {"loss": 1}), (20, 9, {})], {"best": 70, "gone": 8})
+    assert catalogue.find("best", None) is catalogue.whole[70]
+    assert (catalogue.whole[70].metadata, list(catalogue.tags)) == ({"loss": 1}, ["best"])
+    catalogue.tag("best", None)
     assert (catalogue.name, list(catalogue.whole), catalogue.open) == ("policy", [70, 20], {})
     found = catalogue.find(None, 70)
     assert found is not None
