@@ -58,6 +58,7 @@ from rpc.runtime.current import is_initialized
 from rpc.serialization.portable import PortablePickler
 from rpc.serialization.settings import allow_class, allow_function, allow_methods, use_pickler
 from rpc.serving import serve
+from rpc.streaming import Stream, stream
 from rpc.tracing import trace
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ __all__ = [
     "PortablePickler",
     "RRef",
     "RpcBackendOptions",
+    "Stream",
     "TensorPipeRpcBackendOptions",
     "TlsOptions",
     "WorkerInfo",
@@ -111,6 +113,7 @@ __all__ = [
     "set_rpc_timeout",
     "shutdown",
     "spawn",
+    "stream",
     "trace",
     "use_pickler",
     "wait_all",

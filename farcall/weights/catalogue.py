@@ -13,21 +13,27 @@ tensors outlive its lease.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from farcall.weights.assembly import Assembly, Declared
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Spec
 
-__all__ = ["MOST_PARTS", "Catalogue", "Freed", "Lease", "Version", "Who"]
+__all__ = ["MOST_PARTS", "MOST_TAGS", "Catalogue", "Freed", "Lease", "Version", "Who"]
 
 MOST_PARTS: Final = 1 << 16
 """Maximum number of parts of a version."""
 
+MOST_TAGS: Final = 64
+"""Maximum number of tags, each of which may keep a version."""
+
 _MOST_OPEN: Final = 2
 """Maximum number of open versions. A writer that is further ahead of the others waits for them."""
+
+_MOST_SERIALS: Final = 1 << 40
+"""More versions than one keeper of a store ever has."""
 
 _REMEMBERED: Final = 1 << 16
 """Maximum number of versions, and of lost workers, that are remembered after they are gone."""
@@ -71,6 +77,7 @@ class Version:
         serial: place in the order in which versions became whole; 0 while it is open.
         tainted: whether its memory must not be used again.
         dropped: whether it is gone except for its leases.
+        metadata: what the user has said about it.
     """
 
     number: int
@@ -84,6 +91,7 @@ class Version:
     serial: int = 0
     tainted: bool = False
     dropped: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -135,6 +143,7 @@ class Catalogue:
         whole: the whole versions that readers can have, by number, the newest last.
         open: the open versions, by number, in the order in which they were begun.
         leases: all leases, and their versions.
+        tags: the user's names of whole versions, which stay while they have one, and their numbers.
         given_up: the open versions that have been given up; emptied by those who report them.
     """
 
@@ -144,6 +153,7 @@ class Catalogue:
         self.whole: dict[int, Version] = {}
         self.open: dict[int, Version] = {}
         self.leases: dict[Lease, Version] = {}
+        self.tags: dict[str, int] = {}
         self.given_up: list[Version] = []
         self._serials = itertools.count(1)
         self._history: dict[int, int] = {}
@@ -232,9 +242,10 @@ class Catalogue:
             )
         return version
 
-    def written(self, number: int, part: int, who: Who) -> bool:
+    def written(self, number: int, part: int, who: Who, metadata: Mapping[str, Any] | None = None) -> bool:
         """Note that a part has been written; returns whether the version is whole now."""
         version = self.check_open(number, part, who)
+        version.metadata |= metadata or {}
         version.writers[part][who] = True
         return self._complete(version)
 
@@ -251,19 +262,44 @@ class Catalogue:
         self._history[version.number] = version.serial
         if len(self._history) > _REMEMBERED:
             del self._history[next(iter(self._history))]
-        for each in list(self.whole.values())[: -self.keep]:
-            self._remove(each)
+        self._remove_old()
         return True
+
+    def _remove_old(self) -> None:
+        tagged = set(self.tags.values())
+        for each in list(self.whole.values())[: -self.keep]:
+            if each.number not in tagged:
+                self._remove(each)
 
     # ---- readers
 
-    def find(self, number: int | None, newer_than: int | None, serial: int | None = None) -> Version | None:
-        """Return the version with a number, or the newest if it is newer than another; None if it is not
-        there yet. ``serial``: that of the other one, if it is known: several may have had its number.
+    def tag(self, name: str, number: int | None) -> None:
+        """Give a tag to a whole version, which no other one has then; None: to none.
+
+        Raises:
+            WeightsError: there is no such version, or there are too many tags.
+        """
+        if number is None:
+            self.tags.pop(name, None)
+        elif number not in self.whole:
+            raise WeightsError(f"store '{self.name}' has no version {number}: it has {sorted(self.whole)}")
+        elif len(self.tags) >= MOST_TAGS and name not in self.tags:
+            raise WeightsError(f"store '{self.name}' has {MOST_TAGS} tags already: {sorted(self.tags)}")
+        else:
+            self.tags[name] = number
+        self._remove_old()
+
+    def find(
+        self, number: int | str | None, newer_than: int | None, serial: int | None = None
+    ) -> Version | None:
+        """Return the version with a number or a tag, or the newest if it is newer than another; None if it is
+        not there yet. ``serial``: that of the other one, if it is known: several may have had its number.
 
         Raises:
             WeightsError: the version was there, and is not kept any more.
         """
+        if isinstance(number, str):
+            return self.whole[self.tags[number]] if number in self.tags else None
         if number is not None:
             found = self.whole.get(number)
             if found is None and number not in self.open and number in self._history:
@@ -308,6 +344,37 @@ class Catalogue:
             self._free_if_unused(version)
 
     # ---- the end of versions and workers
+
+    def take_over(
+        self,
+        name: str,
+        keep: int,
+        versions: Iterable[tuple[int, int, Mapping[str, Any]]],
+        tags: Mapping[str, int],
+    ) -> None:
+        """Be the catalogue of a store of which this had copies, under their serials as numbers.
+
+        Args:
+            name: of the store.
+            keep: number of whole versions that stay.
+            versions: number, serial and metadata of those of the store; others go. Later versions have larger
+                serials than any that the store can have had.
+            tags: the store's tags.
+        """
+        self._give_up(list(self.open.values()))
+        self.name, self.keep = name, keep
+        listed = {serial: (number, metadata) for number, serial, metadata in versions}
+        for version in [each for serial, each in self.whole.items() if serial not in listed]:
+            self._remove(version)
+        there = sorted(self.whole.values(), key=lambda version: version.number)
+        for version in there:
+            version.serial = version.number
+            version.number, metadata = listed[version.serial]
+            version.metadata = dict(metadata)
+        self.whole = {version.number: version for version in there}
+        self.tags = {tag: number for tag, number in tags.items() if number in self.whole}
+        self._history = {version.number: version.serial for version in there}
+        self._serials = itertools.count((max(listed, default=0) // _MOST_SERIALS + 1) * _MOST_SERIALS)
 
     def drop(self, number: int) -> None:
         """Remove a version; its memory is freed once no one has a lease of it.
@@ -361,6 +428,7 @@ class Catalogue:
 
     def _remove(self, version: Version) -> None:
         del self.whole[version.number]
+        self.tags = {name: number for name, number in self.tags.items() if number != version.number}
         version.dropped = True
         self._free_if_unused(version)
 

@@ -20,12 +20,14 @@ from farcall.weights import delta
 from farcall.weights.blocks import Box, Piece
 from farcall.weights.errors import WeightsError
 from farcall.weights.keeper import Keeper
+from farcall.weights.keeper import forget as forget_store
 from farcall.weights.keeper import keep as keep_store
 from farcall.weights.layout import Layout
+from farcall.weights.replication import Listing
 from rpc.agent.agent import Agent
 from rpc.serialization.settings import allow_function
 
-__all__ = ["HostCopy", "Reading", "Source", "bring", "offer", "prepare"]
+__all__ = ["HostCopy", "Reading", "Source", "bring", "copy_of", "offer", "prepare", "release"]
 
 
 class Reading(Protocol):
@@ -61,14 +63,42 @@ class HostCopy:
         self._source = source
         self._bringing = threading.Lock()
         """Held while a version is brought, so that each comes once."""
+        self._ended = False
 
     def bring(self, serial: int, who: list[Any], ticket: int) -> list[Any]:
         """Get a version unless it is here, and return it as ``Keeper.open`` does, with a lease."""
         with self._bringing:
-            if serial not in self.keeper.versions():
-                with self._source.reading(serial) as version:
-                    self._bring(serial, version)
+            self._get(serial)
             return self.keeper.open(serial, None, who, ticket)
+
+    def follow(self, keep: int, serials: Sequence[int]) -> None:
+        """Have these versions of the store, and no others. ``keep`` of them stay, besides those with tags."""
+        with self._bringing:
+            self.keeper.describe(max(keep, len(serials)))
+            here = self.keeper.versions()
+            others = [each for each in here if each not in serials]
+            base = others[-1:] if len(others) == len(here) else []  # what has changed since it is less
+            for serial in others[: len(others) - len(base)]:
+                self.keeper.drop(serial)
+            for serial in serials:
+                self._get(serial)
+            for serial in base:
+                if serial in self.keeper.versions():
+                    self.keeper.drop(serial)
+
+    def take_over(self, name: str, listing: Listing) -> Keeper:
+        """Make the copy the store, and return its keeper."""
+        with self._bringing:
+            self._ended = True
+            self.keeper.take_over(name, listing)
+            return self.keeper
+
+    def _get(self, serial: int) -> None:
+        if self._ended:
+            raise WeightsError("this copy is the store itself by now")
+        if serial not in self.keeper.versions():
+            with self._source.reading(serial) as version:
+                self._bring(serial, version)
 
     def _bring(self, serial: int, version: Reading) -> None:
         tensors = [
@@ -124,6 +154,20 @@ def _forget(key: Key) -> None:
 @allow_function
 def prepare(scope: str, name: str, store: str, epoch: int, incarnation: int) -> None:
     """Called at the process that the store has chosen: keep the copy, under this name of a keeper."""
+    copy_of(scope, name, store, epoch, incarnation)
+
+
+def release(scope: str, name: str, store: str, epoch: int, incarnation: int) -> None:
+    """Keep that copy no longer."""
+    with _lock:
+        copy = _copies.pop((store, epoch, incarnation), None)
+    if copy is not None:
+        forget_store(scope, name, copy.keeper)
+        copy.keeper.close()
+
+
+def copy_of(scope: str, name: str, store: str, epoch: int, incarnation: int) -> HostCopy:
+    """Return the copy that this process keeps; the first call makes it."""
     key = store, epoch, incarnation
     with _lock:
         if key not in _copies:
@@ -131,6 +175,7 @@ def prepare(scope: str, name: str, store: str, epoch: int, incarnation: int) -> 
                 raise WeightsError(f"this process does not use store '{store}' any more")
             agent, source = _sources[key]
             _copies[key] = HostCopy(keep_store(scope, name, agent), source)
+        return _copies[key]
 
 
 @allow_function

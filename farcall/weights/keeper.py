@@ -25,6 +25,7 @@ from farcall.weights.catalogue import Catalogue, Lease, Version, Who
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Spec, spec_from_wire
 from farcall.weights.memory import AVAILABLE, DescriptorServer, Segment
+from farcall.weights.replication import Listing, SecondCopy
 from rpc.agent.agent import Agent
 from rpc.errors import NoMemoryError, WorkerLostError
 from rpc.functions import async_execution
@@ -33,12 +34,35 @@ from rpc.rendezvous.address import host_identity
 from rpc.runtime.current import current_agent
 from rpc.serialization.settings import allow_function
 
-__all__ = ["GROUP", "Keeper", "ask", "changed", "digest", "keep", "opened", "server"]
+__all__ = [
+    "GROUP",
+    "TAKEN_OVER",
+    "Keeper",
+    "ask",
+    "changed",
+    "copied",
+    "digest",
+    "enter",
+    "forget",
+    "is_of_group",
+    "keep",
+    "keepers",
+    "opened",
+    "server",
+]
 
 logger = logging.getLogger(__name__)
 
 GROUP: Final = ""
 """The scope of the stores of this process's RPC group."""
+
+TAKEN_OVER: Final = "taken over from "
+"""The scope of stores that this process has taken over begins with it; the name of their worker follows."""
+
+
+def is_of_group(scope: str) -> bool:
+    """Whether stores of a scope are those of an RPC group."""
+    return scope == GROUP or scope.startswith((TAKEN_OVER, f"copy {TAKEN_OVER}")) or scope == f"copy {GROUP}"
 
 
 class Keeper:
@@ -64,6 +88,7 @@ class Keeper:
         self._waiting: dict[Lease, torch.futures.Future[int]] = {}
         self._changes = 0
         self._compared = 0
+        self._second: SecondCopy | None = None
         self._copies: dict[str, list[int]] = {}
         """For each other host, the incarnations of workers that can keep its copy."""
         self._changes_between: dict[tuple[int, int], list[list[Any]] | None] = {}
@@ -80,12 +105,45 @@ class Keeper:
 
     # ---- what other workers ask; see ``ask``
 
-    def describe(self, keep: int | None) -> list[Any]:
-        """Return what a handle needs. The largest ``keep`` of all handles that have one counts."""
-        if keep is not None:
-            with self._lock:
+    def describe(self, keep: int | None, home: str = "", copies: int = 1) -> list[Any]:
+        """Return what a handle needs. The largest ``keep`` and ``copies`` of all handles that have one count.
+        ``home`` is the worker on which the store was made.
+        """
+        with self._lock:
+            if keep is not None:
                 self._keep = self._catalogue.keep = max(self._keep, keep)
-        return [self.epoch, host_identity(), None if self._server is None else self._server.address]
+            if copies > 1 and self._second is None:
+                self._second = SecondCopy(self.agent, (home, self.name, self.epoch), host_identity())
+                self._second.update(self._listing())
+        number = 1 if self._second is None else 2
+        return [self.epoch, host_identity(), None if self._server is None else self._server.address, number]
+
+    def offer(self, who: list[Any], host: str) -> None:
+        """A worker can keep the second copy."""
+        if self._second is not None:
+            self._second.offer(who[1], host)
+
+    def copied(self, number: int) -> torch.futures.Future[None]:
+        """Return a future that is completed once the second copy has a version, if it can."""
+        with self._lock:
+            version = self._catalogue.whole.get(number)
+        if version is not None and self._second is not None:
+            return self._second.wait(version.serial)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def take_over(self, name: str, listing: Listing) -> None:
+        """Keep a store of which this has been the second copy: see ``Catalogue.take_over``."""
+        with self._changing():
+            self.name = name
+            self._keep = listing.keep
+            self._catalogue.take_over(name, listing.keep, listing.versions, listing.tags)
+
+    def _listing(self) -> Listing:
+        whole = self._catalogue.whole.values()
+        versions = [[each.number, each.serial, each.metadata] for each in whole]
+        return Listing(self._catalogue.keep, versions, dict(self._catalogue.tags))
 
     def begin(
         self, number: int, part: list[int], tensors: list[list[Any]], who: list[Any], insist: bool
@@ -134,10 +192,10 @@ class Keeper:
                 raise WeightsError(f"a block of {name!r} does not belong to part {part} of version {number}")
             where.of(target).copy_(local)
 
-    def written(self, number: int, part: int, who: list[Any]) -> bool:
+    def written(self, number: int, part: int, who: list[Any], metadata: dict[str, Any] | None = None) -> bool:
         """A part has been written; returns whether the version is whole now."""
         with self._changing():
-            whole = self._catalogue.written(number, part, Who(*who))
+            whole = self._catalogue.written(number, part, Who(*who), metadata)
             if whole:
                 self._copy_earlier(self._catalogue.whole[number])
             return whole
@@ -172,9 +230,26 @@ class Keeper:
             with self._changing():
                 self._catalogue.release(lease, used=False)
 
+    def tag(self, name: str, number: int | None) -> None:
+        """Give a tag to a version, or take it away."""
+        with self._changing():
+            tags = dict(self._catalogue.tags)
+            self._catalogue.tag(name, number)
+            if self._catalogue.tags != tags:
+                self._wake()
+
+    def metadata(self, number: int | str | None) -> dict[str, Any]:
+        """Return the metadata of a version, and its number and tags."""
+        with self._lock:
+            version = self._catalogue.find(number, None)
+            if version is None:
+                what = "version" if number is None else f"version {number!r}"
+                raise WeightsError(f"store '{self.name}' has no {what}: {self._why(None)}")
+            return dict(version.metadata)
+
     def open(
         self,
-        number: int | None,
+        number: int | str | None,
         newer_than: int | None,
         who: list[Any],
         ticket: int,
@@ -250,7 +325,8 @@ class Keeper:
         first one that lives.
         """
         with self._lock:
-            there = self._copies.setdefault(host, [])
+            second = None if self._second is None else self._second.host_of()
+            there = self._copies.setdefault(host, [second[0]] if second and second[1] == host else [])
             members = self.agent.group.peers.view
             there[:] = [each for each in there if each != failed and members.find(each) is not None]
             if who[1] not in there:
@@ -297,10 +373,12 @@ class Keeper:
             return {
                 "versions": list(catalogue.whole),
                 "open": {number: version.missing() for number, version in catalogue.open.items()},
+                "tags": dict(catalogue.tags),
                 "keep": catalogue.keep,
                 "bytes": sum(each.size for each in (*self._segments.values(), *self._spare)),
                 "leases": len(catalogue.leases),
                 "holders": sorted({lease.holder.name for lease in catalogue.leases}),
+                "copies": 1 + (self._second is not None and self._second.is_whole()),
                 "sent_bytes": self._sent_bytes,
                 "received_bytes": self._received_bytes,
             }
@@ -328,15 +406,19 @@ class Keeper:
         with self._lock:
             if self._closed:
                 raise WorkerLostError(f"the worker that keeps store '{self.name}' is leaving its group")
-            before, open_before = self._newest(), set(self._catalogue.open)
+            before, open_before = list(self._catalogue.whole.values()), set(self._catalogue.open)
+            tags = self._catalogue.tags.copy()
             try:
                 yield
             finally:
                 self._settle()
                 self._report(self._catalogue.given_up)
                 self._catalogue.given_up = []
-                if self._newest() is not before or open_before - self._catalogue.open.keys():
+                after = list(self._catalogue.whole.values())
+                if after[-1:] != before[-1:] or open_before - self._catalogue.open.keys():
                     self._wake()
+                if (after != before or tags != self._catalogue.tags) and self._second is not None:
+                    self._second.update(self._listing())
 
     def _newest(self) -> Version | None:
         return next(reversed(self._catalogue.whole.values()), None)
@@ -408,7 +490,7 @@ class Keeper:
             segment = self._segments.get(number)
             return -1 if segment is None else segment.duplicate()
 
-    def _why(self, number: int | None) -> str:
+    def _why(self, number: int | str | None) -> str:
         """Describe why a reader has to wait."""
         waited = [each for each in self._catalogue.open.values() if number in (None, each.number)]
         missing = "".join(f"; of version {each.number} {each.missing()}" for each in waited)
@@ -427,6 +509,8 @@ class Keeper:
     def _peer_gone(self, peer: Peer, reason: str) -> None:
         who = Who(peer.member.name, peer.incarnation)
         incomplete: list[Version] = []
+        if self._second is not None:
+            self._second.lost(peer.incarnation)
         with contextlib.suppress(WorkerLostError), self._changing():  # raised after ``close``
             incomplete = self._catalogue.lost(who)
             self._answer([lease for lease in self._waiting if lease.holder == who])
@@ -453,6 +537,8 @@ class Keeper:
             self._segments, self._spare = {}, []
         for future in waiting.values():
             future.set_result(self._changes)
+        if self._second is not None:
+            self._second.close()
         if self._server is not None:
             self._server.close()
         _close_all(segments)
@@ -508,32 +594,41 @@ def digest(tensor: Tensor) -> bytes:
 # ---- the keepers of this process
 
 _lock: Final = threading.Lock()
-_keepers: dict[tuple[str, str], Keeper] = {}
+keepers: dict[tuple[str, str], Keeper] = {}
 
 
 def keep(scope: str, name: str, agent: Agent) -> Keeper:
     """Return the keeper of a store in this process; the first call makes it."""
     with _lock:
-        known = _keepers.get((scope, name))
+        known = keepers.get((scope, name))
         if known is None:
-            known = _keepers[scope, name] = Keeper(name, agent)
-            agent.lifecycle.hooks.closed.append(partial(_forget, scope, name, known))
-            agent.lifecycle.hooks.forked.append(_keepers.clear)
+            known = keepers[scope, name] = Keeper(name, agent)
+            agent.lifecycle.hooks.closed.append(partial(forget, scope, name, known))
+            agent.lifecycle.hooks.forked.append(keepers.clear)
         return known
 
 
-def _forget(scope: str, name: str, keeper: Keeper) -> None:
+def forget(scope: str, name: str, keeper: Keeper) -> None:
+    """Have the next ``keep`` make another keeper."""
     with _lock:
-        if _keepers.get((scope, name)) is keeper:
-            del _keepers[scope, name]
+        if keepers.get((scope, name)) is keeper:
+            del keepers[scope, name]
+
+
+def enter(scope: str, name: str, keeper: Keeper) -> None:
+    """Let a keeper be found under another name, too, until its agent ends."""
+    with _lock:
+        keepers[scope, name] = keeper
+    keeper.agent.lifecycle.hooks.closed.append(partial(forget, scope, name, keeper))
 
 
 @allow_function
-def opened(scope: str, name: str, versions: int | None) -> list[Any]:
+def opened(scope: str, name: str, versions: int | None, copies: int = 1) -> list[Any]:
     """Called at the keeper: open a store. Those of an RPC group are made here if they are not there."""
     if scope == GROUP:
-        return keep(scope, name, current_agent()).describe(versions)
-    return _find(scope, name, None).describe(versions)
+        keeper = keep(scope, name, current_agent())
+        return keeper.describe(versions, keeper.agent.info.name, copies)
+    return _find(scope, name, None).describe(versions, scope.removeprefix(TAKEN_OVER), copies)
 
 
 @allow_function
@@ -557,8 +652,15 @@ def changed(
     return _find(scope, name, epoch).wait(state, Lease(Who(*who), ticket))
 
 
+@allow_function
+@async_execution
+def copied(scope: str, name: str, epoch: int, number: int) -> torch.futures.Future[None]:
+    """Called at the keeper: answered once the second copy has a version."""
+    return _find(scope, name, epoch).copied(number)
+
+
 def _find(scope: str, name: str, epoch: int | None) -> Keeper:
-    keeper = _keepers.get((scope, name))
+    keeper = keepers.get((scope, name))
     if keeper is None or epoch not in (None, keeper.epoch):
         again = (
             "was started again since, and its versions are gone: open it again" if keeper else "is not here"
@@ -578,6 +680,9 @@ _ASKED: Final[Mapping[str, Callable[..., Any]]] = {
         Keeper.open_serial,
         Keeper.changes,
         Keeper.copy_at,
+        Keeper.offer,
+        Keeper.tag,
+        Keeper.metadata,
         Keeper.read,
         Keeper.release,
         Keeper.drop,

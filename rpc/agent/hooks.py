@@ -17,8 +17,9 @@ class Hooks:
     ``formed`` is called on the joining thread with the key of the group, before any other worker can be met.
     ``joined``, ``broke`` and ``gone`` are called on the loop's thread: when another worker has become known,
     when the connection to it broke and is made again, and when it is gone for good, with the reason.
-    ``close`` is called on the closing thread, when this worker leaves, ``closed`` when it has left: no worker
-    that it waits for will answer any more. ``forked`` is called in a forked child, where it must not wait for
+    ``leaving`` is called when a graceful shutdown begins, to end what it would wait for; ``close`` on the
+    closing thread, when this worker leaves; ``closed`` when it has left: no worker that it waits for will
+    answer any more. ``forked`` is called in a forked child, where it must not wait for
     a lock. ``awaited`` return the workers from which something is awaited now, so that their silence is
     noticed; on the loop's thread.
 
@@ -31,6 +32,7 @@ class Hooks:
     joined: list[Callable[[Peer], object]] = field(default_factory=list)
     broke: list[Callable[[Peer], object]] = field(default_factory=list)
     gone: list[Callable[[Peer, str], object]] = field(default_factory=list)
+    leaving: list[Callable[[], object]] = field(default_factory=list)
     close: list[Callable[[], object]] = field(default_factory=list)
     closed: list[Callable[[], object]] = field(default_factory=list)
     forked: list[Callable[[], object]] = field(default_factory=list)

@@ -80,6 +80,8 @@ class Lifecycle:
             raise RpcError(f"worker '{name}' is being shut down by another thread already")
         try:
             if graceful:
+                for leave in self.hooks.leaving:
+                    leave()
                 self.departure.wait_for_all(
                     timeout,
                     release=self.hooks.release if release_references else (),

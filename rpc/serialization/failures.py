@@ -91,7 +91,15 @@ def cannot_send(
     if _speaks_for_itself(error):
         error.add_note(f"cannot send {what}{where}")
         return error
-    return _explained(f"cannot send {what}, of type {type_name(type(obj))}{where}", obj, error, attempt)
+    said = f"cannot send {what}, of type {type_name(type(obj))}{where}"
+    if isinstance(obj, GeneratorType | AsyncGeneratorType):
+        refused = SerializationError(
+            f"{said}: {text_of(error)}. Call the function by rpc.stream, which brings its values one by one, "
+            "or return a list of them"
+        )
+        refused.__cause__ = error
+        return refused
+    return _explained(said, obj, error, attempt)
 
 
 def _speaks_for_itself(error: Exception) -> bool:

@@ -54,7 +54,7 @@ ROOMS = (
     {"profiling"},
     {"rendezvous"},
     {"lifecycle"},
-    {"api", "mapping", "retrying", "serving", "testing", "tracing"},
+    {"api", "generators", "mapping", "retrying", "serving", "streaming", "testing", "tracing"},
 )
 """The rooms (and single files) of ``rpc``, from the lowest. Only its face stands above."""
 

@@ -14,7 +14,7 @@ import torch
 
 from farcall import weights
 from farcall.weights import Block, WeightsError
-from farcall.weights import store as store_module
+from farcall.weights import handle as handle_module
 from farcall.weights.listening import Server
 from rpc.errors import WorkerLostError
 from tests.support.streams import until
@@ -33,7 +33,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 @pytest.mark.parametrize("far", [False, True])
 def test_programs_publish_and_read(server: Server, monkeypatch: pytest.MonkeyPatch, *, far: bool) -> None:
     if far:
-        monkeypatch.setattr(store_module, "host_identity", lambda: "another host")
+        monkeypatch.setattr(handle_module, "host_identity", lambda: "another host")
     whole = torch.arange(12.0).view(3, 4)
     with weights.connect(server.address) as trainer, weights.connect(server.address) as reader:
         for number in range(5):

@@ -340,3 +340,24 @@ class Workers(RuleBasedStateMachine):
 
 Workers.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestWorkers = Workers.TestCase
+
+
+def test_a_copy_takes_over_with_the_numbers_and_the_order_of_the_store() -> None:
+    """Of the copy's versions, named by their serials 5, 3 and 9, the store does not list 3 any more."""
+    catalogue = Catalogue("copy", 3)
+    for serial in (5, 3, 9):
+        put(catalogue, serial)
+    begin(catalogue, 10, 0, A)
+    catalogue.take_over("policy", 2, [(70, 5, {"loss": 1}), (20, 9, {})], {"best": 70, "gone": 8})
+    assert catalogue.find("best", None) is catalogue.whole[70]
+    assert (catalogue.whole[70].metadata, list(catalogue.tags)) == ({"loss": 1}, ["best"])
+    catalogue.tag("best", None)
+    assert (catalogue.name, list(catalogue.whole), catalogue.open) == ("policy", [70, 20], {})
+    found = catalogue.find(None, 70)
+    assert found is not None
+    assert (found.number, found.serial) == (20, 9)
+    assert catalogue.find(None, 30, serial=10) is None, "a version after the last that the copy has"
+    put(catalogue, 30)
+    found = catalogue.find(None, 30, serial=10)
+    assert found is not None, "one that was lost is newer again once it has been put again"
+    assert list(catalogue.whole) == [20, 30]

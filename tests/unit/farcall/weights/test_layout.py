@@ -14,7 +14,7 @@ from farcall.weights.layout import Layout, Spec, difference
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 SPECS = st.dictionaries(
-    st.text(max_size=3),
+    st.text("ab", max_size=3),
     st.builds(Spec, st.sampled_from(["bfloat16", "float64", "bool", "complex64", "float8_e4m3fn"]), SHAPES),
     max_size=5,
 )

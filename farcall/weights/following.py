@@ -1,0 +1,72 @@
+"""Callbacks on new versions: a thread that waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from farcall.weights.errors import WeightsError
+from farcall.weights.handle import Handle, Wanted
+from rpc.errors import RpcError
+
+__all__ = ["follow"]
+
+logger = logging.getLogger(__name__)
+
+Caller = Callable[[Callable[[Handle], Any]], Any]
+"""Makes calls by the handle of the worker that keeps the store now."""
+
+
+def follow(
+    by_keeper: Caller, name: str, callback: Callable[[int], object], newer_than: int | None
+) -> contextlib.ExitStack:
+    """Call back for each newer version that is seen, until the context manager that is returned is closed."""
+    ended = threading.Event()
+    last, serial = newer_than, None
+    if newer_than is None:
+        with contextlib.suppress(TimeoutError):
+            last, serial = by_keeper(lambda handle: _newest(handle, Wanted(None, None, None, 0.0, 0.0)))
+    thread = threading.Thread(
+        target=_run,
+        args=(by_keeper, name, callback, last, serial, ended),
+        name="farcall-weights-follow",
+        daemon=True,
+    )
+    thread.start()
+    subscription = contextlib.ExitStack()
+    subscription.callback(ended.set)
+    return subscription
+
+
+def _newest(handle: Handle, wanted: Wanted) -> tuple[int, int]:
+    with handle.leased(wanted) as held:
+        return held.number, held.serial
+
+
+def _run(
+    by_keeper: Caller,
+    name: str,
+    callback: Callable[[int], object],
+    last: int | None,
+    serial: int | None,
+    ended: threading.Event,
+) -> None:
+    while not ended.is_set():
+        wanted = Wanted(None, last, serial, None, float("inf"))
+        try:
+            last, serial = by_keeper(lambda handle: _newest(handle, wanted))  # noqa: B023  # called at once
+        except WeightsError as error:
+            logger.warning("no more callbacks for versions of store '%s': %s", name, error)
+            return
+        except RpcError as error:  # the store is gone, or this worker is leaving
+            logger.info("no more callbacks for versions of store '%s': %s", name, error)
+            return
+        if ended.is_set():
+            return
+        try:
+            callback(last)
+        except Exception:
+            logger.exception("the callback for version %d of store '%s' has failed", last, name)

@@ -1,0 +1,123 @@
+"""Weight stores: futures, callbacks on new versions, tags and metadata."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from farcall.weights import Store, WeightsError
+from rpc.errors import RpcError
+from tests.support.workers import RunWorkers, Worker
+
+
+def whole(number: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((8,), float(number))}
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> Iterator[Store]:
+    """A store in a group of this process alone."""
+    options = rpc.AgentOptions(init_method=f"file://{tmp_path}/meeting")
+    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        yield Store("policy", on="worker0", keep=2)
+    finally:
+        rpc.shutdown()
+
+
+def test_futures(store: Store) -> None:
+    into = whole(0)
+
+    async def wait_and_get() -> list[int]:
+        waiting = store.wait_async(newer_than=2)
+        first = store.get_async(into, newer_than=1)
+        puts = [store.put_async(number, whole(number)) for number in (2, 3)]
+        assert [await each for each in puts] == [True, True]
+        return [await waiting, await store.get_async(into, version=3), await first]
+
+    store.put(1, whole(1))
+    assert asyncio.run(wait_and_get())[:2] == [3, 3]
+    assert store.versions() == [2, 3], "puts are made in their order"
+    assert store.wait() == 3
+    with pytest.raises(TimeoutError, match="no version newer than 3 within 0 s"):
+        store.get_async(into, newer_than=3, timeout=0).wait()
+    with pytest.raises(WeightsError, match="'step' is int"):
+        store.put_async(4, {"step": 4}).wait()
+
+
+def test_callbacks(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    told: queue.Queue[int] = queue.Queue()
+
+    def tell(number: int) -> None:
+        told.put(number)
+        if number == 2:
+            raise LookupError("of the callback")
+
+    store.put(1, whole(1))
+    with store.on_new_version(tell):
+        for number in (2, 3):
+            store.put(number, whole(number))
+            assert told.get(timeout=20) == number
+    assert "the callback for version 2 of store 'policy' has failed" in caplog.text
+    with store.on_new_version(tell, newer_than=1):
+        assert told.get(timeout=20) == 3
+    with pytest.raises(TypeError, match="callback must be callable"):
+        store.on_new_version(3)  # type: ignore[arg-type]
+
+
+def test_tags_and_metadata(store: Store) -> None:
+    store.put(1, whole(1), metadata={"loss": 0.5, "run": "a"})
+    store.tag("best", 1)
+    for number in (2, 3, 4):
+        store.put(number, whole(number))
+    assert store.versions() == [1, 3, 4]
+    into = whole(0)
+    assert store.get(into, version="best") == 1
+    assert torch.equal(into["w"], whole(1)["w"])
+    assert store.metadata("best") == {"loss": 0.5, "run": "a"}
+    assert store.metadata() == store.metadata(3) == {}
+    assert store.usage()["tags"] == {"best": 1}
+    later = store.wait_async("last")
+    store.tag("last", 4)
+    assert later.wait(20) == 4
+    store.tag("best", 3)
+    assert store.versions() == [3, 4]
+    store.tag("best", None)
+    with pytest.raises(TimeoutError, match="had no version 'best' within"):
+        store.get(into, version="best", timeout=0)
+    for call, reason in (
+        (lambda: store.tag("best", 1), "store 'policy' has no version 1"),
+        (lambda: store.tag("", 3), "a tag is a text"),
+        (lambda: store.metadata("best"), "has no version 'best'"),
+        (lambda: store.put(5, whole(5), metadata={"x": []}), "metadata is texts, numbers"),
+        (lambda: store.put(5, whole(5), metadata={"x": "y" * (1 << 17)}), "65536 bytes at most"),
+    ):
+        with pytest.raises(WeightsError, match=reason):
+            call()
+
+
+def follow(worker: Worker) -> list[Any]:
+    """A wait, and a callback, do not keep a group from ending; a second copy takes over tags and metadata."""
+    told: queue.Queue[int] = queue.Queue()
+    with worker.group():
+        store = Store("policy", on="worker0", copies=2)
+        store.on_new_version(told.put, newer_than=0)
+        if worker.rank == 0:
+            store.put(1, whole(1), metadata={"loss": 1})
+            store.tag("best", 1)
+        waiting = store.wait_async(newer_than=1)
+        seen = [told.get(timeout=20), store.wait("best"), store.metadata(1)]
+        rpc.barrier()
+    with pytest.raises(RpcError):
+        waiting.wait(20)
+    return seen
+
+
+def test_a_group_ends_though_versions_are_waited_for(run_workers: RunWorkers) -> None:
+    assert run_workers(follow, 2) == [[1, 1, {"loss": 1}]] * 2
