@@ -15,6 +15,7 @@ from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.work import GroupWork
 from spmd.elastic.agreement import NEW, Outcome, View
 from spmd.elastic.attempt import Attempt
+from spmd.elastic.entry import enter, fetch
 from spmd.elastic.errors import ElasticError
 from spmd.elastic.reducer import Reducer
 from spmd.elastic.sampling import Sampler
@@ -71,6 +72,7 @@ class Job:
         self._sampler, self._min_size, self._state = sampler, min_size, state
         _check_parameters(state)
         self._reducers = [Reducer(each) for each in state.modules if not _is_sharded(each)]
+        self._handles: list[Any] = []
         self._callbacks: list[Callable[[Job], object]] = []
         self._reported = 0
         self._group: JobGroup | None = None
@@ -78,8 +80,13 @@ class Job:
         self.current: Attempt | None = None
         description = f"version {_VERSION}\n{sampler!r}\nmin_size={min_size}\n{state.describe()}"
         self._views = Views(description, min_size, state.give)
-        for optimizer in state.optimizers:
-            optimizer.register_step_pre_hook(self._before_step)
+
+    def enter(self, timeout: float) -> None:
+        """Become a member of the job; see ``join``."""
+        enter(self._views, timeout)
+        for each in self._reducers:
+            each.attach()
+        self._handles = [each.register_step_pre_hook(self._before_step) for each in self._state.optimizers]
 
     # ---- the job
 
@@ -224,7 +231,7 @@ class Job:
 
     def _load(self, view: View) -> bool:
         """Load the state from a neighbour; false if the view ends meanwhile."""
-        fetched = self._views.fetch(view)
+        fetched = fetch(self._views, view)
         if fetched is not None:
             self._state.load(fetched[1])
         with self._views.changed:
@@ -259,6 +266,10 @@ class Job:
                 self._views.core.leaving = True
                 return
         self._views.leave(_LEAVE_SECONDS)
+        for each in self._reducers:
+            each.detach()
+        for handle in self._handles:
+            handle.remove()
 
     def finish(self) -> None:
         """End the job on all members, after the step that is committed next with this member's vote."""
@@ -359,5 +370,5 @@ def join(
         )
     agent = current_agent()
     job = Job(sampler, min_size, State(state))
-    job._views.join(agent.options.rendezvous_timeout)
+    job.enter(agent.options.rendezvous_timeout)
     return job
