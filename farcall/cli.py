@@ -173,6 +173,12 @@ def run(xla: bool, module: bool, target: str, arguments: tuple[str, ...]) -> int
     help="A dynamic group: WORLD_SIZE is not set, and the others keep running when one fails.",
 )
 @click.option(
+    "--spares",
+    type=click.IntRange(0),
+    default=0,
+    help="With --dynamic: processes that have imported everything, and replace those that fail.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(0.1, 1e9),
     default=900.0,
@@ -210,6 +216,7 @@ def launch(
     job: str | None,
     restart: int,
     dynamic: bool,
+    spares: int,
     timeout: float,
     grace: float,
     log_dir: str | None,
@@ -232,6 +239,7 @@ def launch(
     farcall launch -n 4 --nnodes 2 --rdzv host0:29500 train.py        # on both machines
     srun --ntasks-per-node=1 farcall launch -n 4 train.py             # under Slurm
     farcall launch -n 4 --dynamic --restart 100 train.py              # restarts workers that fail
+    farcall launch -n 4 --dynamic --restart 100 --spares 1 train.py   # at once, by a process that waits
     """  # noqa: D301
     # C++ prints a stack for each failed attempt to reach a store; the launcher says itself what it waits for.
     # PyTorch reads this when it is loaded, which the next import does.
@@ -241,7 +249,20 @@ def launch(
     given = {"nodes": nnodes, "node_rank": node_rank, "rdzv": rdzv, "name": job}
     if xla and not lend_names:
         raise click.UsageError("--xla needs --lend-names")
-    chosen = {"restarts": restart, "dynamic": dynamic, "timeout": timeout, "grace": grace, "page": page}
+    if spares and not (dynamic and restart):
+        raise click.UsageError(
+            "--spares needs --dynamic and --restart: a spare takes a failed worker's place"
+        )
+    if spares and outlive:
+        raise click.UsageError("--spares cannot be used with --outlive: spares end with their launcher")
+    chosen = {
+        "restarts": restart,
+        "dynamic": dynamic,
+        "spares": spares,
+        "timeout": timeout,
+        "grace": grace,
+        "page": page,
+    }
     try:
         found = under_slurm(workers, os.environ, **given, **chosen, log_dir=log_dir, outlive=outlive)
     except ValueError as error:

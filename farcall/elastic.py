@@ -12,17 +12,21 @@ from spmd.elastic.errors import (
     StepFailedError,
 )
 from spmd.elastic.job import Job, join
+from spmd.elastic.local_sgd import DiLoCo, LocalSGD, Round
 from spmd.elastic.reducer import DistributedDataParallel
 from spmd.elastic.sampling import Sampler
 
 __all__ = [
     "Attempt",
+    "DiLoCo",
     "DistributedDataParallel",
     "ElasticError",
     "Finished",
     "Job",
     "JobMismatchError",
+    "LocalSGD",
     "PutOut",
+    "Round",
     "Sampler",
     "StateLostError",
     "StepFailedError",

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import sys
 import sysconfig
+from importlib.machinery import PathFinder
 from types import FrameType
 from typing import Final
 
-__all__ = ["imports_at_the_top", "is_imported_by_the_program"]
+__all__ = ["imports_at_the_top", "installed_imports", "is_imported_by_the_program"]
 
 _STANDARD_LIBRARY: Final = sysconfig.get_path("stdlib")
 _INSTALLED: Final = ("/site-packages/", "/dist-packages/")
@@ -58,14 +59,25 @@ def imports_at_the_top(source: bytes, name: str) -> bool:
         source: the program's.
         name: of the package.
     """
-    if name.encode() not in source:
-        return False
+    return name.encode() in source and any(each.partition(".")[0] == name for each in _imported(source))
+
+
+def installed_imports(source: bytes) -> list[str]:
+    """Return the modules of installed packages that a program imports in any case."""
+    return [each for each in _imported(source) if _is_installed(each.partition(".")[0])]
+
+
+def _imported(source: bytes) -> list[str]:
     try:
         lines = ast.parse(source).body
     except (SyntaxError, ValueError):  # to run it will say so
-        return False
-    imported = [
+        return []
+    return [
         *(alias.name for line in lines if isinstance(line, ast.Import) for alias in line.names),
         *(line.module or "" for line in lines if isinstance(line, ast.ImportFrom) and not line.level),
     ]
-    return any(each.partition(".")[0] == name for each in imported)
+
+
+def _is_installed(package: str) -> bool:
+    spec = PathFinder.find_spec(package)
+    return spec is not None and any(each in (spec.origin or "") for each in _INSTALLED)

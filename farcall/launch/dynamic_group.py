@@ -23,6 +23,7 @@ from farcall.launch.job import Job
 from farcall.launch.processes import WorkerProcess, WorkerProcesses
 from farcall.launch.rounds import Kind, Order
 from farcall.launch.signals import ASKING, ENDING
+from farcall.launch.spares import Spares
 from farcall.launch.terminal import name_ranks, say
 from farcall.launch.watch import JobWatch
 from farcall.observe.format.jobs import job_id
@@ -43,6 +44,7 @@ class DynamicGroup:
         make: makes the worker of a rank.
         news: receives the numbers of signals.
         watch: observes what the workers wait for.
+        spares: processes that take the place of workers that fail, or None.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class DynamicGroup:
         make: Callable[[int, str], WorkerProcess],
         news: queue.SimpleQueue[Any],
         watch: JobWatch,
+        spares: Spares | None = None,
     ) -> None:
+        self._spares = spares
         self._watch = watch
         self.let_go = True
         self._job = job
@@ -82,11 +86,15 @@ class DynamicGroup:
             while self._workers.running:
                 self._take_in_news()
                 self._watch.look()
+                if self._spares is not None and self._end is None:
+                    self._spares.keep()
                 for worker in self._workers.poll():
                     if worker.failure is not None and self._end is None:
                         self._start_again(worker, worker.failure, place)
         finally:
             self._workers.kill()
+            if self._spares is not None:
+                self._spares.close()
             del store  # it is served until here
         if self._end is not None and self._workers.want_requeue:
             return Order(Kind.END, failure=self._end.failure, status=REQUEUE_STATUS)
@@ -120,7 +128,8 @@ class DynamicGroup:
         self._used += 1
         count = f"{self._used} of {self._job.restarts} restarts"
         say(f"{failure.process} {failure.what}; it is started again ({count})")
-        worker.start(self._environment(place, worker.rank, worker.starts))
+        take_spare = None if self._spares is None else self._spares.take
+        worker.start(self._environment(place, worker.rank, worker.starts), take_spare)
 
     def _environment(self, place: str, rank: int, restart: int) -> dict[str, str]:
         host, _, port = place.rpartition(":")

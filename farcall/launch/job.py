@@ -30,6 +30,7 @@ class Job:
         log_dir: folder for a file with the output of each rank; None for no files.
         outlive: whether workers continue to run if their launcher is killed.
         page: whether to serve the page of the job.
+        spares: number of processes that wait to take the place of a worker that fails, in a dynamic group.
     """
 
     workers: int
@@ -44,6 +45,7 @@ class Job:
     log_dir: str | None = None
     outlive: bool = False
     page: bool = False
+    spares: int = 0
 
     @property
     def run_id(self) -> str:

@@ -24,6 +24,7 @@ from farcall.launch.output import Output
 from farcall.launch.processes import Guard, WorkerProcess
 from farcall.launch.rounds import Order
 from farcall.launch.signals import ENDING, received_in
+from farcall.launch.spares import Spares
 from farcall.launch.static_group import StaticGroup
 from farcall.launch.terminal import say
 from farcall.launch.watch import JobWatch
@@ -33,6 +34,8 @@ from rpc.runtime.cpu_quota import usable_cores
 __all__ = ["launch"]
 
 _LOOK_SECONDS: Final = 0.05
+_FLAGS_AT: Final = 3
+"""Index of the first flag in the command of a worker."""
 
 
 def launch(
@@ -75,7 +78,12 @@ def launch(
             return WorkerProcess(rank, command, Path(folder), output, guard, host=host)
 
         watch = JobWatch(job, os.path.basename(target))
-        group = (DynamicGroup if job.dynamic else StaticGroup)(job, make, news, watch)
+        group: DynamicGroup | StaticGroup
+        if job.dynamic:
+            spares = Spares(job.spares, command, _FLAGS_AT, guard) if job.spares and guard else None
+            group = DynamicGroup(job, make, news, watch, spares)
+        else:
+            group = StaticGroup(job, make, news, watch)
         try:
             end = group.run()
         except RendezvousError as error:

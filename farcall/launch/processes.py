@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -99,11 +99,16 @@ class WorkerProcess:
         """Whether it has a process that has not been seen to end."""
         return self._process is not None
 
-    def start(self, environment: Mapping[str, str]) -> None:
+    def start(
+        self,
+        environment: Mapping[str, str],
+        take_spare: Callable[[Mapping[str, str]], subprocess.Popen[bytes] | None] | None = None,
+    ) -> None:
         """Start a process.
 
         Args:
             environment: variables beside those of this process.
+            take_spare: given the environment, returns a process that runs the program in it, or None.
 
         Raises:
             OSError: the process cannot be started.
@@ -116,17 +121,20 @@ class WorkerProcess:
             # If the disk is full, the thread that writes the output logs it.
             with contextlib.suppress(OSError), open(file, "a") as log:
                 log.write(f"farcall: start {self.starts} of rank {self.rank}\n")
+        environment = {**environment, "FARCALL_ERROR_FILE": str(self._record)}
+        self._process = None if take_spare is None else take_spare(environment)
+        target: int | IO[bytes] = subprocess.PIPE
         with contextlib.ExitStack() as opened:
-            target: int | IO[bytes] = subprocess.PIPE
             if self._guard is None and file is not None:
                 target = opened.enter_context(open(file, "ab"))
-            self._process = subprocess.Popen(
-                self._command,
-                env={**os.environ, **environment, "FARCALL_ERROR_FILE": str(self._record)},
-                stdout=target,
-                stderr=target,
-                start_new_session=True,
-            )
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env={**os.environ, **environment},
+                    stdout=target,
+                    stderr=target,
+                    start_new_session=True,
+                )
         if self._guard is not None:
             self._guard.tell("+", self._process.pid)
         self._pipes = self._output.follow(self.rank, self._process) if target == subprocess.PIPE else ()

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m farcall.launch.worker_main [--lend-names] [--xla] [-m] TARGET [ARGUMENTS ...]
+    python -m farcall.launch.worker_main [--spare=SOCKET] [--lend-names] [--xla] [-m] TARGET [ARGUMENTS ...]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Final
 
 _ON_INTERRUPT: Final = signal.getsignal(signal.SIGINT)
@@ -26,6 +27,7 @@ farcall_guard.prefer()  # before any import of packages that the program's folde
 
 from farcall.launch.failures import is_of_pytorchs_rpc, record
 from farcall.launch.program import run_module, run_script
+from farcall.launch.spare_process import FLAG, become_a_worker
 from farcall.observe.installation import begin, failed
 from rpc.errors import WorkerLostError
 from rpc.runtime.tracebacks import folded, in_one_line
@@ -37,9 +39,13 @@ def main() -> int:
     """Run the command line; returns the exit status."""
     flags = set()
     arguments = sys.argv[1:]
+    spare = arguments.pop(0).removeprefix(FLAG) if arguments[0].startswith(FLAG) else ""
     while arguments and arguments[0] in ("--lend-names", "--xla", "-m"):
         flags.add(arguments.pop(0))
     target, *rest = arguments
+    # Libraries that are imported before names are lent would find PyTorch's.
+    if spare and not become_a_worker(int(spare), None if flags else Path(target)):
+        return 0
     # Collections of the program, and the one at its end, need not visit what PyTorch has made at its import.
     gc.freeze()
     gc.enable()

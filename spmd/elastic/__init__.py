@@ -19,17 +19,21 @@ if TYPE_CHECKING:
         StepFailedError,
     )
     from spmd.elastic.job import Job, join
+    from spmd.elastic.local_sgd import DiLoCo, LocalSGD, Round
     from spmd.elastic.reducer import DistributedDataParallel
     from spmd.elastic.sampling import Sampler
 
 __all__ = [
     "Attempt",
+    "DiLoCo",
     "DistributedDataParallel",
     "ElasticError",
     "Finished",
     "Job",
     "JobMismatchError",
+    "LocalSGD",
     "PutOut",
+    "Round",
     "Sampler",
     "StateLostError",
     "StepFailedError",
@@ -38,8 +42,11 @@ __all__ = [
 
 _PLACES: Final = {
     "Attempt": "attempt",
+    "DiLoCo": "local_sgd",
     "DistributedDataParallel": "reducer",
     "Job": "job",
+    "LocalSGD": "local_sgd",
+    "Round": "local_sgd",
     "Sampler": "sampling",
     "join": "job",
 }

@@ -51,7 +51,7 @@ no view any more. A vote to finish ends the job on all members after the step th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
@@ -299,6 +299,19 @@ class Member:
         self.removed.update(incarnations)
 
     # ---- view changes
+
+    def proposer(self, is_lost: Callable[[int], bool]) -> int | None:
+        """Return the member that proposes the next view, as far as this one knows; None before the first."""
+        if self.view is None and not self.tried and self.step == NEW:
+            return None
+        order: Sequence[int] = sorted(self.partners() | {self.me}) if self.view is None else self.view.members
+        return next((each for each in order if not is_lost(each)), None)
+
+    def is_due(self, is_lost: Callable[[int], bool]) -> bool:
+        """Whether a view change is needed, as far as this member knows."""
+        if self.view is None and not self.tried and self.step == NEW:
+            return False  # it has not begun
+        return self.frozen or self.hold or self.left or any(map(is_lost, self.partners()))
 
     def next_ballot(self) -> Ballot:
         """Return a number for a proposal of this member."""

@@ -111,7 +111,7 @@ class Attempt:
         if not self.committed and self._is_lost():
             self._await_outcome()  # the error is a consequence
             return True
-        self._report(error)
+        self.report(error)
         return False
 
     def _is_lost(self) -> bool:
@@ -120,7 +120,7 @@ class Attempt:
             over = self._views.outcome is Outcome.ABORT or self._views.core.frozen
         return self._mistake is None and (over or self._has_failed or self.group.group.members.failed)
 
-    def _report(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """End the job on all members."""
         name = self._views.name
         text = f"{type(error).__name__}: {error}"
@@ -217,7 +217,7 @@ class Attempt:
         if not self._has_failed:
             self._vote()
         if self._mistake is not None:
-            self._report(self._mistake)
+            self.report(self._mistake)
             raise self._mistake
         self._await_outcome()
         if self.committed:

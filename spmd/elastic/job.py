@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,6 +15,7 @@ from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.work import GroupWork
 from spmd.elastic.agreement import NEW, Outcome, View
 from spmd.elastic.attempt import Attempt
+from spmd.elastic.entry import enter, fetch
 from spmd.elastic.errors import ElasticError
 from spmd.elastic.reducer import Reducer
 from spmd.elastic.sampling import Sampler
@@ -29,6 +30,8 @@ _VERSION = 1
 """Version of what members say to each other."""
 
 _LEAVE_SECONDS = 60.0
+
+_T = TypeVar("_T")
 
 
 class JobGroup(FarcallProcessGroup):
@@ -71,6 +74,7 @@ class Job:
         self._sampler, self._min_size, self._state = sampler, min_size, state
         _check_parameters(state)
         self._reducers = [Reducer(each) for each in state.modules if not _is_sharded(each)]
+        self._handles: dict[torch.optim.Optimizer, Any] = {}
         self._callbacks: list[Callable[[Job], object]] = []
         self._reported = 0
         self._group: JobGroup | None = None
@@ -78,8 +82,14 @@ class Job:
         self.current: Attempt | None = None
         description = f"version {_VERSION}\n{sampler!r}\nmin_size={min_size}\n{state.describe()}"
         self._views = Views(description, min_size, state.give)
-        for optimizer in state.optimizers:
-            optimizer.register_step_pre_hook(self._before_step)
+
+    def enter(self, timeout: float) -> None:
+        """Become a member of the job; see ``join``."""
+        enter(self._views, timeout)
+        for each in self._reducers:
+            each.attach()
+        for optimizer in self._state.optimizers:
+            self._handles[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
     # ---- the job
 
@@ -158,16 +168,22 @@ class Job:
             StateLostError: all members that had the state are gone.
             ElasticError: ``min_size`` members have not come in time.
         """
+        if self._state.keeps_all:
+            raise ElasticError("this job trains locally: use the rounds of its LocalSGD or DiLoCo")
+        return self.loop(lambda attempt: attempt, until)
+
+    def loop(self, make: Callable[[Attempt], _T], until: int | None) -> Iterator[_T]:
+        """Yield what ``make`` makes of each attempt; for ``attempts`` and the rounds of ``LocalSGD``."""
         self._is_looping = True
         try:
             while (attempt := self._begin(until)) is not None:
-                yield attempt
+                yield (made := make(attempt))
                 self.current = None
                 with self._views.changed:
                     if self._views.outcome is None:
-                        raise ElasticError(f"{attempt!r} was not used: write `with attempt:` in the loop")
+                        raise ElasticError(f"{made!r} was not used: write `with` in the loop")
                     aborted = self._views.outcome is Outcome.ABORT
-                if aborted:
+                if aborted and not self._state.keeps_all:
                     self._state.put_back()
                     logger.debug("worker '%s' repeats step %d", self._views.name, attempt.step)
         finally:
@@ -176,7 +192,11 @@ class Job:
         if self._views.core.left or self._views.core.leaving:
             self.leave()
 
-    def _begin(self, until: int | None) -> Attempt | None:
+    def again(self, until: int | None) -> Attempt | None:
+        """Begin another attempt at the step of the last one, whose local steps are not repeated."""
+        return self._begin(until, keep=False)
+
+    def _begin(self, until: int | None, *, keep: bool = True) -> Attempt | None:
         views, core = self._views, self._views.core
         while True:
             with views.changed:
@@ -193,7 +213,8 @@ class Job:
                     callback(self)
             if is_new and not self._load(view):
                 continue
-            self._state.keep()
+            if keep:
+                self._state.keep()
             with views.changed:
                 views.given_step = step
                 views.changed.notify_all()
@@ -224,7 +245,7 @@ class Job:
 
     def _load(self, view: View) -> bool:
         """Load the state from a neighbour; false if the view ends meanwhile."""
-        fetched = self._views.fetch(view)
+        fetched = fetch(self._views, view)
         if fetched is not None:
             self._state.load(fetched[1])
         with self._views.changed:
@@ -246,6 +267,25 @@ class Job:
             raise ElasticError("optimizer.step(closure) would compute gradients after the step was committed")
         self.current.commit()
 
+    # ---- local training
+
+    def has(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer is part of the state."""
+        return optimizer in self._state.optimizers
+
+    def train_locally(self, model: torch.nn.Module, inner: torch.optim.Optimizer) -> None:
+        """Sum no gradients, and let an optimizer step between attempts; for ``LocalSGD`` and ``DiLoCo``."""
+        if model not in self._state.modules:
+            raise ElasticError("the model is not in the job's state: pass it to elastic.join")
+        if self._is_looping or self._views.outcome is Outcome.COMMIT or self._state.keeps_all:
+            raise ElasticError("local training begins before the first attempt of a job, and once")
+        self._state.keeps_all = True
+        for each in self._reducers:
+            each.detach()
+        self._reducers = []
+        if inner in self._handles:
+            self._handles.pop(inner).remove()
+
     # ---- the end
 
     def leave(self) -> None:
@@ -259,6 +299,10 @@ class Job:
                 self._views.core.leaving = True
                 return
         self._views.leave(_LEAVE_SECONDS)
+        for each in self._reducers:
+            each.detach()
+        for handle in self._handles.values():
+            handle.remove()
 
     def finish(self) -> None:
         """End the job on all members, after the step that is committed next with this member's vote."""
@@ -359,5 +403,5 @@ def join(
         )
     agent = current_agent()
     job = Job(sampler, min_size, State(state))
-    job._views.join(agent.options.rendezvous_timeout)
+    job.enter(agent.options.rendezvous_timeout)
     return job

@@ -70,7 +70,7 @@ class _Bucket:
 
 
 class Reducer:
-    """Sums the gradients of one module. For the training thread.
+    """Sums the gradients of one module, once it is attached. For the training thread.
 
     Args:
         module: the module.
@@ -81,12 +81,14 @@ class Reducer:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._is_mean = isinstance(module, DistributedDataParallel)
         self.attempt: Reduction | None = None
         self.accumulates = False
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, tuple[_Bucket, int]] = {}
         self._ends_with_backward = False
+        self._handles: list[Any] = []
         run: list[nn.Parameter] = []
         for parameter in reversed([each for each in module.parameters() if each.requires_grad]):
             kind = parameter.dtype, parameter.device
@@ -96,16 +98,28 @@ class Reducer:
             run.append(parameter)
         if run:
             self._add(run)
-        if isinstance(module, DistributedDataParallel):
-            module.reducer = self
 
     def _add(self, parameters: list[nn.Parameter]) -> None:
         bucket = _Bucket(parameters)
         self._buckets.append(bucket)
         for place, parameter in enumerate(parameters):
             self._bucket_of[parameter] = bucket, place
+
+    def attach(self) -> None:
+        """Begin to follow the module's backward passes."""
+        for parameter in self._bucket_of:
             register: Any = parameter.register_post_accumulate_grad_hook
-            register(self._ready)
+            self._handles.append(register(self._ready))
+        if isinstance(self._module, DistributedDataParallel):
+            self._module.reducer = self
+
+    def detach(self) -> None:
+        """Leave the module alone, whose gradients are not summed any more. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if isinstance(self._module, DistributedDataParallel) and self._module.reducer is self:
+            self._module.reducer = None
 
     def sums(self, parameter: torch.Tensor) -> bool:
         """Whether this sums the gradient of a parameter: it required gradients when the job was joined."""

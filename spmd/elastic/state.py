@@ -31,6 +31,9 @@ class State:
     Args:
         objects: objects with ``state_dict`` and ``load_state_dict``, by name.
 
+    Attributes:
+        keeps_all: whether everything is copied when an attempt begins, since members train locally then.
+
     Raises:
         TypeError: an object does not have them.
     """
@@ -53,6 +56,8 @@ class State:
             for name, each in objects.items()
             if not isinstance(each, nn.Module | torch.optim.Optimizer)
         }
+        self.keeps_all = False
+        self._all: dict[str, Any] = {}
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         self._options: dict[str, list[dict[str, Any]]] = {}
         self._scales: list[dict[str, Any]] = []
@@ -74,6 +79,9 @@ class State:
 
     def keep(self) -> None:
         """Copy what an attempt may change."""
+        if self.keeps_all:
+            self._all = {name: copy.deepcopy(each.state_dict()) for name, each in self._objects.items()}
+            return
         self._buffers = {
             name: {key: each.detach().clone() for key, each in value.named_buffers()}
             for name, value in self._objects.items()
@@ -130,6 +138,8 @@ class State:
 
     def give(self) -> dict[str, Any]:
         """Return the state as it was when the attempt began. On any thread, until the step is committed."""
+        if self.keeps_all:
+            return self._all
         given: dict[str, Any] = {}
         for name, value in self._objects.items():
             if name in self._other_states:

@@ -22,6 +22,7 @@ import random
 import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -324,19 +325,6 @@ class World:
         worker.asked = set()
         self.go_on(worker)
 
-    def is_due(self, worker: Worker) -> bool:
-        """Whether a view change is needed, as far as a worker knows."""
-        core = worker.core
-        if core.view is None and not core.tried and core.step == agreement.NEW:
-            return False  # it has not begun yet
-        return core.frozen or core.hold or core.left or bool(core.partners() & worker.lost)
-
-    def is_first(self, worker: Worker) -> bool:
-        """Whether it proposes, as far as it knows."""
-        core = worker.core
-        order = sorted(core.partners() | {worker.number}) if core.view is None else core.view.members
-        return next(each for each in order if each not in worker.lost) == worker.number
-
     # ---- faults
 
     def end(self, worker: Worker, *, goodbye: bool) -> None:
@@ -437,9 +425,12 @@ class World:
             elif what < (0.2 if self.faulty else 0.3):
                 quiet = self.faulty or not pairs
                 if (
-                    self.is_due(worker)
+                    worker.core.is_due(worker.lost.__contains__)
                     and quiet
-                    and (self.is_first(worker) or (self.faulty and choose.random() < 0.2))
+                    and (
+                        worker.core.proposer(worker.lost.__contains__) == worker.number
+                        or (self.faulty and choose.random() < 0.2)
+                    )
                 ):
                     self.propose(worker)
             elif worker.cut_off:
@@ -545,6 +536,37 @@ def _every_loss_is_certain(self: Any, worker: Any, source: int, certain: bool) -
     _on_closed(self, worker, source, True)
 
 
+def _agreed_if_prepared_in_any_view(reports: Any) -> tuple[int, bool]:
+    old = [each for each in reports if each.step != agreement.NEW]
+    top = max((each.step for each in old), default=agreement.NEW)
+    if old and all(each.step == top and each.prepared is not None for each in old):
+        top += 1
+    return top, any(each.ended for each in old)
+
+
+def _completed_view_alone(self: Any) -> tuple[frozenset[int], ...]:
+    return () if self.view is None else (frozenset(self.view.members),)
+
+
+def _install_unbound_newcomers(self: Any, *args: Any) -> Any:
+    report = _install(self, *args)
+    if self.step == agreement.NEW:
+        self.tried = []
+        return self.report()
+    return report
+
+
+def _is_in_while_frozen(self: Any, view: Any) -> bool:
+    return self.view is not None and self.view.ballot == view.ballot
+
+
+def _anyone_is_a_witness(members: Any, reports: Any) -> bool:
+    reports = list(reports)
+    dead = frozenset[int]().union(*(each.dead for each in reports if each.member in members))
+    return _may_go_on(members, [replace(each, dead=dead) for each in reports])
+
+
+_install: Final = agreement.Member.install
 _may_go_on: Final = agreement.may_go_on
 _on_closed: Final = World.on_closed
 _decide: Final = agreement.Member.decide
@@ -554,6 +576,12 @@ BREAKAGES: Final[dict[str, tuple[Any, str, Any]]] = {
     "an outdated ballot decides": (agreement.Member, "decide", _decide_in_any_ballot),
     "half is enough": (agreement, "may_go_on", _half_is_enough),
     "a removal counts for less than half": (agreement, "may_go_on", _removal_is_enough),
+    "members are prepared in different views": (agreement, "_agreed", _agreed_if_prepared_in_any_view),
+    "a frozen member counts votes": (agreement.Member, "_is_in", _is_in_while_frozen),
+    "attempts are no bases": (agreement.Member, "bases", property(_completed_view_alone)),
+    "newcomers are not bound by attempts": (agreement.Member, "install", _install_unbound_newcomers),
+    "a death is certain without contact": (agreement, "may_go_on", _anyone_is_a_witness),
+    "a stopped worker is certain of deaths": (agreement.Member, "was_stopped", lambda self: None),
     "every loss is a certain death": (World, "on_closed", _every_loss_is_certain),
 }
 """Rules that are left out, and what takes their place."""

@@ -106,6 +106,32 @@ rpc.shutdown()
 """
 
 
+TAKEN = """
+import os, signal, sys
+from pathlib import Path
+
+noted = Path("spare")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+    spares = []
+    while not spares:
+        started = children.read_text().split()
+        spares = [each for each in started if b"--spare=" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    noted.write_text(spares[0])
+    os.kill(os.getpid(), signal.SIGKILL)
+who = "the spare" if noted.read_text() == str(os.getpid()) else "another process"
+print(who, "is rank", os.environ["RANK"], *sys.argv)
+sys.exit(3 if sys.stdin.read() else 0)
+"""
+
+
+def test_spare_process_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:
+    flags = "-m farcall launch -n 1 --dynamic --restart 1 --spares 1 program.py --epochs 3"
+    done = run_program(tmp_path, TAKEN, *flags.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0] the spare is rank 0 program.py --epochs 3\n"
+
+
 def launch_dynamic(folder: Path, how: str, times: int) -> subprocess.CompletedProcess[str]:
     flags = f"-m farcall launch -n 3 --dynamic --restart 1 program.py {how} {times}"
     return run_program(folder, COMES_BACK, *flags.split())

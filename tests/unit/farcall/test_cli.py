@@ -79,6 +79,11 @@ def test_several_machines_must_be_told_where_to_meet(capsys: pytest.CaptureFixtu
         ),
         ("launch -n 1 --dynamic --rdzv host0 train.py", "--dynamic needs --node-rank"),
         ("launch -n 1 --dynamic --node-rank 1 train.py", "--rdzv HOST:PORT"),
+        ("launch -n 1 --spares 1 train.py", "--spares needs --dynamic and --restart"),
+        (
+            "launch -n 1 --dynamic --restart 1 --spares 1 --outlive --log-dir x train.py",
+            "--spares cannot be used with --outlive",
+        ),
         ("launch -n 2 nowhere.py", "there is no file /"),
         ("launch -n 2 --nodes 2 train.py", "No such option '--nodes'"),
         ("run --lend train.py", "No such option '--lend'"),

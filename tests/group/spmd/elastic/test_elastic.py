@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import rpc
+from spmd.elastic.entry import _Entry
 from spmd.elastic.errors import ElasticError, Finished, JobMismatchError, StepFailedError
 from spmd.elastic.job import Job, join
 from spmd.elastic.reducer import DistributedDataParallel
 from spmd.elastic.sampling import Sampler
-from spmd.elastic.views import Views
 from tests.support.workers import RunWorkers, Worker
 
 LENGTH, BATCH = 96, 12
@@ -192,13 +192,13 @@ def come_too_late(worker: Worker) -> str:
     model = model_of()
     if worker.rank == 1:
         worker.wait_for("go on")
-        hello, calls = Views._hello, count()
+        ask_all, calls = _Entry._ask_all, count()
 
-        def hello_once(views: Views) -> bool | None:  # it would be told later that the job has ended
-            return hello(views) if next(calls) == 0 else None
+        def ask_once(entry: _Entry) -> bool:  # it would be told later that the job has ended
+            return ask_all(entry) if next(calls) == 0 else False
 
         try:
-            with patch.object(Views, "_hello", hello_once):
+            with patch.object(_Entry, "_ask_all", ask_once):
                 job = join(model=model, sampler=Sampler(LENGTH, BATCH))
             for _ in job.attempts():
                 pass
@@ -214,7 +214,7 @@ def come_too_late(worker: Worker) -> str:
             if attempt.step == 1:
                 worker.report("newcomers may come")
                 with views.changed:
-                    assert views.changed.wait_for(lambda: bool(views._newcomers), 60)
+                    assert views.changed.wait_for(lambda: bool(views.newcomers), 60)
                 job.finish()
         if attempt.step == 1:
             worker.report("has ended")
@@ -253,7 +253,8 @@ def misuse(worker: Worker) -> list[str]:
     attempt_to(lambda: join(model=model, part=model.module, sampler=sampler))
     attempt_to(lambda: join(optimizer=optimizer, sampler=sampler))
     job: Job = join(model=model, optimizer=optimizer, sampler=sampler)
-    attempt_to(lambda: join(model=model, sampler=sampler))
+    attempt_to(lambda: join(model=model, optimizer=optimizer, sampler=sampler))
+    assert (model.reducer, len(optimizer._optimizer_step_pre_hooks)) == (job._reducers[0], 1)
     attempt_to(optimizer.step)
     attempt_to(lambda: nn.parallel.DistributedDataParallel(model_of(), process_group=job.group))
     for attempt in job.attempts():
@@ -265,7 +266,9 @@ def misuse(worker: Worker) -> list[str]:
             attempt_to(lambda: job.group.allreduce([torch.ones(1)]))
             job.finish()
     job.leave()
-    attempt_to(lambda: join(model=model, sampler=sampler))
+    attempt_to(lambda: join(model=model, optimizer=optimizer, sampler=sampler))
+    assert (model.reducer, len(optimizer._optimizer_step_pre_hooks)) == (None, 0)
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())  # type: ignore[attr-defined]
     rpc.shutdown()
     return errors
 

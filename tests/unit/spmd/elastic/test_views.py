@@ -14,7 +14,7 @@ from spmd.elastic.views import Views
 def test_member_that_leaves_does_not_say_that_there_is_no_job() -> None:
     views = object.__new__(Views)  # without an agent
     views.core, views.changed, views.name = Member(1, 7), threading.Condition(), "worker"
-    views._description = "a job"
+    views.description = "a job"
     views.core.left = True
     with pytest.raises(GivenUpError, match="worker 'worker' is leaving the elastic job"):
         views.greeted(2, (0, 2), "a job")

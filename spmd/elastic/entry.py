@@ -1,0 +1,164 @@
+"""How a worker becomes a member of the job: it asks all others, and founds the job if there is none.
+
+A newcomer then gets the job's state from a neighbour (``fetch``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from time import monotonic
+from typing import Any, Final
+
+from rpc.api import get_worker_infos, rpc_async
+from rpc.errors import GivenUpError, MessageLostError, RpcError, WorkerLostError
+from spmd.elastic.agreement import Ballot, View
+from spmd.elastic.errors import ElasticError, JobMismatchError
+from spmd.elastic.proposer import Proposer
+from spmd.elastic.views import FORM_SECONDS, PATIENCE_SECONDS, Views, ask_for_entry, ask_for_state
+
+__all__ = ["enter", "fetch"]
+
+logger = logging.getLogger(__name__)
+
+_ASK_SECONDS: Final = 0.1
+"""Interval at which a newcomer asks the other workers."""
+
+
+def enter(views: Views, timeout: float) -> None:
+    """Become a member of the job's next view, or found the job.
+
+    Args:
+        views: this worker's part of the job, which is closed if an exception is raised.
+        timeout: time in seconds.
+
+    Raises:
+        Finished: the job has ended.
+        JobMismatchError: other members have another description.
+        ElasticError: fewer than ``min_size`` workers have come in time.
+    """
+    try:
+        views.check_store()
+        views.begin()
+        Proposer(views).start()
+        _Entry(views).run(monotonic() + timeout)
+    except BaseException:
+        views.close()
+        raise
+    views.check_ended()
+
+
+class _Entry:
+    """One worker's way into the job. For one thread."""
+
+    def __init__(self, views: Views) -> None:
+        self._views = views
+        self._lost_since: dict[int, float] = {}
+
+    def run(self, deadline: float) -> None:
+        """Return when this worker has a view."""
+        views, core = self._views, self._views.core
+        while True:
+            is_answered = self._ask_all()
+            if is_answered:
+                views.check_store()  # the last member tells the store first
+            with views.changed:
+                views.losses.take_in()
+                may_found = is_answered and self._may_found()
+            may_found = may_found and not views.losses.misses_present_workers()
+            with views.changed:
+                views.losses.take_in()
+                if core.view is None and may_found and self._may_found():
+                    views.found()
+                    views.changed.wait_for(lambda: core.view is not None or views.error, FORM_SECONDS)
+                if core.view is not None:
+                    return
+                if views.error is not None:
+                    raise views.error
+                views.changed.wait(_ASK_SECONDS)
+            if monotonic() > deadline:
+                raise ElasticError(
+                    f"worker '{views.name}' has not become a member of the elastic job in time: "
+                    f"{1 + len(views.newcomers)} workers have come, min_size is {views.min_size}"
+                )
+
+    def _may_found(self) -> bool:
+        """Whether this worker founds the job if there is none; with the lock held."""
+        views, core, known = self._views, self._views.core, self._views.newcomers
+        is_lost = views.losses.is_lost
+        smaller = [each for each in known if known[each] < views.key]
+        for each in filter(is_lost, smaller):
+            # It may live, and have founded the job: then one of the two is put out of the group.
+            since = self._lost_since.setdefault(each, monotonic())
+            if each in core.dead or monotonic() - since > PATIENCE_SECONDS / 2:
+                del known[each]
+        is_first = not any(each in known for each in smaller)
+        is_asked = bool(core.tried) or not is_lost(core.ballot[1])  # by a member of a job
+        size = 1 + sum(not is_lost(each) for each in known)
+        return is_first and not is_asked and size >= views.min_size
+
+    def _ask_all(self) -> bool:
+        """Tell all workers that this one wants to take part; True if there is no job yet, as far as all
+        know.
+        """
+        views = self._views
+        calls = []
+        complete = True
+        for info in get_worker_infos():
+            if info.name != views.name:
+                with contextlib.suppress(RpcError):
+                    calls.append(
+                        rpc_async(
+                            info, ask_for_entry, args=(views.me, views.key, views.description), timeout=10
+                        )
+                    )
+        for call in calls:
+            try:
+                status, incarnation, key = call.wait()
+            except JobMismatchError:
+                raise
+            except WorkerLostError:
+                continue
+            except RpcError as error:
+                logger.debug("a worker does not say whether it is a member: %s", error)
+                complete = False
+                continue
+            if isinstance(status, int):
+                raise views.finished(status)
+            complete = complete and status != "member"
+            if status == "candidate":
+                with views.changed:
+                    views.newcomers.setdefault(incarnation, (key[0], key[1]))
+                    views.losses.watch_processes([incarnation])
+        return complete
+
+
+def fetch(views: Views, view: View) -> tuple[Ballot | None, Any] | None:
+    """Return the view of the last commit and the state of a view's first step, from a neighbour; None if the
+    view is over.
+
+    Raises:
+        ElasticError: a neighbour's state cannot be sent.
+    """
+    olds = [each for each in view.members if each not in view.newcomers]
+    first = view.members.index(views.me) % len(olds)
+    for each in olds[first:] + olds[:first]:
+        peer = views.losses.peer(each)
+        if peer is None or peer.lost is not None:
+            continue
+        try:
+            answer: tuple[Ballot | None, Any] = rpc_async(
+                peer.member.info, ask_for_state, args=(each, view.ballot, view.first), timeout=0
+            ).wait()
+        except (WorkerLostError, MessageLostError, GivenUpError) as error:
+            logger.debug("worker '%s' does not give its state: %s", peer.name, error)
+        except Exception as error:
+            if views.losses.is_lost(each):  # the group may have forgotten it already
+                continue
+            raise ElasticError(
+                f"worker '{views.name}' cannot get the state of the elastic job from worker "
+                f"'{peer.name}': {type(error).__name__}: {error}"
+            ) from error
+        else:
+            return answer
+    return None

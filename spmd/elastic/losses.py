@@ -1,0 +1,196 @@
+"""Knows which workers are lost, and which of them have ended for certain.
+
+Between hosts a lost worker may live on. On one host the kernel tells which processes have ended. What counts
+as certain is explained in ``agreement``, "One job, never two".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import Any, Final
+
+from rpc.errors import RendezvousError, RpcError
+from rpc.group.peer import Peer
+from rpc.rendezvous.log import Log
+from rpc.rendezvous.store import SharedStore
+from spmd.elastic.agreement import Member
+from spmd.elastic.errors import ElasticError
+
+__all__ = ["LOG_SECONDS", "Losses"]
+
+LOG_SECONDS: Final = 0.5
+"""Interval at which the group's log is read while this member may not go on."""
+
+_STOPPED_SECONDS: Final = 8.0
+"""A pause of the agent's loop after which this process may have been excluded unnoticed."""
+
+_EXITING: Final = 0x4  # PF_EXITING, in /proc/PID/stat
+_STATE, _FLAGS, _START = 0, 6, 19  # fields behind the name (proc(5))
+
+
+class Losses:
+    """The losses that the agent of this worker has noticed. From any thread.
+
+    Args:
+        agent: the agent.
+        core: this member's part of the protocol, which ``take_in`` tells of certain ends.
+        changed: the lock of ``core``.
+        on_loss: called after each loss, on the loop's thread; the argument is the reason if this worker
+            itself is out of its group, else None.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        core: Member,
+        changed: threading.Condition,
+        on_loss: Callable[[str | None], object],
+    ) -> None:
+        self._agent, self._core, self._changed, self._on_loss = agent, core, changed, on_loss
+        self._gone: queue.SimpleQueue[tuple[int, bool] | None] = queue.SimpleQueue()
+        self._processes: dict[int, tuple[int, int]] = {}
+        self._tick = monotonic()
+        self._closed = threading.Event()
+
+    def begin(self) -> None:
+        """Begin to note losses."""
+        self._agent.lifecycle.hooks.gone.append(self._note)
+        self._agent.group.on_loop(self._beat)
+
+    def close(self) -> None:
+        """Note no losses any more. Idempotent."""
+        self._closed.set()
+        with contextlib.suppress(ValueError):
+            self._agent.lifecycle.hooks.gone.remove(self._note)
+
+    def _note(self, peer: Peer, reason: str) -> None:
+        # Called on the loop's thread, where it must be judged whether the end is certain.
+        paused = monotonic() - self._tick > _STOPPED_SECONDS
+        if paused:
+            self._gone.put(None)
+        certain = peer.has_left or self.has_ended(peer.incarnation)
+        self._gone.put((peer.incarnation, certain and not paused))
+        is_out = f"'{self._agent.group.peers.own.name}' is out of its group" in reason
+        self._on_loss(reason if is_out else None)
+
+    def _beat(self) -> None:
+        """Notice pauses of this process, on the loop's thread."""
+        now = monotonic()
+        if now - self._tick > _STOPPED_SECONDS:
+            self._gone.put(None)
+        self._tick = now
+        if not self._closed.is_set():
+            self._agent.group.connections.loop.call_later(1.0, self._beat)
+
+    def take_in(self) -> None:
+        """Tell the core of the losses since the last call; with the lock held."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self._gone.get_nowait()
+                if event is None:
+                    self._core.was_stopped()
+                elif event[1]:
+                    self._core.witnessed(event[0])
+
+    # ---- workers
+
+    def peer(self, incarnation: int) -> Peer | None:
+        """Return a worker; None if the group has forgotten it."""
+        peer: Peer | None = self._agent.group.peers.by_incarnation(incarnation)
+        return peer
+
+    def is_lost(self, incarnation: int) -> bool:
+        """Whether a worker is lost, which another host may not confirm."""
+        if incarnation == self._core.me:
+            return False
+        peer = self.peer(incarnation)
+        return peer is None or peer.lost is not None
+
+    def is_out_of_reach(self, incarnation: int) -> bool:
+        """Whether a worker is lost, but may live."""
+        return self.is_lost(incarnation) and incarnation not in self._core.dead
+
+    def watch_processes(self, members: Iterable[int]) -> None:
+        """Remember the processes of members on this host, whose ends the kernel tells; with the lock held."""
+        own_host = self._agent.group.peers.own.member.host
+        for each in members:
+            peer = self.peer(each)
+            if peer is not None and peer.member.host == own_host and peer.link.process is not None:
+                fields = _stat(peer.link.process)
+                if fields is not None and each not in self._processes:
+                    self._processes[each] = peer.link.process, int(fields[_START])
+
+    def has_ended(self, incarnation: int) -> bool:
+        """Whether a worker's process runs no code any more, as the kernel of this host says."""
+        process = self._processes.get(incarnation)
+        return process is not None and _has_ended(*process)
+
+    # ---- the group's log
+
+    def on_store(self, work: Callable[[SharedStore], Any]) -> Any:
+        """Return what a function of the group's store returns, asking again while another worker takes the
+        store over.
+
+        Raises:
+            ElasticError: the store does not answer.
+        """
+        deadline = monotonic() + self._agent.options.rendezvous_timeout
+        keeper = self._agent.extensions["rpc.keeper"]
+        while True:
+            try:
+                return keeper.ask(work).result(timeout=max(0.0, deadline - monotonic()))
+            except (TimeoutError, RendezvousError) as error:  # another worker may serve it soon
+                if monotonic() > deadline or self._closed.is_set():
+                    name = self._agent.group.peers.own.name
+                    raise ElasticError(f"worker '{name}': the group's store does not answer") from error
+            self._closed.wait(LOG_SECONDS)
+
+    def misses_present_workers(self) -> bool:
+        """Whether a lost worker that may live is still in the group's log."""
+        present: set[int] = self.on_store(lambda store: _present(Log(store)))
+        with self._changed:
+            self.take_in()
+            return any(map(self.is_out_of_reach, present))
+
+    def read_log(self) -> None:
+        """Read from the group's log which workers were removed while this one was in it."""
+        me = self._core.me
+        wanted = [each for each in self._core.partners() if self.is_lost(each)]
+
+        def read(store: SharedStore) -> list[int]:
+            removed = set(wanted) - _present(Log(store))
+            return sorted(removed) if me in _present(Log(store)) else []
+
+        with contextlib.suppress(RpcError):
+            removed = self.on_store(read)
+            with self._changed:
+                self._core.was_removed(removed)
+
+
+def _present(log: Log) -> set[int]:
+    return {
+        each.arrival.member.incarnation for each in log.read() if each.arrival is not None and each.is_present
+    }
+
+
+def _stat(process: int) -> list[str] | None:
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _has_ended(process: int, start: int) -> bool:
+    """Whether a process runs no code any more: the kernel sets the flag before it closes sockets."""
+    try:
+        fields = _stat(process)
+    except OSError:
+        return False  # this process could not look
+    if fields is None or int(fields[_START]) != start:
+        return True
+    return fields[_STATE] in "ZX" or bool(int(fields[_FLAGS]) & _EXITING)

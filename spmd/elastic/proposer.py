@@ -1,0 +1,131 @@
+"""Proposes views: the thread of each member that changes the view when ``agreement`` says that it must."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from time import monotonic
+from typing import Any, Final
+
+from rpc.runtime.current import current_agent
+from spmd.elastic.agreement import NEW, Plan, Proposal, Report
+from spmd.elastic.errors import PutOut
+from spmd.elastic.losses import LOG_SECONDS
+from spmd.elastic.views import (
+    PATIENCE_SECONDS,
+    Views,
+    ask_to_freeze,
+    ask_to_install,
+    poke,
+    put_out,
+    release,
+    tell_the_end,
+)
+
+__all__ = ["Proposer"]
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS: Final = 0.05
+
+
+class Proposer:
+    """The thread that proposes views for one member, until the member leaves."""
+
+    def __init__(self, views: Views) -> None:
+        self._views, self._core = views, views.core
+        self._is_lost = views.losses.is_lost
+        self._agent: Any = current_agent()
+        self._blocked_since: float | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._run, name="farcall-elastic", daemon=True).start()
+
+    def _run(self) -> None:
+        views = self._views
+        pause = 1.0
+        while not views.closed:
+            views.woken.wait(pause)
+            views.woken.clear()
+            pause = 1.0
+            with views.changed:
+                views.losses.take_in()
+                if views.closed or views.error is not None or not views.is_due():
+                    continue
+                proposer, suspected = self._core.proposer(self._is_lost), views.suspected
+            try:
+                if proposer == views.me:
+                    if not self._change():
+                        pause = _RETRY_SECONDS * (1 + secrets.randbelow(3))
+                elif proposer is not None:
+                    pause = 0.5
+                    if suspected is not None:
+                        views.ask([proposer], poke, suspected, timeout=5.0)
+            except Exception:
+                if not views.closed and not self._agent.lifecycle.closed:
+                    logger.exception("worker '%s' could not change the view of the elastic job", views.name)
+                pause = 1.0
+
+    def _change(self) -> bool:
+        """Propose a view; returns whether it was formed, or none is needed."""
+        views = self._views
+        with views.changed:
+            views.losses.take_in()
+            proposal = Proposal(self._core, views.living_newcomers())
+            partners = self._core.partners()
+        while missing := {each for each in proposal.to_ask(()) if not self._is_lost(each)}:
+            for each, answer in views.ask(missing, ask_to_freeze, proposal.ballot).items():
+                if isinstance(answer, Report):
+                    proposal.take(answer)
+                    continue
+                if answer is not None:
+                    with views.changed:
+                        self._core.outbid(answer)
+                elif each not in partners:
+                    views.newcomers.pop(each, None)  # it asks again if it lives
+                return False
+        plan = proposal.plan()
+        if not plan.may_go_on:
+            return self._wait_for_the_log(plan)
+        self._blocked_since = None
+        if not self._install(proposal, plan):
+            return False
+        views.ask(plan.released, release, timeout=10.0)
+        return True
+
+    def _install(self, proposal: Proposal, plan: Plan) -> bool:
+        views, reports = self._views, proposal.reports
+        if not any(reports[each].step != NEW for each in plan.members) and plan.released:
+            # All members with a state have left: the job is over for the others, too.
+            with views.changed:
+                self._core.ended = True
+            step = max(reports[each].step for each in plan.released)
+            views.publish_end(step)
+            views.ask(plan.members, tell_the_end, step, timeout=10.0)
+            return True
+        key = f"elastic/{proposal.ballot[0]}/{secrets.token_hex(6)}"
+        done = views.ask(
+            plan.members, ask_to_install, proposal.ballot, key, plan.members, plan.released,
+            [reports[each] for each in (*plan.members, *plan.released)],
+        )  # fmt: skip
+        return all(each is True for each in done.values())
+
+    def _wait_for_the_log(self, plan: Plan) -> bool:
+        views, losses = self._views, self._views.losses
+        now = monotonic()
+        if self._blocked_since is None:
+            self._blocked_since = now
+            logger.info("worker '%s' waits for the group's log, which decides about lost members", views.name)
+        losses.read_log()
+        views.released.wait(LOG_SECONDS)
+        if now - self._blocked_since > PATIENCE_SECONDS:
+            peers = map(losses.peer, filter(losses.is_out_of_reach, self._core.partners()))
+            names = ", ".join(sorted({f"'{peer.name}'" for peer in peers if peer is not None})) or "others"
+            error = PutOut(
+                f"worker '{views.name}' cannot go on: {names} cannot be reached, and may go on without it. "
+                "It must start again to take part in the elastic job"
+            )
+            views.ask(plan.members, put_out, str(error), timeout=5.0)
+        return False
