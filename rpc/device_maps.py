@@ -126,6 +126,11 @@ def check_targets(
 
 def _indexed(name: DeviceLike) -> torch.device:
     """The device of a name; without an index, it is the first one of its type."""
+    if isinstance(name, int) and torch.accelerator.current_accelerator() is None:
+        raise RuntimeError(
+            f"device {name} of a device map is an accelerator, and this process sees none: leave the device "
+            f"map out if tensors stay on the CPU, or check the driver and CUDA_VISIBLE_DEVICES"
+        )
     device = torch.device(name)
     index: int | None = device.index
     return torch.device(device.type, 0) if index is None and device.type not in ("cpu", "meta") else device

@@ -1,14 +1,11 @@
-"""Operators that references do not have: the error says what to write instead.
-
-Proxies keep Python's own errors: their attributes with such names call methods of the object.
-"""
+"""Operators that references and proxies do not have: the error says what to write instead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Final, NoReturn, TypeVar
 
-__all__ = ["without_operators"]
+__all__ = ["SPECIAL", "without_operators"]
 
 K = TypeVar("K", bound=type)
 
@@ -16,6 +13,7 @@ _OPERATORS: Final = {
     "len()": ("__len__",),
     "[]": ("__getitem__", "__setitem__"),
     "iteration": ("__iter__",),
+    "'in'": ("__contains__",),
     "'with'": ("__enter__", "__exit__"),
     "+": ("__add__", "__radd__"),
     "-": ("__sub__", "__rsub__", "__neg__"),
@@ -26,13 +24,20 @@ _OPERATORS: Final = {
 }
 
 
+SPECIAL: Final = frozenset(name for names in _OPERATORS.values() for name in names) | {"__bool__"}
+"""Names of the methods that are defined."""
+
+
 def without_operators(hint: str) -> Callable[[K], K]:
-    """Return a decorator of a class: operators on its instances raise ``TypeError`` with a hint."""
+    """Return a decorator of a class: operators on its instances raise ``TypeError`` with a hint, in which
+    ``{method}`` is the name of the operator's method.
+    """
 
     def decorate(kind: K) -> K:
         for operator, names in _OPERATORS.items():
+            text = f"{kind.__name__} has no {operator}: {hint.format(method=names[0])}"
             for name in names:
-                setattr(kind, name, _refusal(f"{kind.__name__} has no {operator}: {hint}"))
+                setattr(kind, name, _refusal(text))
         setattr(kind, "__bool__", lambda _: True)  # noqa: B010  # otherwise its length would be asked for
         return kind
 

@@ -42,7 +42,7 @@ def references() -> References:
 
 
 @without_operators(
-    "fetch the object by rref.to_here(), or call a method of it, such as rref.rpc_sync().__len__()"
+    "fetch the object by rref.to_here(), or call a method of it, such as rref.rpc_sync().{method}(...)"
 )
 class RRef(Generic[T]):
     """A reference to an object of type ``T`` on some worker, the *owner*.

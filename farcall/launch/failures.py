@@ -7,6 +7,7 @@ it before its program.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -25,11 +26,15 @@ from farcall.observe.format.places import Place
 from farcall_guard import PACKAGES
 from rpc.runtime.current import is_initialized
 from rpc.runtime.preemption import REQUEUE_STATUS
+from rpc.runtime.tracebacks import shows_all
 
-__all__ = ["Failure", "is_of_pytorchs_rpc", "record", "signal_name"]
+__all__ = ["Failure", "is_of_pytorchs_rpc", "record", "shown_by", "signal_name"]
 
 _FILE: Final = "FARCALL_ERROR_FILE"
 """Environment variable that names the file for the record."""
+
+_RECORD: Final = re.compile(r"^rank(\d+)-(\d+)\.json$")
+"""Name of the file: the rank, and how often its process has been started."""
 
 _SHOWN: Final = 120
 """Maximum number of characters of an exception in the summary; the process has printed all of them."""
@@ -151,6 +156,26 @@ def record(error: BaseException, trace: str) -> None:
             written.replace(file)  # in one step: this process may be ended at any moment
         except OSError as failure:  # the exception itself is printed in any case
             say(f"cannot write {written} for the launcher: {failure.strerror}")
+
+
+def shown_by(error: BaseException) -> str | None:
+    """Return the rank of another process of this launcher that has raised an error of this type through the
+    same lines, and so prints this traceback; None if this is the first process that does.
+    """
+    file = os.environ.get(_FILE)
+    if not file or shows_all():
+        return None
+    rank, start = _RECORD.findall(os.path.basename(file))[0]
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    digest = hashlib.sha256(repr((type(error).__qualname__, lines)).encode()).hexdigest()
+    note = os.path.join(os.path.dirname(file), f"traceback-{start}-{digest[:32]}")
+    try:
+        os.symlink(rank, note)  # made with its content, in one step
+    except FileExistsError:
+        return os.readlink(note)
+    except OSError:  # the disk may be full: the traceback is printed
+        return None
+    return None
 
 
 def _text(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from farcall import compat
 from farcall.compat import lending
 from farcall.compat.own_source import imports_at_the_top
 from rpc.runtime.process_one import end_at_sigterm
-from rpc.runtime.tracebacks import folded
+from rpc.runtime.tracebacks import folded, is_hooked
 
 __all__ = ["run_module", "run_script"]
 
@@ -164,7 +164,7 @@ def _run(
         error.__traceback__ = _without_ours(error.__traceback__)
         line = None if on_error is None else on_error(error)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        if sys.excepthook is sys.__excepthook__ and sys.stderr is not None:
+        if not is_hooked() and sys.stderr is not None:
             sys.stderr.write(line or folded(error))  # in one piece: other workers write to the same terminal
         else:
             sys.excepthook(type(error), error, error.__traceback__)

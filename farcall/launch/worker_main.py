@@ -25,12 +25,12 @@ import farcall_guard
 
 farcall_guard.prefer()  # before any import of packages that the program's folder may hide
 
-from farcall.launch.failures import is_of_pytorchs_rpc, record
+from farcall.launch.failures import is_of_pytorchs_rpc, record, shown_by
 from farcall.launch.program import run_module, run_script
 from farcall.launch.spare_process import FLAG, become_a_worker
 from farcall.observe.installation import begin, failed
 from rpc.errors import WorkerLostError
-from rpc.runtime.tracebacks import folded, in_one_line
+from rpc.runtime.tracebacks import folded, in_one_line, is_hooked
 
 __all__ = ["main"]
 
@@ -55,14 +55,16 @@ def main() -> int:
     try:
         return run(target, rest, lend_names="--lend-names" in flags, xla="--xla" in flags, on_error=_record)
     except KeyboardInterrupt as error:  # Python prints it and ends the process by SIGINT
-        if sys.excepthook is sys.__excepthook__ and sys.stderr is not None:
+        if not is_hooked() and sys.stderr is not None:
             line = f"{in_one_line(error)}\n"
             sys.excepthook = lambda *_: sys.stderr.write(line)
         raise
 
 
 def _record(error: Exception) -> str | None:
-    """Leave a record for the launcher. The loss of another worker, which says why itself, is one line."""
+    """Leave a record for the launcher. The loss of another worker, which says why itself, is one line, and so
+    is an error whose traceback another process prints.
+    """
     if is_of_pytorchs_rpc(error):
         error.add_note(
             "PyTorch's own RPC raised this, and this process uses farcall's: import the name from farcall, "
@@ -70,7 +72,10 @@ def _record(error: Exception) -> str | None:
         )
     record(error, folded(error))
     failed(error)
-    return f"{in_one_line(error)}\n" if isinstance(error, WorkerLostError) else None
+    if isinstance(error, WorkerLostError):
+        return f"{in_one_line(error)}\n"
+    rank = shown_by(error)
+    return None if rank is None else f"{in_one_line(error)} (the traceback is that of rank {rank})\n"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -32,7 +32,7 @@ from rpc.runtime.events import Events
 from rpc.runtime.stacks import OURS
 from rpc.runtime.tasks import Task
 from rpc.runtime.tracebacks import place_of
-from rpc.serialization.failures import text_of
+from rpc.serialization.failures import beginning_of, text_of
 from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Kind
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 Answer = Callable[[Any, BaseException | None], None]
 """Called once, with the value or the exception."""
+
+_SHOWN_OF_ERROR: Final = 100
+"""Maximum number of characters of an error in the log; the caller gets all of them."""
 
 
 class AnswerSender:
@@ -165,7 +168,7 @@ class AnswerSender:
             type(error).__name__,
             "" if request is None else f" after {monotonic() - request.began:.4f} s",
             place_of(error),
-            text_of(error),
+            beginning_of(text_of(error), _SHOWN_OF_ERROR),
             exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
         )
         serializer, codec = self._serializer, peer.codec.id

@@ -18,7 +18,6 @@ import logging
 import os
 import secrets
 import sys
-import textwrap
 from functools import partial
 from typing import Final
 
@@ -47,7 +46,7 @@ from rpc.runtime import file_limit
 from rpc.runtime.current import clear_current_agent, current_agent, is_initialized, set_current_agent
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.torch_internals import INTERNALS
-from rpc.serialization.failures import text_of
+from rpc.serialization.failures import beginning_of, text_of
 from rpc.serialization.functions import main_identity
 from rpc.transport.registry import load as load_transports
 from rpc.transport.tls import TlsContexts
@@ -263,7 +262,7 @@ def _why_the_process_ends() -> str:
     if not isinstance(error, Exception) or hasattr(sys, "ps1"):
         return "its process ended without shutdown()"
     said = f"{type(error).__name__}: {text_of(error)}"
-    return f"{CRASHED}, {textwrap.shorten(said, _SHOWN_OF_ERROR, placeholder=' ...')}"
+    return f"{CRASHED}, {beginning_of(said, _SHOWN_OF_ERROR)}"
 
 
 def _leave_at_exit() -> None:

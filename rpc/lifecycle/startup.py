@@ -21,6 +21,7 @@ from rpc.rendezvous.init_method import open_store, resolve_group
 from rpc.runtime import file_limit, process_one
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
 from rpc.runtime.interrupts import defer_interrupts, interruptible, protected, restore_interrupts
+from rpc.runtime.tracebacks import fold_uncaught
 
 _RANK: Final = "{rank}"
 """Placeholder for the rank in a name."""
@@ -76,6 +77,7 @@ def init_with_store(
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
     """Like ``init_rpc``, with an existing c10d store, if any, in place of an ``init_method``."""
+    fold_uncaught()
     defer_interrupts()
     try:
         _init(backend, store, name, rank, world_size, rpc_backend_options)

@@ -3,19 +3,23 @@
 Frames of this distribution, of the modules with which it waits, and of ``runpy`` are left out. A cause that
 has no other frames is left out too if the text of the error that it caused contains its text; otherwise it is
 shown without frames. An error without any frame of the program keeps all frames, since the fault may be ours.
-With ``FARCALL_TRACEBACKS=full`` in the environment nothing is left out.
+An error of a pool's process is shown once, with the frames of both processes. With
+``FARCALL_TRACEBACKS=full`` in the environment nothing is left out.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 import traceback
+from types import TracebackType
 from typing import Final
 
 from rpc.errors import RpcError
 from rpc.runtime.stacks import LIBRARIES, OURS
 
-__all__ = ["folded", "in_one_line", "place_of"]
+__all__ = ["fold_uncaught", "folded", "in_one_line", "is_hooked", "place_of", "shows_all"]
 
 _LEFT_OUT: Final = (*OURS, "<frozen runpy>", "<frozen importlib")
 _STANDARD: Final = os.path.join(os.path.dirname(os.__file__), "")
@@ -23,6 +27,34 @@ _WAITING: Final = tuple(
     _STANDARD + name for name in ("asyncio/", "concurrent/", "contextlib.py", "queue.py", "threading.py")
 )
 """Modules of the standard library whose frames are left out if ours call them."""
+
+_POOLS: Final = tuple(_STANDARD + name for name in ("concurrent/", "multiprocessing/"))
+_OF_POOLS: Final = {
+    ("multiprocessing.pool", "RemoteTraceback"),
+    ("concurrent.futures.process", "_RemoteTraceback"),
+}
+"""Causes by which pools of processes show the traceback of the other process, as text."""
+
+_FRAME: Final = re.compile(r'^  File "(.*)", line \d+, in .*\n(?:    .*\n)*', re.MULTILINE)
+
+
+def fold_uncaught() -> None:
+    """Have uncaught errors of this process printed without our own frames, unless it has a hook for them."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print
+
+
+def is_hooked() -> bool:
+    """Whether the program prints its uncaught errors itself, by ``sys.excepthook``."""
+    return sys.excepthook not in (sys.__excepthook__, _print)
+
+
+def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    text = folded(error)
+    if sys.stderr is None or text == "".join(traceback.format_exception(error)):
+        sys.__excepthook__(kind, error, trace)  # nothing is left out
+    else:
+        sys.stderr.write(text)
 
 
 def folded(error: BaseException, *, for_caller: bool = False) -> str:
@@ -36,12 +68,18 @@ def folded(error: BaseException, *, for_caller: bool = False) -> str:
     described = traceback.TracebackException.from_exception(error)
     if for_caller:
         described.__notes__ = None
-    if os.environ.get("FARCALL_TRACEBACKS") != "full":
+    if not shows_all():
         is_complete = for_caller and isinstance(error, RpcError)
         if is_complete and described.stack and not _users(described.stack):
             return str(described)
         _fold(described)
+        _fold_pool(described, error)
     return "".join(described.format())
+
+
+def shows_all() -> bool:
+    """Whether ``FARCALL_TRACEBACKS`` asks for all frames."""
+    return os.environ.get("FARCALL_TRACEBACKS") == "full"
 
 
 def in_one_line(error: BaseException) -> str:
@@ -79,12 +117,40 @@ def _fold(described: traceback.TracebackException) -> None:
         described = cause
 
 
+def _fold_pool(described: traceback.TracebackException, error: BaseException) -> None:
+    """Show the program's frames in a pool's process once, if that raised the error out of ours."""
+    cause = error.__cause__
+    if (type(cause).__module__, type(cause).__name__) not in _OF_POOLS:
+        return
+    frames = [(each[1], each[0]) for each in _FRAME.finditer(str(cause))]
+    if not any(file.startswith(_LEFT_OUT) for file, _ in frames):
+        return
+    described.__cause__ = described.__context__ = None
+    while len(described.stack) > 1 and described.stack[-1].filename.startswith(_POOLS):
+        described.stack.pop()
+    users = "".join(text for file, text in frames if not file.startswith((*_LEFT_OUT, *_POOLS)))
+    described.__notes__ = [
+        *(described.__notes__ or ()),
+        f"Raised in a process of the pool:\n{users}".rstrip(),
+    ]
+
+
 def _users(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
     """Return the frames that are not ours, nor of a module with which ours wait."""
-    users = []
+    users: list[traceback.FrameSummary] = []
     is_ours = False
     for frame in stack:
-        is_ours = frame.filename.startswith((*_LEFT_OUT, *_WAITING) if is_ours else _LEFT_OUT)
+        was_ours, is_ours = (
+            is_ours,
+            frame.filename.startswith((*_LEFT_OUT, *_WAITING) if is_ours else _LEFT_OUT),
+        )
+        if (
+            is_ours
+            and not was_ours
+            and users
+            and (users[-1].filename, users[-1].name) == ("<string>", "__init__")
+        ):
+            users.pop()  # of a data class of ours
         if not is_ours:
             users.append(frame)
     return users

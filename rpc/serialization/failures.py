@@ -46,6 +46,12 @@ def text_of(error: BaseException) -> str:
         return "(its text is not available)"
 
 
+def beginning_of(text: str, limit: int) -> str:
+    """Return a text on one line, without what exceeds ``limit`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."
+
+
 def cut(text: str, limit: int) -> str:
     """Leave out the middle of a text that is longer than ``limit`` characters."""
     half = limit // 2

@@ -111,3 +111,9 @@ def test_a_name_without_an_index_is_the_first_device() -> None:
 def test_names_without_an_index_are_one_to_one(device_map: dict[DeviceLike, DeviceLike]) -> None:
     with pytest.raises(ValueError, match="1-to-1 mapping"):
         to_device_map(device_map)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="names what to do without an accelerator")
+def test_a_number_of_a_device_without_an_accelerator_is_refused_with_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"device 0 of a device map .* this process sees none: leave the"):
+        to_device_map({0: "cpu"})

@@ -21,6 +21,11 @@ def enter(value: Any) -> None:
         pass
 
 
+def proxy() -> Any:
+    return RRefProxy("a reference", lambda name, *_: name, 0.0)
+
+
+@pytest.mark.parametrize("make", [reference, proxy])
 @pytest.mark.parametrize(
     "use",
     [
@@ -28,25 +33,26 @@ def enter(value: Any) -> None:
         iter,
         enter,
         lambda value: value[0],
+        lambda value: 0 in value,
         lambda value: value + 1,
         lambda value: 2 * value,
         operator.neg,
     ],
 )
-def test_an_operator_is_refused_with_a_hint(use: Callable[[Any], Any]) -> None:
-    value = reference()
-    with pytest.raises(TypeError, match=r"has no .*: .*to_here\(\)"):
+def test_an_operator_is_refused_with_a_hint(use: Callable[[Any], Any], make: Callable[[], Any]) -> None:
+    value = make()
+    with pytest.raises(TypeError, match=r"has no .*: .*\.__[a-z]+__\(") as refused:
         use(value)
+    assert "to_here()" in str(refused.value)
 
 
-def test_a_reference_is_true() -> None:
-    assert reference()
+@pytest.mark.parametrize("make", [reference, proxy])
+def test_a_reference_is_true(make: Callable[[], Any]) -> None:
+    assert make()
 
 
 def test_special_methods_of_the_object_are_called_through_a_proxy() -> None:
-    proxy: Any = RRefProxy("a reference", lambda name, *_: name, 0.0)
-    assert [proxy.__len__(), proxy.__enter__(), proxy.__getitem__(0)] == [
-        "__len__",
-        "__enter__",
-        "__getitem__",
-    ]
+    value = proxy()
+    names = ["__len__", "__enter__", "__getitem__", "__contains__", "__bool__", "__call__", "forward"]
+    assert [getattr(value, name)() for name in names] == names
+    assert repr(value) == "<proxy of a reference>"

@@ -86,3 +86,22 @@ def test_log_of_a_failed_call_names_no_function_of_ours() -> None:
     failing_objects()
     named = {re.sub(r".*?: (.*), called by .*", r"\1", record.getMessage()) for record in records}
     assert named == {"fail", "a call"}
+
+
+def fail_at_length() -> None:
+    raise LookupError("as told:\n" + 100 * "and more ")
+
+
+@in_worker0(world_size=1)
+def test_log_of_a_failed_call_is_short_since_the_caller_gets_all_of_the_error() -> None:
+    records: list[logging.LogRecord] = []
+    handler = Kept(records)
+    log = logging.getLogger("rpc.agent.answer_sender")
+    log.addHandler(handler)
+    with pytest.raises(LookupError) as caught:
+        rpc.rpc_sync("worker0", fail_at_length)
+    assert len(str(caught.value)) > 900
+    (record,) = records
+    text = record.getMessage().partition(": as told: and more")[2]
+    assert text.endswith(" ...")
+    assert len(text) < 100

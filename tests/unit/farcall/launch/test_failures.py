@@ -8,7 +8,7 @@ import pytest
 import torch.distributed.autograd
 
 from farcall.launch import failures
-from farcall.launch.failures import Failure, is_of_pytorchs_rpc, record
+from farcall.launch.failures import Failure, is_of_pytorchs_rpc, record, shown_by
 
 RAISED = Failure(0, 10, 1, 3.0, "LookupError: bad luck", "Traceback ...")
 LOST_ANOTHER = Failure(1, 11, 1, 2.0, "WorkerLostError: worker0 is lost", "Traceback ...")
@@ -66,3 +66,37 @@ def test_an_error_of_pytorchs_own_rpc_is_known(uses_farcall: bool, monkeypatch: 
         pass
     assert is_of_pytorchs_rpc(caught.value) == uses_farcall
     assert not is_of_pytorchs_rpc(ValueError())
+
+
+def fails(text: str) -> ValueError:
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        return error
+
+
+def test_a_traceback_is_printed_by_the_first_of_the_processes_that_raise_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(rank: int, start: int, error: BaseException) -> str | None:
+        monkeypatch.setenv("FARCALL_ERROR_FILE", str(tmp_path / f"rank{rank}-{start}.json"))
+        return shown_by(error)
+
+    assert shown(1, 1, fails("of rank 1")) is None
+    assert shown(0, 1, fails("of rank 0")) == "1", "the same lines, with another text"
+    assert shown(0, 1, raised_elsewhere := raised_in_another_line()) is None
+    assert shown(2, 1, raised_elsewhere) == "0"
+    assert shown(0, 2, fails("after a restart")) is None
+    monkeypatch.setenv("FARCALL_TRACEBACKS", "full")
+    assert shown(2, 2, fails("all are wanted")) is None
+    monkeypatch.delenv("FARCALL_TRACEBACKS")
+    assert shown(0, 1, fails("again")) == "1"
+    monkeypatch.delenv("FARCALL_ERROR_FILE")
+    assert shown_by(fails("without a launcher")) is None
+
+
+def raised_in_another_line() -> ValueError:
+    try:
+        raise ValueError
+    except ValueError as error:
+        return error

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import multiprocessing
+import sys
+from collections.abc import Callable
 
 import pytest
 
 from rpc.api import rpc_sync
 from rpc.errors import NotInitializedError, SerializationError
-from rpc.runtime.tracebacks import folded, in_one_line, place_of
+from rpc.options import AgentOptions
+from rpc.runtime.tracebacks import fold_uncaught, folded, in_one_line, is_hooked, place_of
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
@@ -107,3 +111,56 @@ def test_a_cause_that_has_lost_its_frames_is_left_out_if_the_error_says_it() -> 
     text = folded(raised(SerializationError("cannot pickle a lock"), TypeError("cannot pickle a lock")))
     assert text.count("cannot pickle a lock") == 1
     assert "KeyError" in folded(raised(SerializationError("not found"), KeyError()))
+
+
+def call_in_pool(_: int) -> None:
+    call_without_a_group()
+
+
+def map_in_pool() -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.map(call_in_pool, range(2))
+
+
+def submit_to_executor() -> None:
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
+        executor.submit(call_in_pool, 0).result()
+
+
+@pytest.mark.parametrize("run", [map_in_pool, submit_to_executor])
+def test_an_error_of_a_pools_process_is_shown_once_with_the_frames_of_both(run: Callable[[], None]) -> None:
+    with pytest.raises(NotInitializedError) as caught:
+        run()
+    text = folded(caught.value)
+    assert files(text) == {__file__}
+    assert text.count(str(caught.value)) == 1
+    assert text.index(str(caught.value)) < text.index("of the pool") < text.index("in call_without_a_group")
+
+
+def test_the_initializer_of_a_data_class_of_ours_is_left_out() -> None:
+    with pytest.raises(TypeError) as caught:
+        AgentOptions(num_worker_threads="many")  # type: ignore[arg-type]
+    assert files(folded(caught.value)) == {__file__}
+
+
+def test_uncaught_errors_are_printed_without_frames_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    fold_uncaught()
+    assert not is_hooked()
+    with pytest.raises(NotInitializedError) as caught:
+        call_without_a_group()
+    for error in (caught.value, raised(ValueError("the program's own"))):
+        sys.excepthook(type(error), error, error.__traceback__)
+        assert capsys.readouterr().err == folded(error)
+
+
+def test_a_programs_own_hook_for_uncaught_errors_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(*_: object) -> None: ...
+
+    monkeypatch.setattr(sys, "excepthook", own)
+    fold_uncaught()
+    assert sys.excepthook is own
+    assert is_hooked()
