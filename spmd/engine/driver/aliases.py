@@ -5,6 +5,9 @@ a version that counts its changes; a view has the operation that makes it from i
 when it is read, and again when the base has changed since. A write to a view makes a new value of its parent,
 and so on up to the base; parents in which an element occurs several times (``expand``, ``unfold``) are
 skipped, since each of its places would have to change.
+
+A tensor that is resized becomes another view of its base. If it needs more memory than the base has, the base
+itself becomes a view of a larger one; its views follow when they are used next (``base_of``).
 """
 
 from __future__ import annotations
@@ -17,11 +20,23 @@ import torch
 from torch import Tensor
 
 from spmd.engine.driver.operation import Operation
-from spmd.engine.program.metas import Spec
+from spmd.engine.program.metas import Spec, infer
 from spmd.engine.program.program import Layout
 from spmd.torch_internals import conj, conj_physical, neg_view_operator, reshape_alias
 
-__all__ = ["Alias", "Records", "Value", "read", "refuse_repeated", "steps_of_view", "write"]
+__all__ = [
+    "Alias",
+    "Records",
+    "Value",
+    "base_of",
+    "enlarge",
+    "read",
+    "refuse_repeated",
+    "same_elements",
+    "steps_of_view",
+    "strided",
+    "write",
+]
 
 aten: Final = torch.ops.aten
 
@@ -61,7 +76,7 @@ class Alias:
     Attributes:
         value: for a base, its current value; for a view, its value at ``version``.
             spec: the tensor's shape and strides as the user sees them, and the layout of ``value``.
-            base: the base; None for a base itself.
+            base: the base, or what was the base before it was enlarged; None for a base itself.
             parent: the tensor that it is a view of.
             step: the operation that makes it from its parent, with its other arguments.
             version: for a base, the number of its changes; for a view, the base's version that it shows.
@@ -102,8 +117,8 @@ class Records(Protocol):
 
 def read(recorder: Records, alias: Alias) -> Value:
     """Return a tensor's current value."""
-    parent, base = alias.parent, alias.base
-    if parent is None or base is None or alias.version == base.version:
+    parent = alias.parent
+    if parent is None or alias.version == base_of(alias).version:
         assert alias.value is not None
         return alias.value
     read(recorder, parent)
@@ -116,8 +131,18 @@ def read(recorder: Records, alias: Alias) -> Value:
 def _show(alias: Alias, value: Value) -> None:
     alias.value = value
     alias.spec = alias.spec.laid_out(value.spec.layout)
-    if alias.base is not None:
-        alias.version = alias.base.version
+    if alias.parent is not None:
+        alias.version = base_of(alias).version
+
+
+def base_of(alias: Alias) -> Alias:
+    """Return the base whose memory a tensor shows: the tensor itself if it is a base."""
+    base = alias.base
+    if base is None:
+        return alias
+    if base.base is not None:
+        base = alias.base = base_of(base)
+    return base
 
 
 def write(recorder: Records, alias: Alias, new: Value) -> None:
@@ -150,6 +175,89 @@ def write(recorder: Records, alias: Alias, new: Value) -> None:
     write(recorder, source, changed)
     if not _repeats(alias.spec):
         _show(alias, new)
+
+
+def enlarge(recorder: Records, base: Alias, wanted: Spec) -> None:
+    """Give a base the memory that a tensor needs, if it has less.
+
+    The base becomes a view of the beginning of a new base, which has the shape of that tensor if the tensor
+    shows all of it. The memory that is added is uninitialized.
+    """
+    begin, dtype = base.spec.offset, base.spec.dtype
+    have, needed = _reach(base.spec) - begin, _reach(wanted) - begin
+    if needed <= have:
+        return
+    is_whole = wanted.offset == begin and math.prod(wanted.shape) == needed
+    shape, stride = (wanted.shape, wanted.stride) if is_whole else ((needed,), (1,))
+    if have:
+        old = strided(base, Spec.of((have,), (1,), dtype, offset=begin))
+        (added,) = recorder.record(aten.empty.memory_format, ([needed - have],), {"dtype": dtype})
+        (memory,) = recorder.record(aten.cat.default, ([old, added],))
+        (memory,) = recorder.record(aten.as_strided.default, (memory, list(shape), list(stride), 0))
+    else:
+        args = (list(shape), list(stride))
+        (memory,) = recorder.record(aten.empty_strided.default, args, {"dtype": dtype})
+    memory.spec = Spec.of(shape, stride, dtype, memory.value.spec.layout, begin)
+    memory.version = base.version
+    shown = strided(memory, base.spec)
+    base.base, base.parent, base.step = memory, shown.parent, shown.step
+
+
+def _reach(spec: Spec) -> int:
+    """Return the number of elements from the beginning of the memory to the last one that a tensor shows."""
+    if 0 in spec.shape:
+        return spec.offset
+    return spec.offset + 1 + sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
+
+
+def strided(base: Alias, spec: Spec) -> Alias:
+    """Return a view of a tensor's memory, as ``as_strided`` makes it.
+
+    It consists of slices and permutations where that is possible. Otherwise it is made of the elements in the
+    order of the memory, since the strides of a value may differ from those of the tensor.
+    """
+    if _place(spec) == _place(base.spec):
+        return base
+    shape, stride, offset = spec.shape, spec.stride, spec.offset
+    steps = as_strided_steps(base.spec, shape, stride, offset)
+    if not steps:
+        steps = [(aten.as_strided.default, (shape, stride, offset - base.spec.offset))]
+        order = _memory_order(base.spec)
+        if order is not None:
+            flat = (aten.view.default, ((math.prod(base.spec.shape),),))
+            steps = (
+                [flat, *steps] if order == sorted(order) else [(aten.permute.default, (order,)), flat, *steps]
+            )
+    for place, (operator, args) in enumerate(steps, start=1):
+        known = spec if place == len(steps) else infer(operator, (base.spec, *args), {})
+        base = Alias(None, known, base, (Operation.of(operator), args))
+    return base
+
+
+def _place(spec: Spec) -> tuple[Any, ...]:
+    return spec.shape, spec.stride, spec.offset
+
+
+def _memory_order(spec: Spec) -> tuple[int, ...] | None:
+    """Return a tensor's dimensions, outermost in memory first; None if its memory has gaps or is shared."""
+    order = tuple(sorted(range(len(spec.shape)), key=lambda dim: (-spec.stride[dim], dim)))
+    span = 1
+    for dim in reversed(order):
+        if spec.shape[dim] > 1 and spec.stride[dim] != span:
+            return None
+        span *= spec.shape[dim]
+    return order
+
+
+def same_elements(alias: Alias) -> Alias:
+    """Return the most distant parent whose elements a tensor shows in their own dtype, neither negated nor
+    conjugated.
+    """
+    while alias.parent is not None and alias.step is not None:
+        if alias.step[0].overload in _BY_ELEMENT or alias.step[0].overload in _RETYPED:
+            break
+        alias = alias.parent
+    return alias
 
 
 def _steps_from(parent: Alias, alias: Alias) -> list[Step]:

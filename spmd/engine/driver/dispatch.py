@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from spmd.engine.driver import operators
-from spmd.engine.driver.aliases import Alias, read, refuse_repeated, steps_of_view, write
+from spmd.engine.driver.aliases import Alias, base_of, read, refuse_repeated, steps_of_view, write
 from spmd.engine.driver.current import engine
 from spmd.engine.driver.generator import draw, of_device
 from spmd.engine.driver.handlers import HANDLERS, resize
@@ -190,13 +190,13 @@ def _share_memory(changed: Sequence[Any], args: tuple[Any, ...]) -> bool:
     """Whether the change of one tensor of a list changes others in the list, or what they are changed by."""
     places: dict[Alias, int] = {}
     for place, each in enumerate(changed):
-        if places.setdefault(each._alias.base or each._alias, place) != place:
+        if places.setdefault(base_of(each._alias), place) != place:
             return True
     for arg in args[1:]:
         is_list = isinstance(arg, (list, tuple))
         for place, each in enumerate(arg if is_list else (arg,)):
             if isinstance(each, LogicalTensor):
-                found = places.get(each._alias.base or each._alias)
+                found = places.get(base_of(each._alias))
                 if found is not None and not (is_list and found == place):
                     return True
     return False
@@ -229,8 +229,8 @@ def _composed_out(operation: Operation) -> Callable[..., Any]:
 
 
 def _write_out(recorder: Recorder, operation: Operation, target: LogicalTensor, result: Alias) -> None:
-    """Resize a tensor given as ``out=`` to the result's shape, and write the result to it in its own
-    dtype.
+    """Resize a tensor given as ``out=`` to the result's shape and strides, and write the result to it in its
+    own dtype.
     """
     alias = alias_of(target)
     read(recorder, result)
@@ -238,7 +238,7 @@ def _write_out(recorder: Recorder, operation: Operation, target: LogicalTensor, 
         raise RuntimeError(
             f"result type {result.spec.dtype} can't be cast to the desired output type {alias.spec.dtype}"
         )
-    resize(target, result.spec.shape)
+    resize(target, result.spec.shape, stride=result.spec.stride)
     _assign(recorder, operation, alias_of(target), result)
 
 
@@ -277,7 +277,7 @@ def _on_driver(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     def there(tree: Any) -> Any:
         if isinstance(tree, Tensor):
-            return uploaded(tree.contiguous())
+            return uploaded(tree)
         if isinstance(tree, (list, tuple)):
             return type(tree)(there(each) for each in tree)
         return tree

@@ -12,21 +12,27 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from spmd.engine.driver.aliases import Alias, Value, as_strided_steps, read, refuse_repeated, write
+from spmd.engine.driver.aliases import (
+    Value,
+    enlarge,
+    read,
+    refuse_repeated,
+    same_elements,
+    strided,
+    write,
+)
 from spmd.engine.driver.current import NAME, engine
 from spmd.engine.driver.lazy import leave_uninitialized
 from spmd.engine.driver.logical_tensor import (
     LogicalTensor,
-    alias_of,
     fetched,
     parameter_of,
     show_instead,
     wrap,
     wrap_view,
 )
-from spmd.engine.driver.operation import Operation
 from spmd.engine.driver.recorder import Recorder
-from spmd.engine.program.metas import Spec, contiguous_stride, infer, spec_of
+from spmd.engine.program.metas import Spec, spec_of
 from spmd.engine.program.program import REPLICATED
 from spmd.torch_internals import (
     DispatchKey,
@@ -136,15 +142,8 @@ def _as_strided(tensor: LogicalTensor, size: Any, stride: Any, offset: int | Non
     spec = Spec.of(tuple(size), tuple(stride), tensor.dtype, offset=offset)
     if (spec.shape, spec.stride, spec.offset) == (alias.spec.shape, alias.spec.stride, alias.spec.offset):
         return wrap_view(tensor, alias)
-    base = alias if alias.base is None else alias.base
     with recorder.lock:
-        steps = as_strided_steps(base.spec, size, stride, offset)
-        if steps is None:
-            steps = [(aten.as_strided.default, (tuple(size), tuple(stride), offset))]
-        for place, (operator, args) in enumerate(steps, start=1):
-            known = spec if place == len(steps) else infer(operator, (base.spec, *args), {})
-            base = Alias(None, known, base, (Operation.of(operator), args))
-        return wrap_view(tensor, base)
+        return wrap_view(tensor, strided(same_elements(alias), spec))
 
 
 @_handles(aten.as_strided_.default)
@@ -175,40 +174,46 @@ def _set_to_nothing(target: LogicalTensor) -> Tensor:
 
 
 @_handles(aten.resize_.default)
-def resize(target: LogicalTensor, size: Sequence[int], *, memory_format: Any = None) -> Tensor:
-    """Return the beginning of the tensor's memory in another shape; other tensors that show the memory do not
-    change.
+def resize(
+    target: LogicalTensor,
+    size: Sequence[int],
+    *,
+    memory_format: Any = None,
+    stride: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Let a tensor show its memory in another shape. The memory, which other tensors may show, is enlarged if
+    necessary.
+
+    Args:
+        stride: strides, if neither those of ``memory_format`` nor contiguous ones.
     """
-    alias = target._alias
-    shape, before = tuple(size), alias.spec.shape
-    if shape == before:
+    alias, shape = target._alias, tuple(size)
+    if shape == alias.spec.shape and memory_format is None:
         return target
-    if alias.parent is not None:
+    if stride is None:
+        memory_format = memory_format or torch.contiguous_format
+        stride = torch.empty(shape, device="meta", memory_format=memory_format).stride()
+    base = same_elements(alias)
+    if base.parent is not None:
         raise NotImplementedError(
-            "a view of a tensor on spmd:0 cannot be resized, since that would show other elements of its "
-            "base: resize a clone() of it"
+            "a view of a tensor on spmd:0 in another dtype, or of its conjugate or negative, cannot be "
+            "resized: resize a clone() of it"
         )
     recorder = engine().recorder
     with recorder.lock:
-        count, wanted = math.prod(before), math.prod(shape)
-        resized: Tensor = aten.as_strided.default(target, (count,), (1,), 0)[:wanted]
-        if wanted > count:
-            resized = torch.cat([resized, resized.new_empty(wanted - count)])
-        stride = torch.empty(
-            shape, device="meta", memory_format=memory_format or torch.contiguous_format
-        ).stride()
-        resized = (
-            resized.as_strided(shape, stride) if stride != contiguous_stride(shape) else resized.view(shape)
-        )
-        value = read(recorder, alias_of(resized))
-        show_instead(target, wrap(Alias(value, Spec.of(shape, stride, target.dtype, value.spec.layout))))
+        enlarge(recorder, base, Spec.of(shape, stride, alias.spec.dtype, offset=alias.spec.offset))
+        show_instead(target, _as_strided(target, shape, stride))
     return target
 
 
 @_handles(aten.resize_as_.default)
 def _resize_as(target: LogicalTensor, template: Tensor, *, memory_format: Any = None) -> Tensor:
-    resize(target, template.shape, memory_format=memory_format)
-    return target
+    resize(target, template.shape)
+    if memory_format is torch.preserve_format:
+        formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+        kept = (each for each in formats if template.is_contiguous(memory_format=each))
+        memory_format = next(kept, torch.contiguous_format)
+    return resize(target, template.shape, memory_format=memory_format)
 
 
 @_handles(aten.bernoulli_.float)

@@ -80,6 +80,12 @@ class LogicalTensor(torch.Tensor):
             )
         show_instead(self, value)
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """As for any tensor, but of the storage only the size is known."""
+        storage: torch.UntypedStorage = _TENSOR_STORAGE(self)
+        storage.__class__ = _Storage
+        return storage
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
@@ -142,6 +148,20 @@ class LogicalTensor(torch.Tensor):
 
 
 _TENSOR_DATA: Final[Any] = vars(BaseTensor).get("data")
+_TENSOR_STORAGE: Final[Any] = torch.Tensor.untyped_storage
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "the storage of a tensor on spmd:0 has a size, but no content in this process: use the tensor's own "
+        "methods, such as x.resize_(), x.copy_(), x.clone() and x.cpu()"
+    )
+
+
+class _Storage(torch.UntypedStorage):
+    """A storage without content."""
+
+    clone = copy_ = cpu = fill_ = resize_ = tolist = __getitem__ = __setitem__ = _refuse
 
 
 def in_message(tensor: LogicalTensor) -> tuple[Any, ...]:

@@ -56,9 +56,20 @@ def _set_storage(
     stride: Sequence[int] = (),
 ) -> Tensor:
     """Make a tensor show a storage's content, as ``torch.load`` does with an empty one."""
+    if storage.device.type == NAME:
+        raise NotImplementedError(
+            "the storage of a tensor on spmd:0 has no content in this process, and no tensor can be set to "
+            "it: pass the tensor itself, x.set_(other), or x.set_(other.as_strided(size, stride, offset))"
+        )
     content = torch.empty(0, dtype=target.dtype).set_(storage, offset, size, stride)
     show_instead(target, uploaded(content.clone()))
     return target
 
 
+def _set_whole_storage(target: LogicalTensor, storage: torch.UntypedStorage) -> Tensor:
+    count = storage.nbytes() // target.dtype.itemsize
+    return _set_storage(target, storage, 0, (count,), (1,))
+
+
 HANDLERS[aten.set_.source_Storage_storage_offset] = _set_storage
+HANDLERS[aten.set_.source_Storage] = _set_whole_storage
