@@ -11,10 +11,10 @@ A pass knows the graph and the engine. It reaches other workers only through ``L
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, Final, Protocol
 
 import torch
@@ -269,14 +269,14 @@ class WorkerPass:
         devices = self.context.requests.devices
         if devices is not None:
             devices.updates.wait()  # go on with parameters as they are now: others may have stepped meanwhile
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(spans.span("gradients", leaves=len(leaves)))
-            hooked = accumulate and any(not leaf.tensor.is_cpu for leaf in leaves)
-            if hooked or any(node.on_device for node in self._reach.recvs):
-                roots, gradients = stack.enter_context(heralded(roots, gradients, anchor()))
+        hooked = accumulate and any(not leaf.tensor.is_cpu for leaf in leaves)
+        on_devices = hooked or any(node.on_device for node in self._reach.recvs)
+        with (
+            spans.span("gradients", leaves=len(leaves)),
+            heralded(roots, gradients, anchor()) if on_devices else nullcontext((roots, gradients)) as begin,
+        ):
             captured = engine.run(
-                roots,
-                gradients,
+                *begin,
                 (*map(_end, leaves), anchor()),
                 retain_graph=self.retain_graph,
                 accumulate=accumulate,
