@@ -4,11 +4,8 @@ other processes, for whose cores they do.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +15,7 @@ import torch
 
 from benchmarks import serving, turns
 from benchmarks.calls import echo, nothing
+from benchmarks.others import busy_processes
 from benchmarks.workload import CALLEE, Bar, Workload
 
 __all__ = ["workloads"]
@@ -131,26 +129,13 @@ def _cost(rpc: Any) -> float:
         rpc.rpc_sync(CALLEE, _stop_computing)
 
 
-@contextlib.contextmanager
-def _other_processes() -> Iterator[None]:
-    """Processes of another session that compute for the duration of a ``with`` statement."""
-    program = f"import time; end = time.monotonic() + {_OTHERS_SECONDS}\nwhile time.monotonic() < end: pass"
-    command = (sys.executable, "-I", "-S", "-c", program)
-    with contextlib.ExitStack() as stack:
-        for _ in range(_OTHERS):
-            process = stack.enter_context(subprocess.Popen(command, start_new_session=True))
-            stack.callback(process.kill)
-        time.sleep(0.1)  # they have begun
-        yield
-
-
 def _beside_others(call: Callable[[], object]) -> float:
     """Return the seconds that a call takes beside other processes, the median over batches."""
     call()
     times = []
     for _ in range(_BATCHES):
         turns.pass_on()
-        with _other_processes():
+        with busy_processes(_OTHERS, _OTHERS_SECONDS):
             call()
             made, begin = 0, time.perf_counter()
             while (elapsed := time.perf_counter() - begin) < _BATCH_SECONDS:

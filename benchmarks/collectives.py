@@ -6,7 +6,7 @@ the time of the processors of all ranks.
 
 With ``--tcp`` each rank is on a host of its own (``network.py``), with ``--hosts`` there are fewer hosts than
 ranks: both use TCP over the same links, and farcall shared memory within a host. Where there can be no such
-hosts, both use loopback.
+hosts, both use loopback. With ``--busy`` other processes compute meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
@@ -34,12 +35,15 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.network import INTERFACE, Hosts, why_not
+from benchmarks.others import busy_processes
 
 __all__ = ["main"]
 
 _BACKENDS: Final = ("farcall", "gloo")
 _BATCH_SECONDS: Final = 0.1
 _ROUNDS: Final = 7
+_LIMIT_SECONDS: Final = 600.0
+"""Time in seconds after which processes that compute beside the ranks end by themselves."""
 
 Operation = Callable[[], object]
 
@@ -238,12 +242,15 @@ def _selected(names: list[str]) -> Iterator[Line]:
 
 
 def _run(
-    size: int, names: list[str], options: dict[str, Any], hosts_count: int
+    size: int, names: list[str], options: dict[str, Any], hosts_count: int, busy: int
 ) -> Iterator[tuple[Line, dict[str, Taken]]]:
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     hosts = Hosts(context, size, hosts_count) if hosts_count else None
-    with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder,
+        busy_processes(busy, _LIMIT_SECONDS) if busy else nullcontext(),
+    ):
         store = str(Path(folder) / "store")
         workers = [
             context.Process(
@@ -272,6 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="default 2 and 4")
     parser.add_argument("--tcp", action="store_true", help="between hosts: no shared memory, TCP only")
     parser.add_argument("--hosts", type=int, metavar="N", help="with --tcp: number of hosts; default: ranks")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="beside N processes that compute")
     arguments = parser.parse_args(argv)
     options: dict[str, Any] = {}
     if arguments.tcp:
@@ -286,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
     table = Table("", "ranks", "farcall", "gloo", "ratio", "processor", "bar")
     for size in arguments.ranks:
         hosts = (arguments.hosts or size) if on_hosts else 0
-        for line, medians in _run(size, arguments.lines, options, hosts):
+        for line, medians in _run(size, arguments.lines, options, hosts, arguments.busy):
             ours, gloo = (medians[name] for name in _BACKENDS)
             ratio, processor = ours.seconds / gloo.seconds, ours.processor / gloo.processor
             bar = line.bar_between_hosts if arguments.tcp else line.bar
