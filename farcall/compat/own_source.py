@@ -62,9 +62,14 @@ def imports_at_the_top(source: bytes, name: str) -> bool:
     return name.encode() in source and any(each.partition(".")[0] == name for each in _imported(source))
 
 
-def installed_imports(source: bytes) -> list[str]:
-    """Return the modules of installed packages that a program imports in any case."""
-    return [each for each in _imported(source) if _is_installed(each.partition(".")[0])]
+def installed_imports(source: bytes, folder: str) -> list[str]:
+    """Return the modules of installed packages that a program imports in any case.
+
+    Args:
+        source: the program's.
+        folder: its folder, whose modules it imports first, under the same names.
+    """
+    return [each for each in _imported(source) if _is_installed(each.partition(".")[0], folder)]
 
 
 def _imported(source: bytes) -> list[str]:
@@ -78,6 +83,8 @@ def _imported(source: bytes) -> list[str]:
     ]
 
 
-def _is_installed(package: str) -> bool:
+def _is_installed(package: str, folder: str) -> bool:
+    if PathFinder.find_spec(package, [folder]) is not None:
+        return False
     spec = PathFinder.find_spec(package)
     return spec is not None and any(each in (spec.origin or "") for each in _INSTALLED)

@@ -52,6 +52,8 @@ def become_a_worker(number: int, program: Path | None) -> bool:
 
 def _imports(program: Path | None) -> list[str]:
     try:
-        return [] if program is None else installed_imports(program.read_bytes())
+        return (
+            [] if program is None else installed_imports(program.read_bytes(), str(program.resolve().parent))
+        )
     except OSError:  # the program cannot be run either, and that is shown
         return []

@@ -27,6 +27,9 @@ __all__ = ["Spares"]
 _PAUSE_SECONDS: Final = 2.0
 """Time until a spare is replaced, since its imports would compete with the workers that start."""
 
+_PART_BYTES: Final = 1 << 16
+"""Size in bytes of the end of a spare's output that is looked at."""
+
 
 class Spares:
     """The spare processes of one launcher. For one thread.
@@ -46,16 +49,22 @@ class Spares:
     def keep(self) -> None:
         """Start spares in place of those that were taken, or have ended. Call it often."""
         for each in [each for each in self._spares if each.has_ended()]:
-            self._drop(each)
             if not each.is_ready():
                 self._count -= 1
                 say(
                     f"a spare process ({each.process.pid}) {_end_of(each.process.returncode)} before it was "
                     f"ready; it is not replaced: {each.last_words()}"
                 )
+            self._drop(each)
         if len(self._spares) < self._count and time.monotonic() >= self._due:
-            self._spares.append(spare := _Spare(self._command, self._place))
-            self._guard.tell("+", spare.process.pid)
+            try:
+                spare = _Spare(self._command, self._place)
+            except OSError as error:
+                self._count -= 1
+                say(f"a spare process cannot be started, and is not tried again: {error}")
+            else:
+                self._spares.append(spare)
+                self._guard.tell("+", spare.process.pid)
 
     def take(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
         """Have a spare run the program in an environment, and return its process; None if there is none."""
@@ -84,7 +93,8 @@ class _Spare:
 
     def __init__(self, command: Sequence[str], place: int) -> None:
         self._socket, other = socket.socketpair()
-        with other:
+        with contextlib.ExitStack() as if_it_fails, other:
+            if_it_fails.enter_context(self._socket)
             flag = f"{FLAG}{other.fileno()}"
             self.process = subprocess.Popen(
                 [*command[:place], flag, *command[place:]],
@@ -93,6 +103,7 @@ class _Spare:
                 pass_fds=(other.fileno(),),
                 start_new_session=True,
             )
+            if_it_fails.pop_all()
         self._socket.setblocking(False)
         self._is_ready = False
 
@@ -118,7 +129,13 @@ class _Spare:
     def last_words(self) -> str:
         """Return the last line of what a spare that has ended has printed."""
         assert self.process.stderr is not None
-        lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
+        number = self.process.stderr.fileno()
+        os.set_blocking(number, False)  # a process that it has started may hold the other end
+        printed = b""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(number, _PART_BYTES):
+                printed = (printed + part)[-_PART_BYTES:]
+        lines = printed.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it has printed nothing"
 
     def end(self) -> None:

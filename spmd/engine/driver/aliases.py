@@ -223,11 +223,15 @@ def strided(base: Alias, spec: Spec) -> Alias:
     if not steps:
         steps = [(aten.as_strided.default, (shape, stride, offset - base.spec.offset))]
         order = _memory_order(base.spec)
-        if order is not None:
-            flat = (aten.view.default, ((math.prod(base.spec.shape),),))
-            steps = (
-                [flat, *steps] if order == sorted(order) else [(aten.permute.default, (order,)), flat, *steps]
+        if order is None:
+            raise NotImplementedError(
+                f"as_strided of a tensor of shape {base.spec.shape} and strides {base.spec.stride}, whose "
+                "memory has gaps or is shown twice, needs elements that this tensor does not show: make a copy "
+                "of it first, by .contiguous()"
             )
+        flat = (aten.view.default, ((math.prod(base.spec.shape),),))
+        turned = [] if order == tuple(range(len(order))) else [(aten.permute.default, (order,))]
+        steps = [*turned, flat, *steps]
     for place, (operator, args) in enumerate(steps, start=1):
         known = spec if place == len(steps) else infer(operator, (base.spec, *args), {})
         base = Alias(None, known, base, (Operation.of(operator), args))

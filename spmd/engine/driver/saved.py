@@ -56,7 +56,7 @@ def _set_storage(
     stride: Sequence[int] = (),
 ) -> Tensor:
     """Make a tensor show a storage's content, as ``torch.load`` does with an empty one."""
-    if storage.device.type == NAME:
+    if storage.device.type == NAME and not isinstance(storage, _StorageOnDevice):
         raise NotImplementedError(
             "the storage of a tensor on spmd:0 has no content in this process, and no tensor can be set to "
             "it: pass the tensor itself, x.set_(other), or x.set_(other.as_strided(size, stride, offset))"

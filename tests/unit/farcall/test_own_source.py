@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from farcall.compat.own_source import imports_at_the_top
+from farcall.compat.own_source import imports_at_the_top, installed_imports
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,10 @@ from farcall.compat.own_source import imports_at_the_top
 )
 def test_only_an_import_at_the_top_level_counts(source: str, found: bool) -> None:
     assert imports_at_the_top(source.encode(), "torch_xla") == found
+
+
+def test_modules_of_the_programs_own_folder_are_not_taken_for_installed_ones(tmp_path: Path) -> None:
+    source = b"import pytest\nimport click\n"
+    assert installed_imports(source, str(tmp_path)) == ["pytest", "click"]
+    (tmp_path / "click.py").touch()
+    assert installed_imports(source, str(tmp_path)) == ["pytest"]

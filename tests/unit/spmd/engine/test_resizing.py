@@ -198,3 +198,11 @@ def test_storages_are_refused_with_advice(use: Callable[[Tensor], Any], advice: 
         use(x)
     assert x.untyped_storage().nbytes() == 16
     assert x.tolist() == [0, 1, 2, 3]
+
+
+def test_elements_in_the_gaps_of_memory_are_refused() -> None:
+    x = torch.empty_strided((2, 2), (3, 1), device="spmd")
+    x.copy_(numbers(4, "spmd").view(2, 2))
+    for use in (lambda: x.as_strided((2,), (3,), 0), lambda: x.resize_(6)):
+        with pytest.raises(NotImplementedError, match=r"whose memory has gaps .* by \.contiguous\(\)"):
+            use()
