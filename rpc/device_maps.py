@@ -128,8 +128,9 @@ def _indexed(name: DeviceLike) -> torch.device:
     """The device of a name; without an index, it is the first one of its type."""
     if isinstance(name, int) and torch.accelerator.current_accelerator() is None:
         raise RuntimeError(
-            f"device {name} of a device map is an accelerator, and this process sees none: leave the device "
-            f"map out if tensors stay on the CPU, or check the driver and CUDA_VISIBLE_DEVICES"
+            f"device {name} of a device map is an accelerator, and the PyTorch of this process is built "
+            f"without any: leave the device map out if tensors stay on the CPU; of another worker's device, give the "
+            f"type too, such as 'cuda:{name}'"
         )
     device = torch.device(name)
     index: int | None = device.index

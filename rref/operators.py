@@ -11,7 +11,7 @@ K = TypeVar("K", bound=type)
 
 _OPERATORS: Final = {
     "len()": ("__len__",),
-    "[]": ("__getitem__", "__setitem__"),
+    "[]": ("__getitem__", "__setitem__", "__delitem__"),
     "iteration": ("__iter__",),
     "'in'": ("__contains__",),
     "'with'": ("__enter__", "__exit__"),
@@ -35,9 +35,10 @@ def without_operators(hint: str) -> Callable[[K], K]:
 
     def decorate(kind: K) -> K:
         for operator, names in _OPERATORS.items():
-            text = f"{kind.__name__} has no {operator}: {hint.format(method=names[0])}"
             for name in names:
-                setattr(kind, name, _refusal(text))
+                setattr(
+                    kind, name, _refusal(f"{kind.__name__} has no {operator}: {hint.format(method=name)}")
+                )
         setattr(kind, "__bool__", lambda _: True)  # noqa: B010  # otherwise its length would be asked for
         return kind
 

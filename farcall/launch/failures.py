@@ -43,6 +43,9 @@ _PYTORCHS_RPC: Final = re.compile(r"/torch/distributed/(rpc|autograd|nn/api|opti
 """Files of PyTorch's own RPC."""
 
 _LOSS: Final = "WorkerLostError"
+_LINE: Final = re.compile(r'File "(.*)", line (\d+)')
+_RECENT_SECONDS: Final = 60.0
+"""Age in seconds up to which the traceback that another process has printed is referred to."""
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 _OURS: Final = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in PACKAGES)
 
@@ -158,18 +161,24 @@ def record(error: BaseException, trace: str) -> None:
             say(f"cannot write {written} for the launcher: {failure.strerror}")
 
 
-def shown_by(error: BaseException) -> str | None:
-    """Return the rank of another process of this launcher that has raised an error of this type through the
-    same lines, and so prints this traceback; None if this is the first process that does.
+def shown_by(error: BaseException, trace: str) -> str | None:
+    """Return the rank of another process of this launcher that has just raised an error of this type through
+    the same lines, and so prints this traceback; None if this is the first process that does.
+
+    Args:
+        error: the exception.
+        trace: its traceback, with those of its causes and of other workers.
     """
     file = os.environ.get(_FILE)
     if not file or shows_all():
         return None
     rank, start = _RECORD.findall(os.path.basename(file))[0]
-    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    lines = _LINE.findall(trace)
     digest = hashlib.sha256(repr((type(error).__qualname__, lines)).encode()).hexdigest()
     note = os.path.join(os.path.dirname(file), f"traceback-{start}-{digest[:32]}")
     try:
+        if os.path.lexists(note) and time.time() - os.lstat(note).st_mtime > _RECENT_SECONDS:
+            return None
         os.symlink(rank, note)  # made with its content, in one step
     except FileExistsError:
         return os.readlink(note)

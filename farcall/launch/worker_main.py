@@ -61,7 +61,7 @@ def main() -> int:
         raise
 
 
-def _record(error: Exception) -> str | None:
+def _record(error: Exception) -> str:
     """Leave a record for the launcher. The loss of another worker, which says why itself, is one line, and so
     is an error whose traceback another process prints.
     """
@@ -70,12 +70,13 @@ def _record(error: Exception) -> str | None:
             "PyTorch's own RPC raised this, and this process uses farcall's: import the name from farcall, "
             "as in farcall.rpc, or use `farcall launch --lend-names`"
         )
-    record(error, folded(error))
+    trace = folded(error)
+    record(error, trace)
     failed(error)
     if isinstance(error, WorkerLostError):
         return f"{in_one_line(error)}\n"
-    rank = shown_by(error)
-    return None if rank is None else f"{in_one_line(error)} (the traceback is that of rank {rank})\n"
+    rank = shown_by(error, trace)
+    return trace if rank is None else f"{in_one_line(error)} (the traceback is that of rank {rank})\n"
 
 
 if __name__ == "__main__":

@@ -226,8 +226,8 @@ def strided(base: Alias, spec: Spec) -> Alias:
         if order is None:
             raise NotImplementedError(
                 f"as_strided of a tensor of shape {base.spec.shape} and strides {base.spec.stride}, whose "
-                "memory has gaps or is shown twice, needs elements that this tensor does not show: make a copy "
-                "of it first, by .contiguous()"
+                "memory has gaps or is shown twice, needs elements that this tensor does not show: make a "
+                "copy of it first, by .contiguous()"
             )
         flat = (aten.view.default, ((math.prod(base.spec.shape),),))
         turned = [] if order == tuple(range(len(order))) else [(aten.permute.default, (order,))]

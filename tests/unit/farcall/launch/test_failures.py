@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed.autograd
 
 from farcall.launch import failures
 from farcall.launch.failures import Failure, is_of_pytorchs_rpc, record, shown_by
+from rpc.runtime.tracebacks import folded
 
 RAISED = Failure(0, 10, 1, 3.0, "LookupError: bad luck", "Traceback ...")
 LOST_ANOTHER = Failure(1, 11, 1, 2.0, "WorkerLostError: worker0 is lost", "Traceback ...")
@@ -80,7 +82,7 @@ def test_a_traceback_is_printed_by_the_first_of_the_processes_that_raise_it(
 ) -> None:
     def shown(rank: int, start: int, error: BaseException) -> str | None:
         monkeypatch.setenv("FARCALL_ERROR_FILE", str(tmp_path / f"rank{rank}-{start}.json"))
-        return shown_by(error)
+        return shown_by(error, folded(error))
 
     assert shown(1, 1, fails("of rank 1")) is None
     assert shown(0, 1, fails("of rank 0")) == "1", "the same lines, with another text"
@@ -92,7 +94,29 @@ def test_a_traceback_is_printed_by_the_first_of_the_processes_that_raise_it(
     monkeypatch.delenv("FARCALL_TRACEBACKS")
     assert shown(0, 1, fails("again")) == "1"
     monkeypatch.delenv("FARCALL_ERROR_FILE")
-    assert shown_by(fails("without a launcher")) is None
+    lonely = fails("without a launcher")
+    assert shown_by(lonely, folded(lonely)) is None
+
+
+def test_an_error_of_another_cause_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(rank: int, cause: ValueError) -> str | None:
+        monkeypatch.setenv("FARCALL_ERROR_FILE", str(tmp_path / f"rank{rank}-0.json"))
+        with pytest.raises(RuntimeError) as caught:
+            raise RuntimeError from cause
+        return shown_by(caught.value, folded(caught.value))
+
+    assert shown(0, fails("one")) is None
+    assert shown(1, raised_in_another_line()) is None
+    assert shown(2, fails("two")) == "0"
+
+
+def test_an_old_traceback_is_not_referred_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARCALL_ERROR_FILE", str(tmp_path / "rank0-0.json"))
+    trace = folded(error := fails("again"))
+    assert shown_by(error, trace) is None
+    (note,) = tmp_path.glob("traceback-*")
+    os.utime(note, (1.0, 1.0), follow_symlinks=False)
+    assert shown_by(error, trace) is None
 
 
 def raised_in_another_line() -> ValueError:
