@@ -129,8 +129,8 @@ def _indexed(name: DeviceLike) -> torch.device:
     if isinstance(name, int) and torch.accelerator.current_accelerator() is None:
         raise RuntimeError(
             f"device {name} of a device map is an accelerator, and the PyTorch of this process is built "
-            f"without any: leave the device map out if tensors stay on the CPU; of another worker's device, give the "
-            f"type too, such as 'cuda:{name}'"
+            f"without any: leave the device map out if tensors stay on the CPU; of another worker's device, "
+            f"give the type too, such as 'cuda:{name}'"
         )
     device = torch.device(name)
     index: int | None = device.index
