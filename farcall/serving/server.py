@@ -258,7 +258,9 @@ class Server:
         )
         interceptors = []
         if callers.have_tokens:
-            open_to_all = probes.health.union(*(each.probes(served) for each in _OTHERS))
+            open_to_all = dict(probes.health)
+            for each in _OTHERS:
+                open_to_all |= each.probes(served)
             interceptors = [BearerTokens(callers, served.metrics, open_to_all)]
         server = grpc.aio.server(
             interceptors=interceptors,

@@ -6,6 +6,7 @@ files of this host, and in those of the callee's host, which is asked for them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -92,7 +93,8 @@ class SlowCallReports:
                 self._log(each, chain, found, moves=closing is None and any(node.moves for node in chain[1:]))
         if unseen:
             loop = self._agent.group.loop_thread.loop
-            loop.call_soon_threadsafe(lambda: self._later(_AGAIN_SECONDS, unseen, again=False))
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(lambda: self._later(_AGAIN_SECONDS, unseen, again=False))
 
     @staticmethod
     def _found(chain: Sequence[Node], closing: Node | None) -> str:
