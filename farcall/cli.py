@@ -20,6 +20,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -30,7 +31,6 @@ import farcall
 import farcall_guard
 from farcall.extras import install_command
 from farcall.observe.commands import COMMANDS
-from farcall.page.command import page as page_command
 
 __all__ = ["main"]
 
@@ -120,8 +120,10 @@ def cli() -> None:
     """Distributed RPC and remote objects for PyTorch."""
 
 
-for _command in (*COMMANDS, page_command):
+for _command in COMMANDS:
     cli.add_command(_command)
+if find_spec("farcall.page") is not None:
+    cli.add_command(import_module("farcall.page.command").page)
 
 _XLA_HELP = "Libraries find torch_xla too, as if the program imported it."
 

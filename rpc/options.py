@@ -293,8 +293,8 @@ class AgentOptions(RpcBackendOptions):
         slow_call_seconds: a call without an answer for this many seconds (default 30) is reported in the log,
             as a warning that says which thread waits, for which worker and function, and what the callee is
             doing: the line that it runs, and what it waits for. The report is repeated after twice the time,
-            four times and so on. The ``RpcTimeoutError`` of a call with a timeout of at least a second says
-            the same. 0: callees are never asked.
+            four times and so on. The ``RpcTimeoutError`` of a call with a timeout of two seconds or more says
+            the same. 0: no calls are reported. Where processes are not observed, a report has only the call.
         listen: where to listen for workers on other hosts, ``HOST`` or ``HOST:PORT``; default: the
             address that reaches the rendezvous, loopback if that is on loopback. With ``0.0.0.0`` or ``[::]``
             others are told that address.

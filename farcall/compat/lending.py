@@ -12,12 +12,11 @@ import importlib
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
+from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import Any, Final
 
 from farcall.compat.own_source import is_imported_by_the_program
-from farcall.compat.torch_xla.absent import absent
 
 __all__ = ["is_lent", "lend", "take_back"]
 
@@ -82,7 +81,7 @@ class _Lender(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         is_theirs = not isinstance(sys.modules.get("torch_xla"), _Lent) and fullname != "torch_xla"
-        if fullname not in _LENT or is_theirs:
+        if fullname not in _LENT or is_theirs or find_spec(_OURS) is None:
             return None
         if not self.is_asked and not is_imported_by_the_program():
             return None
@@ -93,6 +92,7 @@ class _Lender(MetaPathFinder, Loader):
         return _Lent(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
+        absent = importlib.import_module(f"{_OURS}.absent").absent
         module.__dict__.update(absent(module.__name__))
         ours = _LENT[module.__name__]
         if ours is not None:

@@ -19,12 +19,14 @@ from urllib.parse import urlsplit
 from farcall.observe import tracing
 from farcall.observe.format.jobs import JOB, job_id
 from farcall.observe.worker import telemetry
+from farcall.observe.worker.call_frames import running
 from farcall.observe.worker.counters import COUNT, EXTENSION, SWITCH, Counters
 from farcall.observe.worker.far_hosts import FarHosts, ignore
 from farcall.observe.worker.observer import Observer, program_name
+from farcall.observe.worker.slow_calls import SlowCallReports
 from rpc.agent.agent import Agent
+from rpc.runtime.code_folders import LIBRARIES
 from rpc.runtime.events import PeerJoined, PeerLost
-from rpc.runtime.stacks import LIBRARIES
 from rpc.serialization.failures import text_of
 
 __all__ = ["begin", "failed", "install", "observer"]
@@ -71,7 +73,8 @@ def install(agent: Agent) -> None:
     found.orders.on(COUNT, lambda _: counters.begin())
     if os.environ.get(SWITCH) == "1":
         counters.begin()
-    FarHosts(found, agent)
+    SlowCallReports(found, agent, FarHosts(found, agent))
+    agent.calls.running = running
     agent.events.listen(PeerLost, lambda lost: found.record("lost", who=lost.name, why=lost.reason))
     agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
     hooks = agent.lifecycle.hooks

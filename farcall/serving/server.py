@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -17,7 +19,7 @@ import grpc
 
 from farcall.grpc.server import OPTIONS, Probes, bind, server_credentials
 from farcall.scraping import Admits, published
-from farcall.serving import inference, service
+from farcall.serving import service
 from farcall.serving.admission import Limits
 from farcall.serving.callers import BearerTokens, Callers
 from farcall.serving.calls import Calls
@@ -30,7 +32,10 @@ from rpc.transport.tls import TlsContexts
 
 __all__ = ["LOOPBACK", "Server", "serve"]
 
-_SERVICES: Final = (service.SERVICE, inference.SERVICE)
+_OTHERS: Final = [import_module("farcall.serving.inference")] if find_spec("farcall.kserve") else []
+"""Other protocols that are served: KServe's, where it is installed."""
+
+_SERVICES: Final = (service.SERVICE, *(each.SERVICE for each in _OTHERS))
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 """Names of this host that other hosts cannot reach."""
 _NO_END: Final = 1e9
@@ -253,7 +258,9 @@ class Server:
         )
         interceptors = []
         if callers.have_tokens:
-            open_to_all = probes.health | inference.probes(served)
+            open_to_all = dict(probes.health)
+            for each in _OTHERS:
+                open_to_all |= each.probes(served)
             interceptors = [BearerTokens(callers, served.metrics, open_to_all)]
         server = grpc.aio.server(
             interceptors=interceptors,
@@ -267,7 +274,8 @@ class Server:
             ],
         )
         calls = Calls(served, self._callers, tracebacks=self._tracebacks)
-        server.add_generic_rpc_handlers((service.handlers(served, calls), inference.handlers(served, calls)))
+        handlers = [each.handlers(served, calls) for each in (service, *_OTHERS)]
+        server.add_generic_rpc_handlers(tuple(handlers))
         probes.add_to(server)
         self.port = bind(server, host, port, credentials)
         await server.start()

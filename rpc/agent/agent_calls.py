@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from threading import Thread
 from typing import Final
 
 from rpc.agent.activity import Activity
 from rpc.agent.answer_sender import AnswerSender
-from rpc.agent.call_frames import running
 from rpc.agent.caller import Caller
 from rpc.agent.calls import CallTable
 from rpc.agent.futures import Completions
@@ -15,8 +16,8 @@ from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
 from rpc.agent.received_requests import ReceivedRequests
 from rpc.agent.request_runner import RequestRunner
+from rpc.agent.slow_calls import SlowCalls
 from rpc.agent.tape import Tracing
-from rpc.agent.waiting import Waiting
 from rpc.options import AgentOptions
 from rpc.runtime.events import Events
 from rpc.serialization.serializer import Serializer
@@ -37,7 +38,8 @@ class Calls:
         answers: answers requests.
         runner: runs requests.
         completions: runs tasks, and completes futures, on executor threads.
-        waiting: asks and tells what slow calls wait for.
+        slow: reports calls without an answer.
+        running: names what runs for other workers, by the threads of the executor.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class Calls:
             requests, peers, serializer, tracing, events, sender.send, completions.run_soon
         )
         self.runner = runner = RequestRunner(peers, serializer, tracing, events, executor, activity, answers)
-        self.waiting = Waiting(table, requests, control, peers, executor, loop, options.slow_call_seconds)
+        self.slow = SlowCalls(table, peers, loop, options.slow_call_seconds)
+        self.running: Callable[[Iterable[Thread]], list[str]] = self._running
         table.register(dispatcher, sender)
         answers.register(dispatcher, sender)
         requests.register(dispatcher, control, runner.run)
@@ -80,8 +83,12 @@ class Calls:
             f"{words}: {', '.join(which[:_SHOWN])}"
             for words, which in (
                 ("waiting for", made),
-                ("running", running(self.completions.executor.threads())),
+                ("running", self.running(self.completions.executor.threads())),
             )
             if which
         ]
         return "; ".join(parts)
+
+    def _running(self, _: Iterable[Thread]) -> list[str]:
+        """Name the workers whose calls run. An observer, which looks at frames, names the functions."""
+        return [f"a call of worker '{each.peer.name}'" for each in self.requests.entered()]

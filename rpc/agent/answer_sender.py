@@ -27,9 +27,9 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.group.peer import Peer, PeerTable
+from rpc.runtime.code_folders import OURS
 from rpc.runtime.current import is_initialized
 from rpc.runtime.events import Events
-from rpc.runtime.stacks import OURS
 from rpc.runtime.tasks import Task
 from rpc.runtime.tracebacks import place_of
 from rpc.serialization.failures import beginning_of, text_of

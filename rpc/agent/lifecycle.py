@@ -63,7 +63,7 @@ class Lifecycle:
     def begin(self) -> None:
         """Start, after the agent has joined its group. On the loop's thread."""
         self._messages.heartbeat.begin()
-        self._calls.waiting.begin()
+        self._calls.slow.begin()
 
     @protected  # except the waiting: once that has ended, in any way, nothing may keep it from closing
     def shutdown(
@@ -124,7 +124,7 @@ class Lifecycle:
         closes what is open.
         """
         self._messages.heartbeat.stop()
-        self._calls.waiting.stop()
+        self._calls.slow.stop()
         try:
             await self._messages.bulk_streams.finish()
         finally:

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["UNKNOWN", "ProcessSigns", "computes", "process_signs", "thread_seconds", "waited_for_core"]
+__all__ = ["UNKNOWN", "ProcessSigns", "computes", "process_signs", "waited_for_core"]
 
 _STATE, _UTIME, _STIME, _START = 0, 11, 12, 19  # in /proc/PID/stat, behind the name (proc(5))
 _BUSY: Final = frozenset("RD")
@@ -79,17 +79,6 @@ def waited_for_core() -> float:
             return int(file.read().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-def thread_seconds(thread: int) -> float | None:
-    """CPU time of a thread of this process in seconds, given its native id; None if the kernel does not
-    provide it.
-    """
-    try:
-        with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
-            return int(file.read().split()[0]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _stat(path: str) -> list[str]:

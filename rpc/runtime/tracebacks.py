@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Final
 
 from rpc.errors import RpcError
-from rpc.runtime.stacks import LIBRARIES, OURS
+from rpc.runtime.code_folders import LIBRARIES, OURS
 
 __all__ = ["fold_uncaught", "folded", "in_one_line", "is_hooked", "place_of", "shows_all"]
 

@@ -23,16 +23,17 @@ they are large or change, so the log names such a function, once.
 
 from __future__ import annotations
 
-import dis
 import functools
 import hashlib
 import importlib
 import io
 import logging
 import os
+import symtable
 import sys
 import uuid
 from collections.abc import Iterable
+from importlib.util import decode_source
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, Protocol
 
@@ -98,10 +99,10 @@ def _read_main_identity() -> str:
 def _defined_in(source: bytes, path: str) -> Iterable[str]:
     """Return the names that a script assigns, including those that it has not reached yet."""
     try:
-        code = compile(source, path, "exec", dont_inherit=True)
+        table = symtable.symtable(decode_source(source), path, "exec")
     except (SyntaxError, ValueError):  # such as a zip file: use the names that are defined by now
         return vars(sys.modules["__main__"])
-    return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"}
+    return {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
 
 
 def _separated(names: Iterable[str]) -> str:

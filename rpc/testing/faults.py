@@ -29,18 +29,9 @@ from rpc.wire.frames import Frame, Kind, decode_one
 __all__ = ["KINDS", "Fault", "Faults", "FaultyConnection", "InjectedFaultError", "Sender"]
 
 KINDS: Final[dict[str, int]] = {
-    **{name.lower(): kind for name, kind in vars(Kind).items() if name.isupper() and name != "EXTENSION"},
-    "create": 32,
-    "fetch": 33,
-    "invoke": 34,
-    "mark": 48,
-    "gradients": 49,
-    "abort": 51,
-    "over": 52,
-    "part": 53,
-    "whole_part": 54,
+    name.lower(): kind for name, kind in vars(Kind).items() if name.isupper() and name != "EXTENSION"
 }
-"""Kinds of messages by name. Those from 32 on belong to references and distributed autograd."""
+"""The agent's own kinds of messages, by name."""
 
 _HEAD: Final = Struct("<QQIIB")
 _SENT_AGAIN_SECONDS: Final = 0.05
@@ -95,8 +86,9 @@ class Faults:
     them (``struck`` counts the affected messages) and take the same arguments:
 
     Args:
-        kind: kind of the messages, by its name in ``KINDS``; or ``"TOPIC.WORD"`` for control messages, such
-            as ``"rref.delete"``; None for all.
+        kind: kind of the messages: its name in ``KINDS``; its number, such as ``rref.requests.CREATE``, if it
+            is another package's; or ``"TOPIC.WORD"`` for control messages, such as ``"rref.delete"``; None
+            for all.
         to: name of the receiver; None for all.
         what: what the message asks for: a function's qualified name, or a predicate on the text; None for
             all.
@@ -120,37 +112,37 @@ class Faults:
         self._chance = random.Random(seed)
         self._agent: Agent | None = None
 
-    def fail(self, kind: str | None = None, *, attempts: int = 1, **which: Any) -> Rule:
+    def fail(self, kind: str | int | None = None, *, attempts: int = 1, **which: Any) -> Rule:
         """Make sending fail: a request ends with ``InjectedFaultError``. Answers, and messages that must
         arrive and have no answer, are sent again after ``attempts`` failures and a pause that doubles, 50 ms
         at first.
         """
         return self._add(Fault("fail", attempts=attempts), kind, **which)
 
-    def delay(self, kind: str | None = None, *, seconds: float, **which: Any) -> Rule:
+    def delay(self, kind: str | int | None = None, *, seconds: float, **which: Any) -> Rule:
         """Send messages ``seconds`` later; what is sent meanwhile overtakes them."""
         return self._add(Fault("delay", seconds), kind, **which)
 
-    def drop(self, kind: str | None = None, **which: Any) -> Rule:
+    def drop(self, kind: str | int | None = None, **which: Any) -> Rule:
         """Do not send messages. Nothing is notified: what waits for them waits, also at a graceful shutdown,
         and memory that they lend stays lent until the peer is gone.
         """
         return self._add(Fault("drop"), kind, **which)
 
-    def duplicate(self, kind: str | None = None, **which: Any) -> Rule:
+    def duplicate(self, kind: str | int | None = None, **which: Any) -> Rule:
         """Send messages twice, which sessions never do, for tests of calling and called functions. Control
         messages and messages in shared memory, which rely on sessions, are sent once.
         """
         return self._add(Fault("duplicate"), kind, **which)
 
-    def cut(self, kind: str | None = None, **which: Any) -> Rule:
+    def cut(self, kind: str | int | None = None, **which: Any) -> Rule:
         """Close the connection, without a goodbye, in place of sending."""
         return self._add(Fault("cut"), kind, **which)
 
     def _add(
         self,
         fault: Fault,
-        kind: str | None,
+        kind: str | int | None,
         *,
         to: str | None = None,
         what: str | Callable[[str], bool] | None = None,
@@ -158,12 +150,13 @@ class Faults:
         skip: int = 0,
         probability: float = 1.0,
     ) -> Rule:
-        topic, dot, word = (kind or "").partition(".")
-        if kind is not None and not dot and kind not in KINDS:
+        topic, dot, word = kind.partition(".") if isinstance(kind, str) else ("", "", "")
+        number = KINDS.get(kind) if isinstance(kind, str) else kind
+        if isinstance(kind, str) and not dot and number is None:
             raise ValueError(f"there is no kind of message {kind!r}: there are {', '.join(KINDS)}")
         rule = Rule(
             fault,
-            Kind.CONTROL if dot else None if kind is None else KINDS[kind],
+            Kind.CONTROL if dot else number,
             (topic, word) if dot else None,
             to,
             what.__eq__ if isinstance(what, str) else what,

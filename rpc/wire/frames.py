@@ -56,7 +56,7 @@ __all__ = [
     "unpack_prefix",
 ]
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 """Version of the protocol; workers of different versions refuse each other."""
 
 MAGIC: Final = b"farcall"

@@ -13,15 +13,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Final
 
+from dist_autograd.backward_messages import GRADIENTS
+from dist_autograd.contexts import OVER
 from rpc.testing.faults import KINDS
 from rpc.testing.memory_transport import Attempt, MemoryConnection, MemoryNetwork
 from rpc.transport.base import Accepted
 from rpc.wire.frames import Frame
+from rref.requests import CREATE, FETCH, INVOKE
 from tests.simulation.clock import Clock, WorkerLoop
 
 __all__ = ["KIND_NAMES", "SimulatedNetwork"]
 
-KIND_NAMES: Final = {kind: name for name, kind in KINDS.items()}
+KIND_NAMES: Final = {kind: name for name, kind in KINDS.items()} | {
+    CREATE: "create",
+    FETCH: "fetch",
+    INVOKE: "invoke",
+    GRADIENTS: "gradients",
+    OVER: "over",
+}
 
 _AGAIN_SECONDS: Final = 1.0
 """How soon an attempt to connect into a partition is repeated, as TCP does."""

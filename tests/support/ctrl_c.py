@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from rpc.runtime.stacks import collection_paused, frames_of_others
+from farcall.observe.worker.frames import collection_paused, frames_of_others
 from tests.support.streams import until
 
 _PAUSE = 0.02

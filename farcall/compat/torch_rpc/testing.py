@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dist_autograd.backward_messages import GRADIENTS
+from dist_autograd.contexts import OVER
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
 from rpc.agent.agent import Agent
 from rpc.errors import InvalidOptionError
@@ -19,6 +21,7 @@ from rpc.lifecycle.backend_registry import BackendType, BackendValue
 from rpc.lifecycle.own_backend import start_agent
 from rpc.options import TensorPipeRpcBackendOptions
 from rpc.testing.faults import Faults
+from rref.requests import CREATE, FETCH
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_available"]
 
@@ -39,13 +42,13 @@ def _is_python(asked: str) -> bool:
     return not _is_operator(asked)
 
 
-_MESSAGES: Final[dict[str, tuple[str, Callable[[str], bool] | None]]] = {
+_MESSAGES: Final[dict[str, tuple[str | int, Callable[[str], bool] | None]]] = {
     "SCRIPT_CALL": ("call", _is_operator),
     "PYTHON_CALL": ("call", _is_python),
-    "SCRIPT_REMOTE_CALL": ("create", _is_operator),
-    "PYTHON_REMOTE_CALL": ("create", _is_python),
-    "SCRIPT_RREF_FETCH_CALL": ("fetch", None),
-    "PYTHON_RREF_FETCH_CALL": ("fetch", None),
+    "SCRIPT_REMOTE_CALL": (CREATE, _is_operator),
+    "PYTHON_REMOTE_CALL": (CREATE, _is_python),
+    "SCRIPT_RREF_FETCH_CALL": (FETCH, None),
+    "PYTHON_RREF_FETCH_CALL": (FETCH, None),
     "SCRIPT_RET": ("reply", None),
     "PYTHON_RET": ("reply", None),
     "REMOTE_RET": ("reply", None),
@@ -55,8 +58,8 @@ _MESSAGES: Final[dict[str, tuple[str, Callable[[str], bool] | None]]] = {
     "RREF_FORK_REQUEST": ("rref.confirm", None),
     "RREF_CHILD_ACCEPT": ("rref.accepted", None),
     "RREF_USER_DELETE": ("rref.delete", None),
-    "CLEANUP_AUTOGRAD_CONTEXT_REQ": ("over", None),
-    "BACKWARD_AUTOGRAD_REQ": ("gradients", None),
+    "CLEANUP_AUTOGRAD_CONTEXT_REQ": (OVER, None),
+    "BACKWARD_AUTOGRAD_REQ": (GRADIENTS, None),
 }
 """Our counterpart of each of PyTorch's kinds, and its functions."""
 

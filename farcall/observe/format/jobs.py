@@ -30,6 +30,7 @@ __all__ = [
     "jobs_folder",
     "make_private",
     "own_folder",
+    "process_of",
     "remove_old",
 ]
 
@@ -75,6 +76,12 @@ class JobFolder:
     def state_files(self) -> list[Path]:
         """Return the state files of its workers."""
         return sorted(self.path.glob("*.state"))
+
+
+def process_of(path: Path) -> int:
+    """Return the number of the process that writes a state file, from its name; 0 if that has none."""
+    parts = path.name.split(".")
+    return int(parts[-3]) if len(parts) > 3 and parts[-3].isdecimal() else 0
 
 
 def job_id(*parts: object) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from farcall.observe.format.frozen_stacks import FROZEN_SECONDS, Stack, read_stacks
 from farcall.observe.format.job_files import read_facts
-from farcall.observe.format.jobs import JobFolder
+from farcall.observe.format.jobs import JobFolder, process_of
 from farcall.observe.format.layout import (
     BLOCK_BYTES,
     FILE_BYTES,
@@ -167,6 +167,7 @@ def read_job(
     earlier: bool = False,
     gathered: bool = True,
     native: bool = False,
+    processes: Collection[int] | None = None,
 ) -> JobState:
     """Return the state of all workers of a job, from the files on this host. Takes a moment, to see which
     processes compute.
@@ -176,10 +177,13 @@ def read_job(
         earlier: whether to read the state before the last one, too; see ``JobState.as_of``.
         gathered: whether to include workers of other hosts whose state has been gathered here.
         native: whether to add the stacks of frozen workers from ``py-spy``, which stops each for a moment.
+        processes: the only processes of this host whose files are read; default: all.
     """
     workers: list[WorkerState] = []
     skipped: list[tuple[str, str]] = []
     for path in folder.state_files():
+        if processes is not None and process_of(path) not in processes:
+            continue
         try:
             workers.append(read_worker(path, records=records, earlier=earlier))
         except LayoutError as error:

@@ -10,7 +10,7 @@ from farcall.observe.format.frozen_stacks import Stack
 from farcall.observe.format.places import Place
 from farcall.observe.reading.native_stacks import native_stacks
 from farcall.observe.reading.state import JobState, ThreadState, WorkerState
-from rpc.runtime.stacks import OURS
+from rpc.runtime.code_folders import OURS
 
 __all__ = ["chosen", "native_stack_lines", "stack_lines"]
 

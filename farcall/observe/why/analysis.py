@@ -187,16 +187,12 @@ def _of_cycle(graph: Graph, cycle: list[Key]) -> Finding:
     first = min(nodes, key=lambda node: (node.thread != "MainThread", node.key))
     begin = nodes.index(first)
     nodes = nodes[begin:] + nodes[:begin]
-    parts = [_who(first)]
+    parts = [first.who]
     for node, following in zip(nodes, [*nodes[1:], first], strict=True):
         how = next((edge.how for edge in node.edges if edge.to == following.key), "")
-        parts.append(f"lock {how}" if "held by" in how else _who(following))
+        parts.append(f"lock {how}" if "held by" in how else following.who)
     waiting = _waiting_for(graph, set(cycle))
     return Finding("cycle", " → ".join(parts), tuple(nodes), len(nodes) + waiting)
-
-
-def _who(node: Node) -> str:
-    return f"{node.worker} {node.thread}".strip()
 
 
 # ---- ends of chains
@@ -225,13 +221,7 @@ _CALLS_WITHOUT_END: Final = frozenset(("link", "call", "unanswered", "arriving",
 
 def _of_end(graph: Graph, node: Node) -> Finding:
     waiting = _waiting_for(graph, {node.key})
-    text = f"{_who(node)} {node.text}"
-    if node.place is not None:
-        seen = ", last seen" if node.kind in ("dead", "traced", "stopped", "unreachable") else ","
-        text += f"{seen} at {node.place} in {node.place.function}"
-    if node.remark:
-        text += f"; {node.remark}"
-    return Finding(node.kind, text, (node,), waiting)
+    return Finding(node.kind, node.in_words(), (node,), waiting)
 
 
 def _waiting_for(graph: Graph, ends: set[Key]) -> int:

@@ -38,7 +38,10 @@ from farcall.observe.why.wait_kinds import (
 )
 from farcall.observe.why.wait_nodes import PROCESS, Edge, Graph, Key, Node
 
-__all__ = ["wait_graph"]
+__all__ = ["call_chain", "wait_graph"]
+
+_MAX_HOPS: Final = 16
+"""Maximum number of nodes that a call is followed through."""
 
 _SHUTDOWN: Final = "shutdown"
 _SPMD_THREAD: Final = "farcall-spmd-worker"
@@ -48,6 +51,28 @@ _CONNECTED: Final = frozenset(("ESTABLISHED", "UNCONNECTED"))
 def wait_graph(job: JobState) -> Graph:
     """Return the graph of a job."""
     return _Builder(job).build()
+
+
+def call_chain(job: JobState, caller: int, which: tuple[int, int]) -> tuple[list[Node], Node | None]:
+    """Follow one call to what it waits for.
+
+    Args:
+        caller: incarnation of the caller.
+        which: incarnation of the callee, and number of the call.
+
+    Returns:
+        The thread that waits for the call, if one does, or the call itself; what it waits for, what that
+        waits for, and so on; and that of these for which the last one waits, if they are a cycle.
+    """
+    builder = _Builder(job)
+    graph = builder.build()
+    chain = [node] if (node := builder.of_call(caller, which)) is not None else []
+    while chain and chain[-1].edges and len(chain) <= _MAX_HOPS:
+        following = graph.nodes[chain[-1].edges[0].to]
+        if following in chain:
+            return chain, following
+        chain.append(following)
+    return chain, None
 
 
 class _Builder:
@@ -86,6 +111,20 @@ class _Builder:
                     self._add(node)
         self._drop_loose_edges()
         return self._graph
+
+    def of_call(self, caller: int, which: tuple[int, int]) -> Node | None:
+        """Return the thread that waits for a call, or a node for the call; None if its caller is unknown."""
+        index = self._indices.get(caller)
+        if index is None:
+            return None
+        worker = self._workers[index]
+        waiting = next((each for each in worker.threads if each.call == which), None)
+        if waiting is not None and (index, str(waiting.id)) in self._graph.nodes:
+            return self._graph.nodes[index, str(waiting.id)]
+        node = self._node(index, "call", thread="", kind="call", text="")
+        self._of_call(node, index, worker, which)
+        node.edges = [edge for edge in node.edges if edge.to in self._graph.nodes]
+        return node
 
     def _add(self, node: Node) -> None:
         self._graph.nodes[node.key] = node
@@ -161,6 +200,7 @@ class _Builder:
             place=thread.at,
             stack=thread.stack,
             serves=function if thread.request is not None else "",
+            moves=bool(fields.get("computes") or fields.get("ran")),
         )
         if self._silent[index] == "frozen":
             node.kind, node.text = "frozen out", "waits for the interpreter lock"
@@ -223,14 +263,14 @@ class _Builder:
             (each for each in state.requests if (each.get("incarnation"), each.get("id")) == request), None
         )
         to = state.name
-        match None if found is None else found.get("state"):
+        left_out = found is None and whole(state.snapshot.get("left_out"))
+        match "queued" if left_out else None if found is None else found.get("state"):
             case "queued":
-                assert found is not None
                 busy = [key for (index, _), key in self._running.items() if index == callee]
                 threads = {key for key in busy if not key[1].startswith("task")}
                 node.edges += [Edge(key, "busy thread") for key in sorted(threads)]
-                ahead = whole(found.get("ahead"))
-                waiting = f"behind {ahead} others" if ahead else "next"
+                ahead = len(state.requests) if found is None else whole(found.get("ahead"))
+                waiting = f"behind {'more than ' if left_out else ''}{ahead} others" if ahead else "next"
                 node.kind = "queued"
                 node.remark = f"queued at {to}, {waiting}: all of its {len(threads)} threads are busy"
             case "arriving":

@@ -44,6 +44,7 @@ class Node:
         edges: what it waits for.
         stack: the positions of its stack, innermost first.
         serves: function of the request that it runs; "".
+        moves: whether it computes, or has computed between the last two looks.
     """
 
     key: Key
@@ -59,6 +60,20 @@ class Node:
     edges: list[Edge] = field(default_factory=list)
     stack: list[Place] = field(default_factory=list)
     serves: str = ""
+    moves: bool = False
+
+    @property
+    def who(self) -> str:
+        """The names of its worker and thread."""
+        return f"{self.worker} {self.thread}".strip()
+
+    def in_words(self) -> str:
+        """Describe it in one line."""
+        text = f"{self.who} {self.text}"
+        if self.place is not None:
+            seen = ", last seen" if self.kind in ("dead", "traced", "stopped", "unreachable") else ","
+            text += f"{seen} at {self.place} in {self.place.function}"
+        return f"{text}; {self.remark}" if self.remark else text
 
     def to_json(self) -> dict[str, Any]:
         """Return what it does, and where in the program, as values for JSON."""

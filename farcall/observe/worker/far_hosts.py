@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -54,7 +56,8 @@ class FarHosts:
     def __init__(self, observer: Observer, agent: Agent) -> None:
         self._observer = observer
         self._agent = agent
-        self._asked: set[Peer] = set()
+        self._asked: Counter[Peer] = Counter()
+        self._lock = threading.Lock()
         agent.messages.control.uncounted.add(TOPIC)
         agent.messages.control.on(TOPIC, self._question)
         agent.messages.on(STATES, self._answered)
@@ -65,8 +68,13 @@ class FarHosts:
         if order.get("by") != os.getpid():
             return
         for peer in one_of_each_host(self._agent.group.peers.all()):
-            self._asked.add(peer)
-            self._agent.messages.control.post(peer, TOPIC, COUNT if order.get("count") is True else None)
+            self.ask(peer, COUNT if order.get("count") is True else None)
+
+    def ask(self, peer: Peer, body: object = None) -> None:
+        """Ask a worker for the state of all workers of its host, which is soon in the folder."""
+        with self._lock:
+            self._asked[peer] += 1
+        self._agent.messages.control.post(peer, TOPIC, body)
 
     def _question(self, peer: Peer, body: object) -> None:
         """Handle a question. On the loop's thread."""
@@ -92,9 +100,10 @@ class FarHosts:
 
     def _answered(self, peer: Peer, frame: Frame) -> None:
         """Handle an answer. On the loop's thread."""
-        if peer not in self._asked:
-            raise ProtocolError("the state of a host that was not asked for")
-        self._asked.discard(peer)
+        with self._lock:
+            if not self._asked[peer]:
+                raise ProtocolError("the state of a host that was not asked for")
+            self._asked[peer] -= 1
         packed = b"".join(frame.buffers)
         if len(packed) <= _MAX_BYTES:
             self._observer.soon(lambda: self._leave(peer, packed))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType, MethodType
 from typing import Any, Final
 
-from rpc.runtime.stacks import variables_of
+from farcall.observe.worker.frames import variables_of
 
 __all__ = ["Awaited", "Holder", "awaited_object", "holder_of", "is_lock", "kind_of"]
 

@@ -16,26 +16,26 @@ from types import FrameType, FunctionType, MethodType
 from typing import Any, Final, Protocol
 
 from farcall.observe.format.jobs import job_id
-from farcall.observe.worker.locks import awaited_object, holder_of, is_lock, kind_of
-from rpc.agent.agent_calls import Calls
-from rpc.agent.call_frames import awaited_call, awaited_in, request_of
-from rpc.agent.calls import PendingCall, name_of
-from rpc.agent.group import AgentGroup
-from rpc.agent.received_requests import Request
-from rpc.group.peer import Peer
-from rpc.runtime import waits
-from rpc.runtime.executor import Executor
-from rpc.runtime.stacks import (
+from farcall.observe.worker.call_frames import awaited_call, awaited_in, request_of
+from farcall.observe.worker.frames import (
     collection_paused,
     coroutine_frames,
     frames_of_others,
-    is_users,
     refresh_variables,
     users_frame,
     variables_of,
     waits_for,
     waits_in,
 )
+from farcall.observe.worker.locks import awaited_object, holder_of, is_lock, kind_of
+from rpc.agent.agent_calls import Calls
+from rpc.agent.calls import PendingCall, name_of
+from rpc.agent.group import AgentGroup
+from rpc.agent.received_requests import Request
+from rpc.group.peer import Peer
+from rpc.runtime import waits
+from rpc.runtime.code_folders import is_users
+from rpc.runtime.executor import Executor
 
 __all__ = ["LEAST_WAIT_SECONDS", "Looker", "Observed"]
 
@@ -59,7 +59,9 @@ computing.
 """
 
 _LEAST_SECONDS: Final = 0.002
-"""Minimum CPU time in seconds between two looks of a process in which a thread computes."""
+"""Minimum CPU time in seconds between two looks of a process in which a thread computes, and of a thread that
+has run.
+"""
 
 
 class Observed(Protocol):
@@ -142,6 +144,7 @@ class Looker:
             "threads": threads,
             "calls": calls,
             "requests": requests,
+            "left_out": sum(max(0, len(agent.calls.requests) - _MAX_ITEMS) for agent in agents),
             "peers": [_peer(each) for agent in agents for each in _peers(agent)][:_MAX_PEERS],
             "executor": agents[0].executor.counts() if agents else {},
         }
@@ -160,9 +163,10 @@ class Looker:
             seen = self._threads.get(ident) or _Seen((0, 0), now, None, now)
             thread = by_ident.get(ident)
             native = None if thread is None else _native_id(thread)
-            computes = busy and self._computes(seen, native, now)
+            share, seconds = self._ran(seen, native, now) if busy else (0.0, 0.0)
+            computes, has_run = share >= _LEAST_SHARE, seconds >= _LEAST_SECONDS
             seen.looks += 1
-            if again and seen.described is not None and not computes and seen.looks % _SAME_LOOKS:
+            if again and seen.described is not None and not has_run and seen.looks % _SAME_LOOKS:
                 described.append(seen.described)
                 continue
             waits_long = now - seen.since >= LEAST_WAIT_SECONDS
@@ -173,22 +177,27 @@ class Looker:
                 "name": f"thread {ident}" if thread is None else thread.name,
                 "since": seen.since,
             }
+            if has_run:
+                found["ran"] = True
             if ident in waiting:
                 found["waits"] = waiting[ident]
                 found.pop("idle", None)
             # The first description may be of a momentary state; computing, and waits of a group, change.
-            lasts = seen.looks > 1 and waits_long and not computes and ident not in waiting
+            lasts = seen.looks > 1 and waits_long and not has_run and ident not in waiting
             seen.described = found if lasts else None
             described.append(found)
         return described
 
-    def _computes(self, seen: _Seen, native: int | None, now: float) -> bool:
+    def _ran(self, seen: _Seen, native: int | None, now: float) -> tuple[float, float]:
+        """Return for how long a thread has run, or waited for a core, since the last look: as a share of that
+        time, and in seconds.
+        """
         before, at = seen.seconds, seen.at
         seen.seconds = None if native is None else _runnable_seconds(native)
         seen.at = now
         if before is None or seen.seconds is None or now - at < 0.01:
-            return False
-        return (seen.seconds - before) / (now - at) >= _LEAST_SHARE
+            return 0.0, 0.0
+        return (seen.seconds - before) / (now - at), seen.seconds - before
 
     # ---- calls and requests
 

@@ -25,10 +25,10 @@ from farcall.observe.format.jobs import jobs_folder, remove_old
 from farcall.observe.format.layout import Beat
 from farcall.observe.format.orders import Orders
 from farcall.observe.reading.processes import start_of
+from farcall.observe.worker.frames import copies_kept
 from farcall.observe.worker.looks import LEAST_WAIT_SECONDS, Looker
 from farcall.observe.worker.state_file import StateFile
 from rpc.runtime import waits
-from rpc.runtime.stacks import copies_kept
 
 __all__ = ["Observer"]
 
@@ -286,8 +286,6 @@ class Observer:
         if progress:
             self._counted, self._moved_at, self._called_at = counted, now, now
         self.orders.look(self._file.path.parent)
-        while self._tasks:
-            self._tasks.popleft()()
         if busy or moved or self._changed or self._stopping:
             self._changed = False
             self._write(agents, now, progress=progress)
@@ -298,7 +296,10 @@ class Observer:
         self._number += 1
         self._file.beat(Beat(self._number, now, time(), *counted, used, *rates))
         interval = _LOOK_SECONDS if busy or moved else _IDLE_SECONDS
-        return min(max(interval, (monotonic() - now) / _MAX_SHARE), _MAX_LOOK_SECONDS)
+        interval = min(max(interval, (monotonic() - now) / _MAX_SHARE), _MAX_LOOK_SECONDS)
+        while self._tasks:  # these read what has just been written
+            self._tasks.popleft()()
+        return interval
 
     def _move(self) -> None:
         """Move the files to their current folder. With the lock."""

@@ -1,8 +1,8 @@
 // Jobs of the past: how they ended, and their figures over time.
 
+import { ask } from "./asking.js";
 import { draw } from "./charts.js";
 import { byId, clock, el, rate, seconds, setText, table } from "./dom.js";
-import { ask } from "./page.js";
 
 let asked = 0;
 let opened = "";

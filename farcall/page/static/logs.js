@@ -1,7 +1,7 @@
 // The end of the output of one worker, or of all by time, where `farcall launch --log-dir` keeps it.
 
+import { ask } from "./asking.js";
 import { byId, el, keyed, setText } from "./dom.js";
-import { ask } from "./page.js";
 
 const ALL = { name: "", title: "all, by time" };
 

@@ -1,5 +1,6 @@
 // The page: takes events in, and has the parts of the page show them.
 
+import { ask } from "./asking.js";
 import { addPoints, clearPoints, drawCharts, drawMemory, hasPoints } from "./charts.js";
 import { byId, clock, el, keyed, setText } from "./dom.js";
 import { showHistory } from "./history.js";
@@ -13,22 +14,9 @@ import { showWorkers } from "./workers.js";
 
 const TABS = ["overview", "tasks", "memory", "references", "collectives", "spmd", "logs", "history"];
 const TITLES = { spmd: "SPMD" };
-const given = new URLSearchParams(location.search);
-const job = given.get("job");
-if (given.get("token")) sessionStorage.setItem("token", given.get("token"));
-if (given.has("token")) history.replaceState(null, "", location.pathname + (job ? `?job=${encodeURIComponent(job)}` : "") + location.hash);
-const token = sessionStorage.getItem("token");
-
 let view = null;
 let tab = "overview";
 let asked = false;
-
-export async function ask(path, parameters = {}, signal = undefined) {
-  const query = new URLSearchParams(job ? { ...parameters, job } : parameters);
-  const answer = await fetch(`/api/${path}?${query}`, { headers: { Authorization: `Bearer ${token}` }, signal, cache: "no-store" });
-  if (!answer.ok) throw Object.assign(new Error((await answer.text()).trim()), { status: answer.status });
-  return answer;
-}
 
 // ---- tabs
 

@@ -1,7 +1,7 @@
 // One worker, beside the page: its threads with their stacks, and its calls.
 
+import { ask } from "./asking.js";
 import { byId, bytes, el, look, rate, seconds, setText, stateWord } from "./dom.js";
-import { ask } from "./page.js";
 
 let shown = "";
 let seen = null;

@@ -11,7 +11,8 @@ from typing import Any, Final
 import torch
 
 from dist_autograd.torch_internals import current_task
-from rpc.runtime.stacks import OURS, collection_paused, frames_of_others
+from rpc.runtime.code_folders import OURS
+from rpc.runtime.collection_pause import paused
 from spmd.engine.driver.bounded_cache import BoundedCache
 
 __all__ = ["Place", "described", "place"]
@@ -44,8 +45,8 @@ def _of_backward() -> Place:
     """Where the main thread waits, looked up once for each backward."""
     task = current_task()
     if _backward[0] != task or task == -1:
-        with collection_paused():
-            frame: Any = frames_of_others().get(threading.main_thread().ident or 0)
+        with paused():
+            frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
             while frame is not None and frame.f_code.co_filename.startswith(_OURS):
                 frame = frame.f_back
             _backward[1] = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)

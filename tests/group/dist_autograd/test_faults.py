@@ -14,6 +14,7 @@ from torch import Tensor
 
 import dist_autograd
 import rpc
+from dist_autograd.backward_messages import GRADIENTS
 from rpc.errors import AutogradError, BackwardError, NotInitializedError, WorkerLostError
 from rpc.runtime.current import current_agent
 from rpc.testing.faults import Faults, Rule
@@ -181,7 +182,7 @@ dropping: list[tuple[Faults, Rule]] = []
 
 def drop_gradients(to: str) -> None:
     faults = Faults()
-    dropping.append((faults, faults.drop("gradients", to=to)))
+    dropping.append((faults, faults.drop(GRADIENTS, to=to)))
     faults.install(current_agent())
 
 

@@ -15,6 +15,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
 from rpc.testing.faults import Faults
 from rref.delayed_answers import DelayedAnswers
+from rref.requests import CREATE
 from tests.support.serving import first_of, in_standing_group, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
@@ -160,7 +161,7 @@ def test_a_creator_is_heard_while_the_answer_to_another_waits_for_room() -> None
 def make_late(owner: str) -> rpc.RRef[torch.Tensor]:
     """Return a reference that overtakes the message that creates its object, as it overtakes a large one."""
     with Faults() as faults:
-        faults.delay("create", seconds=0.3)
+        faults.delay(CREATE, seconds=0.3)
         return rpc.remote(owner, torch.ones, args=(2,))
 
 

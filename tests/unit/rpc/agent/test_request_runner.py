@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rpc.agent.call_frames import running
 from rpc.agent.received_requests import Request
 from rpc.agent.request_runner import RequestRunner
 from rpc.agent.tape import Tracing
@@ -58,42 +54,6 @@ def test_a_coroutine_whose_loop_has_just_ended_is_not_under_way(monkeypatch: pyt
     with pytest.raises(RuntimeError):
         callee.start(function, (), {}, Request(None, None), answer)  # type: ignore[arg-type]
     assert postponed.value == 0
-
-
-class Kept:
-    pass
-
-
-def test_whoever_asks_what_runs_is_not_kept_until_garbage_is_collected() -> None:
-    def ask() -> weakref.ref[Kept]:
-        kept = Kept()
-        assert running(threading.enumerate()) == []
-        return weakref.ref(kept)
-
-    gc.disable()
-    try:
-        assert ask()() is None
-    finally:
-        gc.enable()
-
-
-def test_what_runs_is_named_with_who_asked_for_it() -> None:
-    begun, told = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        begun.set()
-        told.wait()
-
-    peer: Any = SimpleNamespace(name="caller")
-    request = Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7))
-    callee, _ = make()
-    thread = threading.Thread(target=callee.start, args=(wait, (), {}, request))
-    thread.start()
-    begun.wait()
-    found = running([thread])
-    told.set()
-    thread.join()
-    assert found == [f"{wait.__qualname__} for worker 'caller'"]
 
 
 class Codec:

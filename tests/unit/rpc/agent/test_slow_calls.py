@@ -1,41 +1,39 @@
-"""Which calls are asked about and when, on a clock of the test's; and the words for what is found out."""
+"""Which calls are due and when, on a clock of the test's."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rpc.agent.slow_calls import (
-    Answer,
-    AwaitedCall,
-    Hop,
-    Schedule,
-    chain_in_words,
-    hop_in_words,
-    read_answer,
-    write_answer,
-)
-from rpc.errors import ProtocolError
+from rpc.agent.slow_calls import Schedule, SlowCalls
 
 SLACK = 0.25
 
 
 @dataclass
-class Call:
+class Made:
     call_id: int = 1
     timeout: float = 0.0
     deadline: float = float("inf")
     keeps_place: bool = False
 
 
-def times(schedule: Schedule, call: Call, until: float) -> list[tuple[float, bool]]:
+Call: Any = Made
+
+
+def times(schedule: Schedule, call: Made, until: float) -> list[tuple[float, bool]]:
     """When a call that is made at 100 is asked about, in seconds since then; and whether for a report."""
     found = []
+    calls: Any = [call]
     for step in range(int(until / SLACK)):
         now = step * SLACK
-        found += [(now, due.report) for due in schedule.look(100 + now, [call], SLACK)]
+        found += [(now, due.report) for due in schedule.look(100 + now, calls, SLACK)]
     return found
 
 
@@ -75,81 +73,26 @@ def test_making_of_a_remote_object_is_not_reported() -> None:
     assert not times(Schedule(1.0), Call(keeps_place=True), 10)
 
 
-# ---- answers
+class Table(list[Any]):
+    """A table of calls."""
 
-ANSWER = Answer("running", "farcall-3", "step", "train.py:7", "sleeps", 0, AwaitedCall(5, 6, "block"))
-
-
-def test_answers_travel() -> None:
-    for answer in (ANSWER, Answer("queued", ahead=7), Answer("unknown")):
-        assert read_answer(write_answer(answer)) == answer
+    def waiting(self) -> Iterator[Any]:
+        return iter(self)
 
 
-def test_long_texts_are_cut_by_their_writer() -> None:
-    answer = read_answer(write_answer(Answer("running", place="/long" * 100 + "/end.py:7")))
-    assert answer.place.endswith("/end.py:7")
-    assert len(answer.place) == 200
-
-
-def test_what_a_peer_says_stays_on_its_line() -> None:
-    message = write_answer(
-        Answer("running", "t\n", "f\x1b[2J", "x.py:1\r", "a\tb", 0, AwaitedCall(1, 2, "\nERROR"))
+def test_without_an_observer_each_slow_call_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.new_event_loop()
+    peer = SimpleNamespace(name="worker1", lost=None)
+    call = SimpleNamespace(
+        call_id=1, timeout=60.0, deadline=loop.time() + 20, keeps_place=False, peer=peer, asked="step"
     )
-    words = chain_in_words("worker0", [Hop("worker1", read_answer(message), "worker2")], closed=False)
-    assert words.isprintable()
-
-
-MALFORMED: tuple[Any, ...] = (
-    None,
-    [],
-    "running",
-    ["running"],
-    ["flying", "", "", "", "", 0, None],
-    ["running", b"", "", "", "", 0, None],
-    ["running", "x" * 201, "", "", "", 0, None],
-    ["running", "", "", "", "", -1, None],
-    ["running", "", "", "", "", 1.5, None],
-    ["running", "", "", "", "", 0, [1]],
-    ["running", "", "", "", "", 0, [-1, 2, ""]],
-    ["running", "", "", "", "", 0, [1, "2", ""]],
-    ["running", "", "", "", "", 0, [1, 2, "x" * 201]],
-    ["running", "", "", "", "", 0, None, None],
-    {"state": "running"},
-)
-
-
-@pytest.mark.parametrize("message", MALFORMED)
-def test_malformed_answers_are_refused(message: Any) -> None:
-    with pytest.raises(ProtocolError):
-        read_answer(message)
-
-
-# ---- words
-
-WORDS = (
-    (Answer("queued", ahead=1), "w has it queued behind 1 task: all of its threads are busy"),
-    (Answer("queued", ahead=9), "w has it queued behind 9 tasks: all of its threads are busy"),
-    (Answer("arriving"), "w waits for its arguments, which are still arriving"),
-    (
-        Answer("running", "farcall-1", "f", "x.py:3", "sleeps"),
-        "w runs it on farcall-1 at x.py:3 in f, which sleeps",
-    ),
-    (Answer("running", "farcall-1"), "w runs it on farcall-1"),
-    (ANSWER, "w runs it on farcall-3 at train.py:7 in step, which waits for v: block"),
-    (Answer("postponed"), "w has run it, and waits for the future that it returned"),
-    ("does not answer", "w does not answer"),
-)
-
-
-@pytest.mark.parametrize(("answer", "words"), WORDS)
-def test_answer_in_words(answer: Answer | str, words: str) -> None:
-    assert hop_in_words(Hop("w", answer, "v")) == words
-
-
-def test_way_back_is_named_while_there_is_one() -> None:
-    there, back, elsewhere = Hop("b", ANSWER, "a"), Hop("a", Answer("running")), Hop("c", Answer("running"))
-    moved_on = Hop("a", Answer("unknown"))
-    assert chain_in_words("a", [there, back], closed=False).endswith("; the calls lead back to a: a → b → a")
-    assert chain_in_words("a", [there], closed=True).endswith("; this is a cycle of calls: a → b → a")
-    for hops in ([there, elsewhere], [back], [elsewhere], [there, moved_on]):
-        assert "→" not in chain_in_words("a", hops, closed=False)
+    peers: Any = SimpleNamespace(own=SimpleNamespace(name="worker0"))
+    table: Any = Table([call])
+    slow = SlowCalls(table, peers, loop, 0.2)
+    slow.begin()
+    loop.call_later(0.15, loop.stop)
+    loop.run_forever()
+    slow.stop()
+    loop.close()
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert re.fullmatch(r"worker0 has had no answer for 4\d(\.\d)? s from worker1: step", line)

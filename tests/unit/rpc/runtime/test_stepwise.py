@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rpc.runtime.stacks import coroutine_frames
+from farcall.observe.worker.frames import coroutine_frames
 from rpc.runtime.stepwise import StepwiseCoroutine
 
 

@@ -7,9 +7,9 @@ import threading
 from farcall.observe.format.frozen_stacks import Stack
 from farcall.observe.reading.stacks import stack_lines
 from farcall.observe.reading.state import Process, WorkerState
-from rpc.runtime import stacks
+from rpc.runtime import code_folders
 
-OURS = stacks.__file__
+OURS = code_folders.__file__
 PLACES = [
     ["wait", threading.__file__, 5],
     ["wait_for", OURS, 4],

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from farcall.observe.worker.frames import users_frame
 from farcall.observe.worker.locks import awaited_object, holder_of
-from rpc.runtime.stacks import users_frame
 
 LOCK = threading.Lock()
 RLOCK = threading.RLock()

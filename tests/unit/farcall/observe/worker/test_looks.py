@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from farcall.observe.worker.frames import copies_kept
 from farcall.observe.worker.looks import LEAST_WAIT_SECONDS, Looker
-from rpc.runtime.stacks import copies_kept
 
 
 class Value:

@@ -125,7 +125,7 @@ class Reports(logging.Handler):
 @contextlib.contextmanager
 def reports() -> Iterator[Reports]:
     handler = Reports()
-    log = logging.getLogger("rpc.agent.waiting")
+    log = logging.getLogger("farcall.observe.worker.slow_calls")
     log.addHandler(handler)
     before = log.level
     log.setLevel(logging.INFO)
@@ -151,23 +151,18 @@ def call(worker: str, function: Callable[..., Any]) -> None:
 
 
 HERE = r"\S*test_slow_calls\.py:\d+"
-WAITED = rf"^worker0: caller has waited [\d.]+ s for worker1: {{0}} \({HERE}\); worker1 runs it "
+WAITED = rf"^worker0: caller has waited [\d.]+ s for worker1: {{0}} \({HERE}\); worker1 {{1}} runs {{0}}, "
+THREAD = r"farcall-\d+"
 
 CALLEES: tuple[tuple[Callable[..., Any], str], ...] = (
-    (take_lock, rf"on farcall-\d+ at {HERE} in take_lock, which waits to enter a with block, for a lock"),
-    (acquire_lock, rf"on farcall-\d+ at {HERE} in acquire_lock, which waits for a lock$"),
-    (wait_for_event, rf"on farcall-\d+ at {HERE} in wait_for_event, which waits for an Event$"),
-    (take_from_queue, rf"on farcall-\d+ at {HERE} in take_from_queue, which waits for a queue$"),
-    (sleep_until_released, rf"on farcall-\d+ at {HERE} in sleep_until_released, which sleeps$"),
-    (compute_until_released, rf"on farcall-\d+ at {HERE} in compute_until_released, which computes$"),
-    (
-        train_until_released,
-        (
-            rf"on farcall-\d+ at {HERE} in train_until_released, which "
-            r"(computes|has computed lately, and sleeps)$"
-        ),
-    ),
-    (await_event, rf"as a coroutine at {HERE} in await_event, which awaits Event\.wait$"),
+    (take_lock, rf"waits for the lock `_here\['lock'\]`, at {HERE} in take_lock"),
+    (acquire_lock, rf"waits for the lock `_here\['lock'\].*`, at {HERE} in acquire_lock"),
+    (wait_for_event, rf"waits for the Event `_here\['event'\].*`, at {HERE} in wait_for_event"),
+    (take_from_queue, rf"waits for the queue `_here\['queue'\].*`, at {HERE} in take_from_queue"),
+    (sleep_until_released, rf"sleeps, at {HERE} in sleep_until_released"),
+    (compute_until_released, rf"computes, at {HERE} in compute_until_released"),
+    (train_until_released, rf"(computes|sleeps|runs), at {HERE} in train_until_released"),
+    (await_event, rf"which awaits Event\.wait, at {HERE} in await_event"),
 )
 
 
@@ -187,7 +182,8 @@ def report_all(worker: Worker, **options: Any) -> None:
             rpc.rpc_sync("worker1", prepare)
             with in_thread(call, "worker1", function):
                 level = "^info: " if function in AT_WORK else "^"
-                lines.until(WAITED.format(function.__name__).replace("^", level) + does)
+                runs_on = "coroutine" if function is await_event else THREAD
+                lines.until(WAITED.format(function.__name__, runs_on).replace("^", level) + does)
                 rpc.rpc_sync("worker1", release)
 
 
@@ -218,13 +214,13 @@ async def await_take_lock_of_worker2() -> None:
 
 
 @in_worker0(slow_call_seconds=SLOW)
-def test_calls_that_lead_back_to_the_caller_are_named() -> None:
+def test_calls_back_to_the_caller_are_followed() -> None:
     prepare()
     with reports() as lines, in_thread(call, "worker1", call_take_lock_of_worker0):
         lines.until(
-            rf"caller has waited .* at {HERE} in call_take_lock_of_worker0, which waits for worker0: "
-            rf"take_lock; worker0 runs it on farcall-\d+ at {HERE} in take_lock, which waits to enter .*; "
-            "the calls lead back to worker0: worker0 → worker1 → worker0$"
+            rf"caller has waited .*; worker1 {THREAD} waits for worker0: take_lock, at {HERE} in "
+            rf"call_take_lock_of_worker0; worker0 {THREAD} runs take_lock, waits for the lock .*, at {HERE} "
+            "in take_lock"
         )
         release()
 
@@ -239,8 +235,8 @@ def report_third(worker: Worker, how: Callable[..., Any]) -> None:
         rpc.rpc_sync("worker2", prepare)
         with in_thread(call, "worker1", how):
             lines.until(
-                rf"worker1 runs it .* at {HERE} in {how.__name__}, which waits for worker2: take_lock; "
-                rf"worker2 runs it on farcall-\d+ at {HERE} in take_lock, which waits to enter [^;]*$"
+                rf"; worker1 .* waits for worker2: take_lock, at {HERE} in {how.__name__}; "
+                rf"worker2 {THREAD} runs take_lock, waits for the lock .*, at {HERE} in take_lock"
             )
             rpc.rpc_sync("worker2", release)
 
@@ -265,7 +261,7 @@ def test_cycle_of_calls_is_named() -> None:
     with reports() as lines:
         _here["first"] = rpc.rpc_async("worker1", call_wait_for_first, timeout=0)
         _here["known"].set()
-        lines.until("; this is a cycle of calls: worker0 → worker1 → worker0 → worker1$")
+        lines.until(rf"; this is a cycle: worker0 {THREAD} → worker1 {THREAD} → worker0 {THREAD}$")
         _here["first"].cancel()
 
 
@@ -286,7 +282,7 @@ def test_stopped_callee(run_workers: RunWorkers) -> None:
 def report_stopped(worker: Worker) -> None:
     with worker.group(slow_call_seconds=SLOW), reports() as lines, in_thread(call, "worker1", wait_at_gate):
         worker.wait_for("stopped")
-        line = lines.until(r"; worker1 does not answer: its process \(\d+\) is stopped$")
+        line = lines.until(r"; worker1 is stopped by a signal \(SIGSTOP, Ctrl-Z\): process \d+")
         worker.report("reported", line)
         worker.wait_for("resumed")
         rpc.rpc_sync("worker1", open_gate)
@@ -305,7 +301,9 @@ def report_queued(worker: Worker) -> None:
     with worker.group(slow_call_seconds=SLOW), reports() as lines:
         worker.wait_for("busy")
         with in_thread(call, "worker1", wait_for_event):
-            line = lines.until(r"; worker1 has it queued behind \d+ tasks: all of its threads are busy$")
+            line = lines.until(
+                rf"; queued at worker1, behind .*; worker1 {THREAD} runs wait_for_event, waits"
+            )
             worker.report("reported", line)
 
 
@@ -333,8 +331,8 @@ def test_error_of_a_timeout_says_where_the_callee_was() -> None:
     began = time.monotonic()
     with pytest.raises(
         RpcTimeoutError,
-        match=r"has not answered\. After [\d.]+ s, worker1 runs it on farcall-\d+ at "
-        rf"{HERE} in wait_for_event, which waits for an Event\. If it may take longer",
+        match=rf"has not answered\. After [\d.]+ s: worker1 {THREAD} runs wait_for_event, waits for the "
+        rf"Event .*, at {HERE} in wait_for_event\. If it may take longer",
     ):
         rpc.rpc_sync("worker1", wait_for_event, timeout=3)
     assert time.monotonic() - began < 10, "the error comes when the time is over"

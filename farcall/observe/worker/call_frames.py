@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
 from typing import Any, Final
 
+from farcall.observe.worker.frames import collection_paused, frames_of_others, variables_of
 from rpc.agent.calls import PendingCall, name_of
 from rpc.agent.futures import Future, as_completed
 from rpc.agent.received_requests import Request
 from rpc.agent.request_runner import RequestRunner
-from rpc.runtime.stacks import collection_paused, frames_of_others, is_users, variables_of
+from rpc.runtime.code_folders import is_users
 
 __all__ = ["awaited_call", "awaited_in", "request_of", "running"]
 

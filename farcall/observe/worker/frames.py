@@ -6,46 +6,28 @@ from __future__ import annotations
 
 import dis
 import functools
-import gc
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from farcall_guard import PACKAGES
+from rpc.runtime.code_folders import INSTALLED, is_users
+from rpc.runtime.collection_pause import is_needed, paused
 
 __all__ = [
-    "HOME",
-    "LIBRARIES",
-    "OURS",
     "collection_paused",
     "copies_kept",
     "coroutine_frames",
     "frames_of_others",
-    "is_users",
-    "place_of",
     "refresh_variables",
     "users_frame",
     "variables_of",
     "waits_for",
     "waits_in",
 ]
-
-HOME: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-OURS: Final = tuple(os.path.join(HOME, package, "") for package in (*PACKAGES, "farcall"))
-"""Folders of this distribution's code."""
-
-_STANDARD: Final = tuple(
-    os.path.join(folder, "")
-    for folder in {sysconfig.get_path("stdlib"), os.path.dirname(os.path.abspath(os.__file__))}
-)
-_INSTALLED: Final = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
-LIBRARIES: Final = (*OURS, *_STANDARD, *_INSTALLED)
-"""Folders of code that is not the program's own."""
 
 _BY_METHOD: Final = {
     "Event.wait": "waits for an Event",
@@ -95,29 +77,9 @@ _NAMES: Final = frozenset(
 )
 
 
-class _Pause:
-    """The pause of :func:`collection_paused`; one thread at a time is in it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.is_begun = False
-        self.thresholds: tuple[int, int, int] | None = None
-
-    def begin(self) -> None:
-        self.is_begun = True
-        if sys.version_info < (3, 12):
-            self.thresholds = gc.get_threshold()
-            gc.set_threshold(0)
-
-    def end(self) -> None:
-        self.is_begun = False
-        thresholds, self.thresholds = self.thresholds, None
-        if thresholds is not None and gc.get_threshold()[0] == 0:  # else the program has set others meanwhile
-            gc.set_threshold(*thresholds)
-
-
 class _Copies:
-    """Copies of variables that frames have made as they were read; see ``_COPIES_VARIABLES``.
+    """Copies of variables that frames have made as they were read; the copy lives as long
+    as the frame.
 
     When a frame is read again, CPython replaces the values in its copy, one by one. If the copy has the last
     reference to one, a destructor runs in the middle of that, in which the other thread can leave the frame,
@@ -132,19 +94,13 @@ class _Copies:
         self.replaced: list[object] = []
 
 
-_COPIES_VARIABLES: Final = sys.version_info < (3, 13)
-"""Whether reading ``f_locals`` copies all variables of the frame; the copy lives as long as the frame."""
-
 _copies = _Copies()
-_pause: Final = _Pause()
 
 
 def _forked() -> None:
-    """The threads whose frames were read, and the one that read them, do not exist in a forked child."""
+    """The threads whose frames were read do not exist in a forked child."""
     global _copies
     _copies = _Copies()
-    _pause.lock = threading.RLock()
-    _pause.end()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -152,30 +108,15 @@ os.register_at_fork(after_in_child=_forked)
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """While frames of other threads are read, no garbage is collected, where the interpreter collects it at
-    allocations; one thread at a time reads them, where that copies variables.
-
-    CPython 3.11 allocates an object for a frame that is read (``sys._current_frames``, ``f_back``,
-    ``f_locals``). If that collects garbage, a finalizer can let the other thread go on and leave the frame,
-    whose memory is then used by others; or two threads wait for each other (cpython issues 97002 and 106883).
-    Since 3.12, garbage is collected between instructions only. The thresholds are changed, and not the switch
-    of ``gc.disable``, which belongs to the program.
-    """
-    if not _COPIES_VARIABLES:
-        yield
-        return
+    """Pause the collection of garbage, and release what copies of variables have lost, when it goes on."""
     released: list[object] = []
-    with _pause.lock:
-        if _pause.is_begun:  # further out on this thread
-            yield
-            return
+    with paused() as is_outermost:
         try:
-            _pause.begin()
             yield
         finally:
-            released += _copies.replaced
-            _copies.replaced.clear()
-            _pause.end()
+            if is_outermost:
+                released += _copies.replaced
+                _copies.replaced.clear()
 
 
 def frames_of_others() -> dict[int, FrameType]:
@@ -189,7 +130,7 @@ def frames_of_others() -> dict[int, FrameType]:
 
 def variables_of(frame: FrameType) -> Mapping[str, Any]:
     """Return the local variables of a frame, which is read within :func:`collection_paused`."""
-    if not _COPIES_VARIABLES:
+    if not is_needed:
         return frame.f_locals
     known = _copies.of_frames.pop(id(frame), None)
     if known is not None:
@@ -233,14 +174,6 @@ def copies_kept() -> Iterator[None]:
             _copies.of_frames.clear()
 
 
-@functools.lru_cache(maxsize=4096)
-def is_users(file: str) -> bool:
-    """Whether code of this file is the user's: not of this distribution, and not of the standard library."""
-    if file.startswith(_INSTALLED):
-        return not file.startswith(OURS)
-    return not file.startswith((*OURS, *_STANDARD, "<frozen "))
-
-
 def users_frame(frame: FrameType | None, end: FrameType | None = None) -> FrameType | None:
     """Return the innermost frame of the user's own code, before the frame ``end``; if there is none, that of
     an installed package; else None.
@@ -249,21 +182,11 @@ def users_frame(frame: FrameType | None, end: FrameType | None = None) -> FrameT
     while frame is not None and frame is not end:
         file = frame.f_code.co_filename
         if is_users(file):
-            if not file.startswith(_INSTALLED):
+            if not file.startswith(INSTALLED):
                 return frame
             installed = installed or frame
         frame = frame.f_back
     return installed
-
-
-def place_of(frame: FrameType) -> str:
-    """Return ``FILE:LINE`` of a frame; the file is relative to the current directory if it is inside."""
-    file = frame.f_code.co_filename
-    try:
-        here = os.path.join(os.getcwd(), "")
-    except OSError:
-        here = ""
-    return f"{file.removeprefix(here)}:{frame.f_lineno or 0}"
 
 
 def waits_for(frame: FrameType | None, end: FrameType | None = None) -> str:

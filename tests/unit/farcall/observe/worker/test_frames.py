@@ -17,15 +17,14 @@ from types import FrameType
 
 import pytest
 
-from rpc.runtime.stacks import (
+from farcall.observe.worker.frames import (
     collection_paused,
     coroutine_frames,
     frames_of_others,
-    is_users,
-    place_of,
     users_frame,
     waits_for,
 )
+from rpc.runtime.code_folders import is_users
 
 lock = threading.Lock()
 event = threading.Event()
@@ -124,13 +123,13 @@ def test_what_a_thread_waits_for(function: Callable[[], object], words: str) -> 
         users = users_frame(frame_of(thread))
         assert users is not None
         assert users.f_code is function.__code__
-        assert place_of(users).partition(":")[0].endswith("test_stacks.py")
+        assert users.f_code.co_filename == __file__
 
 
 def test_code_of_ours_and_of_python_is_not_the_users() -> None:
     assert is_users(__file__)
     assert not is_users(threading.__file__)
-    assert not is_users(place_of.__code__.co_filename)
+    assert not is_users(users_frame.__code__.co_filename)
     assert not is_users("<frozen importlib._bootstrap>")
 
 
@@ -205,7 +204,7 @@ def test_child_that_is_forked_during_a_pause_collects_garbage() -> None:
 
 STORM = """
 import sys, threading, time
-from rpc.runtime.stacks import collection_paused, frames_of_others
+from farcall.observe.worker.frames import collection_paused, frames_of_others
 
 class Finalized:
     def __del__(self):
