@@ -55,6 +55,7 @@ class Attempt:
         batch_size: number of samples of the step, over all members.
         weight: this member's share of the batch, from 0 to 1.
         committed: whether the step is committed on all members; False until then, and if it is repeated.
+        has_failed: whether a reduction has failed.
         whole_view, group: the view and its process group: for the job, see ``Job.group``.
     """
 
@@ -77,7 +78,7 @@ class Attempt:
         self._views, self.whole_view, self.group = views, view, group
         self._state, self._reducers = state, reducers
         self._works: list[Any] = []
-        self._has_failed = False
+        self.has_failed = False
         self._mistake: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -118,7 +119,7 @@ class Attempt:
         """Whether the view has failed, for another reason than a mistake in the block."""
         with self._views.changed:
             over = self._views.outcome is Outcome.ABORT or self._views.core.frozen
-        return self._mistake is None and (over or self._has_failed or self.group.group.members.failed)
+        return self._mistake is None and (over or self.has_failed or self.group.group.members.failed)
 
     def report(self, error: BaseException) -> None:
         """End the job on all members."""
@@ -149,7 +150,7 @@ class Attempt:
 
     def start(self, tensor: torch.Tensor) -> None:
         """Begin to sum a tensor over the members of the view, in place. After a failure it does nothing."""
-        if not self._has_failed:
+        if not self.has_failed:
             try:
                 self._works.append(self.group.allreduce([tensor]))
             except Exception as error:
@@ -165,7 +166,7 @@ class Attempt:
                 self._note(error)
 
     def _note(self, error: Exception) -> None:
-        self._has_failed = True
+        self.has_failed = True
         logger.debug("worker '%s': %r has failed: %r", self._views.name, self, error)
         if self._mistake is None and _is_mistake(error):
             self._mistake = error
@@ -192,6 +193,16 @@ class Attempt:
             if not self.committed:
                 raise _Over
 
+    def decide(self) -> bool:
+        """End the attempt; whether it is committed, on all members alike."""
+        self._decide()
+        return self.committed
+
+    def give_up(self, reason: str) -> None:
+        """Have the attempt be repeated on all members, since this one is not prepared to commit it."""
+        self.has_failed = True
+        self.group.group.abort(f"the step is given up: {reason}")
+
     def _check_gradients(self) -> None:
         """Note a mistake if an optimizer would use a gradient that differs between members."""
         if len(self._reducers) < len(self._state.modules):
@@ -214,7 +225,7 @@ class Attempt:
             reducer.finish()
         self.finish()
         buffers = self._share_buffers()
-        if not self._has_failed:
+        if not self.has_failed:
             self._vote()
         if self._mistake is not None:
             self.report(self._mistake)
@@ -230,7 +241,7 @@ class Attempt:
         shared = []
         for buffer in self._state.buffers():
             value = buffer.detach().clone()
-            if not self._has_failed:
+            if not self.has_failed:
                 options = BroadcastOptions()
                 options.rootRank = self._root
                 try:

@@ -192,6 +192,22 @@ class Job:
         if self._views.core.left or self._views.core.leaving:
             self.leave()
 
+    @property
+    def incarnation(self) -> int:
+        """This worker's incarnation, as the view has it."""
+        return self._views.me
+
+    def next_attempt(self) -> Attempt | None:
+        """Begin an attempt for a program without a loop over attempts; None if this member has left.
+
+        Raises:
+            Finished: the job has ended before this worker had its state.
+        """
+        attempt = self._begin(None)
+        if attempt is None:
+            self._views.check_ended()
+        return attempt
+
     def again(self, until: int | None) -> Attempt | None:
         """Begin another attempt at the step of the last one, whose local steps are not repeated."""
         return self._begin(until, keep=False)

@@ -268,7 +268,7 @@ def misuse(worker: Worker) -> list[str]:
     job.leave()
     attempt_to(lambda: join(model=model, optimizer=optimizer, sampler=sampler))
     assert (model.reducer, len(optimizer._optimizer_step_pre_hooks)) == (None, 0)
-    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())  # type: ignore[attr-defined]
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
     rpc.shutdown()
     return errors
 
