@@ -12,6 +12,7 @@ import torch
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from rpc.errors import InvalidOptionError, RpcError, SerializationError
+from rpc.runtime.waits import waiting
 from spmd.collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.elastic.agreement import NEW, Outcome, View, Vote
@@ -260,11 +261,14 @@ class Attempt:
             vote = views.core.vote(grow=views.wants_to_grow())
         mine = torch.tensor([vote.step, vote.grow, vote.leave, vote.finish], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.size)]
+        self.group.group.purpose = f"the vote on step {self.step} of the elastic job, view {self.view}"
         try:
             self.group.allgather([rows], [mine]).wait()
         except Exception as error:
             self._note(error)
             return
+        finally:
+            self.group.group.purpose = ""
         votes = [
             Vote(step, bool(grow), bool(leave), bool(finish))
             for step, grow, leave, finish in map(_list, rows)
@@ -277,7 +281,7 @@ class Attempt:
 
     def _await_outcome(self) -> None:
         views = self._views
-        with views.changed:
+        with views.changed, waiting(f"the outcome of step {self.step} of the elastic job", views.awaited):
             while views.outcome is None and views.error is None and not views.closed:
                 views.suspect()
                 views.changed.wait(0.5)

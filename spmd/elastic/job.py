@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rpc.errors import InvalidOptionError
 from rpc.runtime.current import current_agent
+from rpc.runtime.waits import waiting
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.work import GroupWork
 from spmd.elastic.agreement import NEW, Outcome, View
@@ -249,12 +250,15 @@ class Job:
         def is_ready() -> bool:
             return is_over() or (core.may_begin and self.size >= self._min_size)
 
-        while not views.changed.wait_for(is_ready, patience):
-            if core.may_begin:
-                raise ElasticError(
-                    f"the elastic job has {self.size} members, fewer than min_size={self._min_size}, and no "
-                    f"others have come within {patience:g} s"
-                )
+        with waiting(
+            f"the next view of the elastic job, which needs {self._min_size} members", views.awaited
+        ):
+            while not views.changed.wait_for(is_ready, patience):
+                if core.may_begin:
+                    raise ElasticError(
+                        f"the elastic job has {self.size} members, fewer than min_size={self._min_size}, and "
+                        f"no others have come within {patience:g} s"
+                    )
         if views.error is not None:
             raise views.error
         return not is_over()
