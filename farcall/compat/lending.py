@@ -1,14 +1,16 @@
-"""Lends the names of ``torch_xla`` to our SPMD mode, where ``torch_xla`` is not installed.
+"""Lends the names of ``torch_xla`` to our SPMD mode, and those of ``torchft`` to elastic jobs, where they are
+not installed.
 
-Python asks our finder last, so an installed ``torch_xla`` stays what it is. Nothing is lent until the program
-asks: by ``lend(at_once=True)``, or by an import in its own source. Libraries that look for ``torch_xla`` find
-it from then on, and not before. A lent module has what our module offers in ``__all__``, and is made when it
-is first imported.
+Python asks our finder last, so an installed package stays what it is. ``torch_xla`` is not lent until the
+program asks: by ``lend(at_once=True)``, or by an import in its own source. Libraries that look for
+``torch_xla`` find it from then on, and not before. A lent module has what our module offers in ``__all__``,
+and is made when it is first imported.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,8 +23,14 @@ from farcall.compat.own_source import is_imported_by_the_program
 __all__ = ["is_lent", "lend", "take_back"]
 
 _OURS: Final = "farcall.compat.torch_xla"
+_TORCHFT: Final = "farcall.compat.torchft"
 
 _LENT: Final[dict[str, str | None]] = {
+    "torchft": _TORCHFT,
+    **{
+        f"torchft.{name}": f"{_TORCHFT}.{name}"
+        for name in ("data", "ddp", "local_sgd", "manager", "optim", "process_group")
+    },
     "torch_xla": f"{_OURS}.package",
     "torch_xla._XLAC": f"{_OURS}.binding",
     "torch_xla._internal": None,
@@ -80,8 +88,13 @@ class _Lender(MetaPathFinder, Loader):
     """Whether the program has asked for these names."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        is_theirs = not isinstance(sys.modules.get("torch_xla"), _Lent) and fullname != "torch_xla"
-        if fullname not in _LENT or is_theirs or find_spec(_OURS) is None:
+        package = fullname.partition(".")[0]
+        is_theirs = not isinstance(sys.modules.get(package), _Lent) and fullname != package
+        if fullname not in _LENT or is_theirs:
+            return None
+        if package == "torchft":
+            return spec_from_loader(fullname, self, origin="farcall", is_package=_has_modules(fullname))
+        if find_spec(_OURS) is None:
             return None
         if not self.is_asked and not is_imported_by_the_program():
             return None
@@ -92,8 +105,9 @@ class _Lender(MetaPathFinder, Loader):
         return _Lent(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        absent = importlib.import_module(f"{_OURS}.absent").absent
-        module.__dict__.update(absent(module.__name__))
+        if module.__name__.startswith("torch_xla"):
+            absent = importlib.import_module(f"{_OURS}.absent").absent
+            module.__dict__.update(absent(module.__name__))
         ours = _LENT[module.__name__]
         if ours is not None:
             source = importlib.import_module(ours)
@@ -108,8 +122,9 @@ class _Lent(ModuleType):
         below = f"{self.__name__}.{name}"
         if below in _LENT:
             return importlib.import_module(below)
+        page = "elastic" if self.__name__.startswith("torchft") else "xla_compatibility"
         raise AttributeError(
-            f"farcall lends {self.__name__} without {name!r}; what it has is in docs/xla_compatibility.md"
+            f"farcall lends {self.__name__} without {name!r}; what it has is in docs/{page}.md"
         )
 
 
@@ -121,12 +136,18 @@ _lender: Final = _Lender()
 
 
 def lend(*, at_once: bool) -> None:
-    """Have ``import torch_xla`` find ours, unless there is another.
+    """Have ``import torch_xla`` and ``import torchft`` find ours, unless there is another.
+
+    Programs for torchft find the number of their replica in the environment, where torchft's launcher sets
+    it; here each worker of a dynamic group is one.
 
     Args:
         at_once: False: from the program's first import of it on.
     """
     _lender.is_asked |= at_once
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        os.environ.setdefault("REPLICA_GROUP_ID", os.environ["RANK"])
+        os.environ.setdefault("NUM_REPLICA_GROUPS", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if _lender not in sys.meta_path:
         sys.meta_path.append(_lender)
 

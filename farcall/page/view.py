@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from farcall.observe.reading.figures import Row, rows_of
+from farcall.observe.reading.figures import Row, elastic_in_words, rows_of
 from farcall.observe.reading.state import (
     JobState,
     WorkerState,
@@ -133,7 +133,9 @@ def _job(job: JobState, report: Report) -> dict[str, Any]:
         "count": len(job.workers),
         "state": state,
         "still": round(job.still, 1),
-        "headline": next(in_words(report, 1 << 16)).partition(" · ")[2],
+        "headline": " · ".join(
+            filter(None, (next(in_words(report, 1 << 16)).partition(" · ")[2], elastic_in_words(job)))
+        ),
     }
 
 

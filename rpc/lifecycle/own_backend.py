@@ -80,7 +80,7 @@ def start_agent(
 
 
 def start_separate_agent(
-    store: SharedStore, name: str, rank: int, world_size: int, rpc_backend_options: AgentOptions
+    store: SharedStore, name: str, rank: int, world_size: int | None, rpc_backend_options: AgentOptions
 ) -> Agent:
     """Like ``start_agent``, for internal use by farcall: the process's calls do not use this agent.
 

@@ -12,8 +12,10 @@ from rpc.options import AgentOptions
 from spmd.collectives import torch_internals
 from spmd.collectives.arguments import seconds_of
 from spmd.collectives.group import Group
+from spmd.collectives.handles import Workers
 from spmd.collectives.node import find_node
 from spmd.collectives.process_group import FarcallProcessGroup
+from spmd.collectives.reconfiguring import ReconfigurableProcessGroup
 from spmd.collectives.vendors import VendorProcessGroup, Vendors
 
 __all__ = ["check_not_refused", "create", "refuse"]
@@ -59,6 +61,11 @@ def create(options: Any, agent_options: Any) -> FarcallProcessGroup:
     size, rank = options.group_size, options.group_rank
     timeout = seconds_of(options.timeout, f"forming process group '{options.group_id}' at rank {rank}")
     torch_internals.prepare()
+    if getattr(options, "enable_reconfigure", False):
+        if vendors is not None:
+            raise InvalidOptionError("enable_reconfigure is for backend 'farcall' alone, without vendors'")
+        workers = Workers(options.store, rank, timeout, agent_options)
+        return ReconfigurableProcessGroup(workers, options.group_id, rank, size, timeout, options.store)
     ranks = list(options.global_ranks_in_group) or list(range(size))
     world = _world() if agent_options is None else None
     node = None if world is None else world.group.node

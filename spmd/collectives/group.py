@@ -68,6 +68,7 @@ class Group:
     Attributes:
         ranks: as given.
         record: the group's entry in the flight recorder.
+        purpose: what the next operations are for, as observers show it; "" for the program's own.
 
     Raises:
         CollectiveTimeoutError: a rank has not come in time.
@@ -82,7 +83,7 @@ class Group:
         self.members = Membership(name, rank, [peer.name for peer in peers], self._tell_failure)
         self.record = GroupRecord(name, ranks)
         self._closed = self._leaves = False
-        self._operation = ""
+        self._operation = self.purpose = ""
         self.members.watch(self._write_record)  # first: a thread that is woken next may leave the group
         bulk = node.bulk
         formation = form(bulk, peers, rank, name, node.key, node.shares_memory, timeout or INFINITE)
@@ -183,7 +184,7 @@ class Group:
         """The wait for the other ranks, for observers."""
         self._operation = text_of(signature)
         return waits.waiting(
-            self._operation,
+            f"{self.purpose}, {self._operation}" if self.purpose else self._operation,
             group=self.record.name,
             number=self.messages.begun,
             operation=self._operation,

@@ -33,7 +33,7 @@ from rpc.runtime.current import current_agent
 from rpc.runtime.tasks import Task
 from spmd.collectives.flight_recorder import FlightRecorder
 
-__all__ = ["Node", "WatchesWorkers", "find_node"]
+__all__ = ["Node", "WatchesWorkers", "agent_of_rpc", "find_node", "master_of"]
 
 _NONE: Final = "-"
 _LOOK_SECONDS: Final = 2.0
@@ -209,7 +209,7 @@ def find_node(store: Store, rank: int, size: int, timeout: float, options: Agent
     """
     turn = run_with_deadline(lambda _: store.add(f"turn/{rank}", 1), timeout, "the process group's store")
     store = PrefixStore(f"{turn}", store)
-    mine = None if options is not None else _agent_of_rpc()
+    mine = None if options is not None else agent_of_rpc()
     given = (options or AgentOptions()) if mine is None else mine.options
     exchange = _Exchange(store, Seal(find_credential(given, os.environ).token), rank, size, timeout)
     said = exchange.tell("agent", _NONE if mine is None else _identity(mine))
@@ -219,12 +219,13 @@ def find_node(store: Store, rank: int, size: int, timeout: float, options: Agent
         return Node.of(mine, peers, agreed[0], owned=False)
     options = options or AgentOptions()
     options.rendezvous_timeout = timeout
-    shared = SharedStore(None, PrefixStore("agents", store), "the process group's store", _master_of(store))
+    shared = SharedStore(None, PrefixStore("agents", store), "the process group's store", master_of(store))
     agent = start_separate_agent(shared, f"rank{rank}", rank, size, options)
     return Node.of(agent, [agent.group.peers.find(other) for other in range(size)], agreed[0], owned=True)
 
 
-def _agent_of_rpc() -> Agent | None:
+def agent_of_rpc() -> Agent | None:
+    """Return the agent of ``init_rpc``; None if there is none, or it is of another backend."""
     try:
         agent = current_agent()
     except NotInitializedError:
@@ -302,7 +303,7 @@ class _Exchange:
             ) from error
 
 
-def _master_of(store: Store) -> str | None:
+def master_of(store: Store) -> str | None:
     """Return the host that serves a store; None if the store has no such host."""
     for each in _layers(store):
         if isinstance(each, TCPStore):

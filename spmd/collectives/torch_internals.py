@@ -33,7 +33,7 @@ from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defin
 from rpc.runtime.internals import Internals
 from rpc.runtime.torch_internals import is_profiler_enabled
 
-__all__ = ["INTERNALS", "begin_event", "end_event", "form_uncounted", "is_profiled", "prepare"]
+__all__ = ["INTERNALS", "begin_event", "end_event", "form_uncounted", "is_profiled", "no_error", "prepare"]
 
 INTERNALS: Final = Internals()
 _find: Final = INTERNALS.find
@@ -51,6 +51,9 @@ _attach_recorder: Final[Callable[..., None] | None] = _find(
     "process groups can be formed only if TORCH_FR_BUFFER_SIZE=0 is in the environment",
     instead=None,
     since=(2, 15),
+)
+_error_type: Final[Any] = _find(
+    "torch._C._distributed_c10d:ErrorType", "get_error of process groups returns None", instead=None
 )
 _set_timeout: Final[Callable[..., object] | None] = _find(
     "torch.distributed.distributed_c10d:_set_pg_timeout",
@@ -98,6 +101,11 @@ def _is_never_profiled() -> bool:
 
 is_profiled: Final = is_profiler_enabled if None not in (begin_event, end_event) else _is_never_profiled
 """Whether a profiler records this thread, and events can be recorded."""
+
+
+def no_error() -> Any:
+    """Return c10d's value for a group without an error."""
+    return None if _error_type is None else _error_type.SUCCESS
 
 
 @functools.cache

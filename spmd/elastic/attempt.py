@@ -12,6 +12,7 @@ import torch
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from rpc.errors import InvalidOptionError, RpcError, SerializationError
+from rpc.runtime.waits import waiting
 from spmd.collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.elastic.agreement import NEW, Outcome, View, Vote
@@ -55,6 +56,7 @@ class Attempt:
         batch_size: number of samples of the step, over all members.
         weight: this member's share of the batch, from 0 to 1.
         committed: whether the step is committed on all members; False until then, and if it is repeated.
+        has_failed: whether a reduction has failed.
         whole_view, group: the view and its process group: for the job, see ``Job.group``.
     """
 
@@ -77,7 +79,7 @@ class Attempt:
         self._views, self.whole_view, self.group = views, view, group
         self._state, self._reducers = state, reducers
         self._works: list[Any] = []
-        self._has_failed = False
+        self.has_failed = False
         self._mistake: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -118,7 +120,7 @@ class Attempt:
         """Whether the view has failed, for another reason than a mistake in the block."""
         with self._views.changed:
             over = self._views.outcome is Outcome.ABORT or self._views.core.frozen
-        return self._mistake is None and (over or self._has_failed or self.group.group.members.failed)
+        return self._mistake is None and (over or self.has_failed or self.group.group.members.failed)
 
     def report(self, error: BaseException) -> None:
         """End the job on all members."""
@@ -149,7 +151,7 @@ class Attempt:
 
     def start(self, tensor: torch.Tensor) -> None:
         """Begin to sum a tensor over the members of the view, in place. After a failure it does nothing."""
-        if not self._has_failed:
+        if not self.has_failed:
             try:
                 self._works.append(self.group.allreduce([tensor]))
             except Exception as error:
@@ -165,7 +167,7 @@ class Attempt:
                 self._note(error)
 
     def _note(self, error: Exception) -> None:
-        self._has_failed = True
+        self.has_failed = True
         logger.debug("worker '%s': %r has failed: %r", self._views.name, self, error)
         if self._mistake is None and _is_mistake(error):
             self._mistake = error
@@ -192,6 +194,16 @@ class Attempt:
             if not self.committed:
                 raise _Over
 
+    def decide(self) -> bool:
+        """End the attempt; whether it is committed, on all members alike."""
+        self._decide()
+        return self.committed
+
+    def give_up(self, reason: str) -> None:
+        """Have the attempt be repeated on all members, since this one is not prepared to commit it."""
+        self.has_failed = True
+        self.group.group.abort(f"the step is given up: {reason}")
+
     def _check_gradients(self) -> None:
         """Note a mistake if an optimizer would use a gradient that differs between members."""
         if len(self._reducers) < len(self._state.modules):
@@ -214,7 +226,7 @@ class Attempt:
             reducer.finish()
         self.finish()
         buffers = self._share_buffers()
-        if not self._has_failed:
+        if not self.has_failed:
             self._vote()
         if self._mistake is not None:
             self.report(self._mistake)
@@ -230,7 +242,7 @@ class Attempt:
         shared = []
         for buffer in self._state.buffers():
             value = buffer.detach().clone()
-            if not self._has_failed:
+            if not self.has_failed:
                 options = BroadcastOptions()
                 options.rootRank = self._root
                 try:
@@ -249,11 +261,14 @@ class Attempt:
             vote = views.core.vote(grow=views.wants_to_grow())
         mine = torch.tensor([vote.step, vote.grow, vote.leave, vote.finish], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.size)]
+        self.group.group.purpose = f"the vote on step {self.step} of the elastic job, view {self.view}"
         try:
             self.group.allgather([rows], [mine]).wait()
         except Exception as error:
             self._note(error)
             return
+        finally:
+            self.group.group.purpose = ""
         votes = [
             Vote(step, bool(grow), bool(leave), bool(finish))
             for step, grow, leave, finish in map(_list, rows)
@@ -266,7 +281,7 @@ class Attempt:
 
     def _await_outcome(self) -> None:
         views = self._views
-        with views.changed:
+        with views.changed, waiting(f"the outcome of step {self.step} of the elastic job", views.awaited):
             while views.outcome is None and views.error is None and not views.closed:
                 views.suspect()
                 views.changed.wait(0.5)

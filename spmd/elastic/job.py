@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rpc.errors import InvalidOptionError
 from rpc.runtime.current import current_agent
+from rpc.runtime.waits import waiting
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.work import GroupWork
 from spmd.elastic.agreement import NEW, Outcome, View
@@ -192,6 +193,22 @@ class Job:
         if self._views.core.left or self._views.core.leaving:
             self.leave()
 
+    @property
+    def incarnation(self) -> int:
+        """This worker's incarnation, as the view has it."""
+        return self._views.me
+
+    def next_attempt(self) -> Attempt | None:
+        """Begin an attempt for a program without a loop over attempts; None if this member has left.
+
+        Raises:
+            Finished: the job has ended before this worker had its state.
+        """
+        attempt = self._begin(None)
+        if attempt is None:
+            self._views.check_ended()
+        return attempt
+
     def again(self, until: int | None) -> Attempt | None:
         """Begin another attempt at the step of the last one, whose local steps are not repeated."""
         return self._begin(until, keep=False)
@@ -233,12 +250,15 @@ class Job:
         def is_ready() -> bool:
             return is_over() or (core.may_begin and self.size >= self._min_size)
 
-        while not views.changed.wait_for(is_ready, patience):
-            if core.may_begin:
-                raise ElasticError(
-                    f"the elastic job has {self.size} members, fewer than min_size={self._min_size}, and no "
-                    f"others have come within {patience:g} s"
-                )
+        with waiting(
+            f"the next view of the elastic job, which needs {self._min_size} members", views.awaited
+        ):
+            while not views.changed.wait_for(is_ready, patience):
+                if core.may_begin:
+                    raise ElasticError(
+                        f"the elastic job has {self.size} members, fewer than min_size={self._min_size}, and "
+                        f"no others have come within {patience:g} s"
+                    )
         if views.error is not None:
             raise views.error
         return not is_over()

@@ -251,6 +251,6 @@ class _Sums:
         found: dict[int, torch.Tensor] = {}
         for flat, places in zip(self._flats, self._places.values(), strict=True):
             sizes = [self._shapes[index].numel() for index in places]
-            for index, part in zip(places, flat.div_(total).split(sizes), strict=True):
+            for index, part in zip(places, torch.split(flat.div_(total), sizes), strict=True):
                 found[index] = part.view(self._shapes[index])
         return [found[index] for index in range(len(self._shapes))]

@@ -39,8 +39,8 @@ class Losses:
         agent: the agent.
         core: this member's part of the protocol, which ``take_in`` tells of certain ends.
         changed: the lock of ``core``.
-        on_loss: called after each loss, on the loop's thread; the argument is the reason if this worker
-            itself is out of its group, else None.
+        on_loss: called after each loss, on the loop's thread, with the incarnation; and with the reason if
+            this worker itself is out of its group, else None.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Losses:
         agent: Any,
         core: Member,
         changed: threading.Condition,
-        on_loss: Callable[[str | None], object],
+        on_loss: Callable[[int, str | None], object],
     ) -> None:
         self._agent, self._core, self._changed, self._on_loss = agent, core, changed, on_loss
         self._gone: queue.SimpleQueue[tuple[int, bool] | None] = queue.SimpleQueue()
@@ -75,7 +75,7 @@ class Losses:
         certain = peer.has_left or self.has_ended(peer.incarnation)
         self._gone.put((peer.incarnation, certain and not paused))
         is_out = f"'{self._agent.group.peers.own.name}' is out of its group" in reason
-        self._on_loss(reason if is_out else None)
+        self._on_loss(peer.incarnation, reason if is_out else None)
 
     def _beat(self) -> None:
         """Notice pauses of this process, on the loop's thread."""

@@ -120,6 +120,10 @@ class Views:
         self.released = threading.Event()
         self.woken = threading.Event()
         self.suspected: Ballot | None = None
+        self._names: dict[int, str] = {}
+        self._interrupted_at: float | None = None
+        self._losses = 0
+        self._last_loss: tuple[str, float] = ("", 0.0)
         if self._agent.is_static_group or "rpc.keeper" not in self._agent.extensions:
             raise ElasticError(
                 "an elastic job needs a dynamic group, whose workers join and leave: start the workers with "
@@ -253,13 +257,28 @@ class Views:
             step,
         )
 
+    def observed(self) -> dict[str, Any]:
+        """Return the state for observers: the view, the step, and the losses."""
+        view = self.core.view
+        return {
+            "view": 0 if view is None else view.number,
+            "members": list(self._names.values()),
+            "step": self._steps(),
+            "observes": self.core.step == NEW,
+            "losses": self._losses,
+            "lost": self._last_loss[0],
+            "took": round(self._last_loss[1], 3),
+        }
+
     # ---- losses, and what follows
 
-    def _note(self, reason: str | None) -> None:
+    def _note(self, incarnation: int, reason: str | None) -> None:
         """Handle a loss, on the loop's thread."""
         if reason is not None:
             error = PutOut(f"{reason}; the elastic job may go on without it")
             threading.Thread(target=self.fail, args=(error,), daemon=True).start()
+        if incarnation in self.core.partners():
+            self._interrupted_at = self._interrupted_at or monotonic()
         self.woken.set()
 
     def wake(self) -> None:
@@ -276,6 +295,12 @@ class Views:
     def wants_to_grow(self) -> bool:
         """Whether this member's vote should ask for a view with newcomers; with ``changed`` held."""
         return self.core.proposer(self.losses.is_lost) == self.me and bool(self.living_newcomers())
+
+    def awaited(self) -> list[str]:
+        """Return the name of the worker that proposes the next view, if it is another one."""
+        proposer = self.core.proposer(self.losses.is_lost)
+        peer = None if proposer in (None, self.me) else self.losses.peer(proposer or 0)
+        return [] if peer is None else [peer.name]
 
     def living_newcomers(self) -> list[int]:
         """Return the newcomers that are not lost; with ``changed`` held."""
@@ -406,6 +431,13 @@ class Views:
             self._is_member = True
             before, self.group = self.group, FarcallProcessGroup(group)
             self.suspected = None
+            stay = {*members, *(each.member for each in reports if each.left)}
+            lost = sorted(name for each, name in self._names.items() if each not in stay)
+            self._names = {each: peer.name if (peer := self.losses.peer(each)) else "" for each in members}
+            took = monotonic() - (self._interrupted_at or monotonic())
+            self._interrupted_at = None
+            if lost:
+                self._losses, self._last_loss = self._losses + len(lost), (", ".join(lost), took)
             if self.outcome is None:
                 self.outcome = done.outcome
             for each in members:
@@ -418,9 +450,10 @@ class Views:
             self.changed.notify_all()
         if before is not None:
             before.shutdown()
+        without = f", without {', '.join(lost)}, {took:.2f} s after the loss" if lost else ""
         logger.info(
-            "worker '%s': view %d of the elastic job has %d members, from step %d on",
-            self.name, done.view.number, len(members), done.view.first,
+            "worker '%s': view %d of the elastic job has %d members%s, from step %d on",
+            self.name, done.view.number, len(members), without, done.view.first,
         )  # fmt: skip
         return True
 

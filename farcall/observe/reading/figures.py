@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from farcall.observe.reading.state import JobState, ThreadState, WorkerState
+from farcall.observe.reading.state import JobState, ThreadState, WorkerState, items, number, whole
 
-__all__ = ["COLUMNS", "Row", "row_of", "rows_of", "state_of", "table"]
+__all__ = ["COLUMNS", "Row", "elastic_in_words", "row_of", "rows_of", "state_of", "table"]
 
 
 _WAITS_SECONDS: Final = 2.0
@@ -209,9 +209,25 @@ def job_line(job: JobState) -> str:
     if job.workers and not living and (end := job.end_in_words()):
         state = end
     began = job.began
-    return f"job {job.id} · {program or 'a program'} · {state}" + (
-        f" · began {_clock(began)}" if began else ""
-    )
+    texts = [f"job {job.id}", program or "a program", state, f"began {_clock(began)}" if began else ""]
+    return " · ".join(filter(None, [*texts, elastic_in_words(job)]))
+
+
+def elastic_in_words(job: JobState) -> str:
+    """Describe the elastic job of the workers, by the one that is furthest: its view, step and losses; "" if
+    there is none.
+    """
+    found = [each.snapshot.get("spmd.elastic") for each in job.living]
+    states = [each for each in found if isinstance(each, Mapping) and whole(each.get("view"))]
+    if not states:
+        return ""
+    last = max(states, key=lambda each: (whole(each.get("view")), whole(each.get("step"))))
+    losses = whole(last.get("losses"))
+    lost = f", {losses} lost" if losses else ""
+    if lost and last.get("lost"):
+        lost += f" (the last, {last['lost']}, for {number(last.get('took')):.2f} s)"
+    count = len(items(last.get("members")))
+    return f"step {whole(last.get('step'))}, view {whole(last.get('view'))} of {count}{lost}"
 
 
 def _clock(at: float) -> str:

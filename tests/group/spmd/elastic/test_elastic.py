@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import rpc
+from rpc.runtime import waits
 from spmd.elastic.entry import _Entry
 from spmd.elastic.errors import ElasticError, Finished, JobMismatchError, StepFailedError
 from spmd.elastic.job import Job, join
@@ -83,6 +84,10 @@ def train(worker: Worker, size: int, end: str | None) -> Any:
         if attempt.committed:
             sizes.append(attempt.size)
             used.append((attempt.step, i.tolist()))
+    observed = job._views.observed()
+    assert observed["step"] == job.step
+    if size == 3:
+        assert (observed["losses"], observed["lost"]) == (1, "worker2")
     job.leave()
     rpc.shutdown()
     torch.testing.assert_close(weights(model), trained_alone(job.step), rtol=0, atol=1e-9)
@@ -257,6 +262,19 @@ def misuse(worker: Worker) -> list[str]:
     assert (model.reducer, len(optimizer._optimizer_step_pre_hooks)) == (job._reducers[0], 1)
     attempt_to(optimizer.step)
     attempt_to(lambda: nn.parallel.DistributedDataParallel(model_of(), process_group=job.group))
+    with patch("rpc.runtime.waits.waiting", wraps=waits.waiting) as waiting:
+        train_once(job, model, optimizer, attempt_to)
+    shown = [each.args[0] for each in waiting.call_args_list]
+    assert any(each.startswith("the vote on step 0 of the elastic job, view 1, all_gather") for each in shown)
+    job.leave()
+    attempt_to(lambda: join(model=model, optimizer=optimizer, sampler=sampler))
+    assert (model.reducer, len(optimizer._optimizer_step_pre_hooks)) == (None, 0)
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+    rpc.shutdown()
+    return errors
+
+
+def train_once(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, attempt_to: Any) -> None:
     for attempt in job.attempts():
         with attempt:
             with attempt.accumulate():
@@ -265,12 +283,6 @@ def misuse(worker: Worker) -> list[str]:
             optimizer.step()
             attempt_to(lambda: job.group.allreduce([torch.ones(1)]))
             job.finish()
-    job.leave()
-    attempt_to(lambda: join(model=model, optimizer=optimizer, sampler=sampler))
-    assert (model.reducer, len(optimizer._optimizer_step_pre_hooks)) == (None, 0)
-    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())  # type: ignore[attr-defined]
-    rpc.shutdown()
-    return errors
 
 
 def test_misuse_is_one_clear_error(run_workers: RunWorkers) -> None:

@@ -19,7 +19,7 @@ from tests.group.spmd.elastic.test_elastic import BATCH, LENGTH, data, init, mod
 from tests.support.workers import RunWorkers, Worker
 
 STEPS = 2
-Used = list[list[int]]
+Used = list[list[list[int]]]
 
 
 def optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -77,8 +77,8 @@ def replayed(first: Used, second: Used, third: Used) -> torch.Tensor:
                 nn.functional.mse_loss(model(x[i]), y[i]).backward()  # type: ignore[no-untyped-call]
                 inner.step()
             share = sum(map(len, part)) / total
-            for summed, before, parameter in zip(moved, begin, parameters, strict=True):
-                summed += share * (before - parameter.detach())
+            for total_move, before, parameter in zip(moved, begin, parameters, strict=True):
+                total_move.add_(share * (before - parameter.detach()))
         for parameter, value, gradient in zip(parameters, begin, moved, strict=True):
             parameter.data.copy_(value)
             parameter.grad = gradient

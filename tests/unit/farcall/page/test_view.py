@@ -194,12 +194,25 @@ def test_state_of_another_host_has_finite_numbers(wrong: float) -> None:
     assert "job 7c2f" in job_line(job(found))
 
 
+def test_elastic_job_is_described_by_the_worker_that_is_furthest() -> None:
+    ahead = {"view": 4, "step": 120, "members": ["a", "b"], "losses": 2, "lost": "c", "took": 0.314}
+    behind = {"view": 4, "step": 119, "members": ["a", "b"], "losses": 0, "lost": "", "took": 0.0}
+    text = "step 120, view 4 of 2, 2 lost (the last, c, for 0.31 s)"
+    state = job(worker(0, main_thread(), **{"spmd.elastic": behind}), worker(1, **{"spmd.elastic": ahead}))
+    assert job_line(state).endswith(f" · {text}")
+    found = view(worker(0, main_thread(), **{"spmd.elastic": ahead}))
+    assert found["job"]["headline"].endswith(f" · {text}")
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-PARTS = ("rref", "spmd.node", "spmd.collectives", "spmd.session", "executor", "peers", "calls", "requests")
+PARTS = (
+    *("rref", "spmd.elastic", "spmd.node", "spmd.collectives", "spmd.session"),
+    *("executor", "peers", "calls", "requests"),
+)
 
 
 @settings(max_examples=60, deadline=None)
