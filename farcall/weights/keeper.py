@@ -91,6 +91,8 @@ class Keeper:
         self._second: SecondCopy | None = None
         self._copies: dict[str, list[int]] = {}
         """For each other host, the incarnations of workers that can keep its copy."""
+        self._chains: dict[int, list[int]] = {}
+        """For each version, by serial, the workers whose hosts' copies get it one from another."""
         self._changes_between: dict[tuple[int, int], list[list[Any]] | None] = {}
         self._sent_bytes = self._received_bytes = 0
         self._closed = False
@@ -319,6 +321,31 @@ class Keeper:
             for _, gaps, bits in found or ():
                 self._sent_bytes += gaps.nbytes + bits.nbytes
         return found
+
+    def source(self, serial: int, who: list[Any], failed: int | None) -> list[Any] | None:
+        """Return the description of the worker from which a host's copy gets a version; None: from here. The
+        copies form a chain, in the order in which they ask; ``failed`` is left out of it.
+        """
+        with self._lock:
+            catalogue = self._catalogue
+            there = {each.serial for each in (*catalogue.whole.values(), *catalogue.leases.values())}
+            self._chains = {each: chain for each, chain in self._chains.items() if each in there}
+            chain = self._chains.setdefault(serial, [])
+            members = self.agent.group.peers.view
+            chain[:] = [each for each in chain if each != failed and members.find(each) is not None]
+            if who[1] not in chain:
+                chain.append(who[1])
+            at = chain.index(who[1])
+            found = members.find(chain[at - 1]) if at else None
+            return None if found is None else found.to_wire()
+
+    def lease(self, number: int, who: list[Any], ticket: int) -> None:
+        """Keep a version, which need not be whole."""
+        with self._changing():
+            version = self._catalogue.whole.get(number) or self._catalogue.open.get(number)
+            if version is None:
+                raise WeightsError(f"store '{self.name}' has no version {number}")
+            self._catalogue.lease(version, Lease(Who(*who), ticket))
 
     def copy_at(self, host: str, who: list[Any], failed: int | None) -> list[Any]:
         """Return the description of the worker that keeps the copy of a host: of those that have asked, the
@@ -680,6 +707,7 @@ _ASKED: Final[Mapping[str, Callable[..., Any]]] = {
         Keeper.open_serial,
         Keeper.changes,
         Keeper.copy_at,
+        Keeper.source,
         Keeper.offer,
         Keeper.tag,
         Keeper.metadata,
