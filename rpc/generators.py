@@ -251,7 +251,7 @@ class _Streams:
     def _add(self, key: Key, stream: _Stream) -> None:
         self._open[key] = stream
         agent = self._agent
-        if agent is not None and (agent.closed or agent.group.peers.view.gone_reason(key[0]) is not None):
+        if agent is not None and agent.group.peers.view.gone_reason(key[0]) is not None:
             stream.close()  # its caller was lost before it was here
 
     def find(self, key: Key) -> _Stream | None:

@@ -16,6 +16,7 @@ from farcall.observe.state import (
     number,
     whole,
 )
+from farcall.observe.stores import stores_of
 from farcall.observe.words import in_words
 from farcall.page.history import PastJob
 from farcall.page.wait_layers import wait_layers
@@ -66,6 +67,7 @@ def job_view(job: JobState, report: Report, earlier: JobState | None = None) -> 
         ],
         "waits": wait_layers(report),
         "references": _references(job),
+        "weights": [each.to_json() for each in stores_of(job)],
         "collectives": _collectives(job),
         "spmd": [view for each in job if (view := _spmd(each)) is not None],
         "skipped": [{"file": file, "why": why} for file, why in job.skipped[:20]],

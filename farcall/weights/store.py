@@ -340,7 +340,9 @@ class Store:
             ``versions``: the whole ones; ``open``: for each other one, which parts are missing; ``tags``;
             ``keep``; ``copies``: 2 if a second copy has all versions; ``bytes``: size of all its memory;
             ``leases``: their number; ``holders``: the workers that have them; ``sent_bytes`` and
-            ``received_bytes``: what went to and came from other hosts.
+            ``received_bytes``: what went to and came from other hosts; ``saved_bytes``: what did not go, as
+            only differences did; ``ages``: seconds since each version became whole; ``readers``: for each
+            worker, the number of the version that it has read last, if that is there.
         """
         found: dict[str, Any] = self._ask("usage")
         return found
@@ -420,7 +422,7 @@ def _on_thread(call: Callable[[], T]) -> Future[T]:
 def _metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
     found = dict(given or {})
     for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):  # type: ignore[redundant-expr]
             raise WeightsError(
                 f"metadata is texts, numbers, booleans and None by name, not {name!r:.80}: {value!r:.80}"
             )

@@ -35,7 +35,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         module = ModuleType(".".join(parts[:end]))
-        module.__path__ = []  # type: ignore[attr-defined]
+        module.__path__ = []
         if end == len(parts):
             vars(module).update(contents)
         if module.__name__ not in sys.modules or end == len(parts):
@@ -165,8 +165,14 @@ def test_verl(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
             for engine, model in zip(rollouts, models, strict=True)
         ]
         passed: list[str] = []
+
+        def weights_of() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in state.items():
+                passed.append(name)
+                yield name, tensor
+
         for engine in reversed(trainers):
-            await engine.send_weights((passed.append(name) or name, state[name]) for name in state)  # type: ignore[func-returns-value]
+            await engine.send_weights(weights_of())
         await asyncio.gather(*reading)
         assert passed == [*state, *state], "all trainers drive the generator"
         assert all(model.holds(state) for model in models)
