@@ -49,6 +49,9 @@ Batch = list[tuple[str, Box, Tensor]]
 _WINDOW: Final = 6
 """Number of calls with blocks under way."""
 
+_MOST_UNREACHABLE: Final = 256
+"""Maximum number of workers that are remembered as unreachable."""
+
 _ATTEMPTS: Final = 4
 """Maximum number of processes that a reader asks for this host's copy, one after another."""
 
@@ -104,6 +107,8 @@ class Handle:
         self._copy: Handle | None = None
         self._copy_keeper: int | None = None
         self._copy_failed: int | None = None
+        self._unreachable: list[int] = []
+        """Workers whose copies this one has lost, or never reached."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may use the store
         self._waits: set[int] | None = None
         """Tickets of the waits that a shutdown ends; None before the first one."""
@@ -523,7 +528,7 @@ class _Reading:
 
     def fill(self, arrival: copies.Arrival) -> None:
         """See ``copies.Reading``."""
-        handle, failed = self._handle, None
+        handle, failed = self._handle, list(self._handle._unreachable)
         while arrival.missing():
             source = handle.ask("source", self._serial, handle._who, failed)
             if source is None:
@@ -533,7 +538,9 @@ class _Reading:
                 with handle.relaying(source, self._serial) as ask:
                     handle.get_missing(arrival, ask)
             except RpcError as error:
-                failed = Member.from_wire(source).incarnation
+                failed.append(Member.from_wire(source).incarnation)
+                if isinstance(error, WorkerLostError):  # or it cannot be reached from here
+                    handle._unreachable = failed[-_MOST_UNREACHABLE:]
                 logger.info("another source of store '%s' is asked: %s", handle.name, error)
 
 

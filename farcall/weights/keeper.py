@@ -337,22 +337,20 @@ class Keeper:
                 self._saved_bytes -= gaps.nbytes + bits.nbytes
         return found
 
-    def source(self, serial: int, who: list[Any], failed: int | None) -> list[Any] | None:
+    def source(self, serial: int, who: list[Any], failed: list[int]) -> list[Any] | None:
         """Return the description of the worker from which a host's copy gets a version; None: from here. The
-        copies form a chain, in the order in which they ask; ``failed`` is left out of it.
+        copies form a chain, in the order in which they ask. Those that have ``failed`` are passed over.
         """
         with self._lock:
             catalogue = self._catalogue
             there = {each.serial for each in (*catalogue.whole.values(), *catalogue.leases.values())}
             self._chains = {each: chain for each, chain in self._chains.items() if each in there}
             chain = self._chains.setdefault(serial, [])
-            members = self.agent.group.peers.view
-            chain[:] = [each for each in chain if each != failed and members.find(each) is not None]
             if who[1] not in chain:
                 chain.append(who[1])
-            at = chain.index(who[1])
-            found = members.find(chain[at - 1]) if at else None
-            return None if found is None else found.to_wire()
+            before = [each for each in chain[: chain.index(who[1])] if each not in failed]
+            found = map(self.agent.group.peers.view.find, reversed(before))
+            return next((each.to_wire() for each in found if each is not None), None)
 
     def lease(self, number: int, who: list[Any], ticket: int) -> None:
         """Keep a version, which need not be whole."""

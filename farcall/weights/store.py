@@ -96,6 +96,7 @@ class Store:
         self._handle = handle
         self._owned: Agent | None = None
         self._starting = threading.Lock()
+        self._subscriptions = ExitStack()
         self._putting: ThreadPoolExecutor | None = None
         self._following = threading.Lock()
         """Held while another worker is looked for that keeps the store."""
@@ -258,7 +259,7 @@ class Store:
         """Have ``callback(number)`` called when there is a newer version, on a thread of its own.
 
         If several become whole while the callback runs, it is called for the newest only. An error that it
-        raises is logged. The calls end with the store, or when this worker shuts down.
+        raises is logged. The calls end with ``close()``, or when this worker shuts down.
 
         Args:
             callback: called with the number.
@@ -273,7 +274,9 @@ class Store:
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {callback!r:.100}")
-        return follow(self._by_keeper, self.name, callback, newer_than)
+        subscription = follow(self._by_keeper, self.name, callback, newer_than)
+        self._subscriptions.callback(subscription.close)
+        return subscription
 
     def lease(self, version: int | str | None = None, timeout: float | None = None) -> Lease:
         """Keep a version, and use its tensors where they lie: a context manager.
@@ -353,6 +356,7 @@ class Store:
         """
         if self._putting is not None:
             self._putting.shutdown(wait=False)
+        self._subscriptions.close()
         self._handle.close()
         if self._owned is not None:
             atexit.unregister(self.close)
@@ -388,7 +392,7 @@ class Store:
             return False
         with self._following:
             if self._handle is gone:
-                successor = successors.find(gone.agent, gone.home, gone.name, gone.epoch)
+                successor = successors.find(gone.agent, gone.home, gone.name)
                 if successor is None:
                     return False
                 self._handle = Handle(
@@ -439,7 +443,7 @@ def _opened(agent: Agent, name: str, on: WorkerReference, keep: int | None, copi
         return Handle(agent, keeper.GROUP, name, get_worker_info(on).name, keep, copies)
     except (UnknownWorkerError, WorkerLostError):
         home = on if isinstance(on, str) else getattr(on, "name", None)
-        successor = successors.find(agent, home, name, None) if home and copies > 1 else None
+        successor = successors.find(agent, home, name) if home and copies > 1 else None
         if home is None or successor is None:
             raise
         return Handle(agent, keeper.GROUP, name, successor, keep, copies, home)
