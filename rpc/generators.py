@@ -74,9 +74,9 @@ class _Requests:
         return future
 
     @property
-    def wanted(self) -> bool:
-        """Whether the next value has been requested."""
-        return self._index in self._waiting
+    def idle(self) -> bool:
+        """Whether the next value has not been requested, and more may be."""
+        return not self.ended and self._index not in self._waiting
 
     def answer(self, value: Any) -> None:
         """Give the next value."""
@@ -138,7 +138,7 @@ class _Plain:
         try:
             while True:
                 with self._woken:
-                    self._woken.wait_for(lambda: requests.ended or requests.wanted)
+                    self._woken.wait_for(lambda: not requests.idle)
                 if requests.ended:
                     return
                 try:
@@ -184,10 +184,9 @@ class _Asynchronous:
         requests = self.requests
         try:
             while not requests.ended:
-                if not requests.wanted:
-                    self._woken.clear()
-                    if not (requests.ended or requests.wanted):
-                        await self._woken.wait()
+                self._woken.clear()
+                if requests.idle:
+                    await self._woken.wait()
                     continue
                 try:
                     value = await anext(self._values)
@@ -251,7 +250,7 @@ class _Streams:
     def _add(self, key: Key, stream: _Stream) -> None:
         self._open[key] = stream
         agent = self._agent
-        if agent is not None and (agent.closed or agent.group.peers.view.gone_reason(key[0]) is not None):
+        if agent is not None and agent.group.peers.view.gone_reason(key[0]) is not None:
             stream.close()  # its caller was lost before it was here
 
     def find(self, key: Key) -> _Stream | None:

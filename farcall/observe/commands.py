@@ -105,13 +105,19 @@ def ps(job: str | None, everything: bool, as_json: bool) -> int:
     """
     from farcall.observe.format.jobs import jobs, jobs_folder
     from farcall.observe.reading.figures import job_line, rows_of, table
+    from farcall.observe.reading.stores import lines_of, stores_of
 
     folders = jobs(jobs_folder(os.environ)) if job is None else [_find(job)]
     found = [_read(each) for each in folders]
     shown = [each for each in found if each.workers and (everything or job is not None or each.living)]
     if as_json:
         jobs_as_json = [
-            {"job": each.id, "workers": [row.to_json() for row in rows_of(each)]} for each in shown
+            {
+                "job": each.id,
+                "workers": [row.to_json() for row in rows_of(each)],
+                "weights": [store.to_json() for store in stores_of(each)],
+            }
+            for each in shown
         ]
         click.echo(json.dumps(jobs_as_json, indent=2))
         return 0
@@ -119,7 +125,7 @@ def ps(job: str | None, everything: bool, as_json: bool) -> int:
         if number:
             click.echo()
         click.echo(job_line(each))
-        for line in table(rows_of(each), _width()):
+        for line in (*table(rows_of(each), _width()), *lines_of(each)):
             click.echo(line)
     if not shown:
         click.echo("no job of this user runs here" + (" (--all shows those that are over)" if found else ""))

@@ -15,6 +15,7 @@ from farcall.observe.reading.state import (
     number,
     whole,
 )
+from farcall.observe.reading.stores import stores_of
 from farcall.observe.why.analysis import Report
 from farcall.observe.why.words import in_words
 from farcall.page.history import PastJob
@@ -66,6 +67,7 @@ def job_view(job: JobState, report: Report, earlier: JobState | None = None) -> 
         ],
         "waits": wait_layers(report),
         "references": _references(job),
+        "weights": [each.to_json() for each in stores_of(job)],
         "collectives": _collectives(job),
         "spmd": [view for each in job if (view := _spmd(each)) is not None],
         "skipped": [{"file": file, "why": why} for file, why in job.skipped[:20]],

@@ -5,6 +5,9 @@ keeper of its own (``keeper.py``), which has the versions under the numbers of t
 host holds a lease of a version at the store, has the copy bring it, and reads it from the copy's memory. The
 copy gets the blocks, or only what has changed since the version that it has. If its process dies, the store
 names another one.
+
+Blocks come from the copy of the host that has asked for the version before, if there is one, as soon as they
+are there; so a version goes from the store's host once, and on from host to host (``Keeper.source``).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor
 
 from farcall.weights import delta
@@ -23,11 +27,101 @@ from farcall.weights.keeper import Keeper
 from farcall.weights.keeper import forget as forget_store
 from farcall.weights.keeper import keep as keep_store
 from farcall.weights.layout import Layout
+from farcall.weights.pieces import batches
 from farcall.weights.replication import Listing
 from rpc.agent.agent import Agent
+from rpc.functions import async_execution
 from rpc.serialization.settings import allow_function
 
-__all__ = ["HostCopy", "Reading", "Source", "bring", "copy_of", "offer", "prepare", "release"]
+__all__ = [
+    "Arrival",
+    "HostCopy",
+    "Reading",
+    "Source",
+    "block",
+    "bring",
+    "copy_of",
+    "offer",
+    "prepare",
+    "relay",
+    "release",
+]
+
+
+class Arrival:
+    """The blocks of a version that is brought: those that are here, and those that others wait for. From any
+    thread.
+
+    Args:
+        tensors: the memory for it.
+
+    Attributes:
+        blocks: names and blocks of whole tensors with their memory, grouped as they go in calls; these are
+            the same in all processes.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        wholes = {
+            name: [Piece(tensor, Box((0,) * tensor.dim(), tuple(tensor.shape)))]
+            for name, tensor in tensors.items()
+            if tensor.numel()
+        }
+        self.blocks = list(batches(wholes))
+        self._lock = threading.Lock()
+        self._here: set[int] = set()
+        self._waiting: dict[int, list[torch.futures.Future[list[Tensor]]]] = {}
+        self._error: Exception | None = None
+
+    def missing(self) -> list[int]:
+        """Return the indices of the blocks that are not here."""
+        return [index for index in range(len(self.blocks)) if index not in self._here]
+
+    def put(self, index: int, data: Sequence[Tensor]) -> None:
+        """Take in blocks."""
+        for (*_, local), tensor in zip(self.blocks[index], data, strict=True):
+            local.copy_(tensor)
+        self._give([index])
+
+    def finish(self) -> None:
+        """All blocks are here."""
+        self._give(self.missing())
+
+    def fail(self, error: Exception) -> None:
+        """No more blocks come."""
+        with self._lock:
+            self._error = error
+            waiting = [future for futures in self._waiting.values() for future in futures]
+            self._waiting = {}
+        for future in waiting:
+            future.set_exception(_gave_up(error))  # type: ignore[arg-type]  # as PyTorch means it
+
+    def wait(self, index: int) -> torch.futures.Future[list[Tensor]]:
+        """Return a future of blocks."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        with self._lock:
+            error, is_here = self._error, index in self._here
+            if error is None and not is_here:
+                self._waiting.setdefault(index, []).append(future)
+        if is_here:
+            future.set_result(self._tensors(index))
+        elif error is not None:
+            future.set_exception(_gave_up(error))  # type: ignore[arg-type]
+        return future
+
+    def _give(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            with self._lock:
+                self._here.add(index)
+                waiting = self._waiting.pop(index, [])
+            for future in waiting:
+                future.set_result(self._tensors(index))
+
+    def _tensors(self, index: int) -> list[Tensor]:
+        return [local.contiguous() for *_, local in self.blocks[index]]
+
+
+def _gave_up(error: Exception) -> WeightsError:
+    return WeightsError(f"the copy of a host could not get a version: {error}")
 
 
 class Reading(Protocol):
@@ -38,8 +132,8 @@ class Reading(Protocol):
     def changes(self, have: int) -> Sequence[tuple[str, Tensor, Tensor]] | None:
         """Return what has changed since another version, by tensor; None if the whole takes less."""
 
-    def fill(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
-        """Copy blocks of it into local memory."""
+    def fill(self, arrival: Arrival) -> None:
+        """Get the blocks of it."""
 
 
 class Source(Protocol):
@@ -64,6 +158,8 @@ class HostCopy:
         self._bringing = threading.Lock()
         """Held while a version is brought, so that each comes once."""
         self._ended = False
+        self._arrivals: dict[int, Arrival] = {}
+        """The version that is brought, or was brought last."""
 
     def bring(self, serial: int, who: list[Any], ticket: int) -> list[Any]:
         """Get a version unless it is here, and return it as ``Keeper.open`` does, with a lease."""
@@ -109,21 +205,38 @@ class HostCopy:
         own = list(self.keeper.own)
         self.keeper.begin(serial, [0, 1], tensors, own, True)
         new = self.keeper.tensors(serial)
-        changes = None if have is None else version.changes(have)
-        if have is None or changes is None:
-            version.fill(
-                {
-                    name: [Piece(tensor, Box((0,) * tensor.dim(), tuple(tensor.shape)))]
-                    for name, tensor in new.items()
-                    if tensor.numel()
-                }
-            )
-        else:
-            for name, old in self.keeper.tensors(have).items():
-                new[name].copy_(old)
-            for name, gaps, bits in changes:
-                delta.apply(gaps, bits, new[name])
-        self.keeper.written(serial, 0, own)
+        arrival = self._arrivals[serial] = Arrival(new)
+        try:
+            changes = None if have is None else version.changes(have)
+            if have is None or changes is None:
+                version.fill(arrival)
+            else:
+                for name, old in self.keeper.tensors(have).items():
+                    new[name].copy_(old)
+                for name, gaps, bits in changes:
+                    delta.apply(gaps, bits, new[name])
+            self.keeper.written(serial, 0, own)
+        except Exception as error:
+            del self._arrivals[serial]
+            arrival.fail(error)
+            raise
+        arrival.finish()
+        for each in list(self._arrivals):
+            if each != serial:
+                del self._arrivals[each]
+
+    def relay(self, serial: int, who: list[Any], ticket: int) -> None:
+        """Keep a version that is here, or is being brought, for the copy of another host."""
+        if serial not in self._arrivals:
+            raise WeightsError("this copy does not have that version")
+        self.keeper.lease(serial, who, ticket)
+
+    def block(self, serial: int, index: int) -> torch.futures.Future[list[Tensor]]:
+        """Return a future of blocks of that version."""
+        arrival = self._arrivals.get(serial)
+        if arrival is None or not 0 <= index < len(arrival.blocks):
+            raise WeightsError("this copy does not have that version")
+        return arrival.wait(index)
 
 
 Key = tuple[str, int, int]
@@ -183,7 +296,28 @@ def bring(
     _scope: str, store: str, epoch: int, incarnation: int, serial: int, who: list[Any], ticket: int
 ) -> list[Any]:
     """Called at that process; see ``HostCopy.bring``."""
+    return _find(store, epoch, incarnation).bring(serial, who, ticket)
+
+
+@allow_function
+def relay(
+    _scope: str, store: str, epoch: int, incarnation: int, serial: int, who: list[Any], ticket: int
+) -> None:
+    """Called at that process, by the copy of another host; see ``HostCopy.relay``."""
+    _find(store, epoch, incarnation).relay(serial, who, ticket)
+
+
+@allow_function
+@async_execution
+def block(
+    _scope: str, store: str, epoch: int, incarnation: int, serial: int, index: int
+) -> torch.futures.Future[list[Tensor]]:
+    """Called at that process, by the copy of another host; see ``HostCopy.block``."""
+    return _find(store, epoch, incarnation).block(serial, index)
+
+
+def _find(store: str, epoch: int, incarnation: int) -> HostCopy:
     copy = _copies.get((store, epoch, incarnation))
     if copy is None:
         raise WeightsError(f"this process keeps no copy of store '{store}'")
-    return copy.bring(serial, who, ticket)
+    return copy

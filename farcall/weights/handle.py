@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Final
 
@@ -42,8 +43,14 @@ _WAIT_SECONDS: Final = 20.0
 _OTHERS_SECONDS: Final = 60.0
 """How long a writer that is two versions ahead waits for the others, before it gives up their versions."""
 
+Batch = list[tuple[str, Box, Tensor]]
+"""Names and blocks of whole tensors, and local memory."""
+
 _WINDOW: Final = 6
 """Number of calls with blocks under way."""
+
+_MOST_UNREACHABLE: Final = 256
+"""Maximum number of workers that are remembered as unreachable."""
 
 _ATTEMPTS: Final = 4
 """Maximum number of processes that a reader asks for this host's copy, one after another."""
@@ -100,10 +107,12 @@ class Handle:
         self._copy: Handle | None = None
         self._copy_keeper: int | None = None
         self._copy_failed: int | None = None
+        self._unreachable: list[int] = []
+        """Workers whose copies this one has lost, or never reached."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may use the store
-        self._waits: set[int] = set()
+        self._waits: set[int] | None = None
+        """Tickets of the waits that a shutdown ends; None before the first one."""
         self._leaving = False
-        agent.lifecycle.hooks.leaving.append(self._leave)
         answer = self.call(successors.opened, name, keep, copies)
         if isinstance(answer, str):  # another worker has taken over from that one
             self.on, self._scope = answer, successors.scope_of(on)
@@ -251,19 +260,25 @@ class Handle:
 
     def _wait_for_change(self, state: int, ticket: int, seconds: float) -> None:
         timeout = max(min(seconds, _WAIT_SECONDS), 0.001)
-        self._waits.add(ticket)
+        with self._lock:
+            if self._waits is None:
+                self._waits = set()
+                self.agent.lifecycle.hooks.leaving.append(self._leave)
+            self._waits.add(ticket)
         try:
             if self._leaving:
                 raise RpcError(f"this worker is shutting down: it waits for store '{self.name}' no more")
             with contextlib.suppress(RpcTimeoutError):
                 self.call(keeper.changed, self.name, self.epoch, state, self._who, ticket, timeout=timeout)
         finally:
-            self._waits.discard(ticket)
+            with self._lock:
+                self._waits.discard(ticket)
 
     def _leave(self) -> None:
         """End the waits: a graceful shutdown waits for calls."""
-        self._leaving = True
-        for ticket in list(self._waits):
+        with self._lock:
+            self._leaving, waits = True, list(self._waits or ())
+        for ticket in waits:
             with contextlib.suppress(RpcError):
                 self.ask_later("release", self._who, ticket, False)
 
@@ -283,19 +298,46 @@ class Handle:
         self, ticket: int, pieces: Mapping[str, Sequence[Piece]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Get blocks from another host; yields local memory, and what is to be copied into it."""
-
-        def call(batch: list[tuple[str, Box, Tensor]]) -> Any:
-            return self.ask_later(
-                "read", self._who, ticket, [[name, box_to_wire(box)] for name, box, _ in batch]
-            )
-
-        for batch, data in self._in_window(call, batches(pieces)):
-            for (name, _, local), tensor in zip(batch, data, strict=True):
-                if tensor.shape != local.shape or tensor.dtype != local.dtype:
-                    raise WeightsError(
-                        f"store '{self.name}' sent another block of {name!r} than was asked for"
-                    )
+        for batch, data in self._in_window(partial(self._read, ticket), batches(pieces)):
+            self._check(batch, data)
+            for (*_, local), tensor in zip(batch, data, strict=True):
                 yield local, tensor
+
+    def _read(self, ticket: int, batch: Batch) -> Any:
+        return self.ask_later("read", self._who, ticket, [[name, box_to_wire(box)] for name, box, _ in batch])
+
+    def _check(self, batch: Batch, data: Any) -> None:
+        for (name, _, local), tensor in zip(batch, data, strict=True):
+            if tensor.shape != local.shape or tensor.dtype != local.dtype:
+                raise WeightsError(f"store '{self.name}' sent another block of {name!r} than was asked for")
+
+    def get_missing(self, arrival: copies.Arrival, call: Callable[[int], Any]) -> None:
+        """Get the blocks that have not arrived; ``call`` asks for one, by its index."""
+        for index, data in self._in_window(call, iter(arrival.missing())):
+            self._check(arrival.blocks[index], data)
+            arrival.put(index, data)
+
+    @contextlib.contextmanager
+    def relaying(self, source: Any, serial: int) -> Iterator[Callable[[int], Any]]:
+        """Have another host's copy keep a version; the value asks it for blocks."""
+        member = self._admitted(source)
+        scope, name, *store = self._where_copy_is(member.incarnation)
+        copy = Handle(self.agent, scope, name, member.name)
+        ticket = _ticket()
+        try:
+            copy.call(copies.relay, *store, serial, self._who, ticket)
+            yield lambda index: self.agent.call_async(
+                member.name, copies.block, (scope, *store, serial, index), {}, 0.0
+            )
+        finally:
+            copy._release(ticket, used=False)
+            copy.close()
+
+    def _admitted(self, wire: Any) -> Member:
+        member = Member.from_wire(wire)
+        if not keeper.is_of_group(self._scope) and member.incarnation != self.agent.incarnation:
+            admit(self.agent, member)
+        return member
 
     @staticmethod
     def _in_window(call: Callable[[Any], Any], batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
@@ -362,10 +404,8 @@ class Handle:
         if self._copy is None and AVAILABLE:
             copies.offer(self.name, self.epoch, self.agent, self)
             wire = self.ask("copy_at", host_identity(), self._who, self._copy_failed)
-            member = Member.from_wire(wire)
+            member = self._admitted(wire)
             self._copy_keeper = member.incarnation
-            if not keeper.is_of_group(self._scope) and member.incarnation != self.agent.incarnation:
-                admit(self.agent, member)
             scope, name, *store = self._where_copy_is(member.incarnation)
             self.agent.call(member.name, copies.prepare, (scope, name, *store), {}, 0.0)
             self._copy = Handle(self.agent, scope, name, member.name)
@@ -477,6 +517,7 @@ class _Reading:
         self.layout = held.layout
         self._handle = handle
         self._ticket = held.ticket
+        self._serial = held.serial
 
     def changes(self, have: int) -> Sequence[tuple[str, Tensor, Tensor]] | None:
         """See ``copies.Reading``."""
@@ -485,10 +526,22 @@ class _Reading:
         )
         return found
 
-    def fill(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+    def fill(self, arrival: copies.Arrival) -> None:
         """See ``copies.Reading``."""
-        for local, data in self._handle._arriving(self._ticket, pieces):
-            local.copy_(data)
+        handle, failed = self._handle, list(self._handle._unreachable)
+        while arrival.missing():
+            source = handle.ask("source", self._serial, handle._who, failed)
+            if source is None:
+                handle.get_missing(arrival, lambda index: handle._read(self._ticket, arrival.blocks[index]))
+                return
+            try:
+                with handle.relaying(source, self._serial) as ask:
+                    handle.get_missing(arrival, ask)
+            except RpcError as error:
+                failed.append(Member.from_wire(source).incarnation)
+                if isinstance(error, WorkerLostError):  # or it cannot be reached from here
+                    handle._unreachable = failed[-_MOST_UNREACHABLE:]
+                logger.info("another source of store '%s' is asked: %s", handle.name, error)
 
 
 def _ticket() -> int:

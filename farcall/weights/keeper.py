@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any, Final
 
 import torch
@@ -91,8 +92,14 @@ class Keeper:
         self._second: SecondCopy | None = None
         self._copies: dict[str, list[int]] = {}
         """For each other host, the incarnations of workers that can keep its copy."""
+        self._chains: dict[int, list[int]] = {}
+        """For each version, by serial, the workers whose hosts' copies get it one from another."""
         self._changes_between: dict[tuple[int, int], list[list[Any]] | None] = {}
-        self._sent_bytes = self._received_bytes = 0
+        self._sent_bytes = self._received_bytes = self._saved_bytes = 0
+        self._whole_at: dict[int, float] = {}
+        """When versions became whole, by serial, on the monotonic clock."""
+        self._readers: dict[str, int] = {}
+        """For each worker, by name, the serial of the version that it has read last."""
         self._closed = False
         self._server = DescriptorServer(self._duplicate) if AVAILABLE else None
         self.agent = agent
@@ -197,7 +204,11 @@ class Keeper:
         with self._changing():
             whole = self._catalogue.written(number, part, Who(*who), metadata)
             if whole:
-                self._copy_earlier(self._catalogue.whole[number])
+                version = self._catalogue.whole[number]
+                self._copy_earlier(version)
+                self._whole_at[version.serial] = monotonic()
+                if len(self._whole_at) > _MOST_NOTED:
+                    del self._whole_at[next(iter(self._whole_at))]
             return whole
 
     def _copy_earlier(self, version: Version) -> None:
@@ -263,6 +274,9 @@ class Keeper:
             if version is None:
                 return [None, self._changes, self._why(number)]
             self._catalogue.lease(version, Lease(Who(*who), ticket))
+            self._readers[who[0]] = version.serial
+            if len(self._readers) > _MOST_NOTED:
+                del self._readers[next(iter(self._readers))]
             return self._opened(version)
 
     def _opened(self, version: Version) -> list[Any]:
@@ -316,9 +330,35 @@ class Keeper:
             while len(self._changes_between) > _MOST_CHANGES:
                 self._changes_between.popitem()
             found: list[list[Any]] | None = known
+            if found is not None:
+                self._saved_bytes += version.assembly.layout.bytes
             for _, gaps, bits in found or ():
                 self._sent_bytes += gaps.nbytes + bits.nbytes
+                self._saved_bytes -= gaps.nbytes + bits.nbytes
         return found
+
+    def source(self, serial: int, who: list[Any], failed: list[int]) -> list[Any] | None:
+        """Return the description of the worker from which a host's copy gets a version; None: from here. The
+        copies form a chain, in the order in which they ask. Those that have ``failed`` are passed over.
+        """
+        with self._lock:
+            catalogue = self._catalogue
+            there = {each.serial for each in (*catalogue.whole.values(), *catalogue.leases.values())}
+            self._chains = {each: chain for each, chain in self._chains.items() if each in there}
+            chain = self._chains.setdefault(serial, [])
+            if who[1] not in chain:
+                chain.append(who[1])
+            before = [each for each in chain[: chain.index(who[1])] if each not in failed]
+            found = map(self.agent.group.peers.view.find, reversed(before))
+            return next((each.to_wire() for each in found if each is not None), None)
+
+    def lease(self, number: int, who: list[Any], ticket: int) -> None:
+        """Keep a version, which need not be whole."""
+        with self._changing():
+            version = self._catalogue.whole.get(number) or self._catalogue.open.get(number)
+            if version is None:
+                raise WeightsError(f"store '{self.name}' has no version {number}")
+            self._catalogue.lease(version, Lease(Who(*who), ticket))
 
     def copy_at(self, host: str, who: list[Any], failed: int | None) -> list[Any]:
         """Return the description of the worker that keeps the copy of a host: of those that have asked, the
@@ -381,6 +421,44 @@ class Keeper:
                 "copies": 1 + (self._second is not None and self._second.is_whole()),
                 "sent_bytes": self._sent_bytes,
                 "received_bytes": self._received_bytes,
+                "saved_bytes": self._saved_bytes,
+                "ages": {
+                    each.number: monotonic() - self._whole_at.get(each.serial, monotonic())
+                    for each in catalogue.whole.values()
+                },
+                "readers": {
+                    name: each.number
+                    for name, serial in self._readers.items()
+                    for each in catalogue.whole.values()
+                    if each.serial == serial
+                },
+            }
+
+    def observed(self) -> dict[str, Any]:
+        """Return what ``farcall ps``, the page and the metrics show."""
+        with self._lock:
+            catalogue = self._catalogue
+            return {
+                "name": self.name,
+                "copies": 1 + (self._second is not None and self._second.is_whole()),
+                "versions": [
+                    {
+                        "number": each.number,
+                        "since": self._whole_at.get(each.serial, monotonic()),
+                        "bytes": each.assembly.layout.bytes,
+                        "tags": [name for name, number in catalogue.tags.items() if number == each.number],
+                        "leases": sorted({lease.holder.name for lease in each.leases})[:_MOST_SHOWN],
+                        "readers": sorted(
+                            name for name, serial in self._readers.items() if serial == each.serial
+                        )[:_MOST_SHOWN],
+                    }
+                    for each in list(catalogue.whole.values())[-_MOST_SHOWN:]
+                ],
+                "open": {str(number): version.missing() for number, version in catalogue.open.items()},
+                "bytes": sum(each.size for each in (*self._segments.values(), *self._spare)),
+                "sent": self._sent_bytes,
+                "received": self._received_bytes,
+                "saved": self._saved_bytes,
             }
 
     def wait(self, state: int, lease: Lease) -> torch.futures.Future[int]:
@@ -550,6 +628,29 @@ class Keeper:
         _close_all([*self._segments.values(), *self._spare])
 
 
+class _Observed:
+    """The stores that an agent keeps, as one of its extensions; see ``farcall.observe``."""
+
+    def __init__(self) -> None:
+        self.keepers: list[tuple[str, Keeper]] = []
+
+    def observed(self) -> list[dict[str, Any]]:
+        """Return what each keeper shows; those that have been closed show nothing."""
+        found = []
+        for scope, keeper in self.keepers[:_MOST_SHOWN]:
+            shown = keeper.observed()
+            if scope.startswith("copy ") and "@" in keeper.name:  # its versions have other numbers
+                shown |= {"name": keeper.name.split("@")[0], "copy": True, "versions": [], "open": {}}
+            found.append(shown)
+        return found
+
+
+_MOST_NOTED: Final = 4096
+"""Maximum number of versions whose times are noted, and of readers."""
+
+_MOST_SHOWN: Final = 64
+"""Maximum number of stores, of their versions, and of workers that have one, in a worker's state file."""
+
 _UNKNOWN: Final[Any] = object()
 
 _LEAST_GAIN: Final = 4
@@ -603,6 +704,7 @@ def keep(scope: str, name: str, agent: Agent) -> Keeper:
         known = keepers.get((scope, name))
         if known is None:
             known = keepers[scope, name] = Keeper(name, agent)
+            agent.extensions.setdefault("weights", _Observed()).keepers.append((scope, known))
             agent.lifecycle.hooks.closed.append(partial(forget, scope, name, known))
             agent.lifecycle.hooks.forked.append(keepers.clear)
         return known
@@ -613,6 +715,9 @@ def forget(scope: str, name: str, keeper: Keeper) -> None:
     with _lock:
         if keepers.get((scope, name)) is keeper:
             del keepers[scope, name]
+        observed = keeper.agent.extensions.get("weights")
+        if observed is not None:
+            observed.keepers = [each for each in observed.keepers if each[1] is not keeper]
 
 
 def enter(scope: str, name: str, keeper: Keeper) -> None:
@@ -680,6 +785,7 @@ _ASKED: Final[Mapping[str, Callable[..., Any]]] = {
         Keeper.open_serial,
         Keeper.changes,
         Keeper.copy_at,
+        Keeper.source,
         Keeper.offer,
         Keeper.tag,
         Keeper.metadata,

@@ -4,7 +4,7 @@ Workers that open a store with ``copies=2`` offer to keep its second copy. The k
 of another host, and sends it the list of versions, again whenever that changes; the worker's answer says that
 it has them. One such call is under way at a time. If the worker is lost or fails, another one is chosen. If
 one of another host offers later, it is chosen as well, and the one of this host is released once the new
-one has all versions. Each choice has a number, so that the last one counts if the keeper dies between.
+one has all versions. If the keeper dies, the one that has the newest version takes over.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Listing(NamedTuple):
 class Follower(Protocol):
     """The worker's side of a second copy."""
 
-    def follow(self, choice: int, listing: Listing) -> None:
+    def follow(self, listing: Listing) -> None:
         """Have the versions of a listing, and no others."""
 
     def release(self) -> None:
@@ -58,9 +58,9 @@ followers: Final[dict[Key, Follower]] = {}
 
 
 @allow_function
-def follow(key: list[Any], choice: int, listing: list[Any]) -> None:
+def follow(key: list[Any], listing: list[Any]) -> None:
     """Called at the worker that has been chosen: see ``Follower``."""
-    _follower(key).follow(choice, Listing(*listing))
+    _follower(key).follow(Listing(*listing))
 
 
 @allow_function
@@ -94,7 +94,6 @@ class SecondCopy:
         self._offers: dict[int, str] = {}
         """Hosts of the workers that have offered, by their incarnation."""
         self._chosen: int | None = None
-        self._choices = 0
         self._before: int | None = None
         """The worker that is released once the chosen one has all versions."""
         self._listing = Listing(1, [], {})
@@ -171,7 +170,6 @@ class SecondCopy:
                 return
             self._before = self._chosen
         self._chosen, self._has, self._sent = best, -1, None
-        self._choices += 1
 
     def _go_on(self) -> None:
         """Choose a worker, send it what it lacks, and complete the waits that have an answer."""
@@ -181,8 +179,8 @@ class SecondCopy:
                 self._choose()
                 if self._chosen is not None and self._sent != self._listing:
                     self._under_way, self._sent = True, self._listing
-                    chosen, choice, listing = self._chosen, self._choices, self._listing
-                    call = lambda: self._send(chosen, choice, listing)  # noqa: E731  # after the lock
+                    chosen, listing = self._chosen, self._listing
+                    call = lambda: self._send(chosen, listing)  # noqa: E731  # after the lock
             if self._chosen is None:
                 done, self._waiting = self._waiting, []
             else:
@@ -193,12 +191,12 @@ class SecondCopy:
         if call is not None:
             self._agent.calls.completions.run_soon([(lambda _: call(), None)])
 
-    def _send(self, chosen: int, choice: int, listing: Listing) -> None:
+    def _send(self, chosen: int, listing: Listing) -> None:
         member = self._agent.group.peers.view.find(chosen)
         try:
             if member is None:
                 raise WeightsError("it has left the group")
-            args = ([*self._key, chosen], choice, list(listing))
+            args = ([*self._key, chosen], list(listing))
             future = self._agent.call_async(member.name, follow, args, {}, 0.0)
         except Exception as error:  # as if the call had failed
             self._answered(chosen, listing, error)

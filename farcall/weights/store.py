@@ -96,6 +96,7 @@ class Store:
         self._handle = handle
         self._owned: Agent | None = None
         self._starting = threading.Lock()
+        self._subscriptions = ExitStack()
         self._putting: ThreadPoolExecutor | None = None
         self._following = threading.Lock()
         """Held while another worker is looked for that keeps the store."""
@@ -258,7 +259,7 @@ class Store:
         """Have ``callback(number)`` called when there is a newer version, on a thread of its own.
 
         If several become whole while the callback runs, it is called for the newest only. An error that it
-        raises is logged. The calls end with the store, or when this worker shuts down.
+        raises is logged. The calls end with ``close()``, or when this worker shuts down.
 
         Args:
             callback: called with the number.
@@ -273,7 +274,9 @@ class Store:
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {callback!r:.100}")
-        return follow(self._by_keeper, self.name, callback, newer_than)
+        subscription = follow(self._by_keeper, self.name, callback, newer_than)
+        self._subscriptions.callback(subscription.close)
+        return subscription
 
     def lease(self, version: int | str | None = None, timeout: float | None = None) -> Lease:
         """Keep a version, and use its tensors where they lie: a context manager.
@@ -340,7 +343,9 @@ class Store:
             ``versions``: the whole ones; ``open``: for each other one, which parts are missing; ``tags``;
             ``keep``; ``copies``: 2 if a second copy has all versions; ``bytes``: size of all its memory;
             ``leases``: their number; ``holders``: the workers that have them; ``sent_bytes`` and
-            ``received_bytes``: what went to and came from other hosts.
+            ``received_bytes``: what went to and came from other hosts; ``saved_bytes``: what did not go, as
+            only differences did; ``ages``: seconds since each version became whole; ``readers``: for each
+            worker, the number of the version that it has read last, if that is there.
         """
         found: dict[str, Any] = self._ask("usage")
         return found
@@ -351,6 +356,7 @@ class Store:
         """
         if self._putting is not None:
             self._putting.shutdown(wait=False)
+        self._subscriptions.close()
         self._handle.close()
         if self._owned is not None:
             atexit.unregister(self.close)
@@ -386,7 +392,7 @@ class Store:
             return False
         with self._following:
             if self._handle is gone:
-                successor = successors.find(gone.agent, gone.home, gone.name, gone.epoch)
+                successor = successors.find(gone.agent, gone.home, gone.name)
                 if successor is None:
                     return False
                 self._handle = Handle(
@@ -420,7 +426,7 @@ def _on_thread(call: Callable[[], T]) -> Future[T]:
 def _metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
     found = dict(given or {})
     for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):  # type: ignore[redundant-expr]
             raise WeightsError(
                 f"metadata is texts, numbers, booleans and None by name, not {name!r:.80}: {value!r:.80}"
             )
@@ -437,7 +443,7 @@ def _opened(agent: Agent, name: str, on: WorkerReference, keep: int | None, copi
         return Handle(agent, keeper.GROUP, name, get_worker_info(on).name, keep, copies)
     except (UnknownWorkerError, WorkerLostError):
         home = on if isinstance(on, str) else getattr(on, "name", None)
-        successor = successors.find(agent, home, name, None) if home and copies > 1 else None
+        successor = successors.find(agent, home, name) if home and copies > 1 else None
         if home is None or successor is None:
             raise
         return Handle(agent, keeper.GROUP, name, successor, keep, copies, home)

@@ -27,7 +27,10 @@ __all__ = ["Follower", "be_ready", "find", "opened", "scope_of"]
 
 logger = logging.getLogger(__name__)
 
-_TAKEN_OVER: Final = 1 << 60
+_ALIVE: Final = -1
+"""Rank of a worker that still reaches the store where it is."""
+
+_TAKEN_OVER: Final = 1 << 62
 """Rank of a worker that keeps the store already."""
 
 _lock: Final = threading.Lock()
@@ -63,35 +66,31 @@ class Follower:
         self._release = release
         self._lock = threading.Lock()
         self._copy: copies.HostCopy | None = None
-        self._choice = 0
         self._listing = Listing(1, [], {})
 
-    def follow(self, choice: int, listing: Listing) -> None:
+    def follow(self, listing: Listing) -> None:
         """See ``replication.Follower``."""
         with self._lock:
             if self._copy is None:
                 self._copy = self._make_copy()
-            self._choice, self._listing = choice, listing
+            self._listing = listing
             self._copy.follow(listing.keep, [serial for _, serial, _ in listing.versions])
 
     def release(self) -> None:
         """See ``replication.Follower``."""
         with self._lock:
             if self._copy is not None:
-                self._copy, self._choice = None, 0
+                self._copy = None
                 self._release()
 
     def rank(self) -> int:
-        """Return the number of the keeper's choice if the keeper is lost; 0 if this is no second copy.
-
-        Raises:
-            WeightsError: the keeper is there.
+        """Return how recent this copy is if the keeper is lost: one more than the serial of its newest
+        version; 0 if this is no second copy, or ``_ALIVE``.
         """
-        if not self._choice:
+        copy = self._copy
+        if copy is None:
             return 0
-        if self._is_there():
-            raise WeightsError(f"store '{self._key[1]}' is still on its worker")
-        return self._choice
+        return _ALIVE if self._is_there() else 1 + max(copy.keeper.versions(), default=0)
 
     def take_over(self) -> None:
         """Keep the store from now on."""
@@ -103,7 +102,7 @@ class Follower:
                 raise WeightsError(f"this process has no copy of store '{name}' any more")
             kept = self._copy.take_over(name, self._listing)
             keeper.enter(scope_of(home), name, kept)
-            self._copy, self._choice = None, 0
+            self._copy = None
         logger.warning(
             "worker '%s' keeps store '%s' from now on, as worker '%s', which kept it, is lost. It has "
             "versions %s; parts of others have to be put again",
@@ -124,29 +123,29 @@ def be_ready(key: Key, agent: Agent, make: Callable[[], Follower]) -> None:
 
 
 @allow_function
-def rank(home: str, name: str, epoch: int | None) -> int:
+def rank(home: str, name: str) -> int:
     """Called at all workers: return whether this one can keep a store whose worker is lost, the largest of
-    all workers; 0 if it cannot.
+    all workers; 0 if it cannot, -1 if it should not.
     """
     if (scope_of(home), name) in keeper.keepers:
         return _TAKEN_OVER
-    return max((each.rank() for each in _followers_of(home, name, epoch)), default=0)
+    ranks = [each.rank() for each in _followers_of(home, name)]
+    return _ALIVE if _ALIVE in ranks else max(ranks, default=0)
 
 
 @allow_function
-def take_over(home: str, name: str, epoch: int | None) -> None:
+def take_over(home: str, name: str) -> None:
     """Called at the worker that keeps a store from now on."""
     if (scope_of(home), name) not in keeper.keepers:
-        for each in _followers_of(home, name, epoch):
-            each.take_over()
+        max(_followers_of(home, name), key=Follower.rank).take_over()
 
 
-def _followers_of(home: str, name: str, epoch: int | None) -> list[Follower]:
+def _followers_of(home: str, name: str) -> list[Follower]:
     incarnation = _own(current_agent()).incarnation
     return [
         each
         for key, each in list(followers.items())
-        if key[:2] == (home, name) and epoch in (None, key[2]) and key[3] == incarnation
+        if key[:2] == (home, name) and key[3] == incarnation
         if isinstance(each, Follower)
     ]
 
@@ -157,25 +156,28 @@ def _own(agent: Any) -> Agent:
     return agent
 
 
-def find(agent: Agent, home: str, name: str, epoch: int | None) -> str | None:
-    """Return the worker that keeps a store whose worker is lost, by name; None if there is none. It is asked
-    to take the store over if it has not done so yet.
+def find(agent: Agent, home: str, name: str) -> str | None:
+    """Return the worker that keeps a store whose worker is lost, by name; None if there is none, or if the
+    worker is lost to this one only. It is asked to take the store over if it has not done so yet.
     """
     asked = {}
     for member in agent.group.peers.view.present():
         with contextlib.suppress(RpcError):
-            asked[member.name] = agent.call_async(member.name, rank, (home, name, epoch), {}, 0.0)
+            asked[member.name] = agent.call_async(member.name, rank, (home, name), {}, 0.0)
     ranks: dict[str, int] = {}
     for worker, future in asked.items():
         with contextlib.suppress(RpcError):  # it is lost, or cannot keep stores
             ranks[worker] = future.wait()
+    taken_over = [worker for worker, found in ranks.items() if found == _TAKEN_OVER]
+    if taken_over:
+        return taken_over[0]
+    if _ALIVE in ranks.values():
+        return None
     for worker in sorted(ranks, key=lambda each: ranks[each], reverse=True):
-        if not ranks[worker]:
-            return None
-        with contextlib.suppress(RpcError):
-            if ranks[worker] != _TAKEN_OVER:
-                agent.call(worker, take_over, (home, name, epoch), {}, 0.0)
-            return worker
+        if ranks[worker] > 0:
+            with contextlib.suppress(RpcError):  # it is lost by now
+                agent.call(worker, take_over, (home, name), {}, 0.0)
+                return worker
     return None
 
 
@@ -186,7 +188,7 @@ def opened(scope: str, name: str, versions: int | None, number_of_copies: int) -
     """
     if scope == keeper.GROUP and number_of_copies > 1 and (scope, name) not in keeper.keepers:
         agent = _own(current_agent())
-        successor = find(agent, agent.info.name, name, None)
+        successor = find(agent, agent.info.name, name)
         if successor is not None and successor != agent.info.name:
             return successor
     found: list[Any] = keeper.opened(scope, name, versions, number_of_copies)

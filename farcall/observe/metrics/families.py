@@ -15,6 +15,7 @@ from prometheus_client.core import (
 
 from farcall.observe.reading.figures import row_of, state_of
 from farcall.observe.reading.state import JobState, WorkerState, items, number, whole
+from farcall.observe.reading.stores import stores_of
 from farcall.observe.worker.counters import BOUNDS, EXTENSION
 
 __all__ = ["families"]
@@ -35,6 +36,7 @@ def families(job: JobState) -> list[Metric]:
         *_of_peers(workers),
         *_of_bytes(workers),
         *_of_objects(workers),
+        *_of_weights(job),
         *_of_sums(workers, "collectives", "collective", "operation", "Collectives"),
         *_of_sums(workers, "spans", "span", "span", "Spans, such as steps of optimizers and SPMD programs,"),
     ]
@@ -163,6 +165,41 @@ def _of_objects(workers: list[WorkerState]) -> Iterator[Metric]:
         found = [(each, _mapping(each.snapshot.get(part))) for each in workers]
         samples = [([each.name], whole(counts.get(field))) for each, counts in found if counts]
         yield _gauge(name, text, samples)
+
+
+def _of_weights(job: JobState) -> Iterator[Metric]:
+    labels = ["worker", "store"]
+    stores = [each for each in stores_of(job) if not each.copy]
+    for name, text in (
+        ("newest_version", "Number of the newest version of a weight store."),
+        ("versions", "Whole versions of a weight store."),
+        ("newest_age_seconds", "Time since the newest version became whole."),
+        ("bytes", "Memory of a weight store."),
+        ("leases", "Leases of versions."),
+    ):
+        family = GaugeMetricFamily(f"farcall_weights_{name}", text, labels=labels)
+        for each in stores:
+            newest = each.versions[-1] if each.versions else None
+            values = {
+                "newest_version": None if newest is None else newest.number,
+                "versions": len(each.versions),
+                "newest_age_seconds": None if newest is None else newest.age,
+                "bytes": each.bytes,
+                "leases": sum(len(version.leases) for version in each.versions),
+            }
+            if values[name] is not None:
+                family.add_metric([each.worker, each.name], number(values[name]))
+        yield family
+    for name, text in (
+        ("sent", "that went to other hosts"),
+        ("received", "that came from other hosts"),
+        ("saved", "that did not go to other hosts, as only differences did"),
+    ):
+        what = f"Bytes of versions {text}."
+        counter = CounterMetricFamily(f"farcall_weights_{name}_bytes", what, labels=labels)
+        for each in stores:
+            counter.add_metric([each.worker, each.name], getattr(each, name))
+        yield counter
 
 
 def _of_sums(workers: list[WorkerState], part: str, name: str, label: str, text: str) -> Iterator[Metric]:

@@ -5,7 +5,7 @@ import { addPoints, clearPoints, drawCharts, drawMemory, hasPoints } from "./cha
 import { byId, clock, el, keyed, setText } from "./dom.js";
 import { showHistory } from "./history.js";
 import { showLogs, leaveLogs } from "./logs.js";
-import { showCollectives, showMemory, showReferences, showSpmd } from "./parts.js";
+import { showCollectives, showMemory, showReferences, showWeights, showSpmd } from "./parts.js";
 import { addTasks, clearTasks, drawTasks } from "./tasks.js";
 import { drawTopology } from "./topology.js";
 import { drawWaits } from "./waits.js";
@@ -66,7 +66,10 @@ function show() {
   else if (tab === "memory") {
     drawMemory();
     showMemory(view, openWorker);
-  } else if (tab === "references") showReferences(view);
+  } else if (tab === "references") {
+    showReferences(view);
+    showWeights(view);
+  }
   else if (tab === "collectives") showCollectives(view);
   else if (tab === "spmd") showSpmd(view);
   else if (tab === "logs") showLogs(view);

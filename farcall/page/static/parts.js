@@ -43,6 +43,30 @@ export function showReferences(view) {
   );
 }
 
+export function showWeights(view) {
+  const rows = view.weights.flatMap((store) => {
+    const versions = [...store.versions].reverse().map((each) => ({ store, ...each, missing: "" }));
+    const open = Object.entries(store.open).map(([number, missing]) => ({ store, number, missing, tags: [], leases: [], readers: [] }));
+    return versions.length + open.length ? [...versions, ...open] : [{ store, number: "–", missing: store.copy ? "a host's copy" : "no version", tags: [], leases: [], readers: [] }];
+  });
+  table(
+    byId("weights"),
+    [
+      { title: "Store", show: (each) => `${each.store.name} on ${each.store.worker}` },
+      { title: "Version", class: "num", show: (each) => [each.number, ...each.tags].join(" ") },
+      { title: "Age", class: "num", show: (each) => (each.age === undefined ? each.missing : seconds(each.age)) },
+      { title: "Size", class: "num", show: (each) => (each.bytes ? bytes(each.bytes) : "–") },
+      { title: "Read by", class: "wrap", show: (each) => each.readers.join(", ") || "nobody" },
+      { title: "Leased by", class: "wrap", show: (each) => each.leases.join(", ") || "nobody" },
+      { title: "Memory of the store", class: "num", show: (each) => bytes(each.store.bytes) },
+      { title: "Saved by differences", class: "num", show: (each) => (each.store.saved ? bytes(each.store.saved) : "–") },
+    ],
+    rows,
+    (each) => `${each.store.worker} ${each.store.name} ${each.number}`,
+    "No worker keeps a weight store: weights.Store() makes one.",
+  );
+}
+
 export function showCollectives(view) {
   const { groups, operations } = view.collectives;
   const place = byId("groups");

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from farcall.observe.metric_families import families
 
 import rpc
+from farcall.observe.reading.state import JobState, WorkerState
+from farcall.observe.reading.stores import lines_of, stores_of
 from farcall.weights import Store, WeightsError
 from rpc.errors import RpcError
+from rpc.runtime.current import current_agent
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -121,3 +125,36 @@ def follow(worker: Worker) -> list[Any]:
 
 def test_a_group_ends_though_versions_are_waited_for(run_workers: RunWorkers) -> None:
     assert run_workers(follow, 2) == [[1, 1, {"loss": 1}]] * 2
+
+
+def test_the_observer_sees_versions_and_who_has_them(store: Store) -> None:
+    for number in (1, 2):
+        store.put(number, whole(number))
+    store.put(3, whole(3), part=(0, 2))
+    store.tag("best", 1)
+    store.get(whole(0))
+    agent: Any = current_agent()
+    worker = WorkerState(None, {"weights": agent.extensions["weights"].observed(), "worker": {"name": "w"}})
+    with store.lease(1):
+        leased = WorkerState(None, {"weights": agent.extensions["weights"].observed()})
+    (seen,) = stores_of(JobState("job", (worker,)))
+    assert [(each.number, each.bytes, each.tags, each.readers) for each in seen.versions] == [
+        (1, 64, ["best"], []),
+        (2, 64, [], ["worker0"]),
+    ]
+    assert [each.leases for each in next(stores_of(JobState("job", (leased,)))).versions] == [["worker0"], []]
+    first, *versions, missing = lines_of(JobState("job", (worker,)))
+    assert first.startswith("weight store 'policy' on w: ")
+    assert [each.partition(":")[0] for each in versions] == ["  version 1 (best)", "  version 2"]
+    assert missing == "  version 3: part 1 of 2 is missing"
+    assert store.usage()["readers"] == {"worker0": 1}
+    assert store.usage()["ages"].keys() == {1, 2}
+    sampled = {
+        sample.name: sample.value
+        for family in families(JobState("job", (worker,)))
+        for sample in family.samples
+        if "weights" in sample.name
+    }
+    assert sampled["farcall_weights_newest_version"] == 2
+    assert sampled["farcall_weights_versions"] == 2
+    assert sampled["farcall_weights_saved_bytes_total"] == 0

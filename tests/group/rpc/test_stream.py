@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -161,7 +161,7 @@ def test_streams() -> None:
         assert each["reference"].to_here() == number
     # what is no generator
     with pytest.raises(TypeError, match=r"rpc\.stream needs a generator .*no_generator"):
-        next(rpc.stream("worker1", no_generator))
+        next(rpc.stream("worker1", cast("Any", no_generator)))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'end'"):
         next(rpc.stream("worker1", count))
     for wrong in (-1, 2.0, True):
