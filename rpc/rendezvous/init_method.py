@@ -13,6 +13,7 @@ group.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -20,7 +21,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -61,8 +62,8 @@ _WRONG_ANSWERS: Final = 2
 
 _SILENCE: Final = 6
 """What the times add up to that the program that has a port of this host has not answered, each with a longer
-timeout, when the port is considered to belong to another program: 2 each if its process sleeps, so that a
-store would have answered, 1 if it is busy, 0 if it is stopped.
+timeout, when the port is considered to belong to another program: 3 each if it is this process, 2 if its
+process sleeps, so that a store would have answered, 1 if it is busy, 0 if it is stopped.
 """
 
 _LONGEST_SILENCE_SECONDS: Final = 10.0
@@ -335,13 +336,14 @@ class _TcpStore:
         That may be the server of a rank 0 that is just leaving; or of another rank 0, in which case both
         learn of each other in the log of arrivals in its store.
         """
-        port_is_free = True
+        port_is_free, is_bound = True, False
         patience, wrong, silence, remedy = _ANSWER_SECONDS, 0, 0, _REMEDY
         backoff, notices = Backoff(waiting), Notices()
         while True:
             try:
                 socket.getaddrinfo(self.host, None)  # a store that serves would retry until its timeout
-                if self._may_serve and port_is_free and (served := self._as_server(waiting)):
+                is_bound = self._may_serve and port_is_free
+                if is_bound and (served := self._as_server(waiting)):
                     return served
                 patience = max(patience, self._knock(waiting))
                 return self._as_client(waiting, patience)
@@ -356,6 +358,8 @@ class _TcpStore:
                 if _nobody_is_there(error):
                     port_is_free, patience, wrong, silence = True, _ANSWER_SECONDS, 0, 0
                     remedy = _REMEDY + loopback_remark(self.host)
+                    if is_bound:
+                        reason += " (a socket of this host is bound to the port and does not listen)"
                 else:
                     port_is_free, patience, remedy = False, 4 * patience, _STRANGERS_REMEDY
                     if "timed out" not in reason and (
@@ -386,27 +390,37 @@ class _TcpStore:
 
     def _taken(self, reason: str) -> str:
         """Return the error text for a port that belongs to a program other than a store."""
-        holder = listening_processes((self.port,)).get(self.port)
+        holder = self._holder()
         process = f"it is process {holder}; " if holder else ""
+        if holder == os.getpid():
+            process = f"it is process {holder}, which is this one; "
         return (
             f"port {self.port} of {self.host} is taken by a program that is not the store where workers meet "
             f"({process}{reason}). Choose another port, the same at all workers; `ss -ltnp` shows who "
             f"has this one."
         )
 
+    def _holder(self) -> int | None:
+        """Return the process that listens at the port on this host, if that can be found."""
+        return listening_processes((self.port,)).get(self.port)
+
     def _weight_of_silence(self) -> int:
         """Return how much it says that the process that has the port on this host has not answered."""
-        holder = listening_processes((self.port,)).get(self.port)
+        holder = self._holder()
+        if holder == os.getpid():
+            return _SILENCE // 2
         signs = None if holder is None else process_signs(holder)
         if signs is None:  # it is another user's, or in another container
             return 2
         return 0 if signs.stopped else 1 if signs.busy else 2
 
     def _as_server(self, waiting: StoreWait) -> Store | None:
-        """Serve the store; returns None if another process has the port."""
+        """Serve the store; returns None if another socket has the port, of this process or of another."""
         try:
             listener = self._listen() if self.use_libuv else None
-            return self._made(waiting.remaining, serve=True, listener=listener)
+            is_ours = listener is None and self._holder() == os.getpid()
+            with self._nobody_else_binds() if is_ours else contextlib.nullcontext():
+                return self._made(waiting.remaining, serve=True, listener=listener)
         except OSError:
             return None
         except RuntimeError as error:
@@ -416,6 +430,21 @@ class _TcpStore:
                 f"rank 0 cannot serve {self.description}: {first_line(error)}. "
                 f"The address must be one of this host's, and the port free."
             ) from error
+
+    @contextlib.contextmanager
+    def _nobody_else_binds(self) -> Iterator[None]:
+        """Bind the port at all addresses where it is free, so that PyTorch can only share a store of this
+        process.
+
+        It would otherwise serve a new store at an address of another family than that of the socket that has
+        the port, and wait for that socket to answer.
+        """
+        with contextlib.ExitStack() as kept:
+            for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+                with contextlib.suppress(OSError):
+                    holder = kept.enter_context(socket.socket(family))
+                    holder.bind((address, self.port))
+            yield
 
     def _listen(self) -> int | None:
         """Return a socket that listens at our address only. None if the store should listen on all addresses,
@@ -432,7 +461,7 @@ class _TcpStore:
             return socket.create_server((address, self.port), family=family, backlog=1024).detach()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                if listening_processes((self.port,)).get(self.port) == os.getpid():
+                if self._holder() == os.getpid():
                     return None
                 raise
             if error.errno == errno.EADDRNOTAVAIL:

@@ -25,6 +25,8 @@ from rpc.rendezvous.static import join_static
 from rpc.runtime.process_signs import ProcessSigns
 from tests.unit.rpc.rendezvous.conftest import Workers, in_thread, results
 
+NEEDS_IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+
 _LISTENS = "0A"  # a state in those tables
 
 # Rank, world size, job
@@ -180,12 +182,13 @@ def test_store_listens_everywhere_where_its_name_may_mean_another_address(
     assert _TcpStore.of("tcp://master:1", 0, 2, {})._own_address() == bound
 
 
-def test_store_of_this_process_is_shared(free_port: int) -> None:
-    first = open_store(f"tcp://127.0.0.1:{free_port}", 0, 1, timeout=20)
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", pytest.param("[::1]", marks=NEEDS_IPV6)])
+def test_store_of_this_process_is_shared(free_port: int, host: str) -> None:
+    first = open_store(f"tcp://{host}:{free_port}", 0, 1, timeout=20)
     first.set("key", b"value")
-    again = open_store(f"tcp://127.0.0.1:{free_port}", 0, 1, timeout=20)
+    again = open_store(f"tcp://{host}:{free_port}", 0, 1, timeout=20)
     assert again.get("key") == b"value"
-    theirs = TCPStore("127.0.0.1", free_port, None, True, wait_for_workers=False, multi_tenant=True)
+    theirs = TCPStore(host.strip("[]"), free_port, None, True, wait_for_workers=False, multi_tenant=True)
     assert theirs.get("key") == b"value"
 
 
@@ -244,7 +247,14 @@ def test_host_that_gets_its_name_late_is_waited_for(
     del other
 
 
+@pytest.fixture
+def listeners_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets that the test listens with appear to belong to another process."""
+    monkeypatch.setattr(init_method, "listening_processes", lambda ports: dict.fromkeys(ports, 1))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.usefixtures("listeners_of_another_process")
 def test_store_that_is_slow_to_answer_is_waited_for(free_port: int, rank: int) -> None:
     """As where the name server takes seconds for each connection. A relay lets nothing through at first."""
     with socket.create_server(("127.0.0.1", free_port)) as slow, contextlib.ExitStack() as connections:
@@ -275,6 +285,7 @@ def pump(source: socket.socket, target: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.usefixtures("listeners_of_another_process")
 def test_port_of_another_program_is_named_at_once(rank: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         other_ends = in_thread(hang_up_on_all, other)
@@ -286,6 +297,7 @@ def test_port_of_another_program_is_named_at_once(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, None])
 @pytest.mark.parametrize("accepts", [True, False])
+@pytest.mark.usefixtures("listeners_of_another_process")
 def test_port_of_this_host_that_a_silent_program_has_is_named(
     monkeypatch: pytest.MonkeyPatch, rank: int | None, accepts: bool
 ) -> None:
@@ -296,7 +308,7 @@ def test_port_of_this_host_that_a_silent_program_has_is_named(
     with socket.create_server(("127.0.0.1", 0)) as other, contextlib.ExitStack() as connections:
         accepting = in_thread(accept_all, other, connections) if accepts else None
         port = other.getsockname()[1]
-        said = rf"port {port} .*taken by a program that is not the store .*process {os.getpid()};"
+        said = rf"port {port} .*taken by a program that is not the store .*process 1;"
         with pytest.raises(RendezvousError, match=said):
             open_store(f"tcp://127.0.0.1:{port}", rank, None if rank is None else 2, timeout=60)
         other.shutdown(socket.SHUT_RDWR)
@@ -304,7 +316,8 @@ def test_port_of_this_host_that_a_silent_program_has_is_named(
             accepting.result(20)
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+@NEEDS_IPV6
+@pytest.mark.usefixtures("listeners_of_another_process")
 def test_port_that_a_silent_program_has_at_the_ipv6_address_alone_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -314,11 +327,26 @@ def test_port_that_a_silent_program_has_at_the_ipv6_address_alone_is_named(
     monkeypatch.setattr(init_method, "process_signs", lambda _: ProcessSigns(False, False, 1, 1))
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
         port = other.getsockname()[1]
-        monkeypatch.setattr(init_method, "listening_processes", lambda _: {port: 1})
         with pytest.raises(RendezvousError, match=rf"port {port} of ::1 is taken by .* process 1;"):
             open_store(f"tcp://[::1]:{port}", 0, 2, timeout=20)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=NEEDS_IPV6)])
+def test_port_that_a_silent_socket_of_this_process_has_is_named(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """A store would serve the port of ``::1`` at all addresses of IPv4, and wait for that socket."""
+    for name in ("_ANSWER_SECONDS", "_LONGEST_SILENCE_SECONDS", "_MARGIN_SECONDS", "_PROBE_SECONDS"):
+        monkeypatch.setattr(init_method, name, 0.05)
+    family, host = (socket.AF_INET6, "[::1]") if ":" in address else (socket.AF_INET, address)
+    with socket.create_server((address, 0), family=family) as own:
+        port = own.getsockname()[1]
+        said = rf"port {port} of {address} is taken by .*process {os.getpid()}, which is this one;"
+        with pytest.raises(RendezvousError, match=said):
+            open_store(f"tcp://{host}:{port}", 0, 2, timeout=20)
+
+
+@pytest.mark.usefixtures("listeners_of_another_process")
 def test_store_of_this_host_whose_process_is_stopped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ANSWER_SECONDS", "_LONGEST_SILENCE_SECONDS", "_MARGIN_SECONDS", "_PROBE_SECONDS"):
         monkeypatch.setattr(init_method, name, 0.05)
@@ -343,6 +371,7 @@ def accept_all(listener: socket.socket, connections: contextlib.ExitStack) -> No
             connections.enter_context(listener.accept()[0])
 
 
+@pytest.mark.usefixtures("listeners_of_another_process")
 def test_rank_0_serves_after_one_that_was_just_dying() -> None:
     """The kernel accepts connections for a process that is being killed until its sockets are closed."""
     dying = socket.create_server(("127.0.0.1", 0))

@@ -44,6 +44,13 @@ def _strided(x: Tensor, a: int, b: int) -> Tensor:
     return torch.as_strided(x, (2,), (1,), x.storage_offset()) if x.numel() > 4 else x
 
 
+def _resize(x: Tensor, y: Tensor, a: int) -> None:
+    """Resize a tensor. Memory that is added has no defined content, and is filled."""
+    count = x.numel()
+    x.resize_(max(a, 1), 2 + a)
+    x.view(-1)[count:] = a
+
+
 VIEWS: Final[list[View]] = [
     lambda x, a, b: x.transpose(_dim(x, a), _dim(x, b)),
     lambda x, a, b: x.select(_dim(x, a), b % x.shape[_dim(x, a)]) if x.dim() > 1 and x.numel() else x,
@@ -74,6 +81,7 @@ WRITES: Final[list[Callable[[Tensor, Tensor, int], Any]]] = [
     lambda x, y, a: torch.add(x, 1, out=x),
     lambda x, y, a: torch._foreach_add_([x], [x.clone()]),
     lambda x, y, a: x.masked_fill_(x > a, -1.0),
+    _resize,
     lambda x, y, a: (
         x.index_fill_(0, torch.zeros(1, dtype=torch.int64, device=x.device), a)
         if x.dim() and x.shape[0]
