@@ -29,8 +29,12 @@ from farcall.launch.program import run_module, run_script
 from farcall.observe.installation import begin, failed
 from rpc.errors import WorkerLostError
 from rpc.runtime.tracebacks import folded, in_one_line, is_hooked
+from rpc.serialization.failures import beginning_of
 
 __all__ = ["main"]
+
+_SHOWN: Final = 120
+"""Maximum number of characters of an error whose traceback another process prints."""
 
 
 def main() -> int:
@@ -69,7 +73,9 @@ def _record(error: Exception) -> str | None:
     if isinstance(error, WorkerLostError):
         return f"{in_one_line(error)}\n"
     rank = shown_by(error)
-    return None if rank is None else f"{in_one_line(error)} (the traceback is that of rank {rank})\n"
+    if rank is None:
+        return None
+    return f"{beginning_of(in_one_line(error), _SHOWN)} (traceback: see rank {rank})\n"
 
 
 if __name__ == "__main__":
