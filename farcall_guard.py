@@ -25,6 +25,7 @@ __all__ = [
     "check",
     "explain",
     "find_below_farcall",
+    "hides_farcall",
     "installed",
     "namesakes",
     "prefer",
@@ -167,6 +168,15 @@ def namesakes(folder: str | None = None) -> dict[str, Path]:
     where = None if folder is None else [folder]
     found = {name: _location(PathFinder.find_spec(name, where)) for name in PACKAGES}
     return {name: path for name, path in found.items() if path is not None and path != _HOME / name}
+
+
+def hides_farcall(folder: str) -> Path | None:
+    """Return the module named ``farcall`` that Python finds if this folder comes first on ``sys.path``; None
+    if there is no such module in it, or it is ours.
+    """
+    spec = PathFinder.find_spec("farcall", [folder])
+    found = None if spec is None or spec.origin is None else _location(spec)  # a folder of data hides nothing
+    return None if found == _HOME / "farcall" else found
 
 
 def _spec(name: str) -> ModuleSpec | None:

@@ -28,6 +28,7 @@ from farcall.launch.spares import Spares
 from farcall.launch.static_group import StaticGroup
 from farcall.launch.terminal import say
 from farcall.launch.watch import JobWatch
+from farcall_guard import hides_farcall
 from rpc.errors import RendezvousError
 from rpc.runtime.cpu_quota import usable_cores
 
@@ -53,8 +54,12 @@ def launch(
 
     Returns:
         The exit status: 0 if all processes succeeded, otherwise that of the one that failed first; 128 plus
-            the signal's number if a signal ended it.
+            the signal's number if a signal ended it; 2 if the program cannot be started.
     """
+    hidden = None if os.environ.get("PYTHONSAFEPATH") else hides_farcall(os.getcwd())
+    if hidden is not None:
+        say(f"{hidden} has farcall's name, so that `import farcall` here means that: rename it")
+        return 2
     gc.freeze()  # the collection at the end need not visit what PyTorch has made at its import
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // job.workers)))
 

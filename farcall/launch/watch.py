@@ -25,6 +25,7 @@ from farcall.observe.reading.state import JobState, Process, WorkerState
 from farcall.observe.why.analysis import Report, analyze
 from farcall.observe.why.silent_processes import last_place
 from farcall.observe.why.words import in_words, waiting_in_words
+from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 
 __all__ = ["JobWatch"]
 
@@ -33,6 +34,10 @@ _STILL_SECONDS: Final = 60.0
 """Time in seconds without movement after which a summary is printed."""
 
 _WIDTH: Final = 100
+
+_OF_RENDEZVOUS: Final = tuple(
+    f"{each.__name__}:" for each in (GroupMismatchError, RendezvousError, RendezvousTimeoutError)
+)
 
 
 class JobWatch:
@@ -131,7 +136,8 @@ class JobWatch:
             for each in self._at_failure
             if each.process.alive or each.pid == failure.pid  # not one of an earlier round
         )
-        for line in waiting_in_words(report, {failure.rank}, group_formed=formed):
+        told = failure.message.startswith(_OF_RENDEZVOUS)  # by each rank
+        for line in waiting_in_words(report, {failure.rank}, rendezvous=not (formed or told)):
             say(line)
 
     def ended(self, status: int, failure: Failure | None) -> None:

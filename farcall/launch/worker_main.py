@@ -31,8 +31,12 @@ from farcall.launch.spare_process import FLAG, become_a_worker
 from farcall.observe.installation import begin, failed
 from rpc.errors import WorkerLostError
 from rpc.runtime.tracebacks import folded, in_one_line, is_hooked
+from rpc.serialization.failures import beginning_of
 
 __all__ = ["main"]
+
+_SHOWN: Final = 120
+"""Maximum number of characters of an error whose traceback another process prints."""
 
 
 def main() -> int:
@@ -76,7 +80,8 @@ def _record(error: Exception) -> str:
     if isinstance(error, WorkerLostError):
         return f"{in_one_line(error)}\n"
     rank = shown_by(error, trace)
-    return trace if rank is None else f"{in_one_line(error)} (the traceback is that of rank {rank})\n"
+    return trace if rank is None else f"{beginning_of(in_one_line(error), _SHOWN)} (traceback: see rank {rank})
+"
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.current import current_agent, is_initialized
 from rpc.runtime.descendants import descendants, kill, mark, marked
 from rpc.runtime.notices import Notices, tell_of_start
+from rpc.runtime.tracebacks import fold_uncaught
 
 __all__ = ["LocalGroup", "local_group", "spawn", "worker_names"]
 
@@ -236,6 +237,7 @@ class _Processes:
         self._folder = tempfile.TemporaryDirectory(prefix="farcall-")
 
     def __enter__(self) -> Self:
+        fold_uncaught()
         return self
 
     def __exit__(self, *_: object) -> None:

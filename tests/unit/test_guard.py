@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import farcall_guard
-from farcall_guard import PACKAGES, HiddenPackageError, check, namesakes
+from farcall.launch.job import Job
+from farcall.launch.launcher import launch
+from farcall_guard import PACKAGES, HiddenPackageError, check, hides_farcall, namesakes
 
 ROOT = Path(farcall_guard.__file__).resolve().parent
 
@@ -280,3 +282,22 @@ def test_each_stub_below_farcall_describes_a_module_of_its_name() -> None:
         importlib.import_module(name)
         described.add(name)
     assert {f"farcall.{package}" for package in PACKAGES} <= described
+
+
+def test_a_module_named_farcall_is_found_in_a_folder(tmp_path: Path) -> None:
+    assert hides_farcall(str(ROOT)) is None
+    assert hides_farcall(str(tmp_path)) is None
+    (tmp_path / "farcall").mkdir()
+    assert hides_farcall(str(tmp_path)) is None, "a folder without __init__.py gives way to a package"
+    (tmp_path / "farcall" / "__init__.py").touch()
+    assert hides_farcall(str(tmp_path)) == tmp_path / "farcall"
+
+
+def test_a_launcher_names_the_script_that_has_farcalls_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script := tmp_path / "farcall.py").write_text("from farcall import rpc\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    assert launch(Job(2), "farcall.py", [], module=False, lend_names=True) == 2
+    assert capsys.readouterr().err.startswith(f"farcall: {script} has farcall's name")

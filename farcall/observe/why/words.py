@@ -38,11 +38,11 @@ def in_words(report: Report, width: int = 80, *, everything: bool = False) -> It
         yield from _wrapped(f"skipped {file}: {why}", width)
 
 
-def waiting_in_words(report: Report, without: Iterable[int], *, group_formed: bool = False) -> Iterator[str]:
+def waiting_in_words(report: Report, without: Iterable[int], *, rendezvous: bool = True) -> Iterator[str]:
     """Yield what each worker waits for, one line each, except for the ranks in ``without``.
 
     Args:
-        group_formed: whether the group had formed, so that a wait in rendezvous was over.
+        rendezvous: whether to show waits in rendezvous.
     """
     left_out = set(without)
     shown = 0
@@ -50,7 +50,7 @@ def waiting_in_words(report: Report, without: Iterable[int], *, group_formed: bo
     for node in report.all_nodes:
         if node.rank in left_out or node.rank in seen or not node.edges or node.kind == "frozen out":
             continue
-        if group_formed and node.kind == "rendezvous":
+        if not rendezvous and node.kind == "rendezvous":
             continue
         seen.add(node.rank)
         shown += 1

@@ -82,3 +82,20 @@ def test_wait_of_a_worker_that_had_ended_long_before_is_not_said(
     said = capsys.readouterr().err
     assert "worker0: MainThread waited" in said
     assert "worker2" not in said
+
+
+@pytest.mark.parametrize(
+    ("message", "is_said"),
+    [("GroupMismatchError: the name 'worker' is not unique", False), ("LookupError: bad luck", True)],
+    ids=["the failure of all", "the failure of one"],
+)
+def test_waits_in_rendezvous_are_not_said_of_a_rendezvous_that_has_failed(
+    watch: JobWatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], message: str, is_said: bool
+) -> None:
+    details = {"world_size": 2, "present": [0]}
+    waits = {"what": "rendezvous", "since": monotonic() - 4, "details": details}
+    write(tmp_path / "job", 0, 12, waits, lives=True)
+    failure = Failure(1, 1, 1, time() - 0.5, message)
+    watch.failed([failure])
+    watch.explain(failure)
+    assert ("in rendezvous for rank 1" in capsys.readouterr().err) is is_said

@@ -379,7 +379,7 @@ def test_a_wait_in_rendezvous_is_not_reported_once_the_group_has_formed() -> Non
     )
     report = found(joining, worker(1, thread(MAIN, line=7, doing="computes")))
     assert list(waiting_in_words(report, [1])) == ["worker0: MainThread waited 9 s in rendezvous for rank 1"]
-    assert not list(waiting_in_words(report, [1], group_formed=True))
+    assert not list(waiting_in_words(report, [1], rendezvous=False))
 
 
 @pytest.mark.parametrize(
