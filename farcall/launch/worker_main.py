@@ -80,8 +80,9 @@ def _record(error: Exception) -> str:
     if isinstance(error, WorkerLostError):
         return f"{in_one_line(error)}\n"
     rank = shown_by(error, trace)
-    return trace if rank is None else f"{beginning_of(in_one_line(error), _SHOWN)} (traceback: see rank {rank})
-"
+    if rank is None:
+        return trace
+    return f"{beginning_of(in_one_line(error), _SHOWN)} (traceback: see rank {rank})\n"
 
 
 if __name__ == "__main__":
