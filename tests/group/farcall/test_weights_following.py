@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from farcall.observe.metric_families import families
+from farcall.observe.metrics.families import families
 
 import rpc
 from farcall.observe.reading.state import JobState, WorkerState

@@ -194,13 +194,31 @@ def test_state_of_another_host_has_finite_numbers(wrong: float) -> None:
     assert "job 7c2f" in job_line(job(found))
 
 
+def _state(elastic: dict[str, Any]) -> dict[str, Any]:
+    return {"spmd.elastic": elastic}
+
+
 def test_elastic_job_is_described_by_the_worker_that_is_furthest() -> None:
-    ahead = {"view": 4, "step": 120, "members": ["a", "b"], "losses": 2, "lost": "c", "took": 0.314}
-    behind = {"view": 4, "step": 119, "members": ["a", "b"], "losses": 0, "lost": "", "took": 0.0}
+    ahead: dict[str, Any] = {
+        "view": 4,
+        "step": 120,
+        "members": ["a", "b"],
+        "losses": 2,
+        "lost": "c",
+        "took": 0.314,
+    }
+    behind: dict[str, Any] = {
+        "view": 4,
+        "step": 119,
+        "members": ["a", "b"],
+        "losses": 0,
+        "lost": "",
+        "took": 0.0,
+    }
     text = "step 120, view 4 of 2, 2 lost (the last, c, for 0.31 s)"
-    state = job(worker(0, main_thread(), **{"spmd.elastic": behind}), worker(1, **{"spmd.elastic": ahead}))
+    state = job(worker(0, main_thread(), **_state(behind)), worker(1, **_state(ahead)))
     assert job_line(state).endswith(f" · {text}")
-    found = view(worker(0, main_thread(), **{"spmd.elastic": ahead}))
+    found = view(worker(0, main_thread(), **_state(ahead)))
     assert found["job"]["headline"].endswith(f" · {text}")
 
 

@@ -203,6 +203,7 @@ def test_storages_are_refused_with_advice(use: Callable[[Tensor], Any], advice: 
 def test_elements_in_the_gaps_of_memory_are_refused() -> None:
     x = torch.empty_strided((2, 2), (3, 1), device="spmd")
     x.copy_(numbers(4, "spmd").view(2, 2))
-    for use in (lambda: x.as_strided((2,), (3,), 0), lambda: x.resize_(6)):
+    uses: tuple[Callable[[], object], ...] = (lambda: x.as_strided((2,), (3,), 0), lambda: x.resize_(6))
+    for use in uses:
         with pytest.raises(NotImplementedError, match=r"whose memory has gaps .* by \.contiguous\(\)"):
             use()
