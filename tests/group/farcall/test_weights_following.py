@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from farcall.observe.metrics.families import families
 
 import rpc
+from farcall.observe.metrics.families import families
 from farcall.observe.reading.state import JobState, WorkerState
 from farcall.observe.reading.stores import lines_of, stores_of
 from farcall.weights import Store, WeightsError
