@@ -1,6 +1,6 @@
 """The backward passes that this worker takes part in, started by it (the root) or by other workers.
 
-Message handlers (``messages``) run on the loop's thread. A worker's part runs on a thread of its own, which
+Message handlers run on the loop's thread. A worker's part runs on a thread of its own, which
 is not counted by the executor of calls, because it waits for other workers. A whole part waits for nothing,
 and runs as a call does: on the thread that received it, if that thread reads for itself.
 """

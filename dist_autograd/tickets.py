@@ -5,7 +5,7 @@ leaves and send nodes are. Tickets are chained, so that only one is ready at any
 message; all other nodes that are ready run before it. So when it waits, everything that can run has run.
 There is no deadlock: a gradient that is on its way to a message depends only on nodes that were made after
 the message was sent. So the run that waits for the newest message of all, on whichever worker, can always
-continue. ``Pass.await_gradients`` checks this.
+continue. ``WorkerPass.await_gradients`` checks this.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The shell around the reference protocol: one per agent. It holds the objects owned here, and turns the
-protocol's actions into messages. ``steps`` decides which thread takes a step of the protocol; ``serving``
-answers the requests that fetch or use an object.
+protocol's actions into messages. ``steps`` decides which thread takes a step of the protocol;
+``reference_server`` answers the requests that fetch or use an object.
 
 Objects are dropped on an executor thread, since their destructors are user code.
 """

@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
+from rpc.runtime.process_signs import stat_fields
+
 __all__ = ["descendants", "kill", "mark", "marked"]
 
 _VARIABLE: Final = "FARCALL_STARTED_BY"
@@ -86,7 +88,7 @@ def kill(processes: Iterable[Process]) -> None:
 def _stat(pid: int) -> tuple[int, str] | None:
     """Return the parent of a process and when it began; None if it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = stat_fields(f"/proc/{pid}/stat")
     except OSError:
         return None
     return int(fields[1]), fields[19]

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["UNKNOWN", "ProcessSigns", "computes", "process_signs", "waited_for_core"]
+__all__ = ["UNKNOWN", "ProcessSigns", "computes", "process_signs", "stat_fields", "waited_for_core"]
 
 _STATE, _UTIME, _STIME, _START = 0, 11, 12, 19  # in /proc/PID/stat, behind the name (proc(5))
 _BUSY: Final = frozenset("RD")
@@ -44,11 +44,11 @@ def process_signs(process: int) -> ProcessSigns | None:
     namespace.
     """
     try:
-        fields = _stat(f"/proc/{process}/stat")
+        fields = stat_fields(f"/proc/{process}/stat")
         states = {fields[_STATE]}
         for thread in os.listdir(f"/proc/{process}/task"):
             with contextlib.suppress(OSError):  # it has just ended
-                states.add(_stat(f"/proc/{process}/task/{thread}/stat")[_STATE])
+                states.add(stat_fields(f"/proc/{process}/task/{thread}/stat")[_STATE])
         ticks = int(fields[_UTIME]) + int(fields[_STIME])
         return ProcessSigns(fields[_STATE] in _STOPPED, bool(states & _BUSY), ticks, int(fields[_START]))
     except OSError as error:
@@ -81,6 +81,7 @@ def waited_for_core() -> float:
         return 0.0
 
 
-def _stat(path: str) -> list[str]:
+def stat_fields(path: str) -> list[str]:
+    """Return the fields behind the name in a file ``stat`` of ``/proc`` (proc(5)). Raises ``OSError``."""
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()

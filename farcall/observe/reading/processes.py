@@ -51,7 +51,7 @@ class Signs:
 def signs_of(process: int) -> Signs | None:
     """Return what is visible of a process; None if it does not exist, or is a zombie."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = _stat(f"/proc/{process}/stat")
         text = Path(f"/proc/{process}/status").read_text(errors="replace")
         if fields[_STATE] in "ZX":
             return None
@@ -95,11 +95,14 @@ def ask_for_stacks(process: int, thread: int, signs: Signs, number: int) -> bool
     if not 0 < number <= signal.SIGRTMAX or not signs.catches >> (number - 1) & 1:
         return False
     try:
-        with open(f"/proc/{process}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
-            state = file.read().rpartition(")")[2].split()[0]
+        state = _stat(f"/proc/{process}/task/{thread}/stat")[_STATE]
     except (OSError, IndexError):
         return False
     return state in _ASLEEP and _tgkill(process, thread, number) == 0
+
+
+def _stat(path: str) -> list[str]:
+    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _tgkill(process: int, thread: int, number: int) -> int:

@@ -254,7 +254,7 @@ class Session:
         self._dropped.append(known.number)
 
     def _has_gone(self, value: Value, number: int) -> None:
-        """Whether a value is, or will be, on the workers under this id."""
+        """Note that a value is, or will be, on the workers under this id."""
         value.data = None
         value.remote = _Remote(number, self._freed, value.spec)
         self._remotes[number] = weakref.ref(value.remote)

@@ -35,7 +35,7 @@ def test_process_is_not_held_to_have_ended_where_this_one_lacks_descriptors_or_m
         raise OSError(code, os.strerror(code))
 
     before = process_signs(os.getpid())
-    monkeypatch.setattr(module, "_stat", fail)
+    monkeypatch.setattr(module, "stat_fields", fail)
     assert process_signs(os.getpid()) is UNKNOWN
     assert computes(before, UNKNOWN)
 
