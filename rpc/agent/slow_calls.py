@@ -38,7 +38,7 @@ _LAST_SECONDS: Final = 0.5
 """A call with a timeout is due after this share of the timeout, and this long before its end at the latest,
 in seconds."""
 
-_SHORTEST_TIMEOUT: Final = 1.0
+_SHORTEST_TIMEOUT: Final = 2.0
 """Shortest timeout of calls that are due before it ends, in seconds."""
 
 

@@ -194,9 +194,9 @@ class StreamConnection:
         return self._open
 
     def _read_on(self) -> None:
-        """Go on reading, if the stream is open. If the loop watches the socket itself, it reads until the kernel
-        reports that there is no more: the kernel reports a reset that arrives with data only once, and uvloop
-        stops watching then.
+        """Go on reading, if the stream is open. If the loop watches the socket itself, it reads until the
+        kernel reports that there is no more: the kernel reports a reset that arrives with data only once, and
+        uvloop stops watching then.
         """
         if self._open:
             self._readable()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -32,6 +33,9 @@ _FAR_SECONDS: Final = 0.4
 _AGAIN_SECONDS: Final = 1.0
 """Time in seconds after which the state files are read once more, if the callee's does not show the call."""
 
+_PAUSE_SECONDS: Final = 2.0
+"""Time in seconds after an explanation within which none is made only for the errors of timeouts."""
+
 _MAX_WORKERS: Final = 64
 """Maximum number of workers of this host whose state is read; beyond it, only this one's and the callees'."""
 
@@ -48,10 +52,15 @@ class SlowCallReports:
         self._observer = observer
         self._agent = agent
         self._far = far
+        self._explained_at = -math.inf
         agent.calls.slow.explain = self._due
 
     def _due(self, due: Sequence[Due]) -> None:
         """Have the calls reported. On the loop's thread."""
+        now = self._agent.group.loop_thread.loop.time()
+        if not any(each.report for each in due) and now - self._explained_at < _PAUSE_SECONDS:
+            return
+        self._explained_at = now
         for peer in {each.call.peer for each in due}:
             if not peer.near and not peer.is_self:
                 self._far.ask(peer)
