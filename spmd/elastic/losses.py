@@ -17,6 +17,7 @@ from rpc.errors import RendezvousError, RpcError
 from rpc.group.peer import Peer
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import SharedStore
+from rpc.runtime.process_signs import stat_fields
 from spmd.elastic.agreement import Member
 from spmd.elastic.errors import ElasticError
 
@@ -179,8 +180,7 @@ def _present(log: Log) -> set[int]:
 
 def _stat(process: int) -> list[str] | None:
     try:
-        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
+        return stat_fields(f"/proc/{process}/stat")
     except (FileNotFoundError, ProcessLookupError):
         return None
 
