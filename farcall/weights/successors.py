@@ -33,6 +33,9 @@ _ALIVE: Final = -1
 _TAKEN_OVER: Final = 1 << 62
 """Rank of a worker that keeps the store already."""
 
+_ROUNDS: Final = 3
+"""How often all workers are asked while one of them still reaches the store."""
+
 _lock: Final = threading.Lock()
 
 
@@ -127,9 +130,9 @@ def rank(home: str, name: str) -> int:
     """Called at all workers: return whether this one can keep a store whose worker is lost, the largest of
     all workers; 0 if it cannot, -1 if it should not.
     """
-    if (scope_of(home), name) in keeper.keepers:
-        return _TAKEN_OVER
     ranks = [each.rank() for each in _followers_of(home, name)]
+    if (scope_of(home), name) in keeper.keepers:  # by now
+        return _TAKEN_OVER
     return _ALIVE if _ALIVE in ranks else max(ranks, default=0)
 
 
@@ -160,18 +163,14 @@ def find(agent: Agent, home: str, name: str) -> str | None:
     """Return the worker that keeps a store whose worker is lost, by name; None if there is none, or if the
     worker is lost to this one only. It is asked to take the store over if it has not done so yet.
     """
-    asked = {}
-    for member in agent.group.peers.view.present():
-        with contextlib.suppress(RpcError):
-            asked[member.name] = agent.call_async(member.name, rank, (home, name), {}, 0.0)
-    ranks: dict[str, int] = {}
-    for worker, future in asked.items():
-        with contextlib.suppress(RpcError):  # it is lost, or cannot keep stores
-            ranks[worker] = future.wait()
-    taken_over = [worker for worker, found in ranks.items() if found == _TAKEN_OVER]
-    if taken_over:
-        return taken_over[0]
-    if _ALIVE in ranks.values():
+    for _ in range(_ROUNDS):  # another worker may be taking it over, which some have seen, and some have not
+        ranks = _ranks(agent, home, name)
+        taken_over = [worker for worker, found in ranks.items() if found == _TAKEN_OVER]
+        if taken_over:
+            return taken_over[0]
+        if _ALIVE not in ranks.values():
+            break
+    else:
         return None
     for worker in sorted(ranks, key=lambda each: ranks[each], reverse=True):
         if ranks[worker] > 0:
@@ -179,6 +178,19 @@ def find(agent: Agent, home: str, name: str) -> str | None:
                 agent.call(worker, take_over, (home, name), {}, 0.0)
                 return worker
     return None
+
+
+def _ranks(agent: Agent, home: str, name: str) -> dict[str, int]:
+    """Ask all workers; those that are lost, or cannot keep stores, are left out."""
+    asked = {}
+    for member in agent.group.peers.view.present():
+        with contextlib.suppress(RpcError):
+            asked[member.name] = agent.call_async(member.name, rank, (home, name), {}, 0.0)
+    ranks: dict[str, int] = {}
+    for worker, future in asked.items():
+        with contextlib.suppress(RpcError):
+            ranks[worker] = future.wait()
+    return ranks
 
 
 @allow_function
