@@ -59,7 +59,6 @@ def train(worker: Worker) -> list[Any]:
     seen.append(store.put(3, half(3, 1), part=(1, 2)))  # the other part was lost
     seen.append(store.usage()["open"])
     seen.append(store.put(3, half(3, 0), part=(0, 2)))
-    worker.wait_for("end")
     seen += [store.on, store.versions()]
     rpc.shutdown(graceful=False)
     return seen
@@ -109,8 +108,6 @@ def test_another_worker_takes_over(run_workers: RunWorkers, *, far: bool) -> Non
     workers[0].kill()
     workers[1].tell("killed")
     workers[2].wait_for("has read")
-    for worker in (workers[1], workers[2]):
-        worker.tell("end")
     on = "worker2"
     assert workers[1].result() == [
         True,
@@ -123,6 +120,7 @@ def test_another_worker_takes_over(run_workers: RunWorkers, *, far: bool) -> Non
         on,
         [2, 3],
     ]
+    workers[2].tell("end")  # later, since the last put waits for the second copy
     assert workers[2].result() == [True, True, True, True, True, on]
 
 
