@@ -165,7 +165,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # TorchRL 
                 each.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
+        state: dict[str, Any] = super().__getstate__()
+        return state | {
             "_receiver_transport": None,
             "_shared_transport": None,
             "_sender_transports": None,

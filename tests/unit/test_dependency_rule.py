@@ -163,6 +163,9 @@ WITH_EXTRAS = {
     ROOT / "farcall" / "grpc": ("grpc",),
     ROOT / "farcall" / "page": ("page",),
     ROOT / "farcall" / "ray": ("ray",),
+    ROOT / "farcall" / "weights" / "torchrl.py": ("torchrl",),
+    ROOT / "farcall" / "weights" / "verl.py": ("verl",),
+    ROOT / "farcall" / "weights" / "vllm.py": ("vllm",),
 }
 """What needs extras, and which."""
 
