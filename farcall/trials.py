@@ -33,6 +33,7 @@ _SECONDS: Final = 20.0
 """How long a trial may wait for anything."""
 _ENVIRONMENT: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a job that the command was started in; the trials are jobs of their own."""
+_OBSERVE: Final = "FARCALL_OBSERVE"
 
 
 class _Wrong(Exception):
@@ -87,10 +88,12 @@ class Trial:
 
 @contextmanager
 def _own_environment() -> Iterator[None]:
-    kept = {name: os.environ.pop(name) for name in _ENVIRONMENT if name in os.environ}
+    kept = {name: os.environ.pop(name) for name in (*_ENVIRONMENT, _OBSERVE) if name in os.environ}
+    os.environ[_OBSERVE] = "0"  # trials are not among the user's jobs
     try:
         yield
     finally:
+        del os.environ[_OBSERVE]
         os.environ.update(kept)
 
 

@@ -36,9 +36,9 @@ def without_operators(hint: str) -> Callable[[K], K]:
     def decorate(kind: K) -> K:
         for operator, names in _OPERATORS.items():
             for name in names:
-                setattr(
-                    kind, name, _refusal(f"{kind.__name__} has no {operator}: {hint.format(method=name)}")
-                )
+                method = "__getitem__" if name == "__iter__" else name  # an iterator cannot be sent
+                text = f"{kind.__name__} has no {operator}: {hint.format(method=method)}"
+                setattr(kind, name, _refusal(text))
         setattr(kind, "__bool__", lambda _: True)  # noqa: B010  # otherwise its length would be asked for
         return kind
 

@@ -18,7 +18,7 @@ from rpc.agent.messages import Messages
 from rpc.agent.received_requests import Request
 from rpc.agent.request_runner import LATER, Call
 from rpc.agent.tape import Observation, Recording
-from rpc.errors import ProtocolError, RRefError
+from rpc.errors import ProtocolError, RRefError, with_article
 from rpc.group.peer import Peer
 from rpc.runtime.executor import Executor
 from rpc.runtime.tasks import Task
@@ -219,6 +219,12 @@ class ReferenceServer:
             if self._serializer.allow is not None:
                 self._serializer.allow.check_method(content, name)
             function = getattr(content, name)
+            if not callable(function):
+                found = with_article(type(function))
+                raise TypeError(
+                    f"'{name}' of this {type(content).__name__} is no method, but {found}: a reference calls "
+                    f"methods, so define one that returns it, or fetch the object by to_here()"
+                )
         return function, args, kwargs
 
     def _run_creation(self, request: Request, rref: RRefId, value: Value, on: Value | None) -> None:

@@ -83,8 +83,10 @@ def _is_in_shutdown(thread: ThreadState) -> bool:
 
 
 def _waits(worker: WorkerState, thread: ThreadState) -> bool:
-    """Whether a thread has waited long for other workers."""
+    """Whether a thread has waited long: for other workers, or for another thread while it runs a request."""
     is_waiting = bool(thread.waits) or thread.call is not None
+    if thread.request is not None:
+        is_waiting |= str(thread.fields.get("doing", "")).startswith("waits")
     return is_waiting and worker.age(thread.fields.get("since")) >= _WAITS_SECONDS
 
 

@@ -124,6 +124,14 @@ def ask_for_it(rref: rpc.RRef[Any]) -> str:
     return type(caught.value).__name__
 
 
+@pytest.mark.parametrize("owner", ["worker0", "worker1"])
+@in_standing_group()
+def test_an_attribute_that_is_no_method_is_named(owner: str) -> None:
+    account = rpc.remote(owner, Account, args=(5,))
+    with pytest.raises(TypeError, match=r"'balance' of this Account is no method, but an int: .*to_here\(\)"):
+        account.rpc_sync().balance()
+
+
 @in_standing_group(world_size=3)
 def test_whoever_asks_for_what_could_not_be_made_gets_the_error() -> None:
     rref = rpc.remote("worker1", refuse)

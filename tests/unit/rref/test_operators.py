@@ -44,6 +44,7 @@ def test_an_operator_is_refused_with_a_hint(use: Callable[[Any], Any], make: Cal
     with pytest.raises(TypeError, match=r"has no .*: .*\.__[a-z]+__\(") as refused:
         use(value)
     assert "to_here()" in str(refused.value)
+    assert "__iter__" not in str(refused.value), "an iterator cannot be sent"
 
 
 @pytest.mark.parametrize("make", [reference, proxy])

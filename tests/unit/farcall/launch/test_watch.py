@@ -95,6 +95,7 @@ def test_waits_in_rendezvous_are_not_said_of_a_rendezvous_that_has_failed(
     details = {"world_size": 2, "present": [0]}
     waits = {"what": "rendezvous", "since": monotonic() - 4, "details": details}
     write(tmp_path / "job", 0, 12, waits, lives=True)
+    write(tmp_path / "job", 1, 10)
     failure = Failure(1, 1, 1, time() - 0.5, message)
     watch.failed([failure])
     watch.explain(failure)

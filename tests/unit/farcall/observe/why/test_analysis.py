@@ -391,6 +391,9 @@ def test_a_wait_in_rendezvous_is_not_reported_once_the_group_has_formed() -> Non
         ([{"waits": [{"what": "barrier", "since": NOW - 9}]}], "waits", 9),
         ([{"waits": [{"what": "barrier", "since": NOW - 9}]}, {"computes": True}], "computes", 9),
         ([{"idle": True}], "running", 0),
+        ([{"request": [1, 7], "doing": "waits to enter a with block", "since": NOW - 9}], "waits", 0),
+        ([{"request": [1, 7], "doing": "sleeps", "since": NOW - 9}], "running", 0),
+        ([{"doing": "waits for an Event", "since": NOW - 9}], "running", 0),
     ],
 )
 def test_state_of_a_worker_is_that_of_its_busiest_thread(
