@@ -14,7 +14,7 @@ from rpc.errors import GroupMismatchError, WorkerLostError
 from rpc.lifecycle.own_backend import start_separate_agent
 from rpc.options import AgentOptions
 from rpc.rendezvous.store import SharedStore
-from spmd.collectives.errors import CollectiveTimeoutError
+from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
 from spmd.collectives.node import Node, agent_of_rpc, master_of
 
 __all__ = ["Workers"]
@@ -84,6 +84,8 @@ class Workers:
                     f"worker '{name}' is not in the static RPC group of worker "
                     f"'{self._agent.group.peers.own.name}': all workers of a process group need one RPC group"
                 )
+            if self._agent.lifecycle.closed:
+                raise CollectiveError("this worker's agent has ended")
             if monotonic() > deadline:
                 raise CollectiveTimeoutError(
                     f"worker '{name}' has not joined the group of worker "

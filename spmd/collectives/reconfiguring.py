@@ -73,7 +73,8 @@ class ReconfigurableProcessGroup(FarcallProcessGroup):
         super().__init__(group, store)
         self._workers = workers
         self._used: set[int] = set()
-        self._lock = threading.Lock()
+        self._forming = threading.Lock()
+        self._lock = threading.Lock()  # of ``group``
         self._is_shut_down = False
 
     def get_reconfigure_handle(self) -> str:
@@ -121,20 +122,20 @@ class ReconfigurableProcessGroup(FarcallProcessGroup):
 
     def _form(self, work: GroupWork, uuid: int, handles: list[str], timeout: float) -> None:
         rank = handles.index(self.get_reconfigure_handle())
-        with self._lock:
-            before = self.group
-            before.close()
+        with self._forming:
+            self.group.close()
+            before = self.group.timeout
             try:
                 group = self._formed(uuid, handles, rank, timeout)
+                group.timeout = before
+                self._replace(group)
             except BaseException as error:
-                failed: Any = _NoGroup(self._name, rank, len(handles), before.timeout, str(error))
+                failed: Any = _NoGroup(self._name, rank, len(handles), before, str(error))
                 self._replace(failed)
                 work.finish(error)
                 if is_interruption(error):
                     raise
                 return
-            group.timeout = before.timeout
-            self._replace(group)
         work.finish()
 
     def _formed(self, uuid: int, handles: list[str], rank: int, timeout: float) -> Group:
@@ -149,9 +150,14 @@ class ReconfigurableProcessGroup(FarcallProcessGroup):
             raise
 
     def _replace(self, group: Group) -> None:
-        self.group = group
-        self._arguments = Arguments(self._name, group.members.rank, group.members.size)
-        group.record.description = self._desc
+        with self._lock:
+            if not self._is_shut_down or group.members.failed:
+                self.group = group
+                self._arguments = Arguments(self._name, group.members.rank, group.members.size)
+                group.record.description = self._desc
+                return
+        group.close()
+        raise CollectiveError(f"process group '{self._name}' has been destroyed")
 
     def _part(self, group: Group, store: Store | None) -> FarcallProcessGroup:
         return FarcallProcessGroup(group, store)
