@@ -112,7 +112,8 @@ class _Requests:
             failing = None if error is None else self._waiting.pop(self._index, None)
             waiting, self._waiting = self._waiting, {}
         if failing is not None and error is not None:
-            failing.set_exception(error if isinstance(error, Exception) else _as_remote(error))
+            raised = error if isinstance(error, Exception) else _as_remote(error)
+            failing.set_exception(raised)  # type: ignore[arg-type]  # PyTorch's annotation is wrong
         for future in waiting.values():
             future.set_result(_NO_MORE)
         self._changed()
@@ -394,12 +395,14 @@ def _streams() -> _Streams:
             if found is None:
                 found = agent.extensions[_STREAMS] = _Streams(agent)
             return found
-        before = _of_other
-        if before is None or before[0] is not agent:
-            _of_other = agent, _Streams(None)
-            if before is not None:
-                before[1].close()
-        return _of_other[1]
+        last = _of_other
+        if last is not None and last[0] is agent:
+            return last[1]
+        streams = _Streams(None)
+        _of_other = agent, streams
+    if last is not None:
+        last[1].close()
+    return streams
 
 
 def _key(key: Any) -> Key:

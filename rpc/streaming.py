@@ -330,8 +330,8 @@ def stream(
 
     An error that the generator raises comes in its place, and ends the iteration. If the callee is lost, the
     values that are here come first, then ``WorkerLostError``. If the caller is lost, or shuts down, the
-    generator is closed. The generator must not write to a tensor that it has yielded: a large one may still
-    be on its way.
+    generator is closed. The generator must not write to a tensor that it has yielded: one of more than 1 MiB
+    may still be on its way to another host.
 
     Raises:
         UnknownWorkerError: there is no such worker.

@@ -129,7 +129,7 @@ def test_the_error_that_ends_iterations_does_not_end_this_one() -> None:
             with pytest.raises(RuntimeError, match=rf"alone.*raised {error.__name__}"):
                 next(stream(returns_none, error, look_ahead=look_ahead))
         with pytest.raises(RuntimeError, match="raised StopAsyncIteration"):
-            asyncio.run(anext(stream(Stops, StopAsyncIteration, look_ahead=look_ahead)))  # type: ignore[arg-type]
+            asyncio.run(anext(stream(Stops, StopAsyncIteration, look_ahead=look_ahead)))
 
 
 def test_an_answer_that_comes_at_the_last_moment_is_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +212,7 @@ class CleansUp:
         self.loop, self.go_on = asyncio.get_running_loop(), asyncio.Event()
         try:
             yield 1
+            await asyncio.Event().wait()
         finally:
             self.cleaning.set()
             try:
@@ -226,7 +227,7 @@ class CleansUp:
 
 def test_a_second_close_does_not_cancel_the_cleanup_of_the_first(agent: LocalAgent) -> None:
     generator = CleansUp()
-    values = stream(generator.values, look_ahead=0)
+    values = stream(generator.values)
     assert next(values) == 1
     key = values._source._key
     values.close()
@@ -273,7 +274,7 @@ def called(*_: Any) -> Iterator[int]:
 def test_what_no_caller_sends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ([1, [2]], [1], "ab", 7, [1, "2"]):
         with pytest.raises(TypeError, match="the key of a stream is two numbers"):
-            generators.open_stream(wrong, called, (), {})  # type: ignore[arg-type]
+            generators.open_stream(wrong, called, (), {})
     monkeypatch.setattr(generators, "MAX_STREAMS", 2)
     monkeypatch.setattr(generators, "MAX_WAITING", 3)
     gate = threading.Event()
@@ -283,7 +284,7 @@ def test_what_no_caller_sends_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         gate.wait(SOON)
         yield 2
 
-    generators.open_stream([5, 1], wait, (), {})  # type: ignore[arg-type]
+    generators.open_stream([5, 1], wait, (), {})
     with pytest.raises(ValueError, match="is open already"):
         generators.open_stream((5, 1), called, (), {})
     generators.open_stream((5, 2), of, (), {})
@@ -294,7 +295,7 @@ def test_what_no_caller_sends_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     second = generators.next_value((5, 1), 1)
     for wrong_index in (0, 1, -1, "2", True):
         with pytest.raises(ValueError, match="has been requested before, or is none"):
-            generators.next_value((5, 1), wrong_index)  # type: ignore[arg-type]
+            generators.next_value((5, 1), wrong_index)
     for index in (2, 3):
         generators.next_value((5, 1), index)
     with pytest.raises(ValueError, match="more than 3 values are requested"):
@@ -311,3 +312,46 @@ def test_keys_cannot_be_guessed() -> None:
     keys = [stream(of)._source._key[1] for _ in range(3)]
     assert len(set(keys)) == 3
     assert max(keys) > 1 << 32, "a counter would be small"
+
+
+class Slow:
+    """A stream that does not close in time, on a clock of the test's own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def close(self) -> None: ...
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_worker_that_ends_waits_once_for_all_its_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow: Any = Slow()
+    monkeypatch.setattr(generators, "monotonic", lambda: slow.now, raising=False)
+    streams = generators._Streams(None)
+    streams._open |= {(1, 1): slow, (1, 2): slow, (1, 3): slow}
+    streams._end()
+    assert slow.now == generators._END_SECONDS
+
+
+def test_a_worker_that_ends_waits_for_generators_that_are_being_closed() -> None:
+    cleaning, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def plain() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            cleaning.set()
+            go_on.wait(SOON)
+            generators._streams()._end()  # waits for all but the thread that it is called on
+            ended.set()
+
+    values = stream(plain, look_ahead=0)
+    assert next(values) == 1
+    values.close()
+    assert cleaning.wait(SOON)
+    assert len(generators._streams()._open) == 1
+    go_on.set()
+    assert ended.wait(SOON)
+    until(lambda: not generators._streams()._open)
