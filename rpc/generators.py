@@ -5,6 +5,8 @@ order. A plain generator has a thread of its own, since PyTorch's modes, such as
 a thread and last from value to value; an asynchronous one has a task on the loop of ``async def`` callees.
 When its caller closes the stream, is lost, or this worker leaves, the generator is closed: its ``finally``
 runs.
+
+The key of a stream has a random number, so that other members of the group cannot name it.
 """
 
 from __future__ import annotations
@@ -15,19 +17,23 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from functools import partial
+from time import monotonic
 from typing import Any, Final, Protocol
 
 import torch
 
 from rpc.agent.agent import Agent
-from rpc.errors import with_article
+from rpc.errors import RemoteError, RpcError, with_article
 from rpc.functions import async_execution
 from rpc.group.peer import Peer
+from rpc.runtime.blocking import this_thread
 from rpc.runtime.current import current_agent
 from rpc.runtime.own_streams import OwnStreams
+from rpc.runtime.tasks import Task
+from rpc.serialization.failures import text_of, type_name
 from rpc.serialization.settings import allow_function
 
-__all__ = ["close_stream", "next_value", "open_stream"]
+__all__ = ["MAX_STREAMS", "MAX_WAITING", "close_stream", "next_value", "open_stream"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +41,19 @@ _STREAMS: Final = "streams"
 """Key of the ``_Streams`` in an agent's extensions."""
 
 _END_SECONDS: Final = 1.0
-"""Maximum time in seconds that a worker waits for its generators to close when it leaves."""
+"""Maximum time in seconds that a worker waits for all its generators to close when it leaves."""
+
+MAX_STREAMS: Final = 4096
+"""Maximum number of streams that one caller has open at a worker."""
+
+MAX_WAITING: Final = 65_536
+"""Maximum number of values of one stream that are requested and not there yet."""
 
 _NO_MORE: Final[list[Any]] = []
 """The answer after the last value; that with a value is a list of it."""
 
 Key = tuple[int, int]
-"""The incarnation of the caller's agent, and the number that it has given to the stream."""
+"""The incarnation of the caller's agent, and the random number that it has given to the stream."""
 
 _making: Final = threading.Lock()
 
@@ -61,11 +73,19 @@ class _Requests:
         self.ended = False
 
     def add(self, index: int) -> torch.futures.Future[list[Any]]:
-        """Return a future of the answer to a request."""
+        """Return a future of the answer to a request.
+
+        Raises:
+            ValueError: no caller that keeps to the protocol requests this value now.
+        """
         future: torch.futures.Future[list[Any]] = torch.futures.Future()
         with self._lock:
             ended = self.ended
             if not ended:
+                if type(index) is not int or index < self._index or index in self._waiting:
+                    raise ValueError(f"rpc.stream: value {index!r:.60} has been requested before, or is none")
+                if len(self._waiting) >= MAX_WAITING:
+                    raise ValueError(f"rpc.stream: more than {MAX_WAITING} values are requested at a time")
                 self._waiting[index] = future
         if ended:
             future.set_result(_NO_MORE)
@@ -73,10 +93,9 @@ class _Requests:
             self._changed()
         return future
 
-    @property
-    def idle(self) -> bool:
-        """Whether the next value has not been requested, and more may be."""
-        return not self.ended and self._index not in self._waiting
+    def has_work(self) -> bool:
+        """Whether the next value has been requested, or there are no more."""
+        return self.ended or self._index in self._waiting
 
     def answer(self, value: Any) -> None:
         """Give the next value."""
@@ -93,10 +112,18 @@ class _Requests:
             failing = None if error is None else self._waiting.pop(self._index, None)
             waiting, self._waiting = self._waiting, {}
         if failing is not None and error is not None:
-            failing.set_exception(error)  # type: ignore[arg-type]  # any error goes to the caller
+            raised = error if isinstance(error, Exception) else _as_remote(error)
+            failing.set_exception(raised)  # type: ignore[arg-type]  # PyTorch's annotation is wrong
         for future in waiting.values():
             future.set_result(_NO_MORE)
         self._changed()
+
+
+def _as_remote(error: BaseException) -> RemoteError:
+    """Return what the caller of a plain call would get for it; a future accepts only an ``Exception``."""
+    remote = RemoteError(text_of(error), type_name(type(error)))
+    remote.__cause__ = error
+    return remote
 
 
 class _Stream(Protocol):
@@ -104,45 +131,57 @@ class _Stream(Protocol):
 
     requests: _Requests
 
+    def begin(self, values: Any) -> None:
+        """Begin to run the generator; called once."""
+
     def close(self) -> None:
         """Have the generator closed. Does not wait."""
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is closed, if it can be waited for."""
+        """Wait until it is closed, unless it runs on this thread."""
 
 
 class _Plain:
-    """A plain generator, or another iterator, on a thread of its own."""
+    """A plain generator, or another iterator, on a thread of its own.
 
-    def __init__(self, values: Iterator[Any], name: str, forget: Callable[[], object]) -> None:
-        self._values = values
+    Args:
+        name: the generator's name, for the log.
+        forget: called when it is closed.
+    """
+
+    def __init__(self, name: str, forget: Callable[[], object]) -> None:
         self._name = name
         self._forget = forget
         self._woken = threading.Condition()
         self.requests = _Requests(self._wake)
-        self._thread = threading.Thread(target=self._run, name="farcall-stream", daemon=True)
+
+    def begin(self, values: Iterator[Any]) -> None:
+        # Only the thread holds the iterator: what has no ``close`` ends with the last reference to it.
+        self._thread = threading.Thread(target=self._run, args=(values,), name="farcall-stream", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self.requests.end()
 
     def wait(self, seconds: float) -> None:
-        self._thread.join(seconds)
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
 
     def _wake(self) -> None:
         with self._woken:
             self._woken.notify()
 
-    def _run(self) -> None:
+    def _run(self, values: Iterator[Any]) -> None:
+        this_thread.runs_callees = True
         requests = self.requests
         try:
             while True:
                 with self._woken:
-                    self._woken.wait_for(lambda: not requests.idle)
+                    self._woken.wait_for(requests.has_work)
                 if requests.ended:
                     return
                 try:
-                    value = next(self._values)
+                    value = next(values)
                 except StopIteration:
                     return
                 except BaseException as error:  # it goes to the caller
@@ -152,59 +191,99 @@ class _Plain:
                 del value
         finally:
             requests.end()
-            self._forget()
             with _logged(self._name):
-                getattr(self._values, "close", _nothing)()
+                getattr(values, "close", _nothing)()
+            self._forget()
 
 
 class _Asynchronous:
-    """An asynchronous generator, in a task; made on the loop that it runs on."""
+    """An asynchronous generator, in a task; made on the loop that it runs on.
 
-    def __init__(self, values: AsyncIterator[Any], name: str, forget: Callable[[], object]) -> None:
-        self._values = values
+    Args:
+        name: the generator's name, for the log.
+        forget: called when it is closed.
+        submit: has an answer serialized and sent, which the loop must not wait for.
+    """
+
+    def __init__(self, name: str, forget: Callable[[], object], submit: Callable[[Task], object]) -> None:
         self._name = name
         self._forget = forget
+        self._submit = submit
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.current_thread()
         self._woken = asyncio.Event()
+        self._may_cancel = True
+        self._closed = threading.Event()
         self.requests = _Requests(partial(self._soon, self._woken.set))
-        self._task = self._loop.create_task(OwnStreams().follow(self._run()))
+
+    def begin(self, values: AsyncIterator[Any]) -> None:
+        self._task = self._loop.create_task(OwnStreams().follow(self._run(values)))
 
     def close(self) -> None:
         self.requests.end()
-        self._soon(self._task.cancel)
+        self._soon(self._cancel)
 
     def wait(self, seconds: float) -> None:
-        """The loop's end cancels the task, and waits for it."""
+        if self._thread is not threading.current_thread():
+            self._closed.wait(seconds)
+
+    def _cancel(self) -> None:
+        """Cancel the task, once, and not when the generator is being closed: its clean-up may await."""
+        if self._may_cancel:
+            self._may_cancel = False
+            self._task.cancel()
 
     def _soon(self, call: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the task with it
             self._loop.call_soon_threadsafe(call)
 
-    async def _run(self) -> None:
+    async def _elsewhere(self, call: Callable[[], object]) -> None:
+        """Call a function that answers on another thread. Wait for it: the generator may change the value
+        when it goes on.
+        """
+        done = asyncio.Event()
+
+        def run(_: object) -> None:
+            try:
+                call()
+            finally:
+                self._soon(done.set)
+
+        self._submit((OwnStreams.of_this_thread().around(run), None))
+        await done.wait()
+
+    async def _run(self, values: AsyncIterator[Any]) -> None:
         requests = self.requests
+        failure: BaseException | None = None
         try:
             while not requests.ended:
                 self._woken.clear()
-                if requests.idle:
+                if not requests.has_work():
                     await self._woken.wait()
                     continue
                 try:
-                    value = await anext(self._values)
+                    value = await anext(values)
                 except StopAsyncIteration:
                     return
                 except asyncio.CancelledError as error:
-                    requests.end(error)
+                    failure = error
                     raise
                 except BaseException as error:  # it goes to the caller
-                    requests.end(error)
+                    failure = error
                     return
-                requests.answer(value)
+                await self._elsewhere(partial(requests.answer, value))
                 del value
         finally:
-            requests.end()
-            self._forget()
-            with _logged(self._name):
-                await getattr(self._values, "aclose", _nothing_awaited)()
+            self._may_cancel = False
+            self._submit((requests.end, failure))
+            failure = None  # it refers to this frame, a cycle
+            try:
+                with _logged(self._name):
+                    await getattr(values, "aclose", _nothing_awaited)()
+            finally:
+                del values, self._task  # a cancelled task refers to this frame, a cycle
+                self._forget()
+                self._closed.set()
 
 
 def _nothing() -> None:
@@ -220,7 +299,9 @@ def _logged(name: str) -> Iterator[None]:
     """Log the error of a generator that is closed: no caller waits for it."""
     try:
         yield
-    except Exception:
+    except asyncio.CancelledError:
+        raise  # the loop ends
+    except BaseException:
         logger.exception("%s, whose stream has ended, raised an error when it was closed", name)
 
 
@@ -229,32 +310,59 @@ class _Streams:
 
     def __init__(self, agent: Agent | None) -> None:
         self._open: dict[Key, _Stream] = {}
+        self._lock = threading.Lock()
         self._agent = agent
+        self._submit: Callable[[Task], object] = _call if agent is None else agent.executor.submit
         if agent is not None:
             agent.lifecycle.hooks.gone.append(self._peer_gone)
             agent.lifecycle.hooks.closed.append(self._end)
             agent.lifecycle.hooks.forked.append(self._open.clear)
 
+    def check(self, key: Key) -> None:
+        """Raise an error if its caller may not open a stream with this key now."""
+        if key in self._open:
+            raise ValueError("rpc.stream: a stream with this key is open already")
+        if sum(each[0] == key[0] for each in list(self._open)) >= MAX_STREAMS:
+            raise RpcError(
+                f"rpc.stream: its caller has {MAX_STREAMS} streams open at this worker, which is the "
+                "maximum: close those that are not read to their end"
+            )
+
     def open(self, key: Key, values: Any, name: str) -> Coroutine[Any, Any, None] | None:
         """Begin with a stream; the coroutine that is returned, if any, has to be awaited for it."""
         forget = partial(self._open.pop, key, None)
         if isinstance(values, Iterator):
-            self._add(key, _Plain(values, name, forget))
+            self._begin(key, _Plain(name, forget), values)
             return None
 
         async def begin() -> None:
-            self._add(key, _Asynchronous(values, name, forget))
+            self._begin(key, _Asynchronous(name, forget, self._submit), values)
 
         return begin()
 
-    def _add(self, key: Key, stream: _Stream) -> None:
-        self._open[key] = stream
+    def _begin(self, key: Key, stream: _Stream, values: Any) -> None:
+        with self._lock:
+            self.check(key)
+            self._open[key] = stream
+            try:
+                stream.begin(values)
+            except BaseException:  # the system gives no thread
+                del self._open[key]
+                raise
         agent = self._agent
-        if agent is not None and agent.group.peers.view.gone_reason(key[0]) is not None:
-            stream.close()  # its caller was lost before it was here
+        if agent is not None and (agent.closed or agent.group.peers.view.find(key[0]) is None):
+            stream.close()  # its caller was lost before it was here, or is none
 
     def find(self, key: Key) -> _Stream | None:
         return self._open.get(key)
+
+    def close(self) -> list[_Stream]:
+        """Have all streams closed, and return them. Does not wait."""
+        with self._lock:
+            closing = list(self._open.values())
+        for stream in closing:
+            stream.close()
+        return closing
 
     def _peer_gone(self, peer: Peer, _: str) -> None:
         for key, stream in list(self._open.items()):
@@ -262,26 +370,47 @@ class _Streams:
                 stream.close()
 
     def _end(self) -> None:
-        ending = list(self._open.values())
-        for stream in ending:
-            stream.close()
-        for stream in ending:
-            stream.wait(_END_SECONDS)
+        deadline = monotonic() + _END_SECONDS
+        for stream in self.close():
+            stream.wait(max(0.0, deadline - monotonic()))
 
 
-_of_others: Final[dict[int, _Streams]] = {}
-"""The streams of agents of other backends, which notice no loss of a caller; by the agent's identity."""
+def _call(task: Task) -> None:
+    function, argument = task
+    function(argument)
+
+
+_of_other: tuple[Any, _Streams] | None = None
+"""The last agent of another backend, which notices neither the loss of a caller nor its own end, and its
+streams.
+"""
 
 
 def _streams() -> _Streams:
+    global _of_other
     agent: Any = current_agent()
     with _making:
-        if not isinstance(agent, Agent):
-            return _of_others.setdefault(id(agent), _Streams(None))
-        found: _Streams | None = agent.extensions.get(_STREAMS)
-        if found is None:
-            found = agent.extensions[_STREAMS] = _Streams(agent)
-        return found
+        if isinstance(agent, Agent):
+            found: _Streams | None = agent.extensions.get(_STREAMS)
+            if found is None:
+                found = agent.extensions[_STREAMS] = _Streams(agent)
+            return found
+        last = _of_other
+        if last is not None and last[0] is agent:
+            return last[1]
+        streams = _Streams(None)
+        _of_other = agent, streams
+    if last is not None:
+        last[1].close()
+    return streams
+
+
+def _key(key: Any) -> Key:
+    """Return the key that a caller has sent: a list, from some codecs."""
+    match key:
+        case [int(caller), int(number)]:
+            return caller, number
+    raise TypeError(f"the key of a stream is two numbers, not {key!r:.60}")
 
 
 @allow_function
@@ -289,6 +418,8 @@ def open_stream(
     key: Key, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Coroutine[Any, Any, None] | None:
     """Called at the callee: begin with the values of a generator."""
+    streams, key = _streams(), _key(key)
+    streams.check(key)
     values = function(*args, **kwargs)
     name = getattr(function, "__qualname__", repr(function))
     if not isinstance(values, Iterator | AsyncIterator):
@@ -298,14 +429,14 @@ def open_stream(
             f"rpc.stream needs a generator function, plain or async, or one that returns an iterator; {name} "
             f"returned {with_article(type(values))}: call it by rpc_sync or rpc_async"
         )
-    return _streams().open(tuple(key), values, name)  # type: ignore[arg-type]  # a list, from some codecs
+    return streams.open(key, values, name)
 
 
 @allow_function
 @async_execution
 def next_value(key: Key, index: int) -> torch.futures.Future[list[Any]]:
     """Called at the callee: answered with a list of the value with that index, or an empty one."""
-    stream = _streams().find(tuple(key))  # type: ignore[arg-type]
+    stream = _streams().find(_key(key))
     if stream is None:
         ended: torch.futures.Future[list[Any]] = torch.futures.Future()
         ended.set_result(_NO_MORE)
@@ -316,6 +447,6 @@ def next_value(key: Key, index: int) -> torch.futures.Future[list[Any]]:
 @allow_function
 def close_stream(key: Key) -> None:
     """Called at the callee: the caller wants no more values."""
-    stream = _streams().find(tuple(key))  # type: ignore[arg-type]
+    stream = _streams().find(_key(key))
     if stream is not None:
         stream.close()

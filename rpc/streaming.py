@@ -7,14 +7,16 @@ callee's side is in ``generators``.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
-import itertools
+import os
+import secrets
 import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from functools import partial
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
@@ -27,7 +29,7 @@ from rpc.errors import RpcError, RpcTimeoutError
 from rpc.group.membership import WorkerReference
 from rpc.options import UNSET_TIMEOUT
 from rpc.retrying import limit_of
-from rpc.runtime.blocking import check_may_block
+from rpc.runtime.blocking import check_may_block, this_thread
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import is_interruption, protected
 
@@ -37,7 +39,8 @@ T = TypeVar("T")
 
 _LOOK_AHEAD: Final = 4
 
-_numbers: Final = itertools.count(1)
+_KEY_BITS: Final = 53
+"""Number of random bits in a stream's key: every codec can send such a number."""
 
 _OPENED: Final = "opened streams"
 """Key of the ``_Opened`` in an agent's extensions."""
@@ -51,17 +54,19 @@ class _Source:
     Attributes:
         to: the worker that it runs on.
         opened: the call that begins with it.
+        closed: whether it has been closed.
     """
 
     def __init__(self, agent: AgentInterface, to: str, look_ahead: int) -> None:
         self._agent = agent
         self.to = to
         self._look_ahead = look_ahead
-        self._key = getattr(agent, "incarnation", id(agent)), next(_numbers)
+        self._key = getattr(agent, "incarnation", id(agent)), secrets.randbits(_KEY_BITS)
         self._lock = threading.RLock()  # reentrant: a finalizer may close another stream
         self._asked: deque[Future[list[Any]]] = deque()
         self._index = 0
-        self._ended = False
+        self.closed = False
+        self._process = os.getpid()
 
     def open(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have the callee begin."""
@@ -72,8 +77,14 @@ class _Source:
 
     @protected
     def next(self) -> Future[list[Any]]:
-        """Return the answer with the next value, which stays the next one until ``take``."""
+        """Return the answer with the next value, which stays the next one until ``take``. It is a cancelled
+        one if the stream has been closed.
+        """
         with self._lock:
+            if self.closed:
+                cancelled: Future[list[Any]] = Future()
+                cancelled.set_exception(CancelledError())
+                return cancelled
             if not self._asked:
                 self._ask()
             return self._asked[0]
@@ -90,19 +101,29 @@ class _Source:
     def close(self) -> None:
         """Have the generator closed. Does not wait."""
         with self._lock:
-            if self._ended:
+            if self.closed:
                 return
-            self._ended = True
+            self.closed = True
             asked = list(self._asked)
             self._asked.clear()
         for each in asked:
             each.cancel()
         self.opened.add_done_callback(self._send_close)
 
+    def drop(self) -> None:
+        """Have it closed by another thread; called by a finalizer, which may run anywhere."""
+        agent = self._agent
+        if isinstance(agent, Agent):
+            if not agent.closed:  # nor in a forked child, where a lock of the executor may be held for ever
+                agent.executor.submit((_Source.close, self))
+        elif os.getpid() == self._process:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                _thread.start_new_thread(self.close, ())  # which takes no lock of Python's own
+
     @protected
     def _ask_ahead(self, opened: Future[Any]) -> None:
         with self._lock, contextlib.suppress(RpcError):  # the callee is lost: ``next`` raises it
-            while not self._ended and len(self._asked) < self._look_ahead and not _failed(opened):
+            while not self.closed and len(self._asked) < self._look_ahead and not _failed(opened):
                 self._ask()
 
     def _ask(self) -> None:
@@ -125,7 +146,9 @@ def _failed(opened: Future[Any]) -> bool:
 
 
 class _Opened:
-    """The streams that an agent has opened. They are closed when it shuts down, which waits for its calls."""
+    """The streams that an agent's program has opened. They are closed when it shuts down, which waits for its
+    calls. Those that its callees have opened are not: shutdown waits for these callees.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self._sources: weakref.WeakSet[_Source] = weakref.WeakSet()
@@ -149,10 +172,9 @@ class Stream(Generic[T]):
     ``close()``, the end of a ``with`` statement, and dropping it close the generator: its ``finally`` runs.
     """
 
-    def __init__(self, source: _Source, timeout: float, drop: Callable[[_Source], object]) -> None:
+    def __init__(self, source: _Source, timeout: float) -> None:
         self._source = source
         self._timeout = timeout
-        self._drop = drop
         self._ended = False
 
     def __iter__(self) -> Self:
@@ -165,6 +187,7 @@ class Stream(Generic[T]):
             RpcTimeoutError: it is not there in time. The generator goes on, and the next call waits for that
                 value again.
             WorkerLostError: the worker is gone.
+            RpcError: this worker shuts down, before the generator's end.
             Exception: the error that the generator raised, in the place of the value.
         """
         check_may_block()
@@ -190,14 +213,34 @@ class Stream(Generic[T]):
 
     def _wait(self, future: Future[Any], limit: float | None) -> Any:
         try:
-            return future.wait(limit)
+            future.wait(limit)
         except Exception as error:
             if is_interruption(error):
                 raise
-            if isinstance(error, RpcTimeoutError) and not future.done():
-                raise self._late() from None
+            if not future.done():
+                raise (self._late() if isinstance(error, RpcTimeoutError) else error) from None
+        return self._value(future)
+
+    def _value(self, future: Future[Any]) -> Any:
+        """Return the value of an answer that has come; if it is an error, the iteration is over."""
+        try:
+            return future.value()
+        except (StopIteration, StopAsyncIteration) as error:  # would end the loop as if there were no more
             self.close()
-            raise
+            raise RuntimeError(
+                f"rpc.stream: the generator on worker '{self._source.to}', or the function that returns it, "
+                f"raised {type(error).__name__}"
+            ) from error
+        except Exception as error:
+            if not (isinstance(error, CancelledError) and self._source.closed):
+                self.close()
+                raise
+        if self._ended:  # another thread has closed it
+            return []
+        raise RpcError(
+            f"rpc.stream: this worker is shutting down: the stream from worker '{self._source.to}' was "
+            "closed before its end. Read a stream to its end, or close it, before rpc.shutdown()."
+        )
 
     async def _until_done(self, future: Future[Any]) -> Any:
         loop = asyncio.get_running_loop()
@@ -217,11 +260,7 @@ class Stream(Generic[T]):
                 await waiter
         except TimeoutError:
             raise self._late() from None
-        try:
-            return future.value()
-        except Exception:
-            self.close()
-            raise
+        return self._value(future)
 
     def _taken(self, found: list[Any]) -> bool:
         """Note that an answer has been taken; returns whether it has a value."""
@@ -259,7 +298,7 @@ class Stream(Generic[T]):
 
     def __del__(self) -> None:
         if not getattr(self, "_ended", True):
-            self._drop(self._source)
+            self._source.drop()
 
 
 def stream(
@@ -283,7 +322,7 @@ def stream(
         kwargs: keyword arguments.
         timeout: how long to wait for each value, in seconds; 0: no limit. Default: the timeout of calls.
         look_ahead: maximum number of values that are computed, or on their way, before they are asked for.
-            0: the generator runs only while the iteration waits for a value.
+            0: the generator runs only while the iteration waits for a value. At most 65,536.
 
     Returns:
         An iterator, also an asynchronous one. Close it, or use it in a ``with`` statement, if it is not read
@@ -291,7 +330,8 @@ def stream(
 
     An error that the generator raises comes in its place, and ends the iteration. If the callee is lost, the
     values that are here come first, then ``WorkerLostError``. If the caller is lost, or shuts down, the
-    generator is closed.
+    generator is closed. The generator must not write to a tensor that it has yielded: one of more than 1 MiB
+    may still be on its way to another host.
 
     Raises:
         UnknownWorkerError: there is no such worker.
@@ -306,8 +346,10 @@ def stream(
     """
     if not callable(function):
         raise not_callable(function)
-    if type(look_ahead) is not int or look_ahead < 0:
-        raise ValueError(f"look_ahead is a number of values, at least 0, not {look_ahead!r:.60}")
+    if type(look_ahead) is not int or not 0 <= look_ahead <= generators.MAX_WAITING:
+        raise ValueError(
+            f"look_ahead is a number of values, from 0 to {generators.MAX_WAITING}, not {look_ahead!r:.60}"
+        )
     agent: AgentInterface = current_agent()
     if isinstance(agent, Agent):
         seconds = agent.calls.caller.effective_timeout(timeout)
@@ -315,8 +357,9 @@ def stream(
         seconds = limit_of(agent, timeout)
     source = _Source(agent, agent.get_worker_info(to).name, look_ahead)
     source.open(function, positional(args), keywords(kwargs))
-    _opened(agent, source)
-    return Stream(source, seconds, partial(_drop, agent))
+    if not this_thread.runs_callees:
+        _opened(agent, source)
+    return Stream(source, seconds)
 
 
 def _opened(agent: AgentInterface, source: _Source) -> None:
@@ -326,9 +369,3 @@ def _opened(agent: AgentInterface, source: _Source) -> None:
             if opened is None:
                 opened = agent.extensions[_OPENED] = _Opened(agent)
         opened.add(source)
-
-
-def _drop(agent: AgentInterface, source: _Source) -> None:
-    """Close a stream whose iterator was dropped; called by a finalizer, which may run anywhere."""
-    if isinstance(agent, Agent):
-        agent.executor.submit((_Source.close, source))

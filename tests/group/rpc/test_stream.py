@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 import rpc
-from rpc.errors import RpcTimeoutError, SerializationError, WorkerLostError
+from rpc import generators
+from rpc.errors import RemoteError, RpcError, RpcTimeoutError, SerializationError, WorkerLostError
+from rpc.runtime.current import current_agent
 from tests.support.serving import in_worker0
-from tests.support.streams import until
+from tests.support.streams import SOON, until
 from tests.support.workers import RunWorkers, Worker
 
 _seen: list[Any] = []
@@ -94,6 +97,33 @@ def numbers_of(items: list[int]) -> Iterator[int]:
     return iter(items)
 
 
+class SerializedBy:
+    """Arrives as the name of the thread that has serialized it."""
+
+    def __reduce__(self) -> Any:
+        return str, (threading.current_thread().name,)
+
+
+async def growing() -> AsyncIterator[list[Any]]:
+    """Give the same list again and again, which has grown in the meantime."""
+    items: list[Any] = [SerializedBy()]
+    for number in range(3):
+        items.append(number)
+        yield items
+
+
+def exits() -> Iterator[int]:
+    yield 1
+    raise SystemExit(3)
+
+
+async def is_cancelled() -> AsyncIterator[int]:
+    yield 1
+    awaited = asyncio.get_running_loop().create_future()
+    awaited.cancel()
+    await awaited
+
+
 async def no_generator() -> int:
     return 1
 
@@ -161,7 +191,7 @@ def test_streams() -> None:
         assert each["reference"].to_here() == number
     # what is no generator
     with pytest.raises(TypeError, match=r"rpc\.stream needs a generator .*no_generator"):
-        next(rpc.stream("worker1", cast("Any", no_generator)))
+        next(rpc.stream("worker1", no_generator))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'end'"):
         next(rpc.stream("worker1", count))
     for wrong in (-1, 2.0, True):
@@ -176,6 +206,112 @@ def test_streams() -> None:
     # one that is left open does not keep the group from ending
     _left_open.append(rpc.stream("worker1", wait_async))
     assert next(_left_open[0]) == 1
+
+
+@in_worker0()
+def test_what_is_unusual() -> None:
+    # errors that are none of ``Exception``
+    for function in (exits, is_cancelled):
+        stream = rpc.stream("worker1", function, look_ahead=2, timeout=0)
+        assert next(stream) == 1
+        with pytest.raises(RemoteError):
+            next(stream)
+    # the loop of all coroutines does not serialize and send
+    got = list(rpc.stream("worker1", growing))
+    assert [each[1:] for each in got] == [[0], [0, 1], [0, 1, 2]]
+    assert not [each[0] for each in got if "coroutines" in each[0]]
+    # a stream of a caller that is not in the group
+    rpc.rpc_sync("worker1", generators.open_stream, args=((1, 2), count, (5,), {}))
+    assert rpc.rpc_sync("worker1", generators.next_value, args=((1, 2), 0)) == []
+    # dropped in a forked child, in which a lock is held that nothing releases
+    stream = rpc.stream("worker1", count, args=(1000,))
+    assert next(stream) == 0
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with current_agent().executor._lock:
+            held.set()
+            release.wait(SOON)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(SOON)
+    child = os.fork()
+    if child == 0:
+        del stream
+        os._exit(0)
+    release.set()
+    holder.join()
+    until(lambda: os.waitpid(child, os.WNOHANG)[0])
+    assert next(stream) == 1
+    stream.close()
+
+
+def read_during_shutdown(worker: Worker) -> None:
+    worker.join()
+    between = rpc.stream("worker1", count, args=(1000,), look_ahead=0)
+    inside = rpc.stream("worker1", wait_async)
+    assert [next(between), next(inside)] == [0, 1]
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        with pytest.raises(RpcError) as raised:
+            next(inside)
+        caught.append(raised.value)
+
+    reader = threading.Thread(target=wait)
+    reader.start()
+    rpc.shutdown()
+    reader.join()
+    with pytest.raises(RpcError) as raised:
+        next(between)
+    for error in (*caught, raised.value):
+        assert "this worker is shutting down: the stream from worker 'worker1' was closed" in str(error)
+    assert len(caught) == 1
+
+
+def just_serve(worker: Worker) -> None:
+    with worker.group():
+        pass
+
+
+def test_a_reader_is_told_of_its_workers_shutdown(run_workers: RunWorkers) -> None:
+    run_workers([read_during_shutdown, just_serve])
+
+
+_reading = threading.Semaphore(0)
+_leaving = threading.Event()
+
+
+def relay() -> Iterator[int]:
+    """Give what a generator on ``worker0`` gives; most of it when this worker's program is at its end."""
+    for value in rpc.stream("worker0", numbers_of, args=([1, 2, 3],), look_ahead=0):
+        _reading.release()
+        assert _leaving.wait(SOON)
+        yield value
+
+
+def relayed() -> list[int]:
+    return list(relay())
+
+
+def read_relayed(worker: Worker) -> tuple[list[int], list[int]]:
+    with worker.group():
+        called = rpc.rpc_async("worker1", relayed)
+        return list(rpc.stream("worker1", relay)), called.wait()
+
+
+def shut_down_meanwhile(worker: Worker) -> None:
+    worker.join()
+    for _ in range(2):
+        assert _reading.acquire(timeout=SOON)
+    current_agent().lifecycle.hooks.leaving.append(_leaving.set)
+    rpc.shutdown()
+
+
+def test_shutdown_leaves_the_streams_that_callees_read(run_workers: RunWorkers) -> None:
+    got = run_workers([read_relayed, shut_down_meanwhile])[0]
+    assert got == ([1, 2, 3], [1, 2, 3])
 
 
 def read_until_lost(worker: Worker) -> list[int]:

@@ -1,0 +1,357 @@
+"""``rpc.stream`` in one process, on an agent whose calls are all to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import rpc
+from rpc import generators
+from rpc.errors import RemoteError, RpcTimeoutError
+from rpc.group.membership import WorkerReference
+from rpc.group.workers import WorkerInfo
+from rpc.runtime.current import clear_current_agent, set_current_agent
+from rpc.runtime.loop import LoopThread
+from rpc.serialization.failures import type_name
+from tests.support.streams import SOON, until
+
+
+class LocalAgent:
+    """All calls are to oneself; the answer of each is the future that its function returns."""
+
+    def __init__(self) -> None:
+        self.rpc_timeout = SOON
+        self.coroutines = LoopThread("test-coroutines", "not on this thread")
+
+    def call_async(
+        self,
+        to: WorkerReference,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> rpc.Future[Any]:
+        answer: rpc.Future[Any] = rpc.Future()
+        try:
+            value = function(*args, **kwargs)
+            if asyncio.iscoroutine(value):
+                value = self.coroutines.wait_for(value)
+        except Exception as error:
+            answer.set_exception(error)
+            return answer
+        if isinstance(value, torch.futures.Future):
+            value.add_done_callback(functools.partial(pass_on, answer))
+        else:
+            answer.set_result(value)
+        return answer
+
+    def get_worker_info(self, worker: WorkerReference | None = None) -> WorkerInfo:
+        return WorkerInfo("alone", 0)
+
+
+def pass_on(answer: rpc.Future[Any], done: torch.futures.Future[Any]) -> None:
+    try:
+        answer.set_result(done.value())
+    except Exception as error:
+        answer.set_exception(error)
+
+
+@pytest.fixture(autouse=True)
+def agent() -> Iterator[LocalAgent]:
+    made = LocalAgent()
+    set_current_agent(made)
+    yield made
+    clear_current_agent(made)
+    assert made.coroutines.stop()
+
+
+def stream(function: Callable[..., Any], *args: Any, **options: Any) -> rpc.Stream[Any]:
+    return rpc.stream("alone", function, args=args, **options)
+
+
+def of(*values: int) -> Iterator[int]:
+    yield from values
+
+
+def stop(error: type[BaseException], *args: Any) -> Iterator[int]:
+    yield 1
+    raise error(*args)
+
+
+async def stop_async(error: type[BaseException], *args: Any) -> AsyncIterator[int]:
+    yield 1
+    raise error(*args)
+
+
+@pytest.mark.parametrize("function", [stop, stop_async])
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, asyncio.CancelledError])
+def test_an_error_that_is_no_exception_comes_as_that_of_a_call_does(
+    function: Callable[..., Any], error: type[BaseException]
+) -> None:
+    with stream(function, error, "text", look_ahead=2, timeout=SOON) as values:
+        assert next(values) == 1
+        with pytest.raises(RemoteError, match="text") as raised:
+            next(values)
+        assert raised.value.remote_type == type_name(error)
+        assert list(values) == []
+
+
+class Stops:
+    """An iterator of either kind whose first value is an error."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def __iter__(self) -> Stops:
+        return self
+
+    def __next__(self) -> int:
+        raise self._error
+
+    def close(self) -> None: ...
+
+
+def returns_none(error: type[Exception]) -> Iterator[int]:
+    raise error
+
+
+def test_the_error_that_ends_iterations_does_not_end_this_one() -> None:
+    for look_ahead in (0, 4):
+        for error in (StopIteration, StopAsyncIteration):
+            with pytest.raises(RuntimeError, match=rf"alone.*raised {error.__name__}"):
+                next(stream(returns_none, error, look_ahead=look_ahead))
+        with pytest.raises(RuntimeError, match="raised StopAsyncIteration"):
+            asyncio.run(anext(stream(Stops, StopAsyncIteration, look_ahead=look_ahead)))
+
+
+def test_an_answer_that_comes_at_the_last_moment_is_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = stream(of, 1, 2, look_ahead=0, timeout=SOON)
+    assert next(values) == 1
+    wait = rpc.Future.wait
+
+    def too_late(future: rpc.Future[Any], timeout: float | None = None) -> Any:
+        wait(future, SOON)
+        raise RpcTimeoutError("the answer came in the meantime")
+
+    monkeypatch.setattr(rpc.Future, "wait", too_late)
+    assert list(values) == [2]
+
+
+def test_a_stream_that_another_thread_closes_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = stream(of, 1, 2, look_ahead=0)
+    step = values._source.next
+
+    def close_first() -> Any:
+        values.close()
+        return step()
+
+    monkeypatch.setattr(values._source, "next", close_first)
+    assert list(values) == []
+
+
+class NoClose:
+    """An iterator that cannot be closed; it ends with the last reference to it."""
+
+    def __init__(self) -> None:
+        living.append(weakref.ref(self))
+
+    def __iter__(self) -> NoClose:
+        return self
+
+    def __next__(self) -> int:
+        return 1
+
+
+class NoAclose:
+    def __init__(self) -> None:
+        living.append(weakref.ref(self))
+
+    def __aiter__(self) -> NoAclose:
+        return self
+
+    async def __anext__(self) -> int:
+        return 1
+
+
+living: list[weakref.ref[Any]] = []
+
+
+@pytest.mark.parametrize("function", [NoClose, NoAclose])
+def test_an_iterator_that_cannot_be_closed_ends_with_its_stream(function: Callable[..., Any]) -> None:
+    living.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        with stream(function) as values:
+            assert next(values) == 1
+            assert living[0]() is not None
+        until(lambda: living[0]() is None)
+    finally:
+        gc.enable()
+
+
+class CleansUp:
+    """An asynchronous generator whose clean-up awaits."""
+
+    def __init__(self) -> None:
+        self.cleaning = threading.Event()
+        self.outcome: list[str] = []
+        self.ended = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.go_on: asyncio.Event | None = None
+
+    async def values(self) -> AsyncIterator[int]:
+        self.loop, self.go_on = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            self.cleaning.set()
+            try:
+                await self.go_on.wait()
+                self.outcome.append("cleaned up")
+            except asyncio.CancelledError:
+                self.outcome.append("cancelled")
+                raise
+            finally:
+                self.ended.set()
+
+
+def test_a_second_close_does_not_cancel_the_cleanup_of_the_first(agent: LocalAgent) -> None:
+    generator = CleansUp()
+    values = stream(generator.values)
+    assert next(values) == 1
+    key = values._source._key
+    values.close()
+    assert generator.cleaning.wait(SOON)
+    generators.close_stream(key)
+    agent.coroutines.call(int)  # the loop has done what closing has left to it
+    agent.coroutines.call(int)
+    assert generator.loop is not None
+    assert generator.go_on is not None
+    generator.loop.call_soon_threadsafe(generator.go_on.set)
+    assert generator.ended.wait(SOON)
+    assert generator.outcome == ["cleaned up"]
+
+
+def test_a_dropped_stream_is_closed_on_any_backend() -> None:
+    generator = CleansUp()
+    values = stream(generator.values)
+    assert next(values) == 1
+    del values
+    gc.collect()
+    assert generator.cleaning.wait(SOON)
+
+
+def test_the_streams_of_a_former_agent_of_another_backend_are_closed(agent: LocalAgent) -> None:
+    generator = CleansUp()
+    values = stream(generator.values)
+    assert next(values) == 1
+    other = LocalAgent()
+    clear_current_agent(agent)
+    set_current_agent(other)
+    try:
+        assert list(stream(of, 1)) == [1]
+        assert generator.cleaning.wait(SOON)
+    finally:
+        clear_current_agent(other)
+        set_current_agent(agent)
+        assert other.coroutines.stop()
+
+
+def called(*_: Any) -> Iterator[int]:
+    raise AssertionError("the function of a refused stream is not called")
+
+
+def test_what_no_caller_sends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ([1, [2]], [1], "ab", 7, [1, "2"]):
+        with pytest.raises(TypeError, match="the key of a stream is two numbers"):
+            generators.open_stream(wrong, called, (), {})
+    monkeypatch.setattr(generators, "MAX_STREAMS", 2)
+    monkeypatch.setattr(generators, "MAX_WAITING", 3)
+    gate = threading.Event()
+
+    def wait() -> Iterator[int]:
+        yield 1
+        gate.wait(SOON)
+        yield 2
+
+    generators.open_stream([5, 1], wait, (), {})
+    with pytest.raises(ValueError, match="is open already"):
+        generators.open_stream((5, 1), called, (), {})
+    generators.open_stream((5, 2), of, (), {})
+    with pytest.raises(RuntimeError, match="its caller has 2 streams open"):
+        generators.open_stream((5, 3), called, (), {})
+    generators.open_stream((6, 1), of, (), {})
+    assert generators.next_value((5, 1), 0).wait() == [1]
+    second = generators.next_value((5, 1), 1)
+    for wrong_index in (0, 1, -1, "2", True):
+        with pytest.raises(ValueError, match="has been requested before, or is none"):
+            generators.next_value((5, 1), wrong_index)
+    for index in (2, 3):
+        generators.next_value((5, 1), index)
+    with pytest.raises(ValueError, match="more than 3 values are requested"):
+        generators.next_value((5, 1), 4)
+    gate.set()
+    assert second.wait() == [2]
+    for key in ((5, 1), (5, 2), (6, 1)):
+        generators.close_stream(key)
+    with pytest.raises(ValueError, match=r"look_ahead is a number of values, from 0 to 3"):
+        stream(of, look_ahead=4)
+
+
+def test_keys_cannot_be_guessed() -> None:
+    keys = [stream(of)._source._key[1] for _ in range(3)]
+    assert len(set(keys)) == 3
+    assert max(keys) > 1 << 32, "a counter would be small"
+
+
+class Slow:
+    """A stream that does not close in time, on a clock of the test's own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def close(self) -> None: ...
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_worker_that_ends_waits_once_for_all_its_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow: Any = Slow()
+    monkeypatch.setattr(generators, "monotonic", lambda: slow.now, raising=False)
+    streams = generators._Streams(None)
+    streams._open |= {(1, 1): slow, (1, 2): slow, (1, 3): slow}
+    streams._end()
+    assert slow.now == generators._END_SECONDS
+
+
+def test_a_worker_that_ends_waits_for_generators_that_are_being_closed() -> None:
+    cleaning, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def plain() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            cleaning.set()
+            go_on.wait(SOON)
+            generators._streams()._end()  # waits for all but the thread that it is called on
+            ended.set()
+
+    values = stream(plain, look_ahead=0)
+    assert next(values) == 1
+    values.close()
+    assert cleaning.wait(SOON)
+    assert len(generators._streams()._open) == 1
+    go_on.set()
+    assert ended.wait(SOON)
+    until(lambda: not generators._streams()._open)
