@@ -238,8 +238,10 @@ def test_what_is_unusual() -> None:
     assert held.wait(SOON)
     child = os.fork()
     if child == 0:
-        del stream
-        os._exit(0)
+        try:
+            del stream
+        finally:
+            os._exit(0)
     release.set()
     holder.join()
     until(lambda: os.waitpid(child, os.WNOHANG)[0])
