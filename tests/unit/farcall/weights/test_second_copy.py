@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from farcall.weights import keeper, replication, successors
+from farcall.weights import copies, keeper, replication, store, successors
 from farcall.weights.copies import HostCopy
+from farcall.weights.handle import Handle
 from farcall.weights.replication import Listing, SecondCopy
 from rpc.agent.agent import Agent
 from rpc.errors import NoMemoryError, WorkerLostError
@@ -165,3 +167,40 @@ def test_the_worker_of_a_store_finds_the_one_that_it_has_taken_over(
     monkeypatch.setattr(successors, "_own", lambda found: found)
     monkeypatch.setattr(successors, "find", lambda *_: "worker0")
     assert successors.opened(keeper.GROUP, "policy", None, 2) == "worker0"
+
+
+class Kept:
+    """A host's copy, and the follower that has it."""
+
+    def __init__(self, *, ended: bool) -> None:
+        self.keeper = self
+        self.agent = SimpleNamespace(extensions={})
+        self.ended = ended
+        self.closed = self.released = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def release(self) -> None:
+        self.released = True
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_copy_ends_when_another_worker_has_taken_the_store_over(
+    monkeypatch: pytest.MonkeyPatch, *, ended: bool
+) -> None:
+    """A copy that is the store itself by now stays."""
+    kept: Any = Kept(ended=ended)
+    monkeypatch.setitem(replication.followers, ("worker0", "policy", 5, NEAR), kept)
+    monkeypatch.setitem(copies._copies, ("policy", 5, NEAR), kept)
+    monkeypatch.setattr(store, "Handle", lambda *_: None)
+    monkeypatch.setattr(successors, "find", lambda *_: "worker1")
+    gone: Any = object.__new__(Handle)
+    gone.agent, gone.copies, gone.epoch = SimpleNamespace(incarnation=NEAR), 2, 5
+    gone.name, gone.on, gone.home, gone._scope = "policy", "worker0", "worker0", keeper.GROUP
+    gone._copy, gone._lock, gone._maps = None, threading.Lock(), {}
+    opened: Any = object.__new__(store.Store)
+    opened.name, opened._following, opened._handle = "policy", threading.Lock(), gone
+    assert opened._follow(gone)
+    assert (kept.released, kept.closed) == (True, not ended)
+    assert ("policy", 5, NEAR) not in copies._copies
