@@ -110,6 +110,20 @@ class Assembly:
             for name, boxes in self.declared[part].items()
         }
 
+    def check_within(self, specs: Mapping[str, Spec], blocks: Declared) -> None:
+        """Check that blocks are some of a complete version, whose parts may have been others.
+
+        Raises:
+            WeightsError: the text names the tensor.
+        """
+        for name, spec in specs.items():
+            entry = self.layout.entries.get(name)
+            if entry is None or entry.spec != spec:
+                there = "missing" if entry is None else entry.spec
+                raise WeightsError(f"{name!r} is {there} in the version, and {spec} in this part")
+            for box in blocks[name]:
+                _check_inside(name, box, spec)
+
     def _check_same(
         self,
         part: int,

@@ -13,6 +13,7 @@ tensors outlive its lease.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -21,13 +22,29 @@ from farcall.weights.assembly import Assembly, Declared
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Spec
 
-__all__ = ["MOST_PARTS", "MOST_TAGS", "Catalogue", "Freed", "Lease", "Version", "Who"]
+__all__ = [
+    "MOST_PARTS",
+    "MOST_TAGS",
+    "Catalogue",
+    "Freed",
+    "Lease",
+    "Version",
+    "Who",
+    "check_tag",
+    "checked_metadata",
+]
 
 MOST_PARTS: Final = 1 << 16
 """Maximum number of parts of a version."""
 
 MOST_TAGS: Final = 64
 """Maximum number of tags, each of which may keep a version."""
+
+_LONGEST_TAG: Final = 256
+"""Maximum length of a tag."""
+
+_MOST_METADATA: Final = 1 << 16
+"""Maximum size of a version's metadata in bytes, as JSON."""
 
 _MOST_OPEN: Final = 2
 """Maximum number of open versions. A writer that is further ahead of the others waits for them."""
@@ -77,6 +94,7 @@ class Version:
         serial: place in the order in which versions became whole; 0 while it is open.
         tainted: whether its memory must not be used again.
         dropped: whether it is gone except for its leases.
+        copied: whether it was copied from another keeper, in one part; its writers may have had others.
         metadata: what the user has said about it.
     """
 
@@ -91,6 +109,7 @@ class Version:
     serial: int = 0
     tainted: bool = False
     dropped: bool = False
+    copied: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -132,6 +151,27 @@ class Version:
         return f"part {shown} of {self.assembly.parts} is missing" + (f" ({lost})" if lost else "")
 
 
+def check_tag(name: object) -> None:
+    """Raise ``WeightsError`` if this is no tag."""
+    if not isinstance(name, str) or not name or len(name) > _LONGEST_TAG:
+        raise WeightsError(f"a tag is a text of up to {_LONGEST_TAG} characters, not {name!r:.80}")
+
+
+def checked_metadata(given: Mapping[Any, Any] | None) -> dict[str, Any]:
+    """Return the metadata of a version; ``WeightsError`` if it is none."""
+    found = dict(given or {})
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
+            raise WeightsError(
+                f"metadata is texts, numbers, booleans and None by name, not {name!r:.80}: {value!r:.80}"
+            )
+    if len(json.dumps(found)) > _MOST_METADATA:
+        raise WeightsError(
+            f"the metadata of a version has {_MOST_METADATA} bytes at most: store it elsewhere"
+        )
+    return found
+
+
 class Catalogue:
     """The versions of one store. One thread at a time.
 
@@ -144,6 +184,7 @@ class Catalogue:
         open: the open versions, by number, in the order in which they were begun.
         leases: all leases, and their versions.
         tags: the user's names of whole versions, which stay while they have one, and their numbers.
+        after: the serial after which those of this keeper begin.
         given_up: the open versions that have been given up; emptied by those who report them.
     """
 
@@ -155,6 +196,7 @@ class Catalogue:
         self.leases: dict[Lease, Version] = {}
         self.tags: dict[str, int] = {}
         self.given_up: list[Version] = []
+        self.after = 0
         self._serials = itertools.count(1)
         self._history: dict[int, int] = {}
         self._dead: dict[Who, None] = {}
@@ -183,6 +225,9 @@ class Catalogue:
             )
         version = self.whole.get(number) or self.open.get(number) or Version(number, Assembly(parts))
         try:
+            if version.copied:
+                version.assembly.check_within(specs, blocks)
+                return version, []
             if version.assembly.parts != parts:
                 raise WeightsError(f"it has {version.assembly.parts} parts, and not {parts}")
             size = version.assembly.declare(part, specs, blocks)
@@ -245,7 +290,7 @@ class Catalogue:
     def written(self, number: int, part: int, who: Who, metadata: Mapping[str, Any] | None = None) -> bool:
         """Note that a part has been written; returns whether the version is whole now."""
         version = self.check_open(number, part, who)
-        version.metadata |= metadata or {}
+        version.metadata = checked_metadata({**version.metadata, **(metadata or {})})
         version.writers[part][who] = True
         return self._complete(version)
 
@@ -279,6 +324,7 @@ class Catalogue:
         Raises:
             WeightsError: there is no such version, or there are too many tags.
         """
+        check_tag(name)
         if number is None:
             self.tags.pop(name, None)
         elif number not in self.whole:
@@ -351,6 +397,7 @@ class Catalogue:
         keep: int,
         versions: Iterable[tuple[int, int, Mapping[str, Any]]],
         tags: Mapping[str, int],
+        after: int = 0,
     ) -> None:
         """Be the catalogue of a store of which this had copies, under their serials as numbers.
 
@@ -360,21 +407,27 @@ class Catalogue:
             versions: number, serial and metadata of those of the store; others go. Later versions have larger
                 serials than any that the store can have had.
             tags: the store's tags.
+            after: the store's ``after``.
         """
         self._give_up(list(self.open.values()))
         self.name, self.keep = name, keep
         listed = {serial: (number, metadata) for number, serial, metadata in versions}
         for version in [each for serial, each in self.whole.items() if serial not in listed]:
             self._remove(version)
+        last = {number: serial for serial, (number, _) in sorted(listed.items()) if serial in self.whole}
+        for version in [each for serial, each in self.whole.items() if last[listed[serial][0]] != serial]:
+            self._remove(version)  # another one was put later under its number
         there = sorted(self.whole.values(), key=lambda version: version.number)
         for version in there:
-            version.serial = version.number
+            version.serial, version.copied = version.number, True
             version.number, metadata = listed[version.serial]
             version.metadata = dict(metadata)
         self.whole = {version.number: version for version in there}
         self.tags = {tag: number for tag, number in tags.items() if number in self.whole}
         self._history = {version.number: version.serial for version in there}
-        self._serials = itertools.count((max(listed, default=0) // _MOST_SERIALS + 1) * _MOST_SERIALS)
+        self.after = (max([after, *listed]) // _MOST_SERIALS + 1) * _MOST_SERIALS
+        self._serials = itertools.count(self.after + 1)
+        self._remove_old()
 
     def drop(self, number: int) -> None:
         """Remove a version; its memory is freed once no one has a lease of it.

@@ -149,6 +149,9 @@ class HostCopy:
     Args:
         keeper: has the versions, by the numbers of their order.
         source: the store.
+
+    Attributes:
+        ended: whether it is the store itself by now.
     """
 
     def __init__(self, keeper: Keeper, source: Source) -> None:
@@ -157,19 +160,23 @@ class HostCopy:
         self._source = source
         self._bringing = threading.Lock()
         """Held while a version is brought, so that each comes once."""
-        self._ended = False
+        self.ended = False
+        self._follows = False
         self._arrivals: dict[int, Arrival] = {}
         """The version that is brought, or was brought last."""
 
     def bring(self, serial: int, who: list[Any], ticket: int) -> list[Any]:
         """Get a version unless it is here, and return it as ``Keeper.open`` does, with a lease."""
         with self._bringing:
+            if self._follows:  # an older version must not take the place of one that is listed
+                self.keeper.describe(len({*self.keeper.versions(), serial}))
             self._get(serial)
             return self.keeper.open(serial, None, who, ticket)
 
     def follow(self, keep: int, serials: Sequence[int]) -> None:
         """Have these versions of the store, and no others. ``keep`` of them stay, besides those with tags."""
         with self._bringing:
+            self._follows = True
             self.keeper.describe(max(keep, len(serials)))
             here = self.keeper.versions()
             others = [each for each in here if each not in serials]
@@ -185,12 +192,12 @@ class HostCopy:
     def take_over(self, name: str, listing: Listing) -> Keeper:
         """Make the copy the store, and return its keeper."""
         with self._bringing:
-            self._ended = True
+            self.ended = True
             self.keeper.take_over(name, listing)
             return self.keeper
 
     def _get(self, serial: int) -> None:
-        if self._ended:
+        if self.ended:
             raise WeightsError("this copy is the store itself by now")
         if serial not in self.keeper.versions():
             with self._source.reading(serial) as version:
@@ -271,10 +278,10 @@ def prepare(scope: str, name: str, store: str, epoch: int, incarnation: int) -> 
 
 
 def release(scope: str, name: str, store: str, epoch: int, incarnation: int) -> None:
-    """Keep that copy no longer."""
+    """Keep that copy no longer, unless it is the store itself by now."""
     with _lock:
         copy = _copies.pop((store, epoch, incarnation), None)
-    if copy is not None:
+    if copy is not None and not copy.ended:
         forget_store(scope, name, copy.keeper)
         copy.keeper.close()
 

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from time import monotonic
+from typing import Any, Final
 
 from farcall.weights.errors import WeightsError
 from farcall.weights.handle import Handle, Wanted
@@ -15,6 +16,9 @@ from rpc.errors import RpcError
 __all__ = ["follow"]
 
 logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS: Final = 20.0
+"""How long a wait takes until it is looked whether the calls have been ended."""
 
 Caller = Callable[[Callable[[Handle], Any]], Any]
 """Makes calls by the handle of the worker that keeps the store now."""
@@ -55,9 +59,11 @@ def _run(
     ended: threading.Event,
 ) -> None:
     while not ended.is_set():
-        wanted = Wanted(None, last, serial, None, float("inf"))
+        wanted = Wanted(None, last, serial, _LOOK_SECONDS, monotonic() + _LOOK_SECONDS)
         try:
             last, serial = by_keeper(lambda handle: _newest(handle, wanted))  # noqa: B023  # called at once
+        except TimeoutError:
+            continue
         except WeightsError as error:
             logger.warning("no more callbacks for versions of store '%s': %s", name, error)
             return

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ from rpc.errors import NoMemoryError, RpcError, RpcTimeoutError, WorkerLostError
 from rpc.group.workers import Member
 from rpc.lifecycle.own_backend import admit
 from rpc.rendezvous.address import host_identity
+from rpc.runtime.blocking import this_thread
 
 __all__ = ["Handle", "Held", "Wanted"]
 
@@ -110,9 +112,8 @@ class Handle:
         self._unreachable: list[int] = []
         """Workers whose copies this one has lost, or never reached."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may use the store
-        self._waits: set[int] | None = None
-        """Tickets of the waits that a shutdown ends; None before the first one."""
-        self._leaving = False
+        self._waits: set[int] = set()
+        """Tickets of the waits that a shutdown ends."""
         answer = self.call(successors.opened, name, keep, copies)
         if isinstance(answer, str):  # another worker has taken over from that one
             self.on, self._scope = answer, successors.scope_of(on)
@@ -260,24 +261,24 @@ class Handle:
 
     def _wait_for_change(self, state: int, ticket: int, seconds: float) -> None:
         timeout = max(min(seconds, _WAIT_SECONDS), 0.001)
-        with self._lock:
-            if self._waits is None:
-                self._waits = set()
-                self.agent.lifecycle.hooks.leaving.append(self._leave)
-            self._waits.add(ticket)
-        try:
-            if self._leaving:
+        if not this_thread.runs_callees:  # a graceful shutdown goes on with what others have called here
+            with self._lock:
+                self._waits.add(ticket)
+            if _Leaving.has_begun(self):
+                with self._lock:
+                    self._waits.discard(ticket)
                 raise RpcError(f"this worker is shutting down: it waits for store '{self.name}' no more")
+        try:
             with contextlib.suppress(RpcTimeoutError):
                 self.call(keeper.changed, self.name, self.epoch, state, self._who, ticket, timeout=timeout)
         finally:
             with self._lock:
                 self._waits.discard(ticket)
 
-    def _leave(self) -> None:
-        """End the waits: a graceful shutdown waits for calls."""
+    def end_waits(self) -> None:
+        """End the waits of this process's own threads: a graceful shutdown waits for calls."""
         with self._lock:
-            self._leaving, waits = True, list(self._waits or ())
+            waits = list(self._waits)
         for ticket in waits:
             with contextlib.suppress(RpcError):
                 self.ask_later("release", self._who, ticket, False)
@@ -459,6 +460,12 @@ class Handle:
         finally:
             os.close(descriptor)
 
+    def end_copy(self) -> None:
+        """Keep no copy here any more: another worker has taken the store over."""
+        where = self._where_copy_is(self.agent.incarnation)
+        successors.end((self.home, self.name, self.epoch, self.agent.incarnation))
+        copies.release(*where)
+
     def close(self) -> None:
         """Release the memory that this handle uses."""
         if self._copy is not None:
@@ -490,6 +497,39 @@ class Handle:
                 self.on,
                 error.reason,
             ) from error
+
+
+class _Leaving:
+    """The handles whose waits end when an agent's graceful shutdown begins."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.begun = False
+        self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        agent.lifecycle.hooks.leaving.append(self._leave)
+
+    @staticmethod
+    def has_begun(handle: Handle) -> bool:
+        """Whether the shutdown has begun; if not, the handle's waits will end when it does."""
+        with _lock:
+            extensions = handle.agent.extensions
+            found: _Leaving | None = extensions.get(_LEAVING)
+            if found is None:
+                found = extensions[_LEAVING] = _Leaving(handle.agent)
+            found.handles.add(handle)
+            return found.begun or handle.agent.lifecycle.departure.begun
+
+    def _leave(self) -> None:
+        with _lock:
+            self.begun = True
+            handles = list(self.handles)
+        for handle in handles:
+            handle.end_waits()
+
+
+_LEAVING: Final = "waits for weights"
+"""Key of the ``_Leaving`` in an agent's extensions."""
+
+_lock: Final = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,12 +145,12 @@ class Keeper:
         with self._changing():
             self.name = name
             self._keep = listing.keep
-            self._catalogue.take_over(name, listing.keep, listing.versions, listing.tags)
+            self._catalogue.take_over(name, *listing)
 
     def _listing(self) -> Listing:
         whole = self._catalogue.whole.values()
         versions = [[each.number, each.serial, each.metadata] for each in whole]
-        return Listing(self._catalogue.keep, versions, dict(self._catalogue.tags))
+        return Listing(self._catalogue.keep, versions, dict(self._catalogue.tags), self._catalogue.after)
 
     def begin(
         self, number: int, part: list[int], tensors: list[list[Any]], who: list[Any], insist: bool

@@ -9,6 +9,7 @@ one has all versions. If the keeper dies, the one that has the newest version ta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 
 from farcall.weights.errors import WeightsError
 from rpc.agent.agent import Agent
+from rpc.errors import RpcError
 from rpc.serialization.settings import allow_function
 
 __all__ = ["Follower", "Key", "Listing", "SecondCopy", "followers"]
@@ -30,17 +32,25 @@ Key = tuple[str, str, int, int]
 
 class Listing(NamedTuple):
     """What a second copy is to have: how many versions stay; number, serial and metadata of each, in order;
-    and the tags.
+    the tags; and the serial after which those of this keeper begin.
     """
 
     keep: int
     versions: list[Any]
     tags: dict[str, int]
+    after: int
 
     @property
     def newest(self) -> int:
         """The serial of the newest version; 0 if there is none."""
         return self.versions[-1][1] if self.versions else 0
+
+    def with_earlier(self, earlier: Listing) -> Listing:
+        """Return a listing that has the versions and tags of an earlier one as well."""
+        serials = {serial for _, serial, _ in self.versions}
+        others = [each for each in earlier.versions if each[1] not in serials]
+        versions = sorted([*others, *self.versions], key=lambda each: each[1])
+        return self._replace(versions=versions, tags=earlier.tags | self.tags)
 
 
 class Follower(Protocol):
@@ -95,8 +105,11 @@ class SecondCopy:
         """Hosts of the workers that have offered, by their incarnation."""
         self._chosen: int | None = None
         self._before: int | None = None
-        """The worker that is released once the chosen one has all versions."""
-        self._listing = Listing(1, [], {})
+        """The worker that was chosen before, and is chosen again if the new one is lost or fails."""
+        self._failed: set[int] = set()
+        """Workers that have failed. They are released, as ``_before`` is, once the chosen one has all."""
+        self._ended = False
+        self._listing = Listing(1, [], {}, 0)
         self._sent: Listing | None = None
         """The listing that is under way, or has arrived."""
         self._under_way = False
@@ -126,6 +139,7 @@ class SecondCopy:
         """A worker is lost."""
         with self._lock:
             self._forget(incarnation)
+            self._failed.discard(incarnation)
         self._go_on()
 
     def is_whole(self) -> bool:
@@ -146,6 +160,7 @@ class SecondCopy:
     def close(self) -> None:
         """The keeper ends."""
         with self._lock:
+            self._ended = True
             self._offers.clear()
             self._chosen = None
         self._go_on()
@@ -170,26 +185,32 @@ class SecondCopy:
                 return
             self._before = self._chosen
         self._chosen, self._has, self._sent = best, -1, None
+        self._failed.discard(best)
 
     def _go_on(self) -> None:
         """Choose a worker, send it what it lacks, and complete the waits that have an answer."""
         call: Callable[[], None] | None = None
         with self._lock:
-            if not self._under_way and not self._agent.lifecycle.departure.begun:
+            ended = self._ended or self._agent.lifecycle.closed
+            is_needed = self._waiting or not self._agent.lifecycle.departure.begun
+            if is_needed and not self._under_way and not ended:
                 self._choose()
                 if self._chosen is not None and self._sent != self._listing:
                     self._under_way, self._sent = True, self._listing
                     chosen, listing = self._chosen, self._listing
                     call = lambda: self._send(chosen, listing)  # noqa: E731  # after the lock
-            if self._chosen is None:
-                done, self._waiting = self._waiting, []
-            else:
-                done = [each for each in self._waiting if each[0] <= self._has]
-                self._waiting = [each for each in self._waiting if each[0] > self._has]
+            done = [each for each in self._waiting if ended or self._is_done(each[0])]
+            self._waiting = [each for each in self._waiting if each not in done]
         if done:
             self._agent.calls.completions.run_soon([(future.set_result, None) for _, future in done])
         if call is not None:
             self._agent.calls.completions.run_soon([(lambda _: call(), None)])
+
+    def _is_done(self, serial: int) -> bool:
+        """Whether the chosen worker has a version, or all that there are, or no worker could have it."""
+        if self._chosen is None:
+            return not self._offers
+        return min(serial, self._listing.newest) <= self._has
 
     def _send(self, chosen: int, listing: Listing) -> None:
         member = self._agent.group.peers.view.find(chosen)
@@ -204,20 +225,28 @@ class SecondCopy:
         future.add_done_callback(lambda done: self._answered(chosen, listing, _error_of(done)))
 
     def _answered(self, chosen: int, listing: Listing, error: BaseException | None) -> None:
-        released = None
+        released: set[int] = set()
+        lifecycle = self._agent.lifecycle
         with self._lock:
             self._under_way = False
             if error is not None:
                 self._forget(chosen)
+                self._failed.add(chosen)
             elif self._chosen == chosen:
                 self._has = listing.newest
-                released, self._before = self._before, None
-        if error is not None and self._offers:
-            logger.warning("the second copy of store '%s' has failed: %s", self._key[1], error)
-        if released is not None:
-            member = self._agent.group.peers.view.find(released)
+                released, self._failed = self._failed, set()
+                if self._before is not None:
+                    released.add(self._before)
+                    self._before = None
+        if error is not None:
+            leaves = self._ended or lifecycle.closed or lifecycle.departure.begun
+            level = logging.DEBUG if leaves else logging.WARNING
+            logger.log(level, "the second copy of store '%s' has failed: %s", self._key[1], error)
+        for each in released:
+            member = self._agent.group.peers.view.find(each)
             if member is not None:
-                self._agent.call_async(member.name, release, ([*self._key, released],), {}, 0.0)
+                with contextlib.suppress(RpcError):  # it is lost
+                    self._agent.call_async(member.name, release, ([*self._key, each],), {}, 0.0)
         self._go_on()
 
 

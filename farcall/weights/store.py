@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import operator
 import threading
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from farcall.weights import keeper, successors
 from farcall.weights.blocks import part_of
-from farcall.weights.catalogue import MOST_PARTS
+from farcall.weights.catalogue import MOST_PARTS, check_tag, checked_metadata
 from farcall.weights.errors import WeightsError
 from farcall.weights.following import follow
 from farcall.weights.handle import Handle, Wanted
@@ -39,8 +38,6 @@ __all__ = ["Lease", "Store"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_MOST_METADATA: Final = 1 << 16
 
 _MAX_NUMBER: Final = 1 << 63
 
@@ -135,8 +132,9 @@ class Store:
                 wholes, or ``Block`` objects.
             part: which part of the version this is, and the number of parts. Default: the position in the
                 largest mesh of the DTensors, and its size; ``(0, 1)`` without DTensors.
-            metadata: texts, numbers, booleans and None by name, of 64 KiB at most; ``metadata()`` returns
-                those of all parts together.
+            metadata: texts, numbers, booleans and None by name; ``metadata()`` returns those of all parts
+                together, which have 64 KiB at most. Those given with a part of a version that is whole
+                already are ignored.
 
         Returns:
             Whether the version is whole now.
@@ -150,7 +148,7 @@ class Store:
         """
         number = _number(number)
         given = _part(part_of(state) if part is None else part)
-        said = _metadata(metadata)
+        said = checked_metadata(metadata)
         pieces, specs = described(state)
         return self._by_keeper(lambda handle: handle.put(number, given, pieces, specs, said))
 
@@ -270,7 +268,7 @@ class Store:
 
         Example::
 
-            store.on_new_version(lambda number: store.get(model.state_dict(), version=number))
+            store.on_new_version(lambda number: store.get(model.state_dict()))  # the newest by now
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {callback!r:.100}")
@@ -324,8 +322,7 @@ class Store:
         Raises:
             WeightsError: there is no such version, or there are 64 tags already.
         """
-        if not isinstance(name, str) or not name or len(name) > 256:  # type: ignore[redundant-expr]
-            raise WeightsError(f"a tag is a text of up to 256 characters, not {name!r:.80}")
+        check_tag(name)
         self._ask("tag", name, None if version is None else _number(version))
 
     def metadata(self, version: int | str | None = None) -> dict[str, Any]:
@@ -382,6 +379,9 @@ class Store:
             except WorkerLostError as error:
                 if error.worker != handle.on or not self._follow(handle):
                     raise
+            except UnknownWorkerError:  # a worker that has been lost is forgotten after a while
+                if not self._follow(handle):
+                    raise
             except WeightsError:
                 if handle.copies < 2 or handle.is_there() or not self._follow(handle):
                     raise
@@ -399,6 +399,7 @@ class Store:
                     gone.agent, keeper.GROUP, self.name, successor, None, gone.copies, gone.home
                 )
                 gone.close()
+                gone.end_copy()
                 logger.warning(
                     "store '%s' goes on on worker '%s', as worker '%s' is lost",
                     self.name,
@@ -421,20 +422,6 @@ def _on_thread(call: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
     threading.Thread(target=_complete, args=(future, call), name="farcall-weights", daemon=True).start()
     return future
-
-
-def _metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    found = dict(given or {})
-    for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):  # type: ignore[redundant-expr]
-            raise WeightsError(
-                f"metadata is texts, numbers, booleans and None by name, not {name!r:.80}: {value!r:.80}"
-            )
-    if len(json.dumps(found)) > _MOST_METADATA:
-        raise WeightsError(
-            f"the metadata of a version has {_MOST_METADATA} bytes at most: store it elsewhere"
-        )
-    return found
 
 
 def _opened(agent: Agent, name: str, on: WorkerReference, keep: int | None, copies: int) -> Handle:

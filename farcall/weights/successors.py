@@ -23,7 +23,7 @@ from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from rpc.serialization.settings import allow_function
 
-__all__ = ["Follower", "be_ready", "find", "opened", "scope_of"]
+__all__ = ["Follower", "be_ready", "end", "find", "opened", "scope_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +69,16 @@ class Follower:
         self._release = release
         self._lock = threading.Lock()
         self._copy: copies.HostCopy | None = None
-        self._listing = Listing(1, [], {})
+        self._listing = Listing(1, [], {}, 0)
 
     def follow(self, listing: Listing) -> None:
         """See ``replication.Follower``."""
         with self._lock:
             if self._copy is None:
                 self._copy = self._make_copy()
-            self._listing = listing
+            self._listing = listing.with_earlier(self._listing)  # if the keeper is lost before they are here
             self._copy.follow(listing.keep, [serial for _, serial, _ in listing.versions])
+            self._listing = listing
 
     def release(self) -> None:
         """See ``replication.Follower``."""
@@ -123,6 +124,13 @@ def be_ready(key: Key, agent: Agent, make: Callable[[], Follower]) -> None:
             followers[key] = make()
             agent.lifecycle.hooks.closed.append(lambda: followers.pop(key, None))
             agent.lifecycle.hooks.forked.append(followers.clear)
+
+
+def end(key: Key) -> None:
+    """Keep the second copy of a store no longer, as another worker has taken the store over."""
+    follower = followers.pop(key, None)
+    if follower is not None:
+        follower.release()
 
 
 @allow_function
@@ -201,7 +209,7 @@ def opened(scope: str, name: str, versions: int | None, number_of_copies: int) -
     if scope == keeper.GROUP and number_of_copies > 1 and (scope, name) not in keeper.keepers:
         agent = _own(current_agent())
         successor = find(agent, agent.info.name, name)
-        if successor is not None and successor != agent.info.name:
+        if successor is not None:
             return successor
     found: list[Any] = keeper.opened(scope, name, versions, number_of_copies)
     return found

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rpc
-from farcall.weights import Block, Store
+from farcall.weights import Block, Store, copies
 from farcall.weights import handle as handle_module
 from farcall.weights import keeper as keeper_module
 from rpc.errors import WorkerLostError
@@ -138,6 +138,7 @@ def stay(worker: Worker, *, far: bool = False, put: bool = False) -> None:
         worker.wait_for("look")
         right = holds(store, 7)
         until(lambda: store.usage()["copies"] == 2 or worker.name == store.on)
+        assert len(copies._copies) <= 1, "a copy ends once another worker has taken the store over"
         worker.report("sees", [store.on, right])
 
 
@@ -171,7 +172,12 @@ def test_copies_follow_one_another(run_workers: RunWorkers) -> None:
     assert sees(again) == ["last", True]
     last.kill()
     assert sees(near) == sees(again) == ["near", True]
-    for worker in (near, again):
+    near.kill()
+    assert sees(again) == ["worker0", True], "the store is on its first worker once more"
+    later = workers.add(stay, name="later")
+    later.wait_for("open")
+    assert sees(later) == ["worker0", True]
+    for worker in (later, again):
         worker.kill()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import rpc
 from farcall.observe.metrics.families import families
 from farcall.observe.reading.state import JobState, WorkerState
 from farcall.observe.reading.stores import lines_of, stores_of
-from farcall.weights import Store, WeightsError
+from farcall.weights import Store, WeightsError, following
 from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from tests.support.workers import RunWorkers, Worker
@@ -73,6 +74,43 @@ def test_callbacks(store: Store, caplog: pytest.LogCaptureFixture) -> None:
         assert told.get(timeout=20) == 3
     with pytest.raises(TypeError, match="callback must be callable"):
         store.on_new_version(3)  # type: ignore[arg-type]
+
+
+def test_a_subscription_ends_without_a_further_version(store: Store, monkeypatch: Any) -> None:
+    monkeypatch.setattr(following, "_LOOK_SECONDS", 0.01)
+    before = set(threading.enumerate())
+    with store.on_new_version(print):
+        (thread,) = (each for each in set(threading.enumerate()) - before if "follow" in each.name)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+opened: list[Store] = []
+
+
+def wait_for_newer(version: int) -> int:
+    return opened[-1].wait(newer_than=version)
+
+
+def test_callees_wait_for_versions_while_their_worker_shuts_down(store: Store) -> None:
+    store.put(1, whole(1))
+    agent: Any = current_agent()
+    leaving = agent.lifecycle.hooks.leaving
+    counts = []
+    for _ in range(2):
+        opened.append(Store("policy", on="worker0"))
+        with pytest.raises(TimeoutError):
+            opened[-1].wait(newer_than=1, timeout=0.01)
+        counts.append(len(leaving))
+    assert counts[0] == counts[1], "one hook serves all handles"
+    for leave in leaving:
+        leave()
+    with pytest.raises(RpcError, match="this worker is shutting down"):
+        store.wait(newer_than=1)
+    waiting = rpc.rpc_async("worker0", wait_for_newer, args=(1,))
+    store.put(2, whole(2))
+    assert waiting.wait() == 2
+    opened.clear()
 
 
 def test_tags_and_metadata(store: Store) -> None:

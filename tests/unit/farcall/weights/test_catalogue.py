@@ -361,3 +361,50 @@ def test_a_copy_takes_over_with_the_numbers_and_the_order_of_the_store() -> None
     found = catalogue.find(None, 30, serial=10)
     assert found is not None, "one that was lost is newer again once it has been put again"
     assert list(catalogue.whole) == [20, 30]
+
+
+def test_a_copy_that_lacks_the_newest_versions_takes_over_with_those_before() -> None:
+    """Serial 2 is listed and not there; 5 has the number of 4, dropped before; version 10 has a tag."""
+    catalogue = Catalogue("copy", 4)
+    for serial in (1, 4, 5):
+        put(catalogue, serial)
+    catalogue.take_over("policy", 1, [(10, 1, {}), (20, 2, {}), (40, 4, {}), (40, 5, {})], {"best": 10})
+    assert [(each.number, each.serial) for each in catalogue.whole.values()] == [(10, 1), (40, 5)]
+    assert len(catalogue.freed()) == 1, "the memory of serial 4"
+
+
+def test_tags_and_the_metadata_of_all_parts_have_limits() -> None:
+    catalogue = Catalogue("policy")
+    put(catalogue, 1)
+    for tag in ("", "x" * 257, 3):
+        with pytest.raises(WeightsError, match="a tag is a text of up to 256 characters"):
+            catalogue.tag(tag, 1)  # type: ignore[arg-type]
+    for part in range(2):
+        begin(catalogue, 2, part, A)
+    catalogue.written(2, 0, A, {"first": "x" * (1 << 15)})
+    for wrong, reason in (({"second": "y" * (1 << 15)}, "65536 bytes at most"), ({"x": []}, "metadata is")):
+        with pytest.raises(WeightsError, match=reason):
+            catalogue.written(2, 1, A, wrong)
+    assert catalogue.written(2, 1, A, {"second": 1})
+
+
+def test_versions_are_newer_than_those_of_all_keepers_before() -> None:
+    """The second successor has got no version of the first one."""
+    first, second = Catalogue("copy", 2), Catalogue("copy", 2)
+    first.take_over("policy", 2, [], {})
+    seen = put(first, 7)
+    second.take_over("policy", 2, [], {}, first.after)
+    put(second, 7)
+    assert second.find(None, 7, serial=seen.serial) is not None
+
+
+def test_parts_of_a_version_that_was_copied_whole_are_known() -> None:
+    catalogue = Catalogue("copy", 2)
+    put(catalogue, 1)
+    catalogue.take_over("policy", 2, [(7, 1, {})], {})
+    for part in range(2):
+        assert begin(catalogue, 7, part, B) is catalogue.whole[7]
+    with pytest.raises(WeightsError, match="'w' is float32"):
+        catalogue.begin(7, 0, 2, {"w": Spec("float32", (3,))}, {"w": []}, B)
+    with pytest.raises(WeightsError, match="a block of 'w' is not inside it"):
+        catalogue.begin(7, 0, 2, SPECS, {"w": [Box((1,), (2,))]}, B)
