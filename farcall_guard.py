@@ -172,7 +172,7 @@ def namesakes(folder: str | None = None) -> dict[str, Path]:
 
 def hides_farcall(folder: str) -> Path | None:
     """Return the module named ``farcall`` that Python finds if this folder comes first on ``sys.path``; None
-    if there is no such module in it, or it is ours.
+    if there is no such module in it, or it is ours. "" is the working directory.
     """
     spec = PathFinder.find_spec("farcall", [folder])
     found = None if spec is None or spec.origin is None else _location(spec)  # a folder of data hides nothing

@@ -56,7 +56,7 @@ def launch(
         The exit status: 0 if all processes succeeded, otherwise that of the one that failed first; 128 plus
             the signal's number if a signal ended it; 2 if the program cannot be started.
     """
-    hidden = None if os.environ.get("PYTHONSAFEPATH") else hides_farcall(os.getcwd())
+    hidden = None if os.environ.get("PYTHONSAFEPATH") else hides_farcall("")
     if hidden is not None:
         say(f"{hidden} has farcall's name, so that `import farcall` here means that: rename it")
         return 2
