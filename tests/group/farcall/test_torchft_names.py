@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import signal
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from farcall import compat
 from farcall.compat.torchft import DistributedDataParallel, Manager
 from farcall.compat.torchft.local_sgd import DiLoCo, LocalSGD
 from farcall.compat.torchft.manager import WorldSizeMode
 from farcall.compat.torchft.process_group import ManagedProcessGroup
 from rpc.errors import InvalidOptionError
 from tests.group.spmd.elastic.test_elastic import init, model_of, weights
-from tests.support.programs import run_program
 from tests.support.workers import RunWorkers, Worker
 
 TRAIN = """
@@ -65,13 +66,33 @@ manager.shutdown()
 """
 
 
-def test_program_for_torchft_survives_a_kill(tmp_path: Path) -> None:
-    flags = "-m farcall launch -n 2 --dynamic --restart 1 --lend-names program.py"
-    done = run_program(tmp_path, TRAIN, *flags.split())
-    assert done.returncode == 0, done.stderr
-    first, second = (line.split(maxsplit=1) for line in sorted(done.stdout.splitlines()))
-    assert (first[0], second[0]) == ("[0]", "[1]")
-    assert first[1] == second[1]
+def run_program(worker: Worker) -> tuple[int, float, int]:
+    """Run the program as replica 0 or 1; worker 2 takes the place of worker 1, which is killed."""
+    if worker.rank == 2:
+        worker.wait_for("the loss")
+    init(worker)
+    os.environ["REPLICA_GROUP_ID"], os.environ["NUM_REPLICA_GROUPS"] = str(min(worker.rank, 1)), "2"
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(worker.rank == 2))
+
+    def die() -> None:
+        worker.report("in the middle of a step")
+        signal.pause()  # until it is killed
+
+    compat.install()
+    names: dict[str, Any] = {"__name__": "__main__", "die": die}
+    exec(TRAIN.replace("os.kill(os.getpid(), signal.SIGKILL)", "die()"), names)
+    manager = names["manager"]
+    return manager.current_step(), names["total"].item(), manager.batches_committed()
+
+
+def test_program_for_torchft_survives_a_kill(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(run_program, 3, time_limit=100)
+    workers[1].wait_for("in the middle of a step")
+    workers[1].kill()
+    workers[2].tell("the loss")
+    first, second = workers[0].result(), workers[2].result()
+    assert first == second
+    assert first[2] > first[0]  # one step had two participants
 
 
 def train_with_rare_averages(worker: Worker) -> tuple[int, torch.Tensor, float]:
@@ -94,7 +115,8 @@ def train_with_rare_averages(worker: Worker) -> tuple[int, torch.Tensor, float]:
             step()
     assert manager.current_step() == 2
     manager.state_functions["default"][0](model.state_dict())
-    with DiLoCo(manager, [model[0], model[2]], inner, outer, sync_every=2):  # type: ignore[index]
+    rare = DiLoCo(manager, [model[0], model[2]], inner, outer, sync_every=2)  # type: ignore[index]
+    with rare:
         for _ in range(4):
             step()
     manager.start_quorum()
@@ -105,7 +127,9 @@ def train_with_rare_averages(worker: Worker) -> tuple[int, torch.Tensor, float]:
     steps = manager.current_step()
     manager.shutdown()
     manager.shutdown()
-    return steps, weights(model), gradient.item()
+    averaged = [each.flatten() for fragment in rare._fragments for each in fragment._kept]
+    assert torch.equal(torch.cat(averaged[2:]), weights(model)[-9:])  # the first has moved since
+    return steps, torch.cat(averaged), gradient.item()
 
 
 def test_rare_averages_are_equal_and_an_error_of_one_repeats_the_step_on_all(run_workers: RunWorkers) -> None:
