@@ -30,18 +30,19 @@ def enter(views: Views, timeout: float) -> None:
 
     Args:
         views: this worker's part of the job, which is closed if an exception is raised.
-        timeout: time in seconds.
+        timeout: time in seconds for the job to be founded, or to be heard of again.
 
     Raises:
         Finished: the job has ended.
         JobMismatchError: other members have another description.
-        ElasticError: fewer than ``min_size`` workers have come in time.
+        ElasticError: fewer than ``min_size`` workers have come in time, or no member has answered for as
+            long.
     """
     try:
         views.check_store()
         views.begin()
         Proposer(views).start()
-        _Entry(views).run(monotonic() + timeout)
+        _Entry(views).run(timeout)
     except BaseException:
         views.close()
         raise
@@ -54,12 +55,18 @@ class _Entry:
     def __init__(self, views: Views) -> None:
         self._views = views
         self._lost_since: dict[int, float] = {}
+        self._is_awaited = False
 
-    def run(self, deadline: float) -> None:
-        """Return when this worker has a view."""
+    def run(self, timeout: float) -> None:
+        """Return when this worker has a view. Members may take any time for their step, as long as one
+        answers.
+        """
         views, core = self._views, self._views.core
+        deadline = monotonic() + timeout
         while True:
             is_answered = self._ask_all()
+            if self._is_awaited:
+                deadline = monotonic() + timeout
             if is_answered:
                 views.check_store()  # the last member tells the store first
             with views.changed:
@@ -77,9 +84,15 @@ class _Entry:
                     raise views.error
                 views.changed.wait(_ASK_SECONDS)
             if monotonic() > deadline:
+                with views.changed:
+                    size = 1 + len(views.living_newcomers())
                 raise ElasticError(
-                    f"worker '{views.name}' has not become a member of the elastic job in time: "
-                    f"{1 + len(views.newcomers)} workers have come, min_size is {views.min_size}"
+                    f"worker '{views.name}' has not become a member of the elastic job within {timeout:g} s: "
+                    + (
+                        f"{size} workers have come, min_size is {views.min_size}"
+                        if size < views.min_size
+                        else f"{size} workers have come, but no member of a job answers, and none was founded"
+                    )
                 )
 
     def _may_found(self) -> bool:
@@ -104,6 +117,7 @@ class _Entry:
         views = self._views
         calls = []
         complete = True
+        self._is_awaited = False
         for info in get_worker_infos():
             if info.name != views.name:
                 with contextlib.suppress(RpcError):
@@ -125,12 +139,12 @@ class _Entry:
                 continue
             if isinstance(status, int):
                 raise views.finished(status)
-            complete = complete and status != "member"
+            self._is_awaited = self._is_awaited or status == "member"
             if status == "candidate":
                 with views.changed:
                     views.newcomers.setdefault(incarnation, (key[0], key[1]))
                     views.losses.watch_processes([incarnation])
-        return complete
+        return complete and not self._is_awaited
 
 
 def fetch(views: Views, view: View) -> tuple[Ballot | None, Any] | None:
