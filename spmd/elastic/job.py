@@ -279,6 +279,12 @@ class Job:
         if self._views.closed:
             return
         if self.current is None or not self.current.is_open:
+            if self._state.keeps_all:
+                raise ElasticError(
+                    f"the {type(optimizer).__name__} of the state cannot take local steps: only the "
+                    "optimizer that LocalSGD or DiLoCo was made with can. Add this one's parameters to that "
+                    "one, or leave this one out of elastic.join"
+                )
             raise ElasticError(
                 "optimizer.step() was called outside of an attempt: members would differ. Call it within "
                 "`with attempt:`"
@@ -297,6 +303,17 @@ class Job:
         """Sum no gradients, and let an optimizer step between attempts; for ``LocalSGD`` and ``DiLoCo``."""
         if model not in self._state.modules:
             raise ElasticError("the model is not in the job's state: pass it to elastic.join")
+        averaged = {each for each in model.parameters() if each.requires_grad}
+        others = (each for other in self._state.modules for each in other.parameters())
+        stepped = (each for group in inner.param_groups for each in group["params"])
+        for what, parameters in (("another module of the state", others), ("the optimizer", stepped)):
+            for each in parameters:
+                if each.requires_grad and each not in averaged:
+                    raise ElasticError(
+                        f"{what} has a parameter of shape {tuple(each.shape)} that requires gradients and is "
+                        "not one of the model's: it would not be averaged, so members would differ. Pass one "
+                        "module that has both as parts, or call requires_grad_(False) on what is not trained"
+                    )
         if self._is_looping or self._views.outcome is Outcome.COMMIT or self._state.keeps_all:
             raise ElasticError("local training begins before the first attempt of a job, and once")
         self._state.keeps_all = True

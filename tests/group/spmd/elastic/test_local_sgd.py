@@ -111,9 +111,9 @@ def test_loss_in_the_middle_of_a_round_repeats_no_local_step(run_workers: RunWor
 
 def misuse(worker: Worker) -> list[str]:
     init(worker)
-    model, other = model_of(), model_of()
+    model, other, copy = model_of(), model_of(), model_of()
     inner, outer = optimizers(model)
-    job = join(model=model, inner=inner, outer=outer, sampler=Sampler(LENGTH, BATCH))
+    job = join(model=model, copy=copy, inner=inner, outer=outer, sampler=Sampler(LENGTH, BATCH))
     errors = []
 
     def attempt_to(what: Any) -> None:
@@ -127,6 +127,9 @@ def misuse(worker: Worker) -> list[str]:
     attempt_to(lambda: DiLoCo(job, model, inner, optimizers(other)[1], 2))
     outer.param_groups[0]["params"] = outer.param_groups[0]["params"][:1]
     attempt_to(lambda: DiLoCo(job, model, inner, outer, 2))
+    attempt_to(lambda: LocalSGD(job, model, inner, 2))
+    copy.requires_grad_(False)
+    attempt_to(lambda: LocalSGD(job, model, torch.optim.SGD([*model.parameters(), *other.parameters()]), 2))
     local = LocalSGD(job, model, inner, 2)
     attempt_to(lambda: LocalSGD(job, model, inner, 2))
     attempt_to(job.attempts)
@@ -135,6 +138,7 @@ def misuse(worker: Worker) -> list[str]:
             assert len(each.batches) == 2
             model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
             inner.step()
+            attempt_to(outer.step)
             trained = weights(model)
     torch.testing.assert_close(weights(model), trained)  # the average of one member
     attempt_to(lambda: list(local.rounds(until=2)))
@@ -149,8 +153,11 @@ def test_misuse_of_local_training_is_one_clear_error(run_workers: RunWorkers) ->
         "ElasticError: the model is not in the job's state",
         "ElasticError: DiLoCo: the outer optimizer is not in the job's state",
         "ElasticError: DiLoCo: the outer optimizer has 1 parameters",
+        "ElasticError: another module of the state has a parameter of shape (8, 4) that requires gradients",
+        "ElasticError: the optimizer has a parameter of shape (8, 4) that requires gradients",
         "ElasticError: local training begins before the first attempt of a job, and once",
         "ElasticError: this job trains locally: use the rounds",
+        "ElasticError: the SGD of the state cannot take local steps",
         "ElasticError: <round 1, begun in view 1, rank 0 of 1> was not used",
     )
     assert len(errors) == len(expected), errors
