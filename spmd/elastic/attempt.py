@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -53,10 +53,12 @@ class Attempt:
         size, rank: number of members of the view, and the rank of this one.
         indices: this member's part of the step's batch: an int64 tensor of indices of samples. It is empty in
             the first step of a newcomer, which only observes it, and if there are more members than samples.
+        part: where in the batch they begin and end; (0, 0) if there are none.
         batch_size: number of samples of the step, over all members.
         weight: this member's share of the batch, from 0 to 1.
         committed: whether the step is committed on all members; False until then, and if it is repeated.
         has_failed: whether a reduction has failed.
+        root: rank of the member whose buffers all members get: the first one that has samples.
         whole_view, group: the view and its process group: for the job, see ``Job.group``.
     """
 
@@ -69,13 +71,17 @@ class Attempt:
         contributors = view.contributors(step)
         self.batch_size = sampler.batch_size
         self.indices = torch.empty(0, dtype=torch.int64, device="cpu")
+        parts = [part_of(self.batch_size, place, len(contributors)) for place in range(len(contributors))]
+        first = next(place for place, each in enumerate(parts) if each.start < each.stop)
+        self.root = view.members.index(contributors[first])
+        self.part = (0, 0)
         if views.me in contributors:
-            part = part_of(self.batch_size, contributors.index(views.me), len(contributors))
+            part = parts[contributors.index(views.me)]
             self.indices = sampler.batch(step)[part].clone()
+            self.part = (part.start, part.stop) if len(self.indices) else (0, 0)
         self.weight = len(self.indices) / self.batch_size
         self.committed = False
         self.is_open = False
-        self._root = view.members.index(contributors[0])
         self._views, self.whole_view, self.group = views, view, group
         self._state, self._reducers = state, reducers
         self._works: list[Any] = []
@@ -156,6 +162,27 @@ class Attempt:
                 self._works.append(self.group.allreduce([tensor]))
             except Exception as error:
                 self._note(error)
+
+    def gather(self, values: Sequence[int], purpose: str) -> list[list[int]]:
+        """Return what each member of the view passes, by rank; nothing after a failure.
+
+        Args:
+            values: equally many on all members.
+            purpose: for observers; the step and the view follow it.
+        """
+        if self.has_failed:
+            return []
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        self.group.group.purpose = f"{purpose} step {self.step} of the elastic job, view {self.view}"
+        try:
+            self.group.allgather([rows], [mine]).wait()
+        except Exception as error:
+            self._note(error)
+            return []
+        finally:
+            self.group.group.purpose = ""
+        return [_list(each) for each in rows]
 
     def finish(self) -> None:
         """Wait for all sums. A failure is noted, and decides what becomes of the attempt."""
@@ -238,13 +265,13 @@ class Attempt:
                     buffer.copy_(shared)
 
     def _share_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each buffer with its value on the first contributor, which a commit copies into it."""
+        """Return each buffer with its value on the member ``root``, which a commit copies into it."""
         shared = []
         for buffer in self._state.buffers():
             value = buffer.detach().clone()
             if not self.has_failed:
                 options = BroadcastOptions()
-                options.rootRank = self._root
+                options.rootRank = self.root
                 try:
                     self._works.append(self.group.broadcast([value], options))
                 except Exception as error:
@@ -259,20 +286,10 @@ class Attempt:
             if not views.core.prepare(self.whole_view):
                 return
             vote = views.core.vote(grow=views.wants_to_grow())
-        mine = torch.tensor([vote.step, vote.grow, vote.leave, vote.finish], dtype=torch.int64, device="cpu")
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self.group.group.purpose = f"the vote on step {self.step} of the elastic job, view {self.view}"
-        try:
-            self.group.allgather([rows], [mine]).wait()
-        except Exception as error:
-            self._note(error)
+        rows = self.gather([vote.step, vote.grow, vote.leave, vote.finish], "the vote on")
+        if not rows:
             return
-        finally:
-            self.group.group.purpose = ""
-        votes = [
-            Vote(step, bool(grow), bool(leave), bool(finish))
-            for step, grow, leave, finish in map(_list, rows)
-        ]
+        votes = [Vote(step, bool(grow), bool(leave), bool(finish)) for step, grow, leave, finish in rows]
         with views.changed:
             if views.core.count(self.whole_view, votes):
                 views.outcome, views.given_step = Outcome.COMMIT, NEW

@@ -30,7 +30,7 @@ def enter(views: Views, timeout: float) -> None:
 
     Args:
         views: this worker's part of the job, which is closed if an exception is raised.
-        timeout: time in seconds for the job to be founded, or to be heard of again.
+        timeout: time in seconds in which a job is founded, or a member answers; from each answer on anew.
 
     Raises:
         Finished: the job has ended.

@@ -4,24 +4,30 @@ A round is one step of the job. Its local steps need no other member; its end is
 is committed on all members or on none. If a member is lost, only the outer reduction is repeated, by the
 others: their local steps count. The lost member's part of the round's samples is not used in that round.
 
+A member's part of the samples follows from the view in which the member began the round. If the view has
+changed between two members' begins, their parts may overlap. So each outer reduction begins with an exchange
+of the parts, and leaves out those that overlap with an earlier view's: no sample is used twice.
+
 Sources: LocalSGD, Stich 2019 (arXiv 1805.09767); DiLoCo, Douillard et al. 2023 (arXiv 2311.08105).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from torch import nn
 
 from rpc.errors import InvalidOptionError
 from spmd.elastic.attempt import Attempt
-from spmd.elastic.errors import ElasticError
+from spmd.elastic.errors import ElasticError, JobMismatchError
 from spmd.elastic.job import Job
 
 __all__ = ["DiLoCo", "LocalSGD", "Round"]
+
+_KINDS: Final = ("LocalSGD", "DiLoCo")
 
 
 class LocalSGD:
@@ -38,7 +44,8 @@ class LocalSGD:
         sync_every: number of local steps of a round; the batch of a step of the job is cut into as many.
 
     Raises:
-        ElasticError: the model is not in the job's state, or the job has begun.
+        ElasticError: the model is not in the job's state, or the job has begun; or the optimizer or another
+            module of the state has parameters that require gradients and are not the model's.
         InvalidOptionError: ``sync_every`` is not a positive integer.
 
     Example::
@@ -53,6 +60,8 @@ class LocalSGD:
                     optimizer.step()
         job.leave()
     """
+
+    kind: ClassVar[int] = _KINDS.index("LocalSGD")
 
     def __init__(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int) -> None:
         count: object = sync_every
@@ -78,10 +87,24 @@ class LocalSGD:
 
         Raises:
             Finished, StepFailedError, PutOut, StateLostError, ElasticError: as ``Job.attempts``.
+            JobMismatchError: another member has another class or ``sync_every``; raised by the round.
         """
         return self._job.loop(lambda attempt: Round(self, self._job, attempt, until), until)
 
     # ---- what a round's end does
+
+    def terms(self) -> list[int]:
+        """Return what must be the same on all members."""
+        return [self.kind, self._count]
+
+    def check_others(self, mine: Sequence[int], others: Sequence[Sequence[int]]) -> None:
+        """Raise if another member, given what ``terms`` returns there, by rank, trains in another way."""
+        for rank, terms in enumerate(others):
+            if terms != mine:
+                raise JobMismatchError(
+                    f"worker '{self._job.members[rank]}' trains by {_in_words(terms)}, and this worker by "
+                    f"{_in_words(mine)}: all members of a job need the same"
+                )
 
     def kept(self) -> list[torch.Tensor]:
         """Return a copy of the parameters."""
@@ -123,6 +146,8 @@ class DiLoCo(LocalSGD):
         job = elastic.join(model=model, outer=outer, sampler=elastic.Sampler(len(x), batch_size=4800))
         local = elastic.DiLoCo(job, model, inner, outer, sync_every=20)
     """
+
+    kind = _KINDS.index("DiLoCo")
 
     def __init__(
         self,
@@ -177,6 +202,7 @@ class Round:
         self.step, self.view, self.size, self.rank = attempt.step, attempt.view, attempt.size, attempt.rank
         self.indices, self.committed = attempt.indices, False
         self.batches = local.batches(self.indices)
+        self._part = [attempt.view, *attempt.part]
         self._weight = attempt.weight
         self._kept = local.kept()
         self.is_used = False
@@ -198,16 +224,43 @@ class Round:
 
     @torch.no_grad()
     def _reduce(self) -> None:
+        terms = self._local.terms()
         sums = _Sums(self._local.contribution(self._kept), self._weight)
         attempt: Attempt | None = self._attempt
         while attempt is not None and not self.committed:
             with attempt:
-                sums.begin(attempt)
+                rows = attempt.gather([*self._part, *terms], "the exchange of parts in")
+                self._local.check_others(terms, [each[3:] for each in rows])
+                counted = _counted([each[:3] for each in rows])
+                if counted:
+                    attempt.root = counted[0]
+                sums.begin(attempt, counts=attempt.rank in counted)
                 attempt.commit()
                 self._local.apply(self._kept, sums.averages())
             self.committed = attempt.committed
             if not self.committed:
                 attempt = self._job.again(self._until)
+
+
+def _counted(parts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks of the members whose parts are averaged: those with samples, except parts that overlap
+    with one of an earlier view.
+
+    Args:
+        parts: by rank, the number of the view in which the member began the round, and where in the batch its
+            part begins and ends.
+    """
+    taken: list[int] = []
+    for rank in sorted(range(len(parts)), key=lambda each: tuple(parts[each])):
+        _, begin, end = parts[rank]
+        if begin < end and all(end <= parts[each][1] or parts[each][2] <= begin for each in taken):
+            taken.append(rank)
+    return sorted(taken)
+
+
+def _in_words(terms: Sequence[int]) -> str:
+    kind, count = terms
+    return f"{_KINDS[kind]} with sync_every={count}"
 
 
 class _Sums:
@@ -235,10 +288,11 @@ class _Sums:
         self._flats: list[torch.Tensor] = []
         self._total = torch.empty(0, device="cpu")
 
-    def begin(self, attempt: Attempt) -> None:
-        """Sum over the members of the attempt's view."""
-        self._flats = [each.clone() for each in self._mine]
-        self._total = torch.tensor([self._weight], dtype=torch.float64, device="cpu")
+    def begin(self, attempt: Attempt, *, counts: bool) -> None:
+        """Sum over the members of the attempt's view; this one adds nothing unless it counts."""
+        self._flats = [each.clone() if counts else torch.zeros_like(each) for each in self._mine]
+        weight = self._weight if counts else 0.0
+        self._total = torch.tensor([weight], dtype=torch.float64, device="cpu")
         for each in (*self._flats, self._total):
             attempt.start(each)
         attempt.finish()
@@ -251,6 +305,6 @@ class _Sums:
         found: dict[int, torch.Tensor] = {}
         for flat, places in zip(self._flats, self._places.values(), strict=True):
             sizes = [self._shapes[index].numel() for index in places]
-            for index, part in zip(places, torch.split(flat.div_(total), sizes), strict=True):
+            for index, part in zip(places, flat.div_(total).split_with_sizes(sizes), strict=True):
                 found[index] = part.view(self._shapes[index])
         return [found[index] for index in range(len(self._shapes))]

@@ -175,7 +175,7 @@ def test_average_of_no_samples_is_none() -> None:
     alone: Any = Alone()
     for weight in (0.0, 0.5):
         sums = _Sums([torch.tensor([3.0, 5.0]), torch.tensor([2.0], dtype=torch.float64)], weight)
-        sums.begin(alone)
+        sums.begin(alone, counts=True)
         averages = sums.averages()
         if weight:
             assert averages is not None
