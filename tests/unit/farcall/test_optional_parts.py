@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-TRANSPORTS_AND_VIEWS = ("page", "compat/torch_xla", "ray", "kserve", "one_sided")
+ADAPTERS = ("weights/torchrl.py", "weights/verl.py", "weights/vllm.py")
+TRANSPORTS_AND_VIEWS = ("page", "compat/torch_xla", "ray", "kserve", "one_sided", *ADAPTERS)
 SERVING = ("grpc", "serving", "client", "v1", "scraping.py", "observe/metrics")
 """What needs gRPC, and what counts for it."""
 
@@ -41,7 +42,7 @@ rpc.shutdown()
 @pytest.mark.parametrize(
     ("removed", "imported"),
     [(TRANSPORTS_AND_VIEWS, ["farcall.serving"]), ((*TRANSPORTS_AND_VIEWS, *SERVING), [])],
-    ids=["page, XLA, Ray, kserve and one-sided transfers", "these and gRPC"],
+    ids=["page, XLA, Ray, kserve, one-sided transfers and adapters", "these and gRPC"],
 )
 def test_nothing_else_needs_the_optional_parts(
     removed: tuple[str, ...], imported: list[str], tmp_path: Path
