@@ -101,7 +101,7 @@ def test_hang_is_explained_while_it_lasts_and_when_all_are_dead(launchers: Launc
     assert max(map(len, said.splitlines())) <= 80
 
     listed = ask(folder, "ps", "--job", name)
-    assert re.search(r"worker0  +0 .* running .*\nworker1  +1 .* waits .*", listed), listed
+    assert re.search(r"worker0  +0 .* waits .*\nworker1  +1 .* waits .*", listed), listed
     assert "block  program.py:7" in ask(folder, "stacks", "--job", name, "worker0")
     assert ask(folder, "logs", "--job", name, "1").splitlines() == ["worker1  joined"]
 

@@ -26,7 +26,7 @@ from rpc.errors import (
 )
 from rpc.retrying import Returns, returns_of
 from rpc.runtime.current import current_agent
-from tests.support.orders import add_follower, ask, dismiss, follow_orders, start_followers
+from tests.support.orders import ask, dismiss, follow_orders, start_followers
 from tests.support.serving import in_worker0, open_gate, wait_at_gate
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers, current_worker
@@ -87,9 +87,9 @@ def start(run_workers: RunWorkers, order: Callable[[], Any], **options: Any) -> 
 
 
 def come_back(workers: Workers, number: int = 1) -> WorkerProcess:
-    """Once the worker has died, another one with its name joins."""
+    """Once the worker has died, another one with its name joins; the call may end it at once."""
     workers[number].result()
-    return add_follower(workers, dynamic=True, name="worker1", rank=1)
+    return workers.add(follow_orders, kwargs={"dynamic": True}, name="worker1", rank=1)
 
 
 def call(function: Callable[..., Any], *args: Any, to: Any = "worker1", **options: Any) -> Any:
