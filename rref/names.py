@@ -248,6 +248,7 @@ class _Search:
             changed.set()
 
         found: dict[str, Any] = {}
+        late: list[str] = []
         until = self.deadline
         try:
             for worker in self._workers:
@@ -262,14 +263,18 @@ class _Search:
                 while answered:
                     worker, future = answered.pop()
                     del under_way[worker]
-                    value = self._answer(future)
+                    try:
+                        value = self._answer(future)
+                    except RpcTimeoutError:
+                        late.append(worker)
+                        continue
                     if value is True or isinstance(value, RRef):
                         found[worker] = value
                         until = min(until, time.monotonic() + _OTHERS_SECONDS)
                 if under_way and not answered and not wait_for_event(changed, until):
                     break
         finally:
-            self.silent = list(under_way)
+            self.silent = [*late, *under_way]
             for future in under_way.values():
                 future.cancel()
             under_way.clear()
@@ -295,8 +300,6 @@ class _Search:
         except WorkerLostError:
             if self._owner is not None and self._is_static:
                 raise
-        except RpcTimeoutError:
-            pass
         except NotInitializedError:  # that worker is leaving
             if current_agent() is not self._agent:  # there is none if this one leaves
                 raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,6 +19,7 @@ from rpc.errors import (
     WorkerLostError,
 )
 from rpc.runtime.current import clear_current_agent, current_agent, set_current_agent
+from rref import names
 from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.serving import in_worker0, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
@@ -185,12 +188,18 @@ def test_in_a_static_group_an_owner_that_is_lost_is_not_waited_for(run_workers: 
     dismiss(workers)
 
 
+def fail_to_find_as_calls_time_out() -> str:
+    with mock.patch.object(names._Search, "_left", return_value=0.001):
+        return fail_to_find("other")
+
+
 def test_a_silent_worker_does_not_hide_an_object_that_is_found(run_workers: RunWorkers) -> None:
     workers = start_followers(run_workers, 3)
     ask(workers[0], make, "worker1")
     workers[2].stop()
     assert ask(workers[0], add_to) == 1
     assert "no answer has come from 'worker2'" in ask(workers[0], fail_to_find, "other")
+    assert re.search("no answer has come from .*'worker2'", ask(workers[0], fail_to_find_as_calls_time_out))
     workers[2].resume()
     dismiss(workers)
 
