@@ -165,10 +165,13 @@ def test_an_exception_is_told_to_workers_that_had_no_connection_to_the_script(
     ids=["raises", "dies", "refuses"],
 )
 def test_spmd_mode_that_cannot_begin_tells_its_cause_once_on_each_worker(
-    run_workers: RunWorkers, failure: str
+    run_workers: RunWorkers, failure: str, tmp_path: Path
 ) -> None:
-    begins = "import spmd, torch.distributed as dist\nrpc.barrier()\n"
-    scripts = [begins + each for each in ("spmd.use_spmd()", "rpc.shutdown()", failure)]
+    begun = str(tmp_path / "begun")
+    begins = "import os, time, spmd, torch.distributed as dist\nrpc.barrier()\n"
+    begin = f"open({begun!r}, 'w').close(); spmd.use_spmd()"
+    fail = f"while not os.path.exists({begun!r}): time.sleep(0.01)\n{failure}"
+    scripts = [begins + each for each in (begin, "rpc.shutdown()", fail)]
     workers = run_workers.start([partial(run_as_script, script=each) for each in scripts])
     workers[2].death_intended = True
     statuses = workers.results()
