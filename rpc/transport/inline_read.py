@@ -517,10 +517,11 @@ class InlineReader:
             while turn.task is None and turn.left_to_loop is None:
                 if not (self._wait(until, min(until, monotonic() + _MOMENT_SECONDS)) and self._read(turn)):
                     break
-            if self.expected and turn.task is not None and turn.left_to_loop is None:
-                self.expected = False
-                if self._expected_has_come():
-                    self._read(turn)
+            else:  # the loop need not go on with anything
+                if self.expected and turn.task is not None and turn.left_to_loop is None:
+                    self.expected = False
+                    if self._expected_has_come():
+                        self._read(turn)
             task, turn.task = turn.task, None  # it must not die with the turn, which the loop may have
             return task
         finally:

@@ -302,6 +302,21 @@ def test_an_idle_thread_reads_an_expected_frame_before_it_runs_a_task(
     end.loop_reads()
 
 
+def test_an_idle_thread_that_expects_a_frame_leaves_to_the_loop_what_needs_it(
+    end: End, idle: Callable[[], Callable[[float], int | None]]
+) -> None:
+    def next_frame_comes() -> None:
+        end.reader.expected = True
+        end.there.sendall(frame(ANYWHERE, 3))
+
+    end.called = next_frame_comes
+    result = idle()
+    end.there.sendall(frame(Kind.CALL, 70) + frame(ON_LOOP, 2))
+    assert result(SOON) == 70
+    until(lambda: end.taken == [2, 3])
+    end.loop_reads()
+
+
 def test_an_idle_thread_leaves_to_the_loop_what_needs_it(
     end: End, idle: Callable[[], Callable[[float], int | None]]
 ) -> None:
