@@ -22,7 +22,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
@@ -249,7 +248,7 @@ def _run(
     hosts = Hosts(context, size, hosts_count) if hosts_count else None
     with (
         tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder,
-        busy_processes(busy, _LIMIT_SECONDS) if busy else nullcontext(),
+        busy_processes(busy, _LIMIT_SECONDS),
     ):
         store = str(Path(folder) / "store")
         workers = [

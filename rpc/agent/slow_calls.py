@@ -1,7 +1,7 @@
 """Calls that have had no answer for long are reported in the log.
 
 A timer on the loop checks the table of calls: nothing is done when a call is made. An observer may find out
-what such calls wait for; then it reports them, and is told of calls shortly before their timeout, too.
+what such calls wait for; then it reports them. It also gets calls shortly before their timeout.
 """
 
 from __future__ import annotations

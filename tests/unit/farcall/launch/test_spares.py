@@ -15,7 +15,7 @@ IS_READY = "import socket, sys; socket.socket(fileno=int(sys.argv[1].partition('
 
 
 class Started:
-    """The guard of a launcher, which is told of each process."""
+    """A guard of a launcher: it records the number of each process that is started."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []
