@@ -126,19 +126,23 @@ def _ip(*arguments: str) -> None:
 
 
 def run_on_hosts(
-    run: Callable[..., object], *args: object, link: Callable[[int, int], object] | None = None
+    run: Callable[..., object],
+    *args: object,
+    size: int = 2,
+    link: Callable[[int, int], object] | None = None,
 ) -> int:
-    """Run a function on two ranks, each on a host of its own; returns the exit status of the worse one.
+    """Run a function on ``size`` ranks, each on a host of its own; returns the exit status of the worst one.
 
     Args:
-        run: called with the rank, the hosts, the path of a file that both share, and ``args``.
-        link: joins the hosts in the place of the bridge.
+        run: called with the rank, the hosts, the path of a file that all share, and ``args``.
+        size: number of ranks.
+        link: joins two hosts in the place of the bridge.
     """
     context = multiprocessing.get_context("spawn")
-    hosts = Hosts(context, 2, link=link)
+    hosts = Hosts(context, size, link=link)
     with tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder:
         store = str(Path(folder) / "store")
-        workers = [context.Process(target=run, args=(rank, hosts, store, *args)) for rank in range(2)]
+        workers = [context.Process(target=run, args=(rank, hosts, store, *args)) for rank in range(size)]
         for worker in workers:
             worker.start()
         for worker in workers:
