@@ -2,7 +2,7 @@
 
 ::
 
-    python -m benchmarks.weights_ray                 # 256 MB, two writers with halves, three readers with thirds
+    python -m benchmarks.weights_ray              # 256 MB, two writers with halves, three readers with thirds
 
 Writers have halves by rows, readers thirds by columns, which they copy into tensors of their own. ``copies``
 has the actors copy their blocks to and from one file in /dev/shm that all have mapped, ``tensors`` and
