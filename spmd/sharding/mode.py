@@ -22,6 +22,8 @@ def use_spmd(
     auto: bool = False,
     max_programs: int = PROGRAMS,
     device: str | torch.device | None = None,
+    copies: int = 0,
+    every: int = 10,
 ) -> None:
     """Begin SPMD mode: ``spmd.device()`` becomes one logical device, whose tensors are on many workers.
 
@@ -43,9 +45,15 @@ def use_spmd(
         device: on which each worker computes, as ``"cuda"``; without an index, workers take the devices of
             their host in turn, and random numbers are those that one such device would draw. Default: the
             devices in ``workers``, or the CPU.
+        copies: 1 to survive the loss of workers: each one's shards are copied to the next worker, and if one
+            is lost, another takes its place: a process that is started on this machine, or a worker of the
+            RPC group that has none. What was computed since the last copy is computed again, and is the
+            same. 0: the loss of a worker ends the mode.
+        every: number of programs, such as training steps, after which the shards are copied, with
+            ``copies=1``. At most ``every`` + 1 programs are computed again.
 
     Raises:
-        ValueError: ``max_programs`` is less than 2.
+        ValueError: ``max_programs`` is less than 2, ``copies`` is not 0 or 1, or ``every`` is less than 1.
         TypeError: ``workers`` is a bool: XLA's first argument is ``auto``.
         AlreadyInSpmdModeError: it has been called.
         SpmdError: there are not as many workers, or a worker has a process group of its own already, or no
@@ -62,7 +70,9 @@ def use_spmd(
         )
     if max_programs < 2:
         raise ValueError(f"expected max_programs of 2 or more, got {max_programs}")
-    start.use_spmd(workers, max_programs, device)
+    if copies not in (0, 1) or every < 1:
+        raise ValueError(f"expected copies of 0 or 1, and every of 1 or more, got {copies} and {every}")
+    start.use_spmd(workers, max_programs, device, every if copies else 0)
     install(LogicalTensor)
     try:
         torch.zeros((), device=start.device(), requires_grad=True).backward()  # type: ignore[no-untyped-call]

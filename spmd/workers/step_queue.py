@@ -36,6 +36,7 @@ class StepQueue:
         abort: ends what a step may wait in, for a reason. Called if the driver is lost.
         ended: makes the error of steps that come after the end.
         release: called on the thread when it has done its last step.
+        first: number of the first step.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class StepQueue:
         abort: Callable[[str], None],
         ended: Callable[[], Exception],
         release: Callable[[], object] = lambda: None,
+        first: int = 0,
     ) -> None:
         self._run, self._driver, self._abort = run, driver, abort
         self._ended, self._release = ended, release
         self._waiting: dict[int, tuple[_Numbered, Context, Future[Any]] | None] = {}
-        self._next = 0
+        self._next = first
         self._stopped = False
         self._changed = threading.Condition()
         self._watch = rpc.on_worker_lost(self._lost)

@@ -120,6 +120,10 @@ class WorkerSet:
     def __len__(self) -> int:
         return len(self._ports)
 
+    def replace(self, place: int, port: Port) -> None:
+        """Put another worker in the place of a lost one. No step is under way."""
+        self._ports = (*self._ports[:place], port, *self._ports[place + 1 :])
+
     @protected
     def send(self, steps: Sequence[Any], answers: list[Any] | None = None) -> list[Any]:
         """Send a step.

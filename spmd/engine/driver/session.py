@@ -6,23 +6,27 @@ program goes on; their failures are raised when the program waits for them.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Protocol, cast
 
-import torch
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Replicate
 
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, WorkerLostError
 from rpc.runtime import spans
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
+from spmd.collectives.errors import CollectiveError
 from spmd.engine.driver.aliases import Value
 from spmd.engine.driver.blocks import cut, has_blocks, holders, put_together
 from spmd.engine.driver.bounded_cache import BoundedCache
+from spmd.engine.driver.building import build
+from spmd.engine.driver.copies import Copies, Sent, UnrecoverableError
 from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.poison import poisoned
 from spmd.engine.driver.recorder import ENTRIES_PER_PROGRAM, Entry, Recorder, Recording, lost, nowhere
@@ -30,12 +34,14 @@ from spmd.engine.driver.report import costliest
 from spmd.engine.driver.source_positions import Place, described
 from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.program.metas import Spec
-from spmd.engine.program.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
+from spmd.engine.program.program import REPLICATED, Meta, Program, Ref, Scalar
 from spmd.engine.program.repetition import Repetition
-from spmd.engine.program.step_messages import Answer, EngineStep
+from spmd.engine.program.step_messages import Answer, EngineStep, Save
 from spmd.workers.worker_set import Port, WorkerSet, cause_of
 
 __all__ = ["PROGRAMS", "EnginePort", "Session"]
+
+logger = logging.getLogger(__name__)
 
 PROGRAMS: Final = 256
 """Maximum number of programs that the driver and each worker keep, by default."""
@@ -48,6 +54,10 @@ _MAX_LISTED: Final = 50
 
 _AHEAD: Final = 16
 """Maximum number of steps that workers may be behind the driver."""
+
+_INTERRUPTED: Final = (
+    "the replacement of a lost worker was interrupted: end SPMD mode with spmd.shutdown(), and begin it again"
+)
 
 _GRACE: Final = 2.0
 """Time in seconds for the others to end a step, once one worker has failed in it."""
@@ -83,11 +93,13 @@ class _Known:
     Attributes:
         number: its number; no other program of the session has it, or had it.
         kept: index of the recorded operation of each of its instructions.
+        epoch: the session's epoch in which the workers got it; -1: they have not got it.
     """
 
     number: int
     program: Program
     kept: list[int]
+    epoch: int = -1
     repetition: Repetition = field(default_factory=Repetition)
 
 
@@ -140,6 +152,7 @@ class Session:
             those ``new_auto`` with a planner; ``uploads`` and their ``uploaded_bytes``, ``fetches``.
         planner: called with each recording before it is sent; what it returns is called afterwards.
         on_accelerators: whether workers compute on accelerators.
+        copies: has lost workers replaced; None: a loss ends the mode.
 
     Args:
         ports: the workers.
@@ -164,6 +177,8 @@ class Session:
         self._ending: OperationError | None = None
         self._generation = 0
         self._regrouping: list[Any] = []
+        self._epoch = 0
+        self.copies: Copies | None = None
         self.counts: Counter[str] = Counter()
         self.planner: Callable[[Recording], Callable[[], None] | None] | None = None
 
@@ -193,6 +208,8 @@ class Session:
         """Take a recording over."""
         if self._broken is not None:
             raise self._broken
+        if self.copies is not None:
+            self._save_if_due(self.copies)
         then = None if self.planner is None else self._plan(self.planner, recording)
         specs = tuple([value.spec for value in recording.inputs])
         uploads = [(place, value) for place, value in enumerate(recording.inputs) if value.remote is None]
@@ -233,10 +250,11 @@ class Session:
             _UnderWay([], known, recording.operations, recording.places, inputs, range(first, self._ids)),
             base,
             parts,
-            is_new,
             tuple(recording.scalars),
             gone=gone,
         )
+        if self.copies is not None and computes:
+            self.copies.sent_program()
         if then is not None:
             then()
 
@@ -265,17 +283,18 @@ class Session:
         under_way: _UnderWay,
         base: int,
         parts: Sequence[list[Tensor]] = (),
-        is_new: bool = False,
         scalars: tuple[Any, ...] = (),
         wanted: tuple[int, ...] = (),
         workers: Sequence[int] = (),
         gone: AbstractSet[int] = frozenset(),
+        save: Save | None = None,
     ) -> None:
         """Make all workers do a step.
 
         Args:
             gone: ids that the program uses up.
             workers: workers whose values are requested.
+            save: order to copy all values after the step.
         """
         if self._regrouping and self._broken is None:
             self._regroup()
@@ -288,29 +307,123 @@ class Session:
             del self._remotes[number]
             if number not in gone:
                 freed.append(number)
-        known, under_way.number = under_way.known, self._set.number
         forget, self._dropped = tuple(self._dropped), []
-        packed = None if known is None else known.repetition.pack(base, under_way.inputs, scalars)
+        known, inputs = under_way.known, under_way.inputs
+        sent = Sent(base, known, inputs, scalars, parts, tuple(freed), forget, wanted, workers, save)
+        self._under_way.append(under_way)
+        if self.copies is not None:
+            self.copies.log.append((sent, under_way))
+        self._transmit(sent, under_way)
+        while len(self._under_way) > _AHEAD:
+            self._settle_next()
+
+    def _transmit(self, sent: Sent, under_way: _UnderWay) -> None:
+        known: _Known | None = sent.known
+        is_new = known is not None and known.epoch != self._epoch
+        if known is not None and is_new:
+            known.epoch, known.repetition = self._epoch, Repetition()
+        under_way.number = self._set.number
+        packed = None if known is None else known.repetition.pack(sent.base, sent.inputs, sent.scalars)
         serialized: list[Any] = []
         steps = [
             EngineStep(
                 under_way.number,
-                base,
-                tuple([part[worker] for part in parts]),
+                sent.base,
+                tuple([part[worker] for part in sent.parts]),
                 None if known is None else known.number,
                 known.program if is_new and known is not None else None,
                 packed,
-                tuple(freed),
-                wanted if worker in workers else (),
-                forget,
+                sent.freed,
+                sent.wanted if worker in sent.workers else (),
+                sent.forget,
+                sent.save,
                 serialized,
             )
             for worker in range(len(self._ports))
         ]
-        self._under_way.append(under_way)
         self._set.send(steps, under_way.answers)
-        while len(self._under_way) > _AHEAD:
-            self._settle_next()
+
+    # ---- copies, and the loss of workers
+
+    def _save_if_due(self, copies: Copies) -> None:
+        """Order a save if enough programs were sent since the last one. Before a second program is sent, the
+        save under way must be complete.
+        """
+        if copies.is_due() or not copies.may_send():
+            self._complete_save(copies)
+        if copies.is_due():
+            self._save(copies)
+
+    def _save(self, copies: Copies) -> None:
+        order = copies.order(self._sharded_from, self._ids)
+        self._send(_UnderWay([]), self._ids, save=order)
+        copies.ordered(order)
+        self.counts["saves"] += 1
+
+    def _complete_save(self, copies: Copies) -> None:
+        while (error := copies.complete()) is not None:
+            if not self._recover(None):
+                self._broken = self._broken or _unanswered("the order to copy its values", error)
+                raise self._broken
+
+    def _sharded_from(self, first: int) -> tuple[int, ...]:
+        """Ids from a number on of which each worker has another part."""
+        found = []
+        for number, reference in self._remotes.items():
+            remote = reference() if number >= first else None
+            if remote is not None and not all(
+                isinstance(each, Replicate) for each in remote.spec.layout.placements
+            ):
+                found.append(number)
+        return tuple(found)
+
+    def _recover(self, failed: dict[int, Exception] | None) -> bool:
+        """Have lost workers replaced, and send the steps since the last save again; false if no worker is
+        lost, or that cannot be.
+
+        Args:
+            failed: the errors of the step that was waited for, by worker; None: a save was.
+        """
+        copies = self.copies
+        if copies is None or self._broken is not None or self._ending is not None:
+            return False
+        if failed and not any(isinstance(each, WorkerLostError) for each in failed.values()):
+            return False
+        try:
+            while places := copies.gone(wait=True):
+                copies.cut_off(places)
+                for step in self._under_way:
+                    self._set.wait(step.number, step.answers)
+                self._generation += 1
+                try:
+                    copies.recover(places, self._generation, self._set.number)
+                except RpcError as error:
+                    if is_interruption(error) or copies.gone(wait=True) == places:
+                        raise
+                    continue
+                self._send_again(copies, places)
+                return True
+        except UnrecoverableError as error:
+            logger.warning("SPMD mode: the loss cannot be survived: %s", error)
+        except BaseException as error:
+            self._broken = error if isinstance(error, RpcError) else SpmdError(_INTERRUPTED)
+            raise
+        return False
+
+    def _send_again(self, copies: Copies, places: Sequence[int]) -> None:
+        """Send the steps since the newest save, after lost workers were replaced."""
+        self._epoch += 1
+        for place in places:
+            self._set.replace(place, cast("Port", copies.ports[place]))
+        self._ports = cast("tuple[EnginePort, ...]", copies.ports)
+        for sent, record in copies.log:
+            if record in self._under_way:
+                self._transmit(sent, record)
+            else:
+                self._transmit(replace(sent, wanted=()), _UnderWay([]))
+        copies.sent_again()
+        self.counts["losses"] += len(places)
+        self.counts["repeated"] += sum([sent.known is not None for sent, _ in copies.log])
 
     # ---- waiting for workers
 
@@ -349,7 +462,10 @@ class Session:
         """
         step = self._under_way[0]
         details = {"lines": step.described()} if spans.is_listened_to() else {}
-        answers, failed = self._set.wait(step.number, step.answers, **details)
+        while True:
+            answers, failed = self._set.wait(step.number, step.answers, **details)
+            if not (failed or any(map(_was_cut_off, answers))) or not self._recover(failed):
+                break
         for worker, error in failed.items():
             self._broken = self._broken or _unanswered(step.described(), error)
             answers[worker] = Answer()
@@ -412,6 +528,10 @@ class Session:
                 raise
             raise self._broken from None
         self._regrouping = []
+        if self.copies is not None:  # what has failed is not to be done again
+            self._complete_save(self.copies)
+            self._save(self.copies)
+            self._complete_save(self.copies)
 
     def drain(self) -> None:
         """Wait until the workers have done everything that they were sent, successfully or not."""
@@ -422,6 +542,8 @@ class Session:
     def end(self) -> None:
         """End the workers, and delete their data, which must not be mistaken for later data."""
         self.drain()
+        if self.copies is not None:
+            self.copies.close()
         for reference in list(self._remotes.values()):
             if (remote := reference()) is not None:
                 remote.error = nowhere()
@@ -465,6 +587,11 @@ class Session:
             if value.remote.error is not None:
                 raise lost(value.remote.error)
             return {worker: answers[worker].values[0] for worker in workers}
+
+
+def _was_cut_off(answer: Answer | None) -> bool:
+    """Whether a worker has ended a program early since a collective was ended, as at the loss of another."""
+    return answer is not None and any(isinstance(each.cause, CollectiveError) for each in answer.failures)
 
 
 def _has_ended(answer: Answer) -> bool:
@@ -527,76 +654,3 @@ def _shown(arg: Any, metas: list[Meta | None]) -> str:
     if isinstance(arg, tuple):
         return f"[{', '.join(_shown(each, metas) for each in arg)}]"
     return str(arg)
-
-
-# ---- from a recording to a program
-
-
-def build(
-    inputs: Sequence[Spec],
-    kept_inputs: Sequence[int],
-    operations: Sequence[tuple[Entry, tuple[int, ...]]],
-    outputs: Sequence[int],
-    default_dtype: torch.dtype = torch.float32,
-) -> tuple[Program, list[int]]:
-    """Return the program of a recording, without unused results.
-
-    Args:
-        kept_inputs: inputs that are needed afterwards: they are the program's first outputs.
-        outputs: numbers of the results that are outputs.
-
-    Returns:
-        The program, and for each of its instructions, the index of its operation.
-    """
-    starts: list[int] = []
-    count = 0
-    for entry, _ in operations:
-        starts.append(count)
-        count += len(entry.specs)
-    used = set(outputs)
-    kept: list[int] = []
-    for number in reversed(range(len(operations))):
-        entry, refs = operations[number]
-        if entry.effect or any(starts[number] + offset in used for offset in range(len(entry.specs))):
-            kept.append(number)
-            used.update(refs)
-    kept.reverse()
-    first_scalars: list[int] = []
-    scalars = 0
-    for entry, _ in operations:
-        first_scalars.append(scalars)
-        scalars += _count_scalars((entry.args, entry.kwargs))
-    place = {-1 - index: index for index in range(len(inputs))}
-    instructions: list[Instruction] = []
-    following = len(inputs)
-    for number in kept:
-        entry, refs = operations[number]
-        values = tuple(place[each] for each in refs)
-        args: Any = _filled(entry.args, values, first_scalars[number])
-        kwargs: Any = _filled(entry.kwargs, values, first_scalars[number])
-        results: list[Meta | None] = []
-        for result, spec in enumerate(entry.specs, start=starts[number]):
-            results.append(spec.meta if spec is not None and result in used else None)
-            place[result] = following
-            following += 1
-        instructions.append(Instruction(entry.operator, args, kwargs, tuple(results)))
-    every = (*kept_inputs, *[place[each] for each in outputs])
-    metas = tuple([spec.meta for spec in inputs])
-    return Program(metas, tuple(instructions), every, default_dtype), kept
-
-
-def _filled(tree: Any, values: tuple[int, ...], first_scalar: int) -> Any:
-    """Return an operation's arguments, with numbers of the program in place of its own."""
-    if isinstance(tree, Ref):
-        return Ref(values[tree.index])
-    if isinstance(tree, Scalar):
-        return Scalar(first_scalar + tree.index)
-    if isinstance(tree, tuple):
-        return tuple([_filled(each, values, first_scalar) for each in tree])
-    return tree
-
-
-def _count_scalars(tree: Any) -> int:
-    if isinstance(tree, Scalar):
-        return 1
-    return sum(_count_scalars(each) for each in tree) if isinstance(tree, tuple) else 0

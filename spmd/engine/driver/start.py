@@ -9,8 +9,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -30,6 +31,7 @@ from rpc.runtime.current import current_agent, is_initialized
 from rpc.runtime.notices import Notices, tell_of_start
 from spmd.collectives.creation import refuse
 from spmd.collectives.store import WorkerStore
+from spmd.engine.driver.copies import Copies, UnrecoverableError
 from spmd.engine.driver.current import DEVICE, set_engine
 from spmd.engine.driver.device import set_up
 from spmd.engine.driver.logical_tensor import LogicalTensor, in_message
@@ -90,29 +92,32 @@ class _Mode:
 
     Attributes:
         session: the session with its workers.
-        processes: processes that were started for it.
         owns_agent: whether the agent was started for it.
+
+    Args:
+        places: the workers, and where they compute.
+        local: processes that were started for it.
+        programs: maximum number of programs that are kept.
+        every: number of programs after which the workers' values are copied; 0: never.
     """
 
     def __init__(
         self,
         places: Sequence[WorkerPlace],
         owns_agent: bool,
-        processes: Sequence[subprocess.Popen[bytes]] = (),
+        local: _LocalWorkers | None = None,
         programs: int = PROGRAMS,
+        every: int = 0,
     ) -> None:
-        self.processes = processes
         self.owns_agent = owns_agent
-        name = f"spmd-{secrets.token_hex(8)}"
+        self._local = local
+        self._places = list(places)
+        self._name = f"spmd-{secrets.token_hex(8)}"
         current_agent().serializer.register_reducer(LogicalTensor, in_message)
-        own = rpc.get_worker_info().name
-        names = [each.worker for each in places]
-        calls = [
-            rpc.rpc_async(each.worker, make, args=(own, names, rank, name, each.device), timeout=0)
-            for rank, each in enumerate(places)
-        ]
+        names = self._names()
+        calls = [self._make(rank) for rank in range(len(names))]
         try:
-            made = wait_together(calls, partial(_give_up, names[0], name))
+            made = wait_together(calls, partial(_give_up, names[0], self._name))
         except WorkerLostError as error:
             said = f"SPMD mode could not begin: worker '{error.worker}' is gone: {error.reason}"
             raise WorkerLostError(said, error.worker, error.reason) from None
@@ -120,9 +125,47 @@ class _Mode:
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
         self.session = Session(self.ports, programs)
+        if every:
+            self.session.copies = Copies(self.ports, every, self._replace)
         self._extensions: dict[str, Any] = current_agent().extensions
         self._extensions[_EXTENSION] = self.session
         self.session.on_accelerators = any(each.device is not None for each in places)
+
+    def _names(self) -> list[str]:
+        return [each.worker for each in self._places]
+
+    def _make(self, rank: int, generation: int = 0, first: int = 0) -> Any:
+        """Have a worker of the RPC group become one of the mode; returns a future of a reference to it."""
+        own, place = rpc.get_worker_info().name, self._places[rank]
+        args = (own, self._names(), rank, self._name, place.device, generation, first)
+        return rpc.rpc_async(place.worker, make, args=args, timeout=0)
+
+    def _replace(self, lost: Sequence[int], generation: int, first: int) -> list[_Port]:
+        """Have other workers take the places of lost ones; see ``Replace``."""
+        for rank in lost:
+            device = self._places[rank].device
+            name = self._spare() if self._local is None else self._local.start(rank)
+            self._places[rank] = WorkerPlace(name, device)
+        names = self._names()
+        calls = [
+            self._make(rank, generation, first)
+            if rank in lost
+            else port.worker.rpc_async(timeout=0).regroup(generation, names)
+            for rank, port in enumerate(self.ports)
+        ]
+        made = wait_together(calls, partial(_give_up, names[0], f"{self._name}/{generation}"))
+        for rank in lost:
+            self.ports[rank] = _Port(names[rank], made[rank])
+        return self.ports
+
+    def _spare(self) -> str:
+        """Return a worker of the RPC group that is in no place."""
+        agent: Any = current_agent()
+        used = {*self._names(), agent.get_worker_info().name}
+        spares = sorted(each.name for each in agent.get_worker_infos() if each.name not in used)
+        if not spares:
+            raise UnrecoverableError("this RPC group has no further worker that could take its place")
+        return str(spares[0])
 
     def end(self) -> None:
         """Release the workers."""
@@ -132,10 +175,13 @@ class _Mode:
             with suppress(RpcError):  # it is gone, and its values with it
                 port.worker.rpc_sync(timeout=_PATIENCE).close()
         self.ports.clear()
+        if self._local is not None and self._local.replaceable:
+            self._local.end()  # they do not wait for this process's shutdown
         if self.owns_agent and is_initialized():
             with suppress(RpcTimeoutError):  # then the processes are ended
                 rpc.shutdown(timeout=_PATIENCE)
-        _end(self.processes)
+        if self._local is not None:
+            self._local.end()
 
 
 def _give_up(worker: str, name: str, reason: str) -> None:
@@ -145,13 +191,71 @@ def _give_up(worker: str, name: str, reason: str) -> None:
     store.give_up(f"SPMD mode could not begin: {reason}")
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        try:
-            process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
+class _LocalWorkers:
+    """The processes of workers on this machine.
+
+    Args:
+        count: number of places.
+        replaceable: whether further ones may be started later: then the RPC group is dynamic.
+    """
+
+    def __init__(self, count: int, *, replaceable: bool) -> None:
+        self.replaceable = replaceable
+        self._size = "" if replaceable else str(count + 1)
+        self._folder = Path(tempfile.mkdtemp(prefix="farcall-spmd-"))
+        self.init_method = f"file://{self._folder / 'rendezvous'}"
+        threads = max(1, len(os.sched_getaffinity(0)) // count)
+        path = os.pathsep.join(each for each in sys.path if each)
+        numbers = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        self._environ = {**os.environ, **numbers, "PYTHONPATH": path}
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start_all(self, count: int) -> list[str]:
+        """Start the workers of all places, and wait until they are about to join; returns their names."""
+        names = [f"spmd{rank}" for rank in range(count)]
+        signs = [self._start(name, rank) for rank, name in enumerate(names, start=1)]
+        _await_start(dict(zip(names, zip(self._processes, signs, strict=True), strict=True)))
+        return names
+
+    def start(self, place: int) -> str:
+        """Start another worker for a place; returns its name."""
+        name = f"spmd{place}-{len(self._processes)}"
+        sign = self._start(name, -1)
+        _await_start({name: (self._processes[-1], sign)})
+        _await_members([name])
+        return name
+
+    def _start(self, name: str, rank: int) -> BinaryIO:
+        number = "-1" if self.replaceable else str(rank)
+        process, sign = _start_worker([self.init_method, name, number, self._size], self._environ)
+        self._processes.append(process)
+        return sign
+
+    def met(self) -> None:
+        """All workers have met: if no further one may come, the folder is no longer needed."""
+        if not self.replaceable:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for process in self._processes:
             process.kill()
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def end(self) -> None:
+        """Wait for the processes to end, for some seconds."""
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 _mode: _Mode | None = None
@@ -161,8 +265,13 @@ def use_spmd(
     workers: int | Sequence[str] | None = None,
     programs: int = PROGRAMS,
     device: str | torch.device | None = None,
+    every: int = 0,
 ) -> Session:
-    """Begin SPMD mode: see :func:`spmd.sharding.mode.use_spmd`. Returns its session."""
+    """Begin SPMD mode: see :func:`spmd.sharding.mode.use_spmd`. Returns its session.
+
+    Args:
+        every: number of programs after which the workers' values are copied; 0: never.
+    """
     global _mode
     if _mode is not None:
         raise AlreadyInSpmdModeError(
@@ -174,11 +283,21 @@ def use_spmd(
     of_workers = None if device is None else str(device)
     set_up()
     if is_initialized():
-        _mode = _Mode(_members(workers, of_workers), owns_agent=False, programs=programs)
+        members = _members(workers, of_workers)
+        if every and len({each.worker for each in members}) < len(members):
+            raise SpmdError(
+                "copies=1 needs a worker for each position, and some are on devices of one worker"
+            )
+        _mode = _Mode(members, owns_agent=False, programs=programs, every=every)
     elif "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+        if every:
+            raise SpmdError(
+                "copies=1 has lost workers replaced, which torchrun does not do: it ends all ranks. Start "
+                "the program without torchrun, or its workers by farcall launch --dynamic"
+            )
         _mode = _under_torchrun(workers, programs, of_workers)
     else:
-        _mode = _on_this_machine(workers, programs, of_workers)
+        _mode = _on_this_machine(workers, programs, of_workers, every)
     set_engine(_mode.session)
     refuse(lambda: SpmdError(_ALONE))
     atexit.register(shutdown)
@@ -198,7 +317,9 @@ def _members(workers: int | Sequence[str] | None, device: str | None) -> list[Wo
     return places(workers, names, device)
 
 
-def _on_this_machine(workers: int | Sequence[str] | None, programs: int, device: str | None) -> _Mode:
+def _on_this_machine(
+    workers: int | Sequence[str] | None, programs: int, device: str | None, every: int
+) -> _Mode:
     if workers is None:
         said = os.environ.get("FARCALL_SPMD_WORKERS") or str(len(os.sched_getaffinity(0)))
         if not said.isdecimal() or not int(said):
@@ -210,42 +331,42 @@ def _on_this_machine(workers: int | Sequence[str] | None, programs: int, device:
             "RPC group: call rpc.init_rpc first"
         )
     show_log(_DRIVER)
-    folder = Path(tempfile.mkdtemp(prefix="farcall-spmd-"))
-    init_method = f"file://{folder / 'rendezvous'}"
-    names = [f"spmd{rank}" for rank in range(workers)]
-    threads = max(1, len(os.sched_getaffinity(0)) // workers)
-    environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    path = os.pathsep.join(each for each in sys.path if each)
-    environ["PYTHONPATH"] = path
-    processes: list[subprocess.Popen[bytes]] = []
+    local = _LocalWorkers(workers, replaceable=bool(every))
     try:
-        signs = []
-        for rank, name in enumerate(names, start=1):
-            process, sign = _start_worker([init_method, name, str(rank), str(workers + 1)], environ)
-            processes.append(process)
-            signs.append(sign)
-        _await_start(dict(zip(names, zip(processes, signs, strict=True), strict=True)))
-        options = AgentOptions(init_method=init_method)
-        rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
-        return _Mode(on_device(names, device), True, processes, programs)
+        names = local.start_all(workers)
+        options = AgentOptions(init_method=local.init_method, dynamic=bool(every))
+        rank, size = (-1, None) if every else (0, workers + 1)
+        rpc.init_rpc(_DRIVER, rank=rank, world_size=size, rpc_backend_options=options)
+        if every:
+            _await_members(names)
+        mode = _Mode(on_device(names, device), True, local, programs, every)
     except BaseException:
-        for process in processes:
-            process.kill()
-            process.wait()
+        local.kill()
         raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # they have met
+    local.met()
+    return mode
+
+
+def _await_members(names: Collection[str]) -> None:
+    """Wait until workers have joined the RPC group of this process, which is dynamic."""
+    changed = threading.Event()
+    with rpc.on_worker_joined(lambda worker: changed.set()):
+        deadline = time.monotonic() + AgentOptions().rendezvous_timeout
+        while missing := sorted(set(names) - {each.name for each in rpc.get_worker_infos()}):
+            if not changed.wait(deadline - time.monotonic()):
+                raise SpmdError(f"{', '.join(missing)} did not join: what they have printed says why")
+            changed.clear()
 
 
 def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-    """Start a worker; returns a pipe that delivers a byte when the worker is about to join, and ends if it
-    has ended.
+    """Start a worker, whose standard input ends with this process; returns a pipe that delivers a byte when
+    the worker is about to join, and ends if it has ended.
     """
     ours, theirs = os.pipe()
     sign = open(ours, "rb")  # noqa: SIM115
     try:
         command = [sys.executable, "-c", _WORKER, *args, str(theirs)]
-        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(theirs,))
+        process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, pass_fds=(theirs,))
     except BaseException:
         sign.close()
         raise

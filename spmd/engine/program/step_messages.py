@@ -13,7 +13,23 @@ from rpc.serialization.codecs import PICKLE
 from rpc.serialization.payload import Source
 from spmd.engine.program.program import Program
 
-__all__ = ["Answer", "EngineStep", "Failure", "from_message"]
+__all__ = ["Answer", "EngineStep", "Failure", "Save", "from_message"]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """An order to copy all values that a worker has.
+
+    Attributes:
+        number: number of the save, from 0.
+        sharded: ids of values that are new since the last save, and of which each worker has another part:
+            these are copied to the neighbour as well.
+        complete: number of the newest save that all workers have; earlier ones are no longer needed.
+    """
+
+    number: int
+    sharded: tuple[int, ...]
+    complete: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +48,7 @@ class EngineStep:
             are not listed.
         wanted: ids of values that the answer must contain.
         forget: numbers of programs that neither this step nor a later one runs.
+        save: the values are copied after this step; None: they are not.
         packed: one list for the steps of all workers, with the serialized common part once it is made.
     """
 
@@ -44,6 +61,7 @@ class EngineStep:
     freed: tuple[int, ...] = ()
     wanted: tuple[int, ...] = ()
     forget: tuple[int, ...] = ()
+    save: Save | None = None
     packed: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     def message(self) -> tuple[Any, ...]:
@@ -65,6 +83,7 @@ class EngineStep:
             self.freed,
             self.wanted,
             self.forget,
+            self.save,
         )
 
 

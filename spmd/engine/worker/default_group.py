@@ -40,7 +40,8 @@ class DefaultGroup:
         self._meshes: dict[MeshKey, _Mesh] = {}
         self._forming: Forming | None = None
 
-    def form(self, generation: int) -> None:
+    def form(self, generation: int, workers: Sequence[str] | None = None) -> None:
+        self._workers = workers or self._workers
         self._forming = Forming(self._workers, f"{self._name}/{generation}")
         found = place = None
         if self._device is not None:  # backends of vendors want a device for each rank

@@ -32,15 +32,16 @@ class SeparateGroups:
     def __init__(
         self, driver: str, workers: Sequence[str], rank: int, name: str, device: torch.device | None
     ) -> None:
-        self._needed = (driver, *workers)
+        self._driver = driver
         self._workers, self._rank, self._name = workers, rank, name
         self._store: WorkerStore | None = None
         self._node: Node | None = None
         self._meshes: dict[MeshKey, _Mesh] = {}
 
-    def form(self, generation: int) -> None:
+    def form(self, generation: int, workers: Sequence[str] | None = None) -> None:
+        self._workers = workers or self._workers
         store = self._store = WorkerStore(self._workers[0], f"{self._name}/{generation}/")
-        with fail_if_lost(store, self._needed):
+        with fail_if_lost(store, (self._driver, *self._workers)):
             self._node = find_node(
                 store, self._rank, len(self._workers), default_pg_timeout.total_seconds(), _own_options()
             )

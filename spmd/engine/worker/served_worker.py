@@ -13,9 +13,10 @@ from rref import RRef
 from spmd.engine.errors import SpmdError
 from spmd.engine.program.program import MeshKey
 from spmd.engine.program.redistribution import Groups
-from spmd.engine.program.step_messages import EngineStep, from_message
+from spmd.engine.program.step_messages import Answer, EngineStep, from_message
 from spmd.engine.worker.accelerated import device_of_worker
 from spmd.engine.worker.default_group import DefaultGroup
+from spmd.engine.worker.saves import Saved, Saves
 from spmd.engine.worker.separate_groups import SeparateGroups
 from spmd.engine.worker.worker_engine import WorkerEngine
 from spmd.workers.step_queue import StepQueue
@@ -26,8 +27,9 @@ __all__ = ["ServedWorker", "WorkerGroups", "make"]
 class WorkerGroups(Protocol):
     """The process groups of one rank. Except ``abort``, one call at a time."""
 
-    def form(self, generation: int) -> None:
-        """Make the workers a group, together with the others; again, after ``destroy``, with another number.
+    def form(self, generation: int, workers: Sequence[str] | None = None) -> None:
+        """Make the workers a group, together with the others; again, after ``destroy``, with another number,
+        and with other names where workers were replaced.
 
         Raises:
             StoreGivenUpError: a worker is lost, or forming it was given up, here or on another worker.
@@ -50,9 +52,15 @@ class WorkerGroups(Protocol):
 
 
 def make(
-    driver: str, workers: Sequence[str], rank: int, name: str, device: str | None = None
+    driver: str,
+    workers: Sequence[str],
+    rank: int,
+    name: str,
+    device: str | None = None,
+    generation: int = 0,
+    first: int = 0,
 ) -> RRef[ServedWorker]:
-    """Become a worker. Called remotely, on all workers at the same time.
+    """Become a worker. Called remotely, on all workers at the same time, or in the place of a lost one.
 
     Args:
         driver: name of the caller; the worker ends when it is lost.
@@ -60,8 +68,10 @@ def make(
         rank: number of this worker.
         name: name of the session.
         device: device on which to compute; default: the CPU.
+        generation: number of the process groups that it forms with the others.
+        first: number of the first step that it gets.
     """
-    return RRef(ServedWorker(driver, workers, rank, name, device))
+    return RRef(ServedWorker(driver, workers, rank, name, device, generation, first))
 
 
 class ServedWorker:
@@ -74,6 +84,8 @@ class ServedWorker:
         rank: int,
         name: str,
         device: str | None = None,
+        generation: int = 0,
+        first: int = 0,
     ) -> None:
         self._device: torch.device | None = None
         if device is not None:
@@ -83,9 +95,17 @@ class ServedWorker:
         kind = DefaultGroup if len(set(workers)) == len(workers) else SeparateGroups
         self._driver = current_agent().group.peers.find(driver)
         self._groups: WorkerGroups = kind(driver, workers, rank, name, self._device)
-        self._groups.form(0)
+        self._groups.form(generation)
         self._engine = WorkerEngine(rank, self._groups.of_mesh, self._device)
-        self._steps = StepQueue(self._engine.run, driver, self.abort, _ended, self._engine.values.clear)
+        self._saves = Saves(self._engine)
+        release = self._engine.values.clear
+        self._steps = StepQueue(self._run, driver, self.abort, _ended, release, first)
+
+    def _run(self, step: EngineStep) -> Answer:
+        answer = self._engine.run(step)
+        if step.save is not None:
+            self._saves.save(step.save)
+        return answer
 
     def seed(self, state: torch.Tensor) -> None:
         """Set the state of the generator that is the same on all workers."""
@@ -104,11 +124,47 @@ class ServedWorker:
         """End the collectives in progress, and the forming of a group, here and on the others."""
         self._groups.abort(reason)
 
-    def regroup(self, generation: int) -> None:
-        """Form all process groups again, together with the others. No step is in progress."""
+    def regroup(self, generation: int, workers: Sequence[str] | None = None) -> None:
+        """Form all process groups again, together with the others. No step is in progress.
+
+        Args:
+            workers: names of all workers, if some were replaced.
+        """
         self._groups.destroy()
         self._engine.relink()
-        self._groups.form(generation)
+        self._groups.form(generation, workers)
+
+    # ---- copies, see ``saves``
+
+    def next_to(self, neighbour: Any) -> None:
+        """Set the reference to the worker that keeps this one's shards."""
+        self._saves.next_to(neighbour)
+
+    def keep(self, number: int, sharded: tuple[int, ...], new: dict[int, torch.Tensor]) -> None:
+        """Keep another worker's shards."""
+        self._saves.keep(number, sharded, new)
+
+    @async_execution
+    def saved(self, number: int) -> Any:
+        """Return when this worker and its neighbour have a save."""
+        return self._saves.done(number)
+
+    def of_neighbour(self, number: int) -> Saved:
+        """Return the values of the worker whose shards are kept here."""
+        return self._saves.of_neighbour(number)
+
+    def restore(self, number: int) -> None:
+        """Go back to a save. No step is in progress."""
+        self._saves.restore(number)
+
+    def take_over(self, number: int, neighbour: Any) -> None:
+        """Take the place of a lost worker, whose shards the neighbour has."""
+        self._saves.take_over(number, neighbour.rpc_sync(timeout=0).of_neighbour(number))
+
+    @async_execution
+    def send_again(self, number: int) -> Any:
+        """Send all shards of a save to the neighbour; returns when it has them."""
+        return self._saves.send_again(number)
 
     def close(self) -> None:
         """End: values are freed, and the process groups are destroyed."""

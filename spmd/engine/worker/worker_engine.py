@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,9 +17,9 @@ from spmd.engine.worker.accelerated import CommonGenerator
 from spmd.engine.worker.interpreter import LinkedProgram
 from spmd.engine.worker.steps import InstructionError
 
-__all__ = ["WorkerEngine"]
+__all__ = ["LOST", "WorkerEngine", "copied"]
 
-_LOST: Final[Any] = object()
+LOST: Final[Any] = object()
 """Placeholder for a value whose program has ended before it was made."""
 
 
@@ -59,6 +59,10 @@ class WorkerEngine:
         else:
             self._generator.set_state(state)
 
+    def random_state(self) -> Tensor:
+        """Return the state of that generator."""
+        return torch.get_rng_state() if self._generator is None else self._generator.get_state()
+
     def run(self, step: EngineStep) -> Answer:
         """Do one step. Values that are no longer needed are freed first, so that their memory can be
         reused.
@@ -72,14 +76,14 @@ class WorkerEngine:
         for number in step.freed:
             self.values.pop(number, None)
         for number in step.forget:
-            del self._programs[number]
+            self._programs.pop(number, None)
         for offset, part in enumerate(step.uploads):
             self.values[step.base + offset] = part if self._device is None else part.to(self._device)
         if step.definition is not None and step.program is not None:
             self._programs[step.program] = _Known(step.definition)
         failures = () if step.program is None else self._run_program(step, self._programs[step.program])
         values = tuple([self.values[number] for number in step.wanted])
-        if any(each is _LOST for each in values):
+        if any(each is LOST for each in values):
             values = ()
         if self._device is not None:
             values = tuple([each.cpu() for each in values])
@@ -90,6 +94,13 @@ class WorkerEngine:
         self._ended = None
         for known in self._programs.values():
             known.linked = None
+
+    def restore(self, values: Mapping[int, Tensor], random_state: Tensor) -> None:
+        """Go back to an earlier state. The driver sends all programs again."""
+        self._programs.clear()
+        self.values.clear()
+        self.values.update(copied(values, self._device))
+        self.seed(random_state)
 
     def _link(self, definition: Program) -> LinkedProgram:
         if self._generator is None:
@@ -112,7 +123,7 @@ class WorkerEngine:
             for index, number in enumerate(ids)
         ]
         made = len(definition.outputs) - len(kept)
-        outputs: list[Any] = [_LOST] * made
+        outputs: list[Any] = [LOST] * made
         failed: list[InstructionError] = []
         if self._ended is None:
             try:
@@ -130,6 +141,14 @@ class WorkerEngine:
         if self._ended is not None:
             return (self._ended,)
         return tuple([Failure(each.index, _sendable(each.cause), ends=False) for each in failed])
+
+
+def copied(values: Mapping[int, Tensor], device: torch.device | None = None) -> dict[int, Tensor]:
+    """Return copies of values, on a device; default: on the CPU."""
+    place = device or "cpu"
+    return {
+        number: value if value is LOST else value.to(place, copy=True) for number, value in values.items()
+    }
 
 
 def _sendable(error: BaseException) -> Exception:

@@ -18,7 +18,8 @@ __all__ = ["main", "serve"]
 
 
 def main() -> None:
-    """Run a worker. Arguments of the process: INIT_METHOD NAME RANK WORLD_SIZE FD.
+    """Run a worker. Arguments of the process: INIT_METHOD NAME RANK WORLD_SIZE FD; without a world size, the
+    group is dynamic, and the worker serves until its standard input ends, as the driver does.
 
     It writes a byte to the file descriptor when it is about to join. The driver has turned the garbage
     collector off for the imports.
@@ -28,12 +29,23 @@ def main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # the driver gets it, which may still save, and ends its workers
     init_method, name, rank, world_size, sign = sys.argv[1:]
+    driver = os.getppid()
     try:
         os.write(int(sign), b"1")
         os.close(int(sign))
-        serve(name, int(rank), int(world_size), init_method)
+        if world_size:
+            serve(name, int(rank), int(world_size), init_method)
+        _serve_dynamic(name, init_method)
     finally:
-        shutil.rmtree(_where(init_method), ignore_errors=True)  # a driver that was killed has left it
+        if world_size or os.getppid() != driver:  # otherwise others may still join there
+            shutil.rmtree(_where(init_method), ignore_errors=True)  # a driver that was killed has left it
+
+
+def _serve_dynamic(name: str, init_method: str) -> None:
+    rpc.init_rpc(name, rpc_backend_options=AgentOptions(init_method=init_method, dynamic=True))
+    while os.read(0, 1):
+        pass
+    rpc.shutdown(graceful=False)
 
 
 def serve(
