@@ -122,7 +122,7 @@ class Copies:
 
     def is_due(self) -> bool:
         """Whether a save is to be ordered."""
-        return self._complete < 0 or self._programs >= self._every
+        return self._programs >= self._every
 
     def may_send(self) -> bool:
         """Whether another program may be sent before the save under way is complete."""
@@ -212,8 +212,6 @@ class Copies:
         size, number = len(self.ports), self._complete
         alone = [place for place in places if (place + 1) % size in places]
         names = ", ".join(f"'{self.ports[place].name}'" for place in places)
-        if number < 0:
-            raise UnrecoverableError("no copy of what it had was complete")
         if alone:
             raise UnrecoverableError(
                 f"the workers {names} were lost together, and one had the other's copies"

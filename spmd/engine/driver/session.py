@@ -125,7 +125,7 @@ class _UnderWay:
     def described(self) -> str:
         """Return a description of the step, with the user's lines."""
         if not self.places:
-            return f"step {self.number}, {'to fetch a tensor' if self.inputs else 'to free tensors'}"
+            return f"step {self.number}, {'to fetch a tensor' if self.inputs else 'to free or copy tensors'}"
         first, last = (described(self.places[end]) for end in (0, -1))
         where = f"at {first}" if first == last else f"from {first} to {last}"
         return f"step {self.number}, {len(self.places)} operations {where}"
@@ -344,6 +344,13 @@ class Session:
         self._set.send(steps, under_way.answers)
 
     # ---- copies, and the loss of workers
+
+    def begin_copies(self, copies: Copies) -> None:
+        """Survive the loss of workers from now on."""
+        with self.recorder.lock:
+            self.copies = copies
+            self._save(copies)
+            self._complete_save(copies)
 
     def _save_if_due(self, copies: Copies) -> None:
         """Order a save if enough programs were sent since the last one. Before a second program is sent, the

@@ -126,7 +126,7 @@ class _Mode:
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
         self.session = Session(self.ports, programs)
         if every:
-            self.session.copies = Copies(self.ports, every, self._replace)
+            self.session.begin_copies(Copies(self.ports, every, self._replace))
         self._extensions: dict[str, Any] = current_agent().extensions
         self._extensions[_EXTENSION] = self.session
         self.session.on_accelerators = any(each.device is not None for each in places)
@@ -197,6 +197,9 @@ class _LocalWorkers:
     Args:
         count: number of places.
         replaceable: whether further ones may be started later: then the RPC group is dynamic.
+
+    Attributes:
+        processes: ids of all processes that were started, by the workers' names.
     """
 
     def __init__(self, count: int, *, replaceable: bool) -> None:
@@ -208,6 +211,7 @@ class _LocalWorkers:
         path = os.pathsep.join(each for each in sys.path if each)
         numbers = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         self._environ = {**os.environ, **numbers, "PYTHONPATH": path}
+        self.processes: dict[str, int] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start_all(self, count: int) -> list[str]:
@@ -229,6 +233,7 @@ class _LocalWorkers:
         number = "-1" if self.replaceable else str(rank)
         process, sign = _start_worker([self.init_method, name, number, self._size], self._environ)
         self._processes.append(process)
+        self.processes[name] = process.pid
         return sign
 
     def met(self) -> None:
