@@ -55,10 +55,10 @@ class _Training:
         x = torch.randn(64, self._width, generator=generator).to(self._device)
         self._optimizer.zero_grad()
         loss = (self._model(x) - x).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._optimizer.step()
         self._step += 1
-        return loss.item()
+        return float(loss)
 
 
 def _kill(kills: int, chance: random.Random, over: threading.Event) -> None:
@@ -82,7 +82,7 @@ def _run(workers: int, kills: int, every: int, seed: int, steps: int) -> list[fl
     killer = threading.Thread(target=_kill, args=(kills, random.Random(seed), over), daemon=True)
     if kills:
         killer.start()
-    losses = []
+    losses: list[float] = []
     while len(losses) < steps or (kills and not over.is_set()):
         losses.append(training.step())
     counts = start._current().session.counts

@@ -109,6 +109,7 @@ class Copies:
         self._complete = -1
         self._pending: _Pending | None = None
         self._saved_to = 0
+        self._empty: set[int] = set()  # places whose workers have not got what the lost ones had
         self._changed = threading.Condition()
         self._reasons: dict[str, str] = {}
         self._watch = rpc.on_worker_lost(self._lost)
@@ -210,31 +211,29 @@ class Copies:
             RpcError: another worker was lost meanwhile.
         """
         size, number = len(self.ports), self._complete
-        alone = [place for place in places if (place + 1) % size in places]
+        self._empty.update(places)
         names = ", ".join(f"'{self.ports[place].name}'" for place in places)
-        if alone:
-            raise UnrecoverableError(
-                f"the workers {names} were lost together, and one had the other's copies"
-            )
-        reasons = {self._reasons.get(self.ports[place].name) for place in places}
+        if any((place + 1) % size in self._empty for place in self._empty):
+            raise UnrecoverableError(f"{names} and a worker that had the copies were lost together")
         logger.warning(
-            "SPMD mode: lost %s (%s); %d programs are repeated with a worker in its place",
+            "SPMD mode: lost %s (%s); %d programs are repeated with another worker in its place",
             names,
-            ", ".join(map(str, reasons)),
+            ", ".join({str(self._reasons.get(self.ports[place].name)) for place in places}),
             sum(sent.known is not None for sent, _ in self.log),
         )
         self.ports = tuple(self._replace(places, generation, first))
-        self._connect([place for lost in places for place in ((lost - 1) % size, lost)])
+        self._connect([place for lost in self._empty for place in ((lost - 1) % size, lost)])
         calls = []
         for place, port in enumerate(self.ports):
             worker = port.worker.rpc_async(timeout=0)
-            if place in places:
+            if place in self._empty:
                 calls.append(worker.take_over(number, self.ports[(place + 1) % size].worker))
             else:
                 calls.append(worker.restore(number))
         wait_futures(calls)
-        before = [self.ports[(place - 1) % size].worker for place in places]
+        before = [self.ports[(place - 1) % size].worker for place in self._empty]
         wait_futures([worker.rpc_async(timeout=0).send_again(number) for worker in before])
+        self._empty.clear()
 
     def sent_again(self) -> None:
         """Note that the steps of the log were sent again."""

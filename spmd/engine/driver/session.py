@@ -59,6 +59,9 @@ _INTERRUPTED: Final = (
     "the replacement of a lost worker was interrupted: end SPMD mode with spmd.shutdown(), and begin it again"
 )
 
+_ATTEMPTS: Final = 4
+"""Maximum number of attempts to replace lost workers, as others may be lost meanwhile."""
+
 _GRACE: Final = 2.0
 """Time in seconds for the others to end a step, once one worker has failed in it."""
 
@@ -396,6 +399,7 @@ class Session:
             return False
         if failed and not any(isinstance(each, WorkerLostError) for each in failed.values()):
             return False
+        attempts = 0
         try:
             while places := copies.gone(wait=True):
                 copies.cut_off(places)
@@ -404,8 +408,9 @@ class Session:
                 self._generation += 1
                 try:
                     copies.recover(places, self._generation, self._set.number)
-                except RpcError as error:
-                    if is_interruption(error) or copies.gone(wait=True) == places:
+                except RpcError as error:  # another one is lost, or the one in the lost one's place
+                    attempts += 1
+                    if is_interruption(error) or attempts == _ATTEMPTS:
                         raise
                     continue
                 self._send_again(copies, places)

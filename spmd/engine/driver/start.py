@@ -9,9 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -42,6 +41,7 @@ from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdE
 from spmd.engine.program.step_messages import EngineStep
 from spmd.engine.worker.served_worker import make
 from spmd.engine.worker.worker_process import serve
+from spmd.workers.members import await_members
 from spmd.workers.worker_set import RemotePort, wait_together
 
 __all__ = [
@@ -226,7 +226,7 @@ class _LocalWorkers:
         name = f"spmd{place}-{len(self._processes)}"
         sign = self._start(name, -1)
         _await_start({name: (self._processes[-1], sign)})
-        _await_members([name])
+        await_members([name], AgentOptions().rendezvous_timeout)
         return name
 
     def _start(self, name: str, rank: int) -> BinaryIO:
@@ -343,24 +343,13 @@ def _on_this_machine(
         rank, size = (-1, None) if every else (0, workers + 1)
         rpc.init_rpc(_DRIVER, rank=rank, world_size=size, rpc_backend_options=options)
         if every:
-            _await_members(names)
+            await_members(names, AgentOptions().rendezvous_timeout)
         mode = _Mode(on_device(names, device), True, local, programs, every)
     except BaseException:
         local.kill()
         raise
     local.met()
     return mode
-
-
-def _await_members(names: Collection[str]) -> None:
-    """Wait until workers have joined the RPC group of this process, which is dynamic."""
-    changed = threading.Event()
-    with rpc.on_worker_joined(lambda worker: changed.set()):
-        deadline = time.monotonic() + AgentOptions().rendezvous_timeout
-        while missing := sorted(set(names) - {each.name for each in rpc.get_worker_infos()}):
-            if not changed.wait(deadline - time.monotonic()):
-                raise SpmdError(f"{', '.join(missing)} did not join: what they have printed says why")
-            changed.clear()
 
 
 def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:

@@ -133,7 +133,7 @@ class Saves:
         with self._lock:
             for saves in (self._own, self._sharded, self._random, self._kept, self._done):
                 for each in [each for each in saves if each > number]:
-                    del saves[each]  # type: ignore[attr-defined]
+                    del saves[each]
         self._engine.restore(self._own[number], self._random[number])
 
     def take_over(self, number: int, saved: Saved) -> None:
@@ -145,4 +145,4 @@ class Saves:
     def _forget(self, complete: int) -> None:
         for saves in (self._own, self._sharded, self._random, self._kept, self._done):
             for each in [each for each in saves if each < complete]:
-                del saves[each]  # type: ignore[attr-defined]
+                del saves[each]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -19,9 +19,14 @@ from spmd.engine.worker.default_group import DefaultGroup
 from spmd.engine.worker.saves import Saved, Saves
 from spmd.engine.worker.separate_groups import SeparateGroups
 from spmd.engine.worker.worker_engine import WorkerEngine
+from spmd.workers.members import await_members
 from spmd.workers.step_queue import StepQueue
 
 __all__ = ["ServedWorker", "WorkerGroups", "make"]
+
+
+_JOINING_SECONDS: Final = 30.0
+"""Maximum time in seconds after the driver in which a worker gets to know one that has joined."""
 
 
 class WorkerGroups(Protocol):
@@ -132,6 +137,8 @@ class ServedWorker:
         """
         self._groups.destroy()
         self._engine.relink()
+        if workers is not None:
+            await_members(workers, _JOINING_SECONDS)
         self._groups.form(generation, workers)
 
     # ---- copies, see ``saves``

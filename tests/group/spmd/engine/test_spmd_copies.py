@@ -40,7 +40,7 @@ def train() -> Iterator[float]:
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device)
         optimizer.zero_grad()
         loss = (model(x) - x).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         yield loss.item() if step % 3 else loss.detach().mul(2).item()
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_survived_ends_the_mode_with_the_name_of_the_worker(
     dismiss(workers)
 
 
-@pytest.mark.parametrize("options", [{"copies": 2}, {"copies": 1, "every": 0}])
-def test_other_numbers_are_refused(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(("copies", "every"), [(2, 10), (1, 0)])
+def test_other_numbers_are_refused(copies: int, every: int) -> None:
     with pytest.raises(ValueError, match="expected copies of 0 or 1, and every of 1 or more"):
-        use_spmd(2, **options)
+        use_spmd(2, copies=copies, every=every)
