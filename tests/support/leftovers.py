@@ -109,6 +109,10 @@ def nothing_left(patience: float = _PATIENCE) -> Iterator[None]:
         raise LeftBehind("left behind:\n" + "\n".join(found))
 
 
+_TRACKER = "multiprocessing.resource_tracker"
+"""Ends when this process does; the first process that ``multiprocessing`` spawns starts it."""
+
+
 def processes(patience: float = _PATIENCE) -> list[Process]:
     """Descendants of this process that run on, however long one waits, without its servers."""
     until = time.monotonic() + patience

@@ -5,18 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,10 +17,9 @@ import torch.distributed as dist
 import rpc
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
-from rpc.lifecycle.logs import show_log
-from rpc.options import AgentOptions
+from rpc.lifecycle.worker_processes import WorkerProcesses
+from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.current import current_agent, is_initialized
-from rpc.runtime.notices import Notices, tell_of_start
 from spmd.collectives.creation import refuse
 from spmd.collectives.store import WorkerStore
 from spmd.engine.driver.current import DEVICE, set_engine
@@ -39,7 +31,7 @@ from spmd.engine.driver.session import PROGRAMS, Session
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
 from spmd.engine.program.step_messages import EngineStep
 from spmd.engine.worker.served_worker import make
-from spmd.engine.worker.worker_process import serve
+from spmd.engine.worker.worker_process import await_driver, serve
 from spmd.workers.worker_set import RemotePort, wait_together
 
 __all__ = [
@@ -60,12 +52,6 @@ _ALONE: Final = (
 )
 
 _DRIVER: Final = "driver"
-
-_WORKER: Final = (
-    "import gc; gc.disable(); import farcall_guard; farcall_guard.prefer(); "
-    "from spmd.engine.worker.worker_process import main; main()"
-)
-"""Program of a worker process. It finds farcall's packages through the driver's ``sys.path``."""
 
 _EXTENSION: Final = "spmd.session"
 """Name among the agent's extensions under which observers find the session."""
@@ -90,7 +76,7 @@ class _Mode:
 
     Attributes:
         session: the session with its workers.
-        processes: processes that were started for it.
+        processes: the processes that were started for it, if any.
         owns_agent: whether the agent was started for it.
     """
 
@@ -98,7 +84,7 @@ class _Mode:
         self,
         places: Sequence[WorkerPlace],
         owns_agent: bool,
-        processes: Sequence[subprocess.Popen[bytes]] = (),
+        processes: WorkerProcesses | None = None,
         programs: int = PROGRAMS,
     ) -> None:
         self.processes = processes
@@ -135,7 +121,8 @@ class _Mode:
         if self.owns_agent and is_initialized():
             with suppress(RpcTimeoutError):  # then the processes are ended
                 rpc.shutdown(timeout=_PATIENCE)
-        _end(self.processes)
+        if self.processes is not None:
+            self.processes.end(_PATIENCE)
 
 
 def _give_up(worker: str, name: str, reason: str) -> None:
@@ -143,15 +130,6 @@ def _give_up(worker: str, name: str, reason: str) -> None:
     store = WorkerStore(worker, f"{name}/")
     store.set_timeout(timedelta(seconds=_PATIENCE))
     store.give_up(f"SPMD mode could not begin: {reason}")
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        try:
-            process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 _mode: _Mode | None = None
@@ -209,68 +187,20 @@ def _on_this_machine(workers: int | Sequence[str] | None, programs: int, device:
             f"expected the number of workers, 1 or more, got {workers!r}. Names are those of workers of an "
             "RPC group: call rpc.init_rpc first"
         )
-    show_log(_DRIVER)
-    folder = Path(tempfile.mkdtemp(prefix="farcall-spmd-"))
-    init_method = f"file://{folder / 'rendezvous'}"
     names = [f"spmd{rank}" for rank in range(workers)]
-    threads = max(1, len(os.sched_getaffinity(0)) // workers)
-    environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    path = os.pathsep.join(each for each in sys.path if each)
-    environ["PYTHONPATH"] = path
-    processes: list[subprocess.Popen[bytes]] = []
+    threads = max(1, usable_cores() // workers)
+    processes = WorkerProcesses(names, workers + 1, threads=threads, serves=True)
     try:
-        signs = []
-        for rank, name in enumerate(names, start=1):
-            process, sign = _start_worker([init_method, name, str(rank), str(workers + 1)], environ)
-            processes.append(process)
-            signs.append(sign)
-        _await_start(dict(zip(names, zip(processes, signs, strict=True), strict=True)))
-        options = AgentOptions(init_method=init_method)
-        rpc.init_rpc(_DRIVER, rank=0, world_size=workers + 1, rpc_backend_options=options)
+        processes.start(await_driver, ())
+        try:
+            processes.started()
+        except RpcError as error:
+            raise SpmdError(f"SPMD mode could not begin: worker {error}") from error.__cause__
+        rpc.init_rpc(_DRIVER, None, workers, workers + 1, processes.options())
         return _Mode(on_device(names, device), True, processes, programs)
     except BaseException:
-        for process in processes:
-            process.kill()
-            process.wait()
+        processes.end()
         raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # they have met
-
-
-def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-    """Start a worker; returns a pipe that delivers a byte when the worker is about to join, and ends if it
-    has ended.
-    """
-    ours, theirs = os.pipe()
-    sign = open(ours, "rb")  # noqa: SIM115
-    try:
-        command = [sys.executable, "-c", _WORKER, *args, str(theirs)]
-        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(theirs,))
-    except BaseException:
-        sign.close()
-        raise
-    finally:
-        os.close(theirs)
-    return process, sign
-
-
-def _await_start(workers: dict[str, tuple[subprocess.Popen[bytes], BinaryIO]]) -> None:
-    """Wait until all are about to join; the log names the missing ones, if it takes long."""
-    with ExitStack() as until_end:
-        signs: dict[Any, str] = {until_end.enter_context(sign): name for name, (_, sign) in workers.items()}
-        notices = Notices()
-        while signs:
-            ready: list[Any] = wait(list(signs), max(0.0, notices.next - time.monotonic()))
-            for sign in ready:
-                name = signs.pop(sign)
-                if not sign.read(1):
-                    process, _ = workers[name]
-                    raise SpmdError(
-                        f"worker {name!r} (process {process.pid}) ended with status {process.wait()} while "
-                        "it began: what it has printed says why"
-                    )
-            if signs and notices.due():
-                tell_of_start(list(signs.values()), notices.waited)
 
 
 def _under_torchrun(workers: int | Sequence[str] | None, programs: int, device: str | None) -> _Mode:
