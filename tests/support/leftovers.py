@@ -136,7 +136,8 @@ def descendants() -> list[Process]:
     parents = [os.getpid()]
     while parents:
         for pid, started in children.get(parents.pop(), []):
-            found.append(Process(pid, started, _command(pid)))
+            if _TRACKER not in (command := _command(pid)):
+                found.append(Process(pid, started, command))
             parents.append(pid)
     return found
 
