@@ -25,9 +25,9 @@ from spmd.collectives.store import WorkerStore
 from spmd.engine.driver.current import DEVICE, set_engine
 from spmd.engine.driver.device import set_up
 from spmd.engine.driver.logical_tensor import LogicalTensor, in_message
-from spmd.engine.driver.places import WorkerPlace, on_device, places
 from spmd.engine.driver.report import LayoutReport, report_of
 from spmd.engine.driver.session import PROGRAMS, Session
+from spmd.engine.driver.worker_devices import WorkerDevice, on_device, workers_and_devices
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
 from spmd.engine.program.step_messages import EngineStep
 from spmd.engine.worker.served_worker import make
@@ -82,7 +82,7 @@ class _Mode:
 
     def __init__(
         self,
-        places: Sequence[WorkerPlace],
+        workers: Sequence[WorkerDevice],
         owns_agent: bool,
         processes: WorkerProcesses | None = None,
         programs: int = PROGRAMS,
@@ -92,10 +92,10 @@ class _Mode:
         name = f"spmd-{secrets.token_hex(8)}"
         current_agent().serializer.register_reducer(LogicalTensor, in_message)
         own = rpc.get_worker_info().name
-        names = [each.worker for each in places]
+        names = [each.worker for each in workers]
         calls = [
             rpc.rpc_async(each.worker, make, args=(own, names, rank, name, each.device), timeout=0)
-            for rank, each in enumerate(places)
+            for rank, each in enumerate(workers)
         ]
         try:
             made = wait_together(calls, partial(_give_up, names[0], name))
@@ -108,7 +108,7 @@ class _Mode:
         self.session = Session(self.ports, programs)
         self._extensions: dict[str, Any] = current_agent().extensions
         self._extensions[_EXTENSION] = self.session
-        self.session.on_accelerators = any(each.device is not None for each in places)
+        self.session.on_accelerators = any(each.device is not None for each in workers)
 
     def end(self) -> None:
         """Release the workers."""
@@ -163,7 +163,7 @@ def use_spmd(
     return _mode.session
 
 
-def _members(workers: int | Sequence[str] | None, device: str | None) -> list[WorkerPlace]:
+def _members(workers: int | Sequence[str] | None, device: str | None) -> list[WorkerDevice]:
     """Return the workers of the RPC group, and where they compute."""
     agent: Any = current_agent()
     own = agent.get_worker_info().name
@@ -173,7 +173,7 @@ def _members(workers: int | Sequence[str] | None, device: str | None) -> list[Wo
         if not 0 < count <= len(names):
             raise SpmdError(f"expected up to {len(names)} workers, the others of this RPC group, got {count}")
         return on_device(names[:count], device)
-    return places(workers, names, device)
+    return workers_and_devices(workers, names, device)
 
 
 def _on_this_machine(workers: int | Sequence[str] | None, programs: int, device: str | None) -> _Mode:
