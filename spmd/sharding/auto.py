@@ -16,10 +16,11 @@ from spmd.engine.auto.cost import local_bytes
 from spmd.engine.auto.search import Chosen, choose_layouts
 from spmd.engine.driver.aliases import Alias
 from spmd.engine.driver.blocks import has_blocks
+from spmd.engine.driver.building import build
 from spmd.engine.driver.current import engine
 from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.recorder import LIMIT, Recording
-from spmd.engine.driver.session import Session, build
+from spmd.engine.driver.session import Session
 from spmd.engine.program.program import REDISTRIBUTE, Layout, MeshKey, Program, Ref
 from spmd.sharding.distribute import mesh_of
 from spmd.sharding.marks import mark_of

@@ -13,7 +13,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Protocol
 
-import torch
 from torch import Tensor
 
 from rpc.agent.futures import wait_futures
@@ -23,6 +22,7 @@ from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from spmd.engine.driver.aliases import Value
 from spmd.engine.driver.blocks import cut, has_blocks, holders, put_together
 from spmd.engine.driver.bounded_cache import BoundedCache
+from spmd.engine.driver.building import build
 from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.poison import poisoned
 from spmd.engine.driver.recorder import ENTRIES_PER_PROGRAM, Entry, Recorder, Recording, lost, nowhere
@@ -30,7 +30,7 @@ from spmd.engine.driver.report import costliest
 from spmd.engine.driver.source_positions import Position, described
 from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.program.metas import Spec
-from spmd.engine.program.program import REPLICATED, Instruction, Meta, Program, Ref, Scalar
+from spmd.engine.program.program import REPLICATED, Meta, Program, Ref, Scalar
 from spmd.engine.program.repetition import Repetition
 from spmd.engine.program.step_messages import Answer, EngineStep
 from spmd.workers.worker_set import Port, WorkerSet, cause_of
@@ -199,7 +199,7 @@ class Session:
         parts = [self._parts(value) for _, value in uploads]
         base = self._ids
         for number, (_, value) in enumerate(uploads, start=base):
-            self._has_gone(value, number)
+            self._register(value, number)
         inputs = tuple([value.remote.id for value in recording.inputs])
         references = [weakref.ref(value) for value in recording.inputs]
         uploads.clear()
@@ -222,7 +222,7 @@ class Session:
         first = base + len(parts)
         self._ids = first + len(alive)
         for number, made in enumerate(alive, start=first):
-            self._has_gone(made, number)
+            self._register(made, number)
         sent = sum([part.nbytes for several in parts for part in several])
         computes = bool(known.program.instructions)
         compiled = computes and is_new
@@ -253,7 +253,7 @@ class Session:
         """
         self._dropped.append(known.number)
 
-    def _has_gone(self, value: Value, number: int) -> None:
+    def _register(self, value: Value, number: int) -> None:
         """Note that a value is, or will be, on the workers under this id."""
         value.data = None
         value.remote = _Remote(number, self._freed, value.spec)
@@ -527,76 +527,3 @@ def _shown(arg: Any, metas: list[Meta | None]) -> str:
     if isinstance(arg, tuple):
         return f"[{', '.join(_shown(each, metas) for each in arg)}]"
     return str(arg)
-
-
-# ---- from a recording to a program
-
-
-def build(
-    inputs: Sequence[Spec],
-    kept_inputs: Sequence[int],
-    operations: Sequence[tuple[Entry, tuple[int, ...]]],
-    outputs: Sequence[int],
-    default_dtype: torch.dtype = torch.float32,
-) -> tuple[Program, list[int]]:
-    """Return the program of a recording, without unused results.
-
-    Args:
-        kept_inputs: inputs that are needed afterwards: they are the program's first outputs.
-        outputs: numbers of the results that are outputs.
-
-    Returns:
-        The program, and for each of its instructions, the index of its operation.
-    """
-    starts: list[int] = []
-    count = 0
-    for entry, _ in operations:
-        starts.append(count)
-        count += len(entry.specs)
-    used = set(outputs)
-    kept: list[int] = []
-    for number in reversed(range(len(operations))):
-        entry, refs = operations[number]
-        if entry.effect or any(starts[number] + offset in used for offset in range(len(entry.specs))):
-            kept.append(number)
-            used.update(refs)
-    kept.reverse()
-    first_scalars: list[int] = []
-    scalars = 0
-    for entry, _ in operations:
-        first_scalars.append(scalars)
-        scalars += _count_scalars((entry.args, entry.kwargs))
-    place = {-1 - index: index for index in range(len(inputs))}
-    instructions: list[Instruction] = []
-    following = len(inputs)
-    for number in kept:
-        entry, refs = operations[number]
-        values = tuple(place[each] for each in refs)
-        args: Any = _filled(entry.args, values, first_scalars[number])
-        kwargs: Any = _filled(entry.kwargs, values, first_scalars[number])
-        results: list[Meta | None] = []
-        for result, spec in enumerate(entry.specs, start=starts[number]):
-            results.append(spec.meta if spec is not None and result in used else None)
-            place[result] = following
-            following += 1
-        instructions.append(Instruction(entry.operator, args, kwargs, tuple(results)))
-    every = (*kept_inputs, *[place[each] for each in outputs])
-    metas = tuple([spec.meta for spec in inputs])
-    return Program(metas, tuple(instructions), every, default_dtype), kept
-
-
-def _filled(tree: Any, values: tuple[int, ...], first_scalar: int) -> Any:
-    """Return an operation's arguments, with numbers of the program in place of its own."""
-    if isinstance(tree, Ref):
-        return Ref(values[tree.index])
-    if isinstance(tree, Scalar):
-        return Scalar(first_scalar + tree.index)
-    if isinstance(tree, tuple):
-        return tuple([_filled(each, values, first_scalar) for each in tree])
-    return tree
-
-
-def _count_scalars(tree: Any) -> int:
-    if isinstance(tree, Scalar):
-        return 1
-    return sum(_count_scalars(each) for each in tree) if isinstance(tree, tuple) else 0
