@@ -9,6 +9,7 @@ other has, and imports none of them.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -17,7 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 __all__ = [
     "PACKAGES",
@@ -29,6 +30,7 @@ __all__ = [
     "installed",
     "namesakes",
     "prefer",
+    "run",
 ]
 
 PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd")
@@ -93,6 +95,16 @@ def prefer() -> dict[str, Path]:
     sys.meta_path.insert(0, _preference)
     check(*PACKAGES)
     return namesakes()
+
+
+def run(function: str, *args: Any) -> None:
+    """In a new process: call a function of our packages, given by its qualified name, with ``prefer``. The
+    garbage collector is off, since it would only visit what is imported.
+    """
+    gc.disable()
+    prefer()
+    module, _, name = function.rpartition(".")
+    getattr(import_module(module), name)(*args)
 
 
 class _Preference(MetaPathFinder):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from farcall.launch.terminal import say
-from farcall.observe.format.places import Place
+from farcall.observe.format.positions import Position
 from farcall_guard import PACKAGES
 from rpc.runtime.current import is_initialized
 from rpc.runtime.preemption import REQUEUE_STATUS
@@ -111,14 +111,14 @@ class Failure:
         return f"rank {self.rank} (process {self.pid}{f' on {self.host}' if self.host else ''})"
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> Position | None:
         """The innermost position in the program's own code that the traceback shows."""
         found = [(file, int(line), name) for file, line, name in _FRAME.findall(self.trace)]
         own = [each for each in found if not _is_library(each[0])] or found
         if not own:
             return None
         file, line, name = own[-1]
-        return Place(name, file.removeprefix(os.path.join(os.getcwd(), "")), line)
+        return Position(name, file.removeprefix(os.path.join(os.getcwd(), "")), line)
 
     @property
     def what(self) -> str:

@@ -26,7 +26,7 @@ farcall_guard.prefer()
 from farcall import compat
 from farcall.compat import lending
 from farcall.compat.own_source import imports_at_the_top
-from rpc.runtime.process_one import end_at_sigterm
+from rpc.runtime.preemption import end_at_sigterm
 from rpc.runtime.tracebacks import folded, is_hooked
 
 __all__ = ["run_module", "run_script"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from farcall.observe.format.places import Place
+from farcall.observe.format.positions import Position
 from farcall.observe.reading.state import ThreadState, WorkerState, items
 from farcall.observe.why.analysis import Report
 
@@ -35,7 +35,7 @@ def worker_view(report: Report, name: str) -> dict[str, Any] | None:
             {
                 "from": str(each.get("from")),
                 "seconds": round(worker.age(each.get("began")), 1),
-                "stack": _stack([Place.of(frame, worker.folder) for frame in items(each.get("stack"))]),
+                "stack": _stack([Position.of(frame, worker.folder) for frame in items(each.get("stack"))]),
             }
             for each in worker.requests
             if each.get("stack")
@@ -80,11 +80,11 @@ def _frozen_threads(worker: WorkerState) -> list[dict[str, Any]]:
             "name": names.get(ident, f"thread {ident:#x}"),
             "idle": False,
             "doing": "",
-            "stack": _stack([Place.of(list(frame), worker.folder) for frame in stack.frames]),
+            "stack": _stack([Position.of(list(frame), worker.folder) for frame in stack.frames]),
         }
         for ident, stack in worker.frozen.items()
     ]
 
 
-def _stack(places: Sequence[Place | None]) -> list[list[Any]]:
+def _stack(places: Sequence[Position | None]) -> list[list[Any]]:
     return [[each.function, each.file, each.line] for each in places if each is not None]

@@ -18,9 +18,10 @@ from rpc.lifecycle.own_backend import start_agent
 from rpc.options import AgentOptions, GrpcRpcBackendOptions, RpcBackendOptions
 from rpc.rendezvous.engines import placed_by_engine
 from rpc.rendezvous.init_method import open_store, resolve_group
-from rpc.runtime import file_limit, process_one
+from rpc.runtime import file_limit
 from rpc.runtime.current import current_agent, is_initialized, set_current_agent
 from rpc.runtime.interrupts import defer_interrupts, interruptible, protected, restore_interrupts
+from rpc.runtime.preemption import end_at_sigterm
 from rpc.runtime.tracebacks import fold_uncaught
 
 _RANK: Final = "{rank}"
@@ -95,7 +96,7 @@ def _init(
     rpc_backend_options: RpcBackendOptions | None,
 ) -> None:
     backend, options = _check(name, backend, rpc_backend_options)
-    process_one.end_at_sigterm()
+    end_at_sigterm()
     dynamic, timeout = False, options.rpc_timeout
     if isinstance(options, AgentOptions):
         dynamic, timeout = options.dynamic, options.rendezvous_timeout

@@ -80,7 +80,7 @@ class ServedTCPStore(TCPStore):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAndSize:
     """A worker's rank and the size of its group, as far as arguments and environment contain them."""
 
     rank: int | None  # None if a dynamic group is to choose it
@@ -101,7 +101,7 @@ def resolve_group(
     environ: Mapping[str, str],
     dynamic: bool = False,
     init_method: str = "",
-) -> Place:
+) -> RankAndSize:
     """Determine rank and world size: an argument has precedence over ``init_method``, that over the
     environment.
 
@@ -147,7 +147,7 @@ def resolve_group(
             f"WORLD_SIZE."
         )
     local, everywhere = environ.get("LOCAL_WORLD_SIZE"), environ.get("WORLD_SIZE")
-    return Place(rank, world_size, local == everywhere == str(world_size))
+    return RankAndSize(rank, world_size, local == everywhere == str(world_size))
 
 
 def _integer(name: str, value: object) -> int | None:

@@ -4,6 +4,9 @@ Slurm sends SIGTERM before it preempts a job or ends it at its time limit, and o
 asks for them; Kubernetes and most clouds' agents send SIGTERM; Grid Engine and LSF send SIGUSR1 and SIGUSR2.
 ``farcall launch`` passes all of them on to its workers. A program need not know which: it asks
 ``preempted()`` between two steps, saves its state, and exits with ``REQUEUE_STATUS``.
+
+For process 1 of a PID namespace, the kernel discards each signal that has no handler. A pod whose program is
+process 1 would run on after SIGTERM until its grace period is over and it is killed; so that gets a handler.
 """
 
 from __future__ import annotations
@@ -18,9 +21,8 @@ from types import FrameType
 from typing import Any, Final
 
 from rpc.errors import RpcError
-from rpc.runtime.process_one import ends_process
 
-__all__ = ["REQUEUE_STATUS", "SIGNALS", "Watch", "on_preempted", "preempted"]
+__all__ = ["REQUEUE_STATUS", "SIGNALS", "Watch", "end_at_sigterm", "on_preempted", "preempted"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Watch:
         if first and self._callback is not None:
             self._callback()
         before = self._before[signal.Signals(number)]
-        if callable(before) and not ends_process(before):
+        if callable(before) and before is not _end:
             before(number, frame)
 
     def close(self) -> None:
@@ -153,3 +155,19 @@ def _call() -> None:
             callback()
         except Exception:
             logger.exception("a callback of on_preempted has failed")
+
+
+def end_at_sigterm() -> None:
+    """If this is process 1 and SIGTERM has no handler, set one that ends this process, as in any other
+    process.
+    """
+    if (
+        os.getpid() == 1
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)

@@ -68,9 +68,11 @@ def _kill(kills: int, chance: random.Random, over: threading.Event) -> None:
     for number in range(kills):
         time.sleep(chance.expovariate(10.0))
         place = chance.randrange(len(copies.ports))
-        local = start._current()._local
-        assert local is not None
-        os.kill(local.processes[copies.ports[place].name], signal.SIGKILL)
+        processes = start._current().processes
+        assert processes is not None
+        process = processes.process_ids()[copies.ports[place].name]
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
         while session.counts["losses"] <= number and not over.is_set():
             time.sleep(0.01)
     over.set()

@@ -109,6 +109,10 @@ def nothing_left(patience: float = _PATIENCE) -> Iterator[None]:
         raise LeftBehind("left behind:\n" + "\n".join(found))
 
 
+_TRACKER = "multiprocessing.resource_tracker"
+"""Ends when this process does; the first process that ``multiprocessing`` spawns starts it."""
+
+
 def processes(patience: float = _PATIENCE) -> list[Process]:
     """Descendants of this process that run on, however long one waits, without its servers."""
     until = time.monotonic() + patience
@@ -132,7 +136,8 @@ def descendants() -> list[Process]:
     parents = [os.getpid()]
     while parents:
         for pid, started in children.get(parents.pop(), []):
-            found.append(Process(pid, started, _command(pid)))
+            if _TRACKER not in (command := _command(pid)):
+                found.append(Process(pid, started, command))
             parents.append(pid)
     return found
 

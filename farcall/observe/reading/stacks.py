@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from farcall.observe.format.frozen_stacks import Stack
-from farcall.observe.format.places import Place
+from farcall.observe.format.positions import Position
 from farcall.observe.reading.native_stacks import native_stacks
 from farcall.observe.reading.state import JobState, ThreadState, WorkerState
 from rpc.runtime.code_folders import OURS
@@ -74,13 +74,13 @@ def _doing(thread: ThreadState) -> str:
     return f": {doing}{f' `{on}`' if on else ''}" if doing else ""
 
 
-def _whole(stack: object) -> list[Place]:
+def _whole(stack: object) -> list[Position]:
     """Return the places of a stack in a snapshot, with whole paths."""
-    places = (Place.of(each) for each in (stack if isinstance(stack, list) else ()))
+    places = (Position.of(each) for each in (stack if isinstance(stack, list) else ()))
     return [each for each in places if each is not None]
 
 
-def _places(places: Sequence[Place], folder: str = "", *, everything: bool) -> Iterator[str]:
+def _places(places: Sequence[Position], folder: str = "", *, everything: bool) -> Iterator[str]:
     prefix = folder.rstrip("/") + "/" if folder else ""
     for is_ours, group in groupby(places, lambda place: place.file.startswith(OURS)):
         same = list(group)
@@ -108,4 +108,4 @@ def native_stack_lines(worker: WorkerState) -> Iterator[str]:
 def _stack(stack: Stack, names: Mapping[int, str], *, everything: bool) -> Iterator[str]:
     name = names.get(stack.thread) or stack.name or f"thread {stack.thread:#x}"
     yield f"  {name}{': holds the interpreter lock' if stack.holds_interpreter else ''}"
-    yield from _places([Place(*each) for each in stack.frames], everything=everything)
+    yield from _places([Position(*each) for each in stack.frames], everything=everything)

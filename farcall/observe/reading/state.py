@@ -9,9 +9,9 @@ from typing import Any
 
 from farcall.observe.format.frozen_stacks import FROZEN_SECONDS, Stack
 from farcall.observe.format.layout import Beat, Record
-from farcall.observe.format.places import Place
+from farcall.observe.format.positions import Position
 
-__all__ = ["JobState", "Place", "Process", "ThreadState", "WorkerState", "with_methods"]
+__all__ = ["JobState", "Position", "Process", "ThreadState", "WorkerState", "with_methods"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class ThreadState:
         return str(self.fields.get("name", "a thread"))
 
     @property
-    def at(self) -> Place | None:
+    def at(self) -> Position | None:
         """The innermost position in the program's own code."""
-        return Place.of(self.fields.get("at"), self.folder)
+        return Position.of(self.fields.get("at"), self.folder)
 
     @property
-    def stack(self) -> list[Place]:
+    def stack(self) -> list[Position]:
         """The whole stack, innermost frame first."""
         stack = self.fields.get("stack")
-        places = [Place.of(each, self.folder) for each in stack] if isinstance(stack, list) else []
+        places = [Position.of(each, self.folder) for each in stack] if isinstance(stack, list) else []
         return [each for each in places if each is not None]
 
     @property

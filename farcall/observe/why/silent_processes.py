@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from farcall.observe.reading.native_stacks import is_native
-from farcall.observe.reading.state import JobState, Place, ThreadState, WorkerState
+from farcall.observe.reading.state import JobState, Position, ThreadState, WorkerState
 
 __all__ = [
     "InterpreterHolder",
@@ -74,13 +74,13 @@ def silence_in_words(kind: str, worker: WorkerState) -> str:
     return f"has given no sign of life for {worker.silent:.0f} s: {process} on {worker.host}"
 
 
-def last_place(worker: WorkerState) -> Place | None:
+def last_place(worker: WorkerState) -> Position | None:
     """Return where a worker's main thread was last, or else any of its threads, in code of the program."""
     threads = sorted(worker.threads, key=lambda each: (each.name != "MainThread", each.request is None))
     return next((each.at for each in threads if each.at is not None), None)
 
 
-def innermost_own_place(places: list[Place], worker: WorkerState) -> Place | None:
+def innermost_own_place(places: list[Position], worker: WorkerState) -> Position | None:
     """Return the innermost place in the program's own code, or else the innermost in Python."""
     places = [place for place in places if not is_native(place.file)]
     own = [place for place in places if not worker.is_library(place.file)]
@@ -98,7 +98,7 @@ class InterpreterHolder:
     """
 
     thread: str
-    stack: list[Place]
+    stack: list[Position]
     native: tuple[str, ...]
 
     def native_in_words(self) -> str:
@@ -113,7 +113,7 @@ def interpreter_holder(worker: WorkerState) -> InterpreterHolder | None:
     known = {each.id: each for each in worker.threads}
     best_score, best = 0, None
     for ident, stack in worker.frozen.items():
-        places = [Place(name, _short(file, worker.folder), line) for name, file, line in stack.frames]
+        places = [Position(name, _short(file, worker.folder), line) for name, file, line in stack.frames]
         thread = known.get(ident)
         score = _likelihood(places, thread, worker) + 100 * stack.holds_interpreter
         if score > best_score:
@@ -122,7 +122,7 @@ def interpreter_holder(worker: WorkerState) -> InterpreterHolder | None:
     return best
 
 
-def _likelihood(places: list[Place], thread: ThreadState | None, worker: WorkerState) -> int:
+def _likelihood(places: list[Position], thread: ThreadState | None, worker: WorkerState) -> int:
     """Score how likely a thread of a frozen process is to hold the interpreter lock."""
     places = [place for place in places if not is_native(place.file)]
     if not places:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from farcall.observe.reading.state import (
     JobState,
-    Place,
+    Position,
     ThreadState,
     WorkerState,
     items,
@@ -173,7 +173,7 @@ class _Builder:
             stack=[] if holder is None else holder.stack,
         )
 
-    def _served(self, worker: WorkerState, places: list[Place]) -> str:
+    def _served(self, worker: WorkerState, places: list[Position]) -> str:
         """Return what a thread runs for another worker, from the calls that the others wait for and the names
         of the functions on its stack: the request may have come after the last look at this worker.
         """
@@ -250,7 +250,7 @@ class _Builder:
             unseen = 0.0 if call is None else _seconds_unseen(worker, call, self._workers[callee])
             if node.kind == "unanswered" and unseen and call is not None:
                 node.remark = f"{to} last wrote its state {unseen:.1f} s before this call"
-                defined = Place.of(call.get("defined"), worker.folder)
+                defined = Position.of(call.get("defined"), worker.folder)
                 node.remark += f"; {what} is defined at {defined}" if defined is not None else ""
 
     def _at_callee(self, node: Node, callee: int, request: tuple[int, int]) -> None:
@@ -323,7 +323,7 @@ class _Builder:
             return
         others = {each.id: each for each in worker.threads}
         by = others[holder].name if holder in others else f"a thread that has ended ({holder})"
-        at = Place.of(fields.get("held_at"), worker.folder)
+        at = Position.of(fields.get("held_at"), worker.folder)
         sure = "" if fields.get("sure", True) else "most likely "
         node.remark = f"{sure}held by {by}" + (f" since {at}" if at is not None else "")
         node.edges.append(Edge((index, str(holder)), f"`{name}` held by {by}"))
@@ -416,7 +416,7 @@ class _Builder:
         which = pair([request.get("incarnation"), request.get("id")])
         if which is None or request.get("state") != "awaiting":
             return None
-        stack = [Place.of(each, worker.folder) for each in items(request.get("stack"))]
+        stack = [Position.of(each, worker.folder) for each in items(request.get("stack"))]
         places = [each for each in stack if each is not None]
         at = innermost_own_place(places, worker)
         node = self._node(

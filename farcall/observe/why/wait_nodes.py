@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from farcall.observe.reading.state import Place
+from farcall.observe.reading.state import Position
 
 __all__ = ["PROCESS", "Edge", "Graph", "Key", "Node"]
 
@@ -55,10 +55,10 @@ class Node:
     kind: str
     text: str
     seconds: float = 0.0
-    place: Place | None = None
+    place: Position | None = None
     remark: str = ""
     edges: list[Edge] = field(default_factory=list)
-    stack: list[Place] = field(default_factory=list)
+    stack: list[Position] = field(default_factory=list)
     serves: str = ""
     moves: bool = False
 

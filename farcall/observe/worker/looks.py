@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import process_time
 from types import FrameType, FunctionType, MethodType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from farcall.observe.format.jobs import job_id
 from farcall.observe.worker.call_frames import awaited_call, awaited_in, request_of
@@ -28,16 +28,14 @@ from farcall.observe.worker.frames import (
     waits_in,
 )
 from farcall.observe.worker.locks import awaited_object, holder_of, is_lock, kind_of
-from rpc.agent.agent_calls import Calls
+from rpc.agent.agent import Agent
 from rpc.agent.calls import PendingCall, name_of
-from rpc.agent.group import AgentGroup
 from rpc.agent.received_requests import Request
 from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.code_folders import is_users
-from rpc.runtime.executor import Executor
 
-__all__ = ["LEAST_WAIT_SECONDS", "Looker", "Observed"]
+__all__ = ["LEAST_WAIT_SECONDS", "Looker"]
 
 _MAX_FRAMES: Final = 24
 """Maximum number of frames of a stack."""
@@ -62,15 +60,6 @@ _LEAST_SECONDS: Final = 0.002
 """Minimum CPU time in seconds between two looks of a process in which a thread computes, and of a thread that
 has run.
 """
-
-
-class Observed(Protocol):
-    """The parts of an agent that are read."""
-
-    calls: Calls
-    group: AgentGroup
-    executor: Executor
-    extensions: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -126,7 +115,7 @@ class Looker:
         self._threads = current
         return changed or len(before) != len(current)
 
-    def look(self, agents: Iterable[Observed], now: float, *, progress: bool = True) -> dict[str, Any]:
+    def look(self, agents: Iterable[Agent], now: float, *, progress: bool = True) -> dict[str, Any]:
         """Look at everything.
 
         Args:
@@ -201,7 +190,7 @@ class Looker:
 
     # ---- calls and requests
 
-    def _calls(self, agents: Iterable[Observed], now: float) -> list[dict[str, Any]]:
+    def _calls(self, agents: Iterable[Agent], now: float) -> list[dict[str, Any]]:
         pending = [call for agent in agents for call in agent.calls.table.waiting()]
         first, self._first = self._first, {}
         found: list[dict[str, Any]] = []
@@ -213,13 +202,13 @@ class Looker:
                 found.append(_call(call, began))
         return found
 
-    def _requests(self, agents: Iterable[Observed], now: float) -> list[dict[str, Any]]:
+    def _requests(self, agents: Iterable[Agent], now: float) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for agent in agents:
             oldest = agent.calls.requests.entered()[:_MAX_ITEMS]
             describe = getattr(agent.extensions.get("rref"), "method_in_words", None)
             for request in oldest:
-                described = _request(request, agent.executor)
+                described = _request(request, agent)
                 what = "" if describe is None else describe(request.frame.header)
                 found.append(described | {"what": _text(what)} if what else described)
         return found
@@ -271,7 +260,7 @@ def _call(call: PendingCall, began: float) -> dict[str, Any]:
     return found
 
 
-def _request(request: Request, executor: Executor) -> dict[str, Any]:
+def _request(request: Request, agent: Agent) -> dict[str, Any]:
     found: dict[str, Any] = {
         "from": request.peer.name,
         "incarnation": request.peer.incarnation,
@@ -291,13 +280,13 @@ def _request(request: Request, executor: Executor) -> dict[str, Any]:
             if call is not None:
                 found["call"] = [call.peer.incarnation, call.call_id]
         return found
-    ahead = executor.queued_before(request)
+    ahead = agent.executor.queued_before(request)
     if ahead is not None:
         return found | {"state": "queued", "ahead": ahead}
     return found | {"state": "arriving" if request.arrivals is not None else "begun"}
 
 
-def _peers(agent: Observed) -> list[Peer]:
+def _peers(agent: Agent) -> list[Peer]:
     return agent.group.peers.all()
 
 

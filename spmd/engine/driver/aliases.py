@@ -41,7 +41,7 @@ __all__ = [
 aten: Final = torch.ops.aten
 
 
-Step = tuple[Operation, tuple[Any, ...]]
+ViewStep = tuple[Operation, tuple[Any, ...]]
 
 
 class Value:
@@ -87,7 +87,7 @@ class Alias:
     base: Alias | None
 
     def __init__(
-        self, value: Value | None, spec: Spec, parent: Alias | None = None, step: Step | None = None
+        self, value: Value | None, spec: Spec, parent: Alias | None = None, step: ViewStep | None = None
     ) -> None:
         self.value = value
         self.spec = spec
@@ -264,7 +264,7 @@ def same_elements(alias: Alias) -> Alias:
     return alias
 
 
-def _steps_from(parent: Alias, alias: Alias) -> list[Step]:
+def _steps_from(parent: Alias, alias: Alias) -> list[ViewStep]:
     """Return the views between an alias and the nearest parent in which each element has one position."""
     assert alias.step is not None
     steps = [alias.step]
@@ -321,7 +321,7 @@ def _with_written(
     return value
 
 
-def _scattered_by_index(recorder: Records, source: Alias, steps: Sequence[Step], new: Value) -> Value:
+def _scattered_by_index(recorder: Records, source: Alias, steps: Sequence[ViewStep], new: Value) -> Value:
     """Replace elements, for views of any kind: the same views of the elements' indices show which are
     replaced.
 

@@ -1,4 +1,4 @@
-"""Makes the program of a recording."""
+"""From a recording to a program: what is not used is left out, and values get numbers. Pure."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def build(
     for entry, _ in operations:
         first_scalars.append(scalars)
         scalars += _count_scalars((entry.args, entry.kwargs))
-    place = {-1 - index: index for index in range(len(inputs))}
+    numbers = {-1 - index: index for index in range(len(inputs))}
     instructions: list[Instruction] = []
     following = len(inputs)
     for number in kept:
         entry, refs = operations[number]
-        values = tuple(place[each] for each in refs)
+        values = tuple(numbers[each] for each in refs)
         args: Any = _filled(entry.args, values, first_scalars[number])
         kwargs: Any = _filled(entry.kwargs, values, first_scalars[number])
         results: list[Meta | None] = []
         for result, spec in enumerate(entry.specs, start=starts[number]):
             results.append(spec.meta if spec is not None and result in used else None)
-            place[result] = following
+            numbers[result] = following
             following += 1
         instructions.append(Instruction(entry.operator, args, kwargs, tuple(results)))
-    every = (*kept_inputs, *[place[each] for each in outputs])
+    every = (*kept_inputs, *[numbers[each] for each in outputs])
     metas = tuple([spec.meta for spec in inputs])
     return Program(metas, tuple(instructions), every, default_dtype), kept
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from rpc.runtime.interrupts import protected
 from rpc.runtime.torch_internals import OpOverload
 from spmd.engine.driver import operators
-from spmd.engine.driver.aliases import Alias, Step, Value, read
+from spmd.engine.driver.aliases import Alias, Value, ViewStep, read
 from spmd.engine.driver.blocks import has_blocks
 from spmd.engine.driver.bounded_cache import BoundedCache
 from spmd.engine.driver.operation import Operation
-from spmd.engine.driver.source_positions import Place, described, place
+from spmd.engine.driver.source_positions import Position, current_position, described
 from spmd.engine.errors import NotInSpmdModeError, OperationError, ReshardingError, SpmdError
 from spmd.engine.program.layouts import is_local
 from spmd.engine.program.metas import Spec, infer, spec_of
@@ -61,7 +61,7 @@ _DEVICE_WORDS: Final = frozenset(("device", "pin_memory", "non_blocking"))
 Note = tuple[str, str, CodeType | None, int]
 """An operator, a note on what was redistributed and why, and the position in the user's program."""
 
-KnownView = tuple[bool, list[tuple[Spec, Step]]]
+KnownView = tuple[bool, list[tuple[Spec, ViewStep]]]
 """Whether an operation gives one view; and each view's spec, and its step from the parent."""
 
 
@@ -115,19 +115,19 @@ class Recording:
         inputs: earlier values, in the order of their first use.
         operations: each an entry and the numbers of its tensors: results from 0, inputs from -1 down.
         scalars: scalars of all operations, in order.
-        places: position in the user's program of each operation.
+        positions: position in the user's program of each operation.
         made: every result, as long as it is referenced.
         default_dtype: PyTorch's default dtype for all operations.
     """
 
-    __slots__ = ("default_dtype", "inputs", "made", "operations", "places", "scalars")
+    __slots__ = ("default_dtype", "inputs", "made", "operations", "positions", "scalars")
 
     def __init__(self, default_dtype: torch.dtype) -> None:
         self.default_dtype = default_dtype
         self.inputs: list[Value] = []
         self.operations: list[tuple[Entry, tuple[int, ...]]] = []
         self.scalars: list[Any] = []
-        self.places: list[Place] = []
+        self.positions: list[Position] = []
         self.made: list[weakref.ref[Value] | None] = []
 
 
@@ -136,7 +136,7 @@ class Recorder:
 
     Attributes:
         strict: whether an entry of the report is an error.
-        notes: number of redistributions and their bytes, by operator, note and place.
+        notes: number of redistributions and their bytes, by operator, note and position.
         views: what is known of views, by operation, parent and arguments.
         limit: number of instructions after which workers begin, even if no value was requested.
         changes: None, or for values of the recording that writes replaced, the new ones.
@@ -267,7 +267,7 @@ class Recorder:
         return value
 
     def _note(self, entry: Entry) -> None:
-        where = place()
+        where = current_position()
         if self.strict:
             raise ReshardingError(
                 f"{entry.operator} at {described(where)}: {entry.note}. This is an error inside spmd.strict()"
@@ -324,7 +324,7 @@ class Recorder:
         if count >= self.limit or (
             2 * count >= self.limit
             and entry is self.recording.operations[0][0]
-            and self.recording.places[0] == place()
+            and self.recording.positions[0] == current_position()
         ):
             self.flush()
         values: list[Any] = (
@@ -335,7 +335,7 @@ class Recorder:
         recording.operations.append((entry, tuple(refs)))
         if scalars:
             recording.scalars += scalars
-        recording.places.append(place())
+        recording.positions.append(current_position())
         made = recording.made
         results: list[Any] = []
         for spec in entry.specs:

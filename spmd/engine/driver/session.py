@@ -31,7 +31,7 @@ from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.poison import poisoned
 from spmd.engine.driver.recorder import ENTRIES_PER_PROGRAM, Entry, Recorder, Recording, lost, nowhere
 from spmd.engine.driver.report import costliest
-from spmd.engine.driver.source_positions import Place, described
+from spmd.engine.driver.source_positions import Position, described
 from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.program.metas import Spec
 from spmd.engine.program.program import REPLICATED, Meta, Program, Ref, Scalar
@@ -120,18 +120,18 @@ class _UnderWay:
     answers: list[Any]
     known: _Known | None = None
     operations: list[tuple[Entry, tuple[int, ...]]] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    positions: list[Position] = field(default_factory=list)
     inputs: tuple[int, ...] = ()
     made: range = range(0)
     number: int = 0
 
     def described(self) -> str:
         """Return a description of the step, with the user's lines."""
-        if not self.places:
+        if not self.positions:
             return f"step {self.number}, {'to fetch a tensor' if self.inputs else 'to free or copy tensors'}"
-        first, last = (described(self.places[end]) for end in (0, -1))
+        first, last = (described(self.positions[end]) for end in (0, -1))
         where = f"at {first}" if first == last else f"from {first} to {last}"
-        return f"step {self.number}, {len(self.places)} operations {where}"
+        return f"step {self.number}, {len(self.positions)} operations {where}"
 
 
 def _described(spec: Spec, count: int) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class Session:
         parts = [self._parts(value) for _, value in uploads]
         base = self._ids
         for number, (_, value) in enumerate(uploads, start=base):
-            self._has_gone(value, number)
+            self._register(value, number)
         inputs = tuple([value.remote.id for value in recording.inputs])
         references = [weakref.ref(value) for value in recording.inputs]
         uploads.clear()
@@ -242,7 +242,7 @@ class Session:
         first = base + len(parts)
         self._ids = first + len(alive)
         for number, made in enumerate(alive, start=first):
-            self._has_gone(made, number)
+            self._register(made, number)
         sent = sum([part.nbytes for several in parts for part in several])
         computes = bool(known.program.instructions)
         compiled = computes and is_new
@@ -250,7 +250,7 @@ class Session:
         self.counts["new_auto"] += compiled and self.planner is not None
         gone = set(inputs).difference([inputs[place] for place in kept_inputs])
         self._send(
-            _UnderWay([], known, recording.operations, recording.places, inputs, range(first, self._ids)),
+            _UnderWay([], known, recording.operations, recording.positions, inputs, range(first, self._ids)),
             base,
             parts,
             tuple(recording.scalars),
@@ -274,7 +274,7 @@ class Session:
         """
         self._dropped.append(known.number)
 
-    def _has_gone(self, value: Value, number: int) -> None:
+    def _register(self, value: Value, number: int) -> None:
         """Note that a value is, or will be, on the workers under this id."""
         value.data = None
         value.remote = _Remote(number, self._freed, value.spec)
@@ -633,7 +633,7 @@ def _explained(step: _UnderWay, index: int, cause: Exception) -> OperationError:
         return error
     number = step.known.kept[index]
     entry = step.operations[number][0]
-    where = described(step.places[number])
+    where = described(step.positions[number])
     instruction = step.known.program.instructions[index]
     metas = _metas(step.known.program)
     given = ", ".join(_shown(each, metas) for each in instruction.args)

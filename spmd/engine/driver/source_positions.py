@@ -15,9 +15,9 @@ from rpc.runtime.code_folders import OURS
 from rpc.runtime.collection_pause import paused
 from spmd.engine.driver.bounded_cache import BoundedCache
 
-__all__ = ["Place", "described", "place"]
+__all__ = ["Position", "current_position", "described"]
 
-Place = tuple[CodeType | None, int]
+Position = tuple[CodeType | None, int]
 """A code object, and an offset in it; nothing is looked up until it is needed."""
 
 _OURS: Final = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, *OURS, "<frozen")
@@ -25,7 +25,7 @@ _is_users: Final[BoundedCache[CodeType, bool]] = BoundedCache(1 << 14)
 _backward: list[Any] = [None, (None, 0)]
 
 
-def place() -> Place:
+def current_position() -> Position:
     """Return the calling thread's position; on a thread of PyTorch's engine, that of the call of
     ``backward``.
     """
@@ -41,7 +41,7 @@ def place() -> Place:
     return _of_backward()
 
 
-def _of_backward() -> Place:
+def _of_backward() -> Position:
     """Where the main thread waits, looked up once for each backward."""
     task = current_task()
     if _backward[0] != task or task == -1:
@@ -51,15 +51,15 @@ def _of_backward() -> Place:
                 frame = frame.f_back
             _backward[1] = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
         _backward[0] = task
-    found: Place = _backward[1]
+    found: Position = _backward[1]
     return found
 
 
-def described(where: Place) -> str:
+def described(where: Position) -> str:
     """``path:line in function``."""
     code, offset = where
     if code is None:
-        return "unknown place"
+        return "unknown position"
     line = code.co_firstlineno
     for begin, end, number in code.co_lines():
         if begin <= offset < end and number is not None:

@@ -5,18 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,23 +17,22 @@ import torch.distributed as dist
 import rpc
 from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
-from rpc.lifecycle.logs import show_log
-from rpc.options import AgentOptions
+from rpc.lifecycle.worker_processes import WorkerProcesses
+from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.current import current_agent, is_initialized
-from rpc.runtime.notices import Notices, tell_of_start
 from spmd.collectives.creation import refuse
 from spmd.collectives.store import WorkerStore
 from spmd.engine.driver.copies import Copies, UnrecoverableError
 from spmd.engine.driver.current import DEVICE, set_engine
 from spmd.engine.driver.device import set_up
 from spmd.engine.driver.logical_tensor import LogicalTensor, in_message
-from spmd.engine.driver.places import WorkerPlace, on_device, places
 from spmd.engine.driver.report import LayoutReport, report_of
 from spmd.engine.driver.session import PROGRAMS, Session
+from spmd.engine.driver.worker_devices import WorkerDevice, on_device, workers_and_devices
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
 from spmd.engine.program.step_messages import EngineStep
 from spmd.engine.worker.served_worker import make
-from spmd.engine.worker.worker_process import serve
+from spmd.engine.worker.worker_process import await_driver, await_end_of, serve
 from spmd.workers.members import await_members
 from spmd.workers.worker_set import RemotePort, wait_together
 
@@ -63,17 +55,14 @@ _ALONE: Final = (
 
 _DRIVER: Final = "driver"
 
-_WORKER: Final = (
-    "import gc; gc.disable(); import farcall_guard; farcall_guard.prefer(); "
-    "from spmd.engine.worker.worker_process import main; main()"
-)
-"""Program of a worker process. It finds farcall's packages through the driver's ``sys.path``."""
-
 _EXTENSION: Final = "spmd.session"
 """Name among the agent's extensions under which observers find the session."""
 
 _PATIENCE: Final = 10.0
 """Timeout in seconds for a worker to end."""
+
+_JOINING_SECONDS: Final = 120.0
+"""Timeout in seconds for a worker that has started to join the group."""
 
 
 class _Port(RemotePort):
@@ -92,26 +81,26 @@ class _Mode:
 
     Attributes:
         session: the session with its workers.
+        processes: the processes that were started for it, if any.
         owns_agent: whether the agent was started for it.
 
     Args:
-        places: the workers, and where they compute.
-        local: processes that were started for it.
+        workers: the workers, and where they compute.
         programs: maximum number of programs that are kept.
         every: number of programs after which the workers' values are copied; 0: never.
     """
 
     def __init__(
         self,
-        places: Sequence[WorkerPlace],
+        workers: Sequence[WorkerDevice],
         owns_agent: bool,
-        local: _LocalWorkers | None = None,
+        processes: WorkerProcesses | None = None,
         programs: int = PROGRAMS,
         every: int = 0,
     ) -> None:
+        self.processes = processes
         self.owns_agent = owns_agent
-        self._local = local
-        self._places = list(places)
+        self._workers = list(workers)
         self._name = f"spmd-{secrets.token_hex(8)}"
         current_agent().serializer.register_reducer(LogicalTensor, in_message)
         names = self._names()
@@ -129,23 +118,22 @@ class _Mode:
             self.session.begin_copies(Copies(self.ports, every, self._replace))
         self._extensions: dict[str, Any] = current_agent().extensions
         self._extensions[_EXTENSION] = self.session
-        self.session.on_accelerators = any(each.device is not None for each in places)
+        self.session.on_accelerators = any(each.device is not None for each in workers)
 
     def _names(self) -> list[str]:
-        return [each.worker for each in self._places]
+        return [each.worker for each in self._workers]
 
     def _make(self, rank: int, generation: int = 0, first: int = 0) -> Any:
         """Have a worker of the RPC group become one of the mode; returns a future of a reference to it."""
-        own, place = rpc.get_worker_info().name, self._places[rank]
-        args = (own, self._names(), rank, self._name, place.device, generation, first)
-        return rpc.rpc_async(place.worker, make, args=args, timeout=0)
+        own, worker = rpc.get_worker_info().name, self._workers[rank]
+        args = (own, self._names(), rank, self._name, worker.device, generation, first)
+        return rpc.rpc_async(worker.worker, make, args=args, timeout=0)
 
     def _replace(self, lost: Sequence[int], generation: int, first: int) -> list[_Port]:
         """Have other workers take the places of lost ones; see ``Replace``."""
         for rank in lost:
-            device = self._places[rank].device
-            name = self._spare() if self._local is None else self._local.start(rank)
-            self._places[rank] = WorkerPlace(name, device)
+            name = self._spare() if self.processes is None else self._started(self.processes, rank)
+            self._workers[rank] = WorkerDevice(name, self._workers[rank].device)
         names = self._names()
         calls = [
             self._make(rank, generation, first)
@@ -158,8 +146,15 @@ class _Mode:
             self.ports[rank] = _Port(names[rank], made[rank])
         return self.ports
 
+    def _started(self, processes: WorkerProcesses, rank: int) -> str:
+        """Start another process for a place; returns the name of its worker."""
+        name = f"spmd{rank}-{secrets.token_hex(2)}"
+        processes.replace(rank, name)
+        await_members([name], _JOINING_SECONDS)
+        return name
+
     def _spare(self) -> str:
-        """Return a worker of the RPC group that is in no place."""
+        """Return a worker of the RPC group that has no place."""
         agent: Any = current_agent()
         used = {*self._names(), agent.get_worker_info().name}
         spares = sorted(each.name for each in agent.get_worker_infos() if each.name not in used)
@@ -175,13 +170,11 @@ class _Mode:
             with suppress(RpcError):  # it is gone, and its values with it
                 port.worker.rpc_sync(timeout=_PATIENCE).close()
         self.ports.clear()
-        if self._local is not None and self._local.replaceable:
-            self._local.end()  # they do not wait for this process's shutdown
         if self.owns_agent and is_initialized():
             with suppress(RpcTimeoutError):  # then the processes are ended
                 rpc.shutdown(timeout=_PATIENCE)
-        if self._local is not None:
-            self._local.end()
+        if self.processes is not None:
+            self.processes.end(_PATIENCE)
 
 
 def _give_up(worker: str, name: str, reason: str) -> None:
@@ -189,78 +182,6 @@ def _give_up(worker: str, name: str, reason: str) -> None:
     store = WorkerStore(worker, f"{name}/")
     store.set_timeout(timedelta(seconds=_PATIENCE))
     store.give_up(f"SPMD mode could not begin: {reason}")
-
-
-class _LocalWorkers:
-    """The processes of workers on this machine.
-
-    Args:
-        count: number of places.
-        replaceable: whether further ones may be started later: then the RPC group is dynamic.
-
-    Attributes:
-        processes: ids of all processes that were started, by the workers' names.
-    """
-
-    def __init__(self, count: int, *, replaceable: bool) -> None:
-        self.replaceable = replaceable
-        self._size = "" if replaceable else str(count + 1)
-        self._folder = Path(tempfile.mkdtemp(prefix="farcall-spmd-"))
-        self.init_method = f"file://{self._folder / 'rendezvous'}"
-        threads = max(1, len(os.sched_getaffinity(0)) // count)
-        path = os.pathsep.join(each for each in sys.path if each)
-        numbers = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        self._environ = {**os.environ, **numbers, "PYTHONPATH": path}
-        self.processes: dict[str, int] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def start_all(self, count: int) -> list[str]:
-        """Start the workers of all places, and wait until they are about to join; returns their names."""
-        names = [f"spmd{rank}" for rank in range(count)]
-        signs = [self._start(name, rank) for rank, name in enumerate(names, start=1)]
-        _await_start(dict(zip(names, zip(self._processes, signs, strict=True), strict=True)))
-        return names
-
-    def start(self, place: int) -> str:
-        """Start another worker for a place; returns its name."""
-        name = f"spmd{place}-{len(self._processes)}"
-        sign = self._start(name, -1)
-        _await_start({name: (self._processes[-1], sign)})
-        await_members([name], AgentOptions().rendezvous_timeout)
-        return name
-
-    def _start(self, name: str, rank: int) -> BinaryIO:
-        number = "-1" if self.replaceable else str(rank)
-        process, sign = _start_worker([self.init_method, name, number, self._size], self._environ)
-        self._processes.append(process)
-        self.processes[name] = process.pid
-        return sign
-
-    def met(self) -> None:
-        """All workers have met: if no further one may come, the folder is no longer needed."""
-        if not self.replaceable:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def kill(self) -> None:
-        """End the processes at once."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def end(self) -> None:
-        """Wait for the processes to end, for some seconds."""
-        for process in self._processes:
-            if process.stdin is not None:
-                process.stdin.close()
-            try:
-                process.wait(_PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 _mode: _Mode | None = None
@@ -309,7 +230,7 @@ def use_spmd(
     return _mode.session
 
 
-def _members(workers: int | Sequence[str] | None, device: str | None) -> list[WorkerPlace]:
+def _members(workers: int | Sequence[str] | None, device: str | None) -> list[WorkerDevice]:
     """Return the workers of the RPC group, and where they compute."""
     agent: Any = current_agent()
     own = agent.get_worker_info().name
@@ -319,7 +240,7 @@ def _members(workers: int | Sequence[str] | None, device: str | None) -> list[Wo
         if not 0 < count <= len(names):
             raise SpmdError(f"expected up to {len(names)} workers, the others of this RPC group, got {count}")
         return on_device(names[:count], device)
-    return places(workers, names, device)
+    return workers_and_devices(workers, names, device)
 
 
 def _on_this_machine(
@@ -335,57 +256,26 @@ def _on_this_machine(
             f"expected the number of workers, 1 or more, got {workers!r}. Names are those of workers of an "
             "RPC group: call rpc.init_rpc first"
         )
-    show_log(_DRIVER)
-    local = _LocalWorkers(workers, replaceable=bool(every))
+    names = [f"spmd{rank}" for rank in range(workers)]
+    threads = max(1, usable_cores() // workers)
+    size = None if every else workers + 1
+    processes = WorkerProcesses(names, size, threads=threads, serves=True)
     try:
-        names = local.start_all(workers)
-        options = AgentOptions(init_method=local.init_method, dynamic=bool(every))
-        rank, size = (-1, None) if every else (0, workers + 1)
-        rpc.init_rpc(_DRIVER, rank=rank, world_size=size, rpc_backend_options=options)
         if every:
-            await_members(names, AgentOptions().rendezvous_timeout)
-        mode = _Mode(on_device(names, device), True, local, programs, every)
+            processes.start(await_end_of, (_DRIVER,))
+        else:
+            processes.start(await_driver, ())
+        try:
+            processes.started()
+        except RpcError as error:
+            raise SpmdError(f"SPMD mode could not begin: worker {error}") from error.__cause__
+        rpc.init_rpc(_DRIVER, None, -1 if every else workers, size, processes.options())
+        if every:
+            await_members(names, _JOINING_SECONDS)
+        return _Mode(on_device(names, device), True, processes, programs, every)
     except BaseException:
-        local.kill()
+        processes.end()
         raise
-    local.met()
-    return mode
-
-
-def _start_worker(args: Sequence[str], environ: dict[str, str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-    """Start a worker, whose standard input ends with this process; returns a pipe that delivers a byte when
-    the worker is about to join, and ends if it has ended.
-    """
-    ours, theirs = os.pipe()
-    sign = open(ours, "rb")  # noqa: SIM115
-    try:
-        command = [sys.executable, "-c", _WORKER, *args, str(theirs)]
-        process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, pass_fds=(theirs,))
-    except BaseException:
-        sign.close()
-        raise
-    finally:
-        os.close(theirs)
-    return process, sign
-
-
-def _await_start(workers: dict[str, tuple[subprocess.Popen[bytes], BinaryIO]]) -> None:
-    """Wait until all are about to join; the log names the missing ones, if it takes long."""
-    with ExitStack() as until_end:
-        signs: dict[Any, str] = {until_end.enter_context(sign): name for name, (_, sign) in workers.items()}
-        notices = Notices()
-        while signs:
-            ready: list[Any] = wait(list(signs), max(0.0, notices.next - time.monotonic()))
-            for sign in ready:
-                name = signs.pop(sign)
-                if not sign.read(1):
-                    process, _ = workers[name]
-                    raise SpmdError(
-                        f"worker {name!r} (process {process.pid}) ended with status {process.wait()} while "
-                        "it began: what it has printed says why"
-                    )
-            if signs and notices.due():
-                tell_of_start(list(signs.values()), notices.waited)
 
 
 def _under_torchrun(workers: int | Sequence[str] | None, programs: int, device: str | None) -> _Mode:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from spmd.engine.program.program import Meta, Program, Ref
 from spmd.engine.program.redistribution import Begun, begin_gathering
-from spmd.engine.worker.steps import Step
+from spmd.engine.worker.local_calls import LocalCall
 
 __all__ = ["gather_ahead"]
 
@@ -24,8 +24,8 @@ _BYTES: Final = 4 << 20
 
 
 def gather_ahead(
-    program: Program, steps: Sequence[Step], metas: Sequence[Meta | None], handles: Iterator[int]
-) -> list[Step]:
+    program: Program, steps: Sequence[LocalCall], metas: Sequence[Meta | None], handles: Iterator[int]
+) -> list[LocalCall]:
     """Gather the following tensors together with each one that is gathered, if they exist already.
 
     Args:
@@ -38,7 +38,7 @@ def gather_ahead(
         if group.ready <= before.place:
             group.handle = next(handles)
             starts.setdefault(before.place, []).append(group)
-    done: list[Step] = []
+    done: list[LocalCall] = []
     for place, step in enumerate(groups.steps):
         if place in groups.taken:
             continue
@@ -60,12 +60,12 @@ class _Group:
 
     place: int
     ready: int
-    steps: list[Step]
-    sources: list[Step]
+    steps: list[LocalCall]
+    sources: list[LocalCall]
     which: list[int]
     handle: int | None = None
 
-    def arrive(self) -> Step:
+    def arrive(self) -> LocalCall:
         """Wait for all results."""
         results = tuple(each.results[0] for each in self.steps)
         first = replace(self.steps[0], moves=(), results=results, single=False, shared=self._twice())
@@ -78,7 +78,7 @@ class _Group:
             )
         return replace(first, function=Begun.finish, args=(Ref(self.handle),))
 
-    def start(self) -> Step:
+    def start(self) -> LocalCall:
         """Begin."""
         assert self.handle is not None
         return replace(
@@ -118,13 +118,13 @@ def _gather(begin: Any, tensors: Any) -> Any:
 
 @dataclass(eq=False)
 class _Groups:
-    steps: Sequence[Step]
+    steps: Sequence[LocalCall]
     in_order: list[_Group] = field(default_factory=list)
     by_place: dict[int, _Group] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
 
 
-def _groups(program: Program, steps: Sequence[Step], metas: Sequence[Meta | None]) -> _Groups:
+def _groups(program: Program, steps: Sequence[LocalCall], metas: Sequence[Meta | None]) -> _Groups:
     """Return which steps are gathered together; each group is at the place of its first step."""
     made = dict.fromkeys(range(len(program.inputs)), -1)
     made |= {value: place for place, step in enumerate(steps) for value in step.results if value is not None}
@@ -159,7 +159,7 @@ def _groups(program: Program, steps: Sequence[Step], metas: Sequence[Meta | None
     return found
 
 
-def _same(group: _Group, step: Step, outputs: frozenset[int]) -> int | None:
+def _same(group: _Group, step: LocalCall, outputs: frozenset[int]) -> int | None:
     """Return which one of a group gathers the same; outputs have memory of their own."""
     for which, each in enumerate(group.sources):
         if each.args == step.args and each.moves[0][0] == step.moves[0][0]:
@@ -170,32 +170,32 @@ def _same(group: _Group, step: Step, outputs: frozenset[int]) -> int | None:
     return None
 
 
-def _source(step: Step, metas: Sequence[Meta | None]) -> tuple[Any, ...]:
+def _source(step: LocalCall, metas: Sequence[Meta | None]) -> tuple[Any, ...]:
     meta = metas[step.args[0].index]
     assert meta is not None
     move, _ = step.moves[0]
     return move.mesh, move.axis, meta.dtype
 
 
-def _size(step: Step, metas: Sequence[Meta | None]) -> int:
+def _size(step: LocalCall, metas: Sequence[Meta | None]) -> int:
     meta = metas[step.args[0].index]
     assert meta is not None
     size: int = math.prod(meta.shape) * meta.dtype.itemsize
     return size
 
 
-def _is_gather(step: Step) -> bool:
+def _is_gather(step: LocalCall) -> bool:
     if len(step.moves) != 1 or step.results == (None,):
         return False
     move = step.moves[0][0]
     return bool(move.kind == "gather" and move.strided == 1)
 
 
-def _views_first(steps: Sequence[Step], inputs: int) -> list[Step]:
+def _views_first(steps: Sequence[LocalCall], inputs: int) -> list[LocalCall]:
     """Move views of inputs, which cost nothing, to the front, so that they may be gathered early."""
     there = set(range(inputs))
-    first: list[Step] = []
-    rest: list[Step] = []
+    first: list[LocalCall] = []
+    rest: list[LocalCall] = []
     for step in steps:
         reads = step.reads()
         if step.shared and not step.moves and reads and reads <= there:

@@ -48,8 +48,8 @@ from spmd.engine.rules.catalog import (
 from spmd.engine.rules.empty import zeros_instead
 from spmd.engine.worker.accelerated import CommonGenerator
 from spmd.engine.worker.default_dtype import DefaultDtype
+from spmd.engine.worker.local_calls import Assembled, InstructionError, LocalCall
 from spmd.engine.worker.passes import copied_outputs, may_alias, optimize, overlaps, overwriting
-from spmd.engine.worker.steps import Assembled, InstructionError, Step
 from spmd.torch_internals import AutoDispatchBelowAutograd
 
 __all__ = ["LinkedProgram"]
@@ -161,7 +161,7 @@ class LinkedProgram:
 
     # ---- linking
 
-    def _link(self, index: int, instruction: Instruction) -> Step:
+    def _link(self, index: int, instruction: Instruction) -> LocalCall:
         first = len(self._metas)
         results = tuple(
             None if meta is None else first + place for place, meta in enumerate(instruction.results)
@@ -173,7 +173,7 @@ class LinkedProgram:
         }
         special = specials.get(instruction.operator)
         if special is not None:
-            step = Step(index, special, instruction.args, {}, results, single=True, alone=True)
+            step = LocalCall(index, special, instruction.args, {}, results, single=True, alone=True)
         elif instruction.operator in (TO_LOCAL, FROM_LOCAL):
             step = self._relabel(index, instruction, results)
         elif instruction.operator == REDISTRIBUTE:
@@ -186,7 +186,7 @@ class LinkedProgram:
     def _seed(self, seed: int) -> None:
         self._states.manual_seed(int(seed))
 
-    def _relabel(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
+    def _relabel(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> LocalCall:
         (meta,) = instruction.results
         assert meta is not None
         shape = local_shape(meta, self._rank)
@@ -199,9 +199,11 @@ class LinkedProgram:
                 return fitted
             return local[inside].contiguous()
 
-        return Step(index, fit, (instruction.args[0],), {}, results, single=True, alone=True)
+        return LocalCall(index, fit, (instruction.args[0],), {}, results, single=True, alone=True)
 
-    def _redistribute(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
+    def _redistribute(
+        self, index: int, instruction: Instruction, results: tuple[int | None, ...]
+    ) -> LocalCall:
         source, target = instruction.args
         meta = self._metas[source.index]
         assert meta is not None
@@ -216,14 +218,14 @@ class LinkedProgram:
                 local = move(local, each, group)
             return local
 
-        step = Step(index, redistribute, (source,), {}, results, single=True, moves=tuple(moves))
+        step = LocalCall(index, redistribute, (source,), {}, results, single=True, moves=tuple(moves))
         kinds = {each.kind for each, _ in moves}
         if kinds <= {"part"}:  # the others give memory of their own
             step.shared = tuple((result, source.index) for result in results if result is not None)
         step.alone = kinds <= {"slice", "part"}
         return step
 
-    def _operation(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> Step:
+    def _operation(self, index: int, instruction: Instruction, results: tuple[int | None, ...]) -> LocalCall:
         op = resolve(instruction.operator)
         kwargs = dict(instruction.kwargs)
 
@@ -252,7 +254,7 @@ class LinkedProgram:
             local = with_generator(site) if is_random(op) else Local(op, instruction.args, kwargs)
         returns = op._schema.returns
         single = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
-        step = Step(index, local.function, local.args, local.kwargs, results, single=single)
+        step = LocalCall(index, local.function, local.args, local.kwargs, results, single=single)
         step.over, step.written = local.over, local.written
         step.alone = not asked and not is_random(op)
         is_view = local.is_view

@@ -25,7 +25,7 @@ from torch import Tensor
 from spmd.engine.program.program import Meta, Program, Ref
 from spmd.engine.program.redistribution import Begun, begin_reducing
 from spmd.engine.worker.gathers import gather_ahead
-from spmd.engine.worker.steps import Step, last_uses
+from spmd.engine.worker.local_calls import LocalCall, last_uses
 
 __all__ = ["copied_outputs", "may_alias", "optimize", "overlaps", "overwriting"]
 
@@ -38,7 +38,7 @@ _PENDING_BYTES: Final = 32 << 20
 """Maximum number of bytes that wait to be reduced and scattered."""
 
 
-def optimize(program: Program, steps: Sequence[Step], metas: Sequence[Meta | None]) -> list[Step]:
+def optimize(program: Program, steps: Sequence[LocalCall], metas: Sequence[Meta | None]) -> list[LocalCall]:
     """Rewrite the steps. Values beyond the metas are new ones.
 
     Args:
@@ -58,7 +58,7 @@ def optimize(program: Program, steps: Sequence[Step], metas: Sequence[Meta | Non
 class _Memory:
     """Which values may share memory, and until when it is needed."""
 
-    def __init__(self, program: Program, steps: Sequence[Step]) -> None:
+    def __init__(self, program: Program, steps: Sequence[LocalCall]) -> None:
         self.inputs = range(len(program.inputs))
         self._root: dict[int, int] = {}
         self._overlapping: set[int] = set()
@@ -68,7 +68,7 @@ class _Memory:
                 self._join(result, argument)
             if step.overlaps or any(argument in self._overlapping for _, argument in step.shared):
                 self._overlapping.update(value for value in step.results if value is not None)
-        self._readers: dict[int, list[tuple[int, Step]]] = {}
+        self._readers: dict[int, list[tuple[int, LocalCall]]] = {}
         for place, step in enumerate(steps):
             for root in {self.root(value) for value in step.reads()}:
                 self._readers.setdefault(root, []).append((place, step))
@@ -96,7 +96,7 @@ class _Memory:
         """Whether it is not used after a step."""
         return value not in self._overlapping and self._last[self.root(value)] <= place
 
-    def is_seen_only_by(self, step: Step, value: int, place: int) -> bool:
+    def is_seen_only_by(self, step: LocalCall, value: int, place: int) -> bool:
         """Whether no other step reads a value's memory after a place, so that this one may change it."""
         root = self.root(value)
         if value in self._overlapping or self._last[root] >= self._end:
@@ -146,7 +146,7 @@ def _giving_first(
     return first
 
 
-def _overwrite(place: int, step: Step, memory: _Memory, metas: Sequence[Meta | None]) -> Step:
+def _overwrite(place: int, step: LocalCall, memory: _Memory, metas: Sequence[Meta | None]) -> LocalCall:
     """Return the step, with its results over its arguments if that is possible."""
     if step.over is None or any(place >= len(step.args) for place in step.written):
         return step
@@ -182,11 +182,11 @@ def _same_part(before: Meta | None, after: Meta | None) -> bool:
     return before is not None and after in (None, before)
 
 
-def copied_outputs(program: Program, steps: Sequence[Step]) -> list[Step]:
+def copied_outputs(program: Program, steps: Sequence[LocalCall]) -> list[LocalCall]:
     """Copy outputs that share memory, so that each has memory of its own when the next program runs."""
     memory = _Memory(program, steps)
     taken = {memory.root(value) for value in program.outputs if value in memory.inputs}
-    copies: list[Step] = []
+    copies: list[LocalCall] = []
     for value in program.outputs:
         if value in memory.inputs:
             continue
@@ -194,7 +194,7 @@ def copied_outputs(program: Program, steps: Sequence[Step]) -> list[Step]:
         if root in taken or memory.overlaps(value):
             index = steps[-1].index
             copies.append(
-                Step(index, aten.clone.default._op, (Ref(value),), {}, (value,), single=True, alone=True)
+                LocalCall(index, aten.clone.default._op, (Ref(value),), {}, (value,), single=True, alone=True)
             )
         taken.add(root)
     return copies
@@ -206,8 +206,8 @@ def copied_outputs(program: Program, steps: Sequence[Step]) -> list[Step]:
 class _Bucket:
     """Reductions that are done together."""
 
-    def __init__(self, first: Step) -> None:
-        self.first, self.steps, self.owned, self.bytes = first, list[Step](), list[bool](), 0
+    def __init__(self, first: LocalCall) -> None:
+        self.first, self.steps, self.owned, self.bytes = first, list[LocalCall](), list[bool](), 0
         self.handle: int | None = None
 
     @property
@@ -217,29 +217,29 @@ class _Bucket:
         assert value is not None
         return value
 
-    def add(self, step: Step, size: int, owned: bool) -> None:
+    def add(self, step: LocalCall, size: int, owned: bool) -> None:
         self.steps.append(step)
         self.owned.append(owned)
         self.bytes += size
 
-    def _begin(self, function: Callable[..., Any], **given: Any) -> Step:
+    def _begin(self, function: Callable[..., Any], **given: Any) -> LocalCall:
         args = [each.args[0] for each in self.steps]
         moves = [each.moves[0][0] for each in self.steps]
         group = self.first.moves[0][1]
         bound = functools.partial(function, moves=moves, group=group, owned=tuple(self.owned))
         return replace(self.first, function=bound, args=(args,), moves=(), **given)
 
-    def at_once(self) -> Step:
+    def at_once(self) -> LocalCall:
         """Reduce, and wait."""
         return self._begin(_reduce_now, results=self._results(), single=False)
 
-    def start(self, handle: int) -> Step:
+    def start(self, handle: int) -> LocalCall:
         """Begin."""
         self.handle = handle
         shared = tuple((handle, each.args[0].index) for each in self.steps)  # it is still being sent
         return self._begin(_begin, results=(handle,), single=True, shared=shared)
 
-    def wait(self) -> Step:
+    def wait(self) -> LocalCall:
         """Wait for the collective that was begun."""
         assert self.handle is not None
         arg = Ref(self.handle)
@@ -256,17 +256,17 @@ _begin: Final = functools.partial(begin_reducing, blocks=False)
 
 
 def _reduce_early(
-    steps: Sequence[Step], memory: _Memory, metas: Sequence[Meta | None], handles: Iterator[int]
-) -> list[Step]:
+    steps: Sequence[LocalCall], memory: _Memory, metas: Sequence[Meta | None], handles: Iterator[int]
+) -> list[LocalCall]:
     """Begin reductions where their argument is made, and wait for them where their result is needed.
 
     If results are smaller than what is reduced, and too much is in progress, the oldest is awaited.
     """
-    done: list[Step] = []
+    done: list[LocalCall] = []
     filling: dict[Any, _Bucket] = {}
     bucket_of: dict[int, _Bucket] = {}
     pending: list[_Bucket] = []
-    wanted: dict[int, list[Step]] = {}
+    wanted: dict[int, list[LocalCall]] = {}
     for step in steps:
         if _is_reduction(step):
             wanted.setdefault(step.args[0].index, []).append(step)
@@ -327,6 +327,6 @@ def _reduce_early(
     return done
 
 
-def _is_reduction(step: Step) -> bool:
+def _is_reduction(step: LocalCall) -> bool:
     """Whether it is one reduction, and needed."""
     return len(step.moves) == 1 and step.moves[0][0].kind.startswith("reduce") and step.results != (None,)

@@ -15,7 +15,7 @@ from spmd.engine.program.repetition import Repetition
 from spmd.engine.program.step_messages import Answer, EngineStep, Failure
 from spmd.engine.worker.accelerated import CommonGenerator
 from spmd.engine.worker.interpreter import LinkedProgram
-from spmd.engine.worker.steps import InstructionError
+from spmd.engine.worker.local_calls import InstructionError
 
 __all__ = ["LOST", "WorkerEngine", "copied"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.spawn
 import os
 import shutil
 import signal
@@ -58,8 +59,8 @@ def test_workers_are_started_here_and_find_our_packages_though_a_namesake_is_on_
 
 @pytest.mark.processes
 def test_a_worker_that_ends_while_it_begins_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(SpmdError, match=r"worker 'spmd[01]' \(process \d+\) ended with status 1 while"):
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(shutil.which("false") or ""))
+    with pytest.raises(SpmdError, match=r"worker spmd[01] \(process \d+\) ended with status 1 while"):
         spmd.use_spmd(workers=2)
     assert not spmd.is_spmd()
 

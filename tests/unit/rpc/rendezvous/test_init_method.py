@@ -20,7 +20,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from rpc.errors import RendezvousError, RendezvousTimeoutError
 from rpc.rendezvous import init_method
 from rpc.rendezvous.address import _address_towards
-from rpc.rendezvous.init_method import Place, _TcpStore, job_key, open_store, resolve_group
+from rpc.rendezvous.init_method import RankAndSize, _TcpStore, job_key, open_store, resolve_group
 from rpc.rendezvous.static import join_static
 from rpc.runtime.process_signs import ProcessSigns
 from tests.unit.rpc.rendezvous.conftest import Workers, in_thread, results
@@ -37,35 +37,35 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4"}
 @pytest.mark.parametrize(
     ("rank", "world_size", "environ", "place"),
     [
-        (0, 2, {}, Place(0, 2)),
-        (-1, None, TORCHRUN, Place(2, 4)),
-        (None, None, TORCHRUN, Place(2, 4)),
-        (0, 2, TORCHRUN, Place(0, 2)),
-        (3, None, TORCHRUN, Place(3, 4)),
-        (-1, 8, TORCHRUN, Place(2, 8)),
-        (0, None, {}, Place(0, None)),
-        (5, 0, {}, Place(5, None)),
-        (-1, None, {"RANK": "1"}, Place(1, None)),
+        (0, 2, {}, RankAndSize(0, 2)),
+        (-1, None, TORCHRUN, RankAndSize(2, 4)),
+        (None, None, TORCHRUN, RankAndSize(2, 4)),
+        (0, 2, TORCHRUN, RankAndSize(0, 2)),
+        (3, None, TORCHRUN, RankAndSize(3, 4)),
+        (-1, 8, TORCHRUN, RankAndSize(2, 8)),
+        (0, None, {}, RankAndSize(0, None)),
+        (5, 0, {}, RankAndSize(5, None)),
+        (-1, None, {"RANK": "1"}, RankAndSize(1, None)),
     ],
 )
 def test_argument_counts_before_the_environment(
-    rank: int | None, world_size: int | None, environ: Mapping[str, str], place: Place
+    rank: int | None, world_size: int | None, environ: Mapping[str, str], place: RankAndSize
 ) -> None:
     assert resolve_group(rank, world_size, environ) == place
 
 
 def test_dynamic_group_is_asked_for_where_the_environment_has_a_world_size() -> None:
-    assert resolve_group(-1, None, TORCHRUN, dynamic=True) == Place(2, None)
+    assert resolve_group(-1, None, TORCHRUN, dynamic=True) == RankAndSize(2, None)
 
 
 def test_dynamic_group_asked_for_needs_no_rank() -> None:
-    assert resolve_group(-1, None, {}, dynamic=True) == Place(None, None)
+    assert resolve_group(-1, None, {}, dynamic=True) == RankAndSize(None, None)
 
 
 def test_init_method_may_carry_rank_and_world_size() -> None:
     url = "tcp://host:1?rank=1&world_size=3"
-    assert resolve_group(-1, None, TORCHRUN, init_method=url) == Place(1, 3)
-    assert resolve_group(0, 2, TORCHRUN, init_method=url) == Place(0, 2)
+    assert resolve_group(-1, None, TORCHRUN, init_method=url) == RankAndSize(1, 3)
+    assert resolve_group(0, 2, TORCHRUN, init_method=url) == RankAndSize(0, 2)
 
 
 def test_all_workers_on_one_host_are_known_from_torchrun() -> None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from spmd.engine.driver.operators import propagate
 from spmd.engine.program.program import REPLICATED, Layout, MeshKey, Meta
-from spmd.engine.worker.steps import InstructionError
+from spmd.engine.worker.local_calls import InstructionError
 from tests.unit.spmd.engine.recorded import Recorder, Value
 
 aten: Any = torch.ops.aten

@@ -26,7 +26,7 @@ from spmd.engine.program.program import (
 )
 from spmd.engine.program.redistribution import take_shard
 from spmd.engine.worker.interpreter import LinkedProgram
-from spmd.engine.worker.steps import InstructionError
+from spmd.engine.worker.local_calls import InstructionError
 from tests.unit.spmd.collectives.ranks import in_threads
 from tests.unit.spmd.engine.recorded import Recorder, Value, World, meta_of
 

@@ -1,4 +1,4 @@
-"""Steps of a linked program, and the one function that they become."""
+"""The local calls that make up a linked program, and the one function that they become."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmd.engine.program.program import Program, Ref, Scalar
 
-__all__ = ["Assembled", "InstructionError", "Step", "last_uses"]
+__all__ = ["Assembled", "InstructionError", "LocalCall", "last_uses"]
 
 _FILE: Final = os.path.join(os.path.dirname(__file__), "<linked program>")
 """Name of the file of generated code, in this folder, so that its frames belong to this distribution."""
@@ -35,7 +35,7 @@ class InstructionError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Step:
+class LocalCall:
     """One call of a function on local tensors.
 
     Attributes:
@@ -84,7 +84,7 @@ class Step:
         return [each for each in found if isinstance(each, Ref)]
 
 
-def last_uses(steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, int]:
+def last_uses(steps: Sequence[LocalCall], outputs: Sequence[int]) -> dict[int, int]:
     """Return the index of the last step that takes or makes each value; past the end for outputs."""
     last: dict[int, int] = {}
     for place, step in enumerate(steps):
@@ -108,7 +108,7 @@ class Assembled:
     """
 
     def __init__(
-        self, program: Program, steps: Sequence[Step], check: Callable[[int, Any], object] | None = None
+        self, program: Program, steps: Sequence[LocalCall], check: Callable[[int, Any], object] | None = None
     ) -> None:
         self._names: dict[str, Any] = {"check": check}
         self._steps, self._outputs = steps, program.outputs
@@ -157,7 +157,7 @@ class Assembled:
             trace = trace.tb_next
         return None
 
-    def step_at(self, place: int) -> Step:
+    def step_at(self, place: int) -> LocalCall:
         """Return the step at an index."""
         return self._steps[place]
 
@@ -201,13 +201,13 @@ class Assembled:
             values.update(dict.fromkeys(self._dying.get(at, ())))
         return [values[each] for each in self._outputs]
 
-    def _targets(self, step: Step) -> str:
+    def _targets(self, step: LocalCall) -> str:
         if not step.results:
             return ""
         names = ["_" if value is None else f"v{value}" for value in step.results]
         return f"{names[0]} = " if step.single else f"{', '.join(names)}, = "
 
-    def _call(self, step: Step, place: int) -> str:
+    def _call(self, step: LocalCall, place: int) -> str:
         function = f"f{place}"
         self._names[function] = step.function
         args = [self._render(each) for each in step.args]
@@ -228,7 +228,7 @@ class Assembled:
         return name
 
 
-def _done(step: Step, values: dict[int, Any], scalars: Sequence[float]) -> Sequence[Any] | None:
+def _done(step: LocalCall, values: dict[int, Any], scalars: Sequence[float]) -> Sequence[Any] | None:
     """Return the result of a step."""
 
     def filled(tree: Any) -> Any:

@@ -8,23 +8,25 @@ from dataclasses import dataclass
 
 from spmd.engine.errors import SpmdError
 
-__all__ = ["WorkerPlace", "on_device", "places"]
+__all__ = ["WorkerDevice", "on_device", "workers_and_devices"]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
+class WorkerDevice:
     """A worker of the RPC group, and the device on which it computes; None for the CPU."""
 
     worker: str
     device: str | None = None
 
 
-def on_device(workers: Sequence[str], device: str | None) -> list[WorkerPlace]:
+def on_device(workers: Sequence[str], device: str | None) -> list[WorkerDevice]:
     """Return workers that compute on the same device, or on devices of the same type."""
-    return [WorkerPlace(each, _not_cpu(device)) for each in workers]
+    return [WorkerDevice(each, _not_cpu(device)) for each in workers]
 
 
-def places(named: Sequence[str], members: Sequence[str], device: str | None) -> list[WorkerPlace]:
+def workers_and_devices(
+    named: Sequence[str], members: Sequence[str], device: str | None
+) -> list[WorkerDevice]:
     """Return what a program has named.
 
     Args:
@@ -35,7 +37,7 @@ def places(named: Sequence[str], members: Sequence[str], device: str | None) -> 
     Raises:
         SpmdError: a name is wrong, occurs twice, or has no index of a device where it needs one.
     """
-    found = [_place(each, members, device) for each in named]
+    found = [_parsed(each, members, device) for each in named]
     wrong = [text for text, each in zip(named, found, strict=True) if each.worker not in members]
     if wrong or not found or len(set(found)) != len(found):
         raise SpmdError(
@@ -55,13 +57,13 @@ def places(named: Sequence[str], members: Sequence[str], device: str | None) -> 
     return found
 
 
-def _place(text: str, members: Sequence[str], device: str | None) -> WorkerPlace:
+def _parsed(text: str, members: Sequence[str], device: str | None) -> WorkerDevice:
     worker, slash, own = text.rpartition("/")
     if text in members or not slash:
-        return WorkerPlace(text, _not_cpu(device))
+        return WorkerDevice(text, _not_cpu(device))
     if device is not None:
         raise SpmdError(f"expected devices with the names of the workers or in device=, got both: '{text}'")
-    return WorkerPlace(worker, _not_cpu(own))
+    return WorkerDevice(worker, _not_cpu(own))
 
 
 def _not_cpu(device: str | None) -> str | None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from spmd.engine.driver.places import WorkerPlace as At
-from spmd.engine.driver.places import places
+from spmd.engine.driver.worker_devices import WorkerDevice as At
+from spmd.engine.driver.worker_devices import workers_and_devices
 from spmd.engine.errors import SpmdError
 
 MEMBERS = ("worker1", "worker2", "a/b")
@@ -32,7 +32,7 @@ MEMBERS = ("worker1", "worker2", "a/b")
     ],
 )
 def test_places(named: Sequence[str], device: str | None, expected: Sequence[At]) -> None:
-    assert places(named, MEMBERS, device) == expected
+    assert workers_and_devices(named, MEMBERS, device) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_places(named: Sequence[str], device: str | None, expected: Sequence[At]
 )
 def test_wrong_places_are_refused(named: Sequence[str], device: str | None, said: str) -> None:
     with pytest.raises(SpmdError, match=said):
-        places(named, MEMBERS, device)
+        workers_and_devices(named, MEMBERS, device)

@@ -1,14 +1,14 @@
-"""Places in programs: function, file and line."""
+"""Positions in programs: function, file and line."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Place"]
+__all__ = ["Position"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """A position in a program."""
 
     function: str
@@ -19,7 +19,7 @@ class Place:
         return f"{self.file}:{self.line}"
 
     @classmethod
-    def of(cls, value: object, folder: str = "") -> Place | None:
+    def of(cls, value: object, folder: str = "") -> Position | None:
         """Parse the position in a snapshot; its file is relative to the folder in which the worker runs."""
         match value:
             case [str(function), str(file), int(line)]:
