@@ -99,6 +99,7 @@ class ServedWorker:
             self._device = device_of_worker(device, hosts, rank, workers[rank])
         kind = DefaultGroup if len(set(workers)) == len(workers) else SeparateGroups
         self._driver = current_agent().group.peers.find(driver)
+        self._workers = workers
         self._groups: WorkerGroups = kind(driver, workers, rank, name, self._device)
         self._groups.form(generation)
         self._engine = WorkerEngine(rank, self._groups.of_mesh, self._device)
@@ -138,7 +139,8 @@ class ServedWorker:
         self._groups.destroy()
         self._engine.relink()
         if workers is not None:
-            await_members(workers, _JOINING_SECONDS)
+            await_members(set(workers).difference(self._workers), _JOINING_SECONDS)
+            self._workers = workers
         self._groups.form(generation, workers)
 
     # ---- copies, see ``saves``
