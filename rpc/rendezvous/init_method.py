@@ -496,7 +496,7 @@ class _TcpStore:
         return _ANSWER_SECONDS + 4 * seconds
 
     def _wrong_answers(self) -> int:
-        """Return how many wrong answers the program that has the port gives: all if it sends text, first or in
+        """Return how many wrong answers the program that has the port gives: all if it sends text, first or
         answer to a request of HTTP; one if it closes the connection unasked; otherwise none. (PyTorch's store
         does not report that in time: it retries for longer than its timeout.)
         """
