@@ -85,6 +85,9 @@ class RemoteMethod(partial[Any]):
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(_not_called(self.args[1], f".{name} = ..."))
 
+    def __deepcopy__(self, memo: object) -> RemoteMethod:
+        return self  # as of a function
+
     def __repr__(self) -> str:
         name = self.args[1]
         return (

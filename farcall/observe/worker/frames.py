@@ -39,6 +39,11 @@ _BY_METHOD: Final = {
 }
 """Methods of ``threading``, by their qualified names."""
 
+_PYTORCHS_RPC: Final = "/torch/distributed/rpc/"
+_OF_PYTORCHS_RPC: Final = (
+    "waits in torch.distributed.rpc, which is not farcall's: import farcall.rpc, or launch with --lend-names"
+)
+
 _BY_FILE: Final = {
     "threading.py": "waits for a lock",
     "queue.py": "waits for a queue",
@@ -196,10 +201,22 @@ def waits_for(frame: FrameType | None, end: FrameType | None = None) -> str:
     called: CodeType | None = None
     while frame is not None and frame is not end:
         if is_users(frame.f_code.co_filename):
+            if _is_in_pytorchs_rpc(frame):
+                return _OF_PYTORCHS_RPC
             return _of_frame(called) if called is not None else _of_call(frame)
         called = frame.f_code
         frame = frame.f_back
     return ""
+
+
+def _is_in_pytorchs_rpc(innermost: FrameType) -> bool:
+    """Whether the installed package that a frame belongs to is waiting in PyTorch's own RPC."""
+    frame: FrameType | None = innermost
+    while frame is not None and frame.f_code.co_filename.startswith(INSTALLED):
+        if _PYTORCHS_RPC in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def waits_in(name: str) -> str:

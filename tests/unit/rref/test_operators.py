@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import pickle
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def test_a_method_that_is_not_called_says_what_to_write() -> None:
             AttributeError, match=r"'weights', which a proxy takes for a method: .*\.weights\("
         ):
             use()
-    assert method.__name__ == method() == "weights"
+    assert method.__name__ == method() == copy.deepcopy(method)() == "weights"
 
 
 def test_attributes_cannot_be_changed_through_a_proxy() -> None:
