@@ -70,7 +70,7 @@ def _doing(thread: ThreadState) -> str:
     if thread.fields.get("computes"):
         return ": computes"
     doing = str(thread.fields.get("doing") or "")
-    on = thread.fields.get("on")
+    on = thread.fields.get("on") if doing.startswith("waits ") else None
     return f": {doing}{f' `{on}`' if on else ''}" if doing else ""
 
 

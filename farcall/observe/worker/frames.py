@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from rpc.runtime.code_folders import INSTALLED, is_users
+from rpc.runtime.code_folders import INSTALLED, OURS, is_users
 from rpc.runtime.collection_pause import is_needed, paused
 
 __all__ = [
@@ -228,7 +228,10 @@ def _of_frame(called: CodeType) -> str:
     """Like ``waits_for``, for the function that the user's code has called."""
     by_method = _BY_METHOD.get(called.co_qualname.removeprefix("Bounded"))
     file = os.path.basename(called.co_filename)
-    return by_method or _BY_FILE.get(file) or f"is in {called.co_qualname} of {file}"
+    known = by_method or _BY_FILE.get(file)
+    if known is None and called.co_filename.startswith(OURS):
+        return f"is in {called.co_name}()"
+    return known or f"is in {called.co_qualname} of {file}"
 
 
 def _of_call(frame: FrameType) -> str:

@@ -54,6 +54,19 @@ def test_frames_of_farcall_are_folded_in_stacks_written_without_the_interpreter(
     assert "    ... 2 frames of farcall (--all)" in list(stack_lines(frozen))
 
 
+@pytest.mark.parametrize(
+    ("doing", "said"),
+    [
+        ("waits for a lock", "  MainThread: waits for a lock `rpc`"),
+        ("is in shutdown()", "  MainThread: is in shutdown()"),
+    ],
+)
+def test_the_name_of_what_a_thread_waits_for_is_shown(doing: str, said: str) -> None:
+    shown = worker()
+    shown.snapshot["threads"][0] |= {"doing": doing, "on": "rpc"}
+    assert list(stack_lines(shown))[1] == said
+
+
 def test_native_stacks_that_are_missing_do_not_keep_those_of_other_workers_from_being_shown() -> None:
     """Here none are available. The reasons come in the end, each once."""
     elsewhere = [

@@ -18,6 +18,7 @@ from types import FrameType
 import pytest
 from torch.distributed import rpc as torch_rpc
 
+import rpc.api
 from farcall.observe.worker.frames import (
     collection_paused,
     coroutine_frames,
@@ -65,6 +66,14 @@ def in_subprocess() -> None:
     subprocess.run([sys.executable, "-c", "input()"], stdin=near.fileno(), check=True)
 
 
+_OF_OURS: dict[str, Callable[[], object]] = {}
+exec(compile("def shutdown(): event.wait()", rpc.api.__file__, "exec"), globals(), _OF_OURS)
+
+
+def in_shutdown() -> None:
+    _OF_OURS["shutdown"]()
+
+
 _IN_PYTORCHS_RPC: dict[str, Callable[[], object]] = {}
 exec(compile("def init_rpc(): event.wait()", torch_rpc.__file__, "exec"), globals(), _IN_PYTORCHS_RPC)
 
@@ -93,6 +102,7 @@ WAYS: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: near.recv(1), "waits for a socket"),
     (lambda: select.select([near], [], []), "waits for a socket or pipe"),
     (in_subprocess, "waits for a subprocess"),
+    (in_shutdown, "is in shutdown()"),
     (
         in_pytorchs_rpc,
         (
