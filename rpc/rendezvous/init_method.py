@@ -370,6 +370,8 @@ class _TcpStore:
                     wrong_now = int("timed out" not in reason)
                     if wrong_now and isinstance(error, TimeoutError):
                         wrong_now = self._wrong_answers()
+                        if wrong_now == _WRONG_ANSWERS:
+                            reason = "it speaks another protocol"
                     if wrong_now:
                         wrong += wrong_now
                     elif self._may_serve or is_here(self.host):

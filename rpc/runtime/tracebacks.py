@@ -142,7 +142,8 @@ def _fold_pool(described: traceback.TracebackException, error: BaseException) ->
 
 def _shorten_repetition(described: traceback.TracebackException) -> None:
     """Cut the text of an error at the end of its notes, where it is long."""
-    text, notes = str(described), described.__notes__
+    text = str(described)
+    notes: object = described.__notes__  # the program may have set anything
     if len(text) <= _SHOWN_AGAIN or not isinstance(notes, list):
         return
     described.__notes__ = [
