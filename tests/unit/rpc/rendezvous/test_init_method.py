@@ -299,7 +299,7 @@ def test_port_of_another_program_is_named_at_once(rank: int) -> None:
 class Http(BaseHTTPRequestHandler):
     timeout = 2  # in seconds; ends the connections of stores, which send no request
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
 
 
 @pytest.mark.parametrize("rank", [0, 1])
