@@ -171,7 +171,7 @@ class Crew:
 
     def set_to_work(self, worker: rpc.WorkerInfo) -> None:
         """(1) Called when a worker has joined."""
-        trainer = rpc.remote(worker, Trainer, args=(self._server, self.started))
+        trainer = rpc.remote(worker, Trainer, args=(self._server, self.started), timeout=0)
         trainer.rpc_async(timeout=0).train(self._options.batch)
 
     def replace(self, worker: rpc.WorkerInfo, reason: str) -> None:

@@ -147,7 +147,7 @@ def direct(options: argparse.Namespace) -> None:
     host = options.master_addr or "127.0.0.1"
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     trainers = [
-        rpc.remote(name, Trainer, (embedding, index, len(names), host, store.port, options))
+        rpc.remote(name, Trainer, (embedding, index, len(names), host, store.port, options), timeout=0)
         for index, name in enumerate(names)
     ]
     with live_progress("passes", options.passes, plain=options.plain) as progress:

@@ -235,11 +235,11 @@ def direct(options: argparse.Namespace) -> float:
     # (3) References travel: `server`, a reference to the object here, is an argument like any other.
     server = rpc.RRef(local)
     trainers = [
-        rpc.remote(name, Trainer, args=(server, index, len(names), options.batch))
+        rpc.remote(name, Trainer, args=(server, index, len(names), options.batch), timeout=0)
         for index, name in enumerate(names)
     ]
     _, held_out = load_images()
-    places = [trainer.rpc_sync().where() for trainer in trainers]
+    places = [trainer.rpc_sync(timeout=0).where() for trainer in trainers]  # once they have their data
     began = time.perf_counter()
     runs = [
         trainer.rpc_async(timeout=0).train(options.steps - steps)

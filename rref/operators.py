@@ -21,6 +21,16 @@ _OPERATORS: Final = {
     "/": ("__truediv__", "__rtruediv__"),
     "@": ("__matmul__", "__rmatmul__"),
     "**": ("__pow__", "__rpow__"),
+    "//": ("__floordiv__", "__rfloordiv__"),
+    "%": ("__mod__", "__rmod__"),
+    "<": ("__lt__",),
+    "<=": ("__le__",),
+    ">": ("__gt__",),
+    ">=": ("__ge__",),
+    "float()": ("__float__",),
+    "int()": ("__int__",),
+    "abs()": ("__abs__",),
+    "round()": ("__round__",),
 }
 
 

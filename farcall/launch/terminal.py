@@ -10,9 +10,12 @@ __all__ = ["name_ranks", "say"]
 
 
 def say(text: str) -> None:
-    """Print one line to standard error, beside the lines of the workers."""
+    """Print one line to standard error, beside the lines of the workers. Control characters, which errors and
+    names may contain, are escaped.
+    """
+    shown = "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
     with contextlib.suppress(BrokenPipeError):  # nothing reads it any more; the job goes on
-        print(f"farcall: {text}", file=sys.stderr, flush=True)
+        print(f"farcall: {shown}", file=sys.stderr, flush=True)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

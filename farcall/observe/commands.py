@@ -165,22 +165,20 @@ def stacks(job: str | None, everything: bool, native: bool, workers: tuple[str, 
     The stacks of a dead worker are from the last look at it. A worker whose interpreter does not run writes
     its stacks without it.
     """
-    from farcall.observe.reading.stacks import chosen, native_stack_lines, stack_lines
+    from farcall.observe.reading.stacks import chosen, lines_of_all
 
     found = _read(_find(job), native=True)
     try:
         picked = chosen(found, workers)
     except LookupError as error:
         raise click.ClickException(str(error)) from error
-    for worker in picked:
-        try:
-            lines = native_stack_lines(worker) if native else stack_lines(worker, everything=everything)
-            for line in lines:
-                click.echo(line)
-        except BrokenPipeError:  # the reader, such as `head`, has seen enough
-            raise
-        except OSError as error:
-            raise click.ClickException(str(error)) from error
+    try:
+        for line in lines_of_all(picked, native=native, everything=everything):
+            click.echo(line)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        raise
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
     return 0
 
 

@@ -58,7 +58,12 @@ _MARGIN_SECONDS: Final = 0.5
 """Time in seconds by which PyTorch's store may exceed its timeout to report a wrong answer."""
 
 _WRONG_ANSWERS: Final = 2
-"""Number of wrong answers after which the port is considered to belong to another program."""
+"""Number of wrong answers after which the port is considered to belong to another program. Text counts as
+all of them.
+"""
+
+_REQUEST: Final = b"GET / HTTP/1.0\r\n\r\n"
+"""Request that servers of HTTP, and most others with lines of text, answer. A store sends no answer to it."""
 
 _SILENCE: Final = 6
 """What the times add up to that the program that has a port of this host has not answered, each with a longer
@@ -362,14 +367,17 @@ class _TcpStore:
                         reason += " (a socket of this host is bound to the port and does not listen)"
                 else:
                     port_is_free, patience, remedy = False, 4 * patience, _STRANGERS_REMEDY
-                    if "timed out" not in reason and (
-                        not isinstance(error, TimeoutError) or self._hangs_up()
-                    ):
-                        wrong += 1
-                    elif self._may_serve:
+                    wrong_now = int("timed out" not in reason)
+                    if wrong_now and isinstance(error, TimeoutError):
+                        wrong_now = self._wrong_answers()
+                        if wrong_now == _WRONG_ANSWERS:
+                            reason = "it speaks another protocol"
+                    if wrong_now:
+                        wrong += wrong_now
+                    elif self._may_serve or is_here(self.host):
                         patience = min(patience, max(_LONGEST_SILENCE_SECONDS, patience / 4))
                         silence += self._weight_of_silence()
-                    if wrong == _WRONG_ANSWERS or silence >= _SILENCE:
+                    if wrong >= _WRONG_ANSWERS or silence >= _SILENCE:
                         raise RendezvousError(self._taken(reason)) from error
             if notices.due():
                 logger.warning(
@@ -489,19 +497,22 @@ class _TcpStore:
             )
         return _ANSWER_SECONDS + 4 * seconds
 
-    def _hangs_up(self) -> bool:
-        """Whether the program that has the port speaks first, or closes the connection, as no store does.
-        (PyTorch's store does not report that in time: it retries for longer than its timeout.)
+    def _wrong_answers(self) -> int:
+        """Return how many wrong answers the program that has the port gives: all if it sends text, first or
+        answer to a request of HTTP; one if it closes the connection unasked; otherwise none. (PyTorch's store
+        does not report that in time: it retries for longer than its timeout.)
         """
         try:
             with socket.create_connection((self.host, self.port), _PROBE_SECONDS) as connection:
                 connection.settimeout(_ANSWER_SECONDS)
-                connection.recv(1)
-        except TimeoutError:
-            return False
+                with contextlib.suppress(TimeoutError):
+                    return _WRONG_ANSWERS if connection.recv(1) else 1
+                with contextlib.suppress(OSError):  # a store may close the connection now
+                    connection.sendall(_REQUEST)
+                    return _WRONG_ANSWERS if connection.recv(1) else 0
         except OSError as error:
-            return not _nobody_is_there(error)
-        return True
+            return int(not isinstance(error, TimeoutError) and not _nobody_is_there(error))
+        return 0
 
     def _own_address(self) -> str | None:
         """Return the one address that the host's name has, on all hosts; None if it may have another."""

@@ -3,8 +3,9 @@
 Frames of this distribution, of the modules with which it waits, and of ``runpy`` are left out. A cause that
 has no other frames is left out too if the text of the error that it caused contains its text; otherwise it is
 shown without frames. An error without any frame of the program keeps all frames, since the fault may be ours.
-An error of a pool's process is shown once, with the frames of both processes. With
-``FARCALL_TRACEBACKS=full`` in the environment nothing is left out.
+An error of a pool's process is shown once, with the frames of both processes. If a note, as of another
+worker's traceback, ends with the error's text, it is cut there. With ``FARCALL_TRACEBACKS=full`` in the
+environment nothing is left out.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _OF_POOLS: Final = {
     ("concurrent.futures.process", "_RemoteTraceback"),
 }
 """Causes by which pools of processes show the traceback of the other process, as text."""
+
+_SHOWN_AGAIN: Final = 60
+"""Number of characters of an error's text that are shown once more."""
 
 _FRAME: Final = re.compile(r'^  File "(.*)", line \d+, in .*\n(?:    .*\n)*', re.MULTILINE)
 
@@ -74,6 +78,7 @@ def folded(error: BaseException, *, for_caller: bool = False) -> str:
             return str(described)
         _fold(described)
         _fold_pool(described, error)
+        _shorten_repetition(described)
     return "".join(described.format())
 
 
@@ -132,6 +137,20 @@ def _fold_pool(described: traceback.TracebackException, error: BaseException) ->
     described.__notes__ = [
         *(described.__notes__ or ()),
         f"Raised in a process of the pool:\n{users}".rstrip(),
+    ]
+
+
+def _shorten_repetition(described: traceback.TracebackException) -> None:
+    """Cut the text of an error at the end of its notes, where it is long."""
+    text = str(described)
+    notes: object = described.__notes__  # the program may have set anything
+    if len(text) <= _SHOWN_AGAIN or not isinstance(notes, list):
+        return
+    described.__notes__ = [
+        f"{each.rstrip().removesuffix(text)}{text[:_SHOWN_AGAIN].rstrip()} ..."
+        if isinstance(each, str) and each.rstrip().endswith(text)
+        else each
+        for each in notes
     ]
 
 

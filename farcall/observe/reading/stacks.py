@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from farcall.observe.format.frozen_stacks import Stack
@@ -12,7 +12,7 @@ from farcall.observe.reading.native_stacks import native_stacks
 from farcall.observe.reading.state import JobState, ThreadState, WorkerState
 from rpc.runtime.code_folders import OURS
 
-__all__ = ["chosen", "native_stack_lines", "stack_lines"]
+__all__ = ["chosen", "lines_of_all", "stack_lines"]
 
 
 def chosen(job: JobState, names: Sequence[str]) -> list[WorkerState]:
@@ -70,7 +70,7 @@ def _doing(thread: ThreadState) -> str:
     if thread.fields.get("computes"):
         return ": computes"
     doing = str(thread.fields.get("doing") or "")
-    on = thread.fields.get("on")
+    on = thread.fields.get("on") if doing.startswith("waits ") else None
     return f": {doing}{f' `{on}`' if on else ''}" if doing else ""
 
 
@@ -91,7 +91,23 @@ def _places(places: Sequence[Position], folder: str = "", *, everything: bool) -
             yield f"    {place.function}  {place.file.removeprefix(prefix)}:{place.line}"
 
 
-def native_stack_lines(worker: WorkerState) -> Iterator[str]:
+def lines_of_all(workers: Iterable[WorkerState], *, native: bool, everything: bool) -> Iterator[str]:
+    """Yield the stacks of several workers.
+
+    Raises:
+        OSError: in the end, if native stacks of some of them are not available; the text has the reasons.
+    """
+    reasons = []
+    for worker in workers:
+        try:
+            yield from _native_stack_lines(worker) if native else stack_lines(worker, everything=everything)
+        except OSError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise OSError("\n".join(dict.fromkeys(reasons)))
+
+
+def _native_stack_lines(worker: WorkerState) -> Iterator[str]:
     """Yield the threads of a living worker with their frames of C and C++, from ``py-spy``.
 
     Raises:
@@ -100,8 +116,9 @@ def native_stack_lines(worker: WorkerState) -> Iterator[str]:
     if worker.host != socket.gethostname():
         raise OSError(f"{worker.name} runs on {worker.host}: run `farcall stacks --native` there")
     names = {each.id: each.name for each in worker.threads}
+    stacks = native_stacks(worker.pid)
     yield f"{worker.name} (now)"
-    for stack in native_stacks(worker.pid):
+    for stack in stacks:
         yield from _stack(stack, names, everything=True)
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from rpc.runtime.code_folders import INSTALLED, is_users
+from rpc.runtime.code_folders import INSTALLED, OURS, is_users
 from rpc.runtime.collection_pause import is_needed, paused
 
 __all__ = [
@@ -38,6 +38,11 @@ _BY_METHOD: Final = {
     "Thread.join": "waits for a thread to end",
 }
 """Methods of ``threading``, by their qualified names."""
+
+_PYTORCHS_RPC: Final = "/torch/distributed/rpc/"
+_OF_PYTORCHS_RPC: Final = (
+    "waits in torch.distributed.rpc, which is not farcall's: import farcall.rpc, or launch with --lend-names"
+)
 
 _BY_FILE: Final = {
     "threading.py": "waits for a lock",
@@ -196,10 +201,22 @@ def waits_for(frame: FrameType | None, end: FrameType | None = None) -> str:
     called: CodeType | None = None
     while frame is not None and frame is not end:
         if is_users(frame.f_code.co_filename):
+            if _is_in_pytorchs_rpc(frame):
+                return _OF_PYTORCHS_RPC
             return _of_frame(called) if called is not None else _of_call(frame)
         called = frame.f_code
         frame = frame.f_back
     return ""
+
+
+def _is_in_pytorchs_rpc(innermost: FrameType) -> bool:
+    """Whether the installed package that a frame belongs to is waiting in PyTorch's own RPC."""
+    frame: FrameType | None = innermost
+    while frame is not None and frame.f_code.co_filename.startswith(INSTALLED):
+        if _PYTORCHS_RPC in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def waits_in(name: str) -> str:
@@ -211,7 +228,10 @@ def _of_frame(called: CodeType) -> str:
     """Like ``waits_for``, for the function that the user's code has called."""
     by_method = _BY_METHOD.get(called.co_qualname.removeprefix("Bounded"))
     file = os.path.basename(called.co_filename)
-    return by_method or _BY_FILE.get(file) or f"is in {called.co_qualname} of {file}"
+    known = by_method or _BY_FILE.get(file)
+    if known is None and called.co_filename.startswith(OURS):
+        return f"is in {called.co_name}()"
+    return known or f"is in {called.co_qualname} of {file}"
 
 
 def _of_call(frame: FrameType) -> str:

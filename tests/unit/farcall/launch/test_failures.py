@@ -49,6 +49,12 @@ def test_a_failure_has_a_shells_status(failure: Failure, status: int, what: str)
     assert (failure.exit_status, failure.what) == (status, what)
 
 
+def test_the_summary_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    Failure(0, 10, 1, 3.0, "ValueError: \x1b[2J\udc80 bad").sum_up()
+    said = capsys.readouterr().err
+    assert said == "farcall: rank 0 (process 10) failed first: it raised ValueError: \\x1b[2J\\udc80 bad\n"
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise LookupError

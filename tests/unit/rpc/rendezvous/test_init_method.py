@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,30 @@ def test_port_of_another_program_is_named_at_once(rank: int) -> None:
         other_ends.result(20)
 
 
-@pytest.mark.parametrize("rank", [0, None])
+class Http(BaseHTTPRequestHandler):
+    timeout = 2  # in seconds; ends the connections of stores, which send no request
+
+    def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.usefixtures("listeners_of_another_process")
+def test_port_of_a_server_of_http_is_named_after_one_answer(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """On another host, too, where the process that has the port is unknown and may be busy."""
+    monkeypatch.setattr(init_method, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(init_method, "process_signs", lambda _: ProcessSigns(True, False, 1, 1))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Http) as other:
+        serving = in_thread(other.serve_forever)
+        said = "taken by a program that is not the store .*it speaks another protocol"
+        with pytest.raises(RendezvousError, match=said):
+            open_store(f"tcp://127.0.0.1:{other.server_port}", rank, 2, timeout=60)
+        other.shutdown()
+        serving.result(20)
+
+
+@pytest.mark.parametrize("rank", [0, 1, None])
 @pytest.mark.parametrize("accepts", [True, False])
 @pytest.mark.usefixtures("listeners_of_another_process")
 def test_port_of_this_host_that_a_silent_program_has_is_named(

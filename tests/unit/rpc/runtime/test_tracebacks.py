@@ -98,6 +98,21 @@ def test_a_group_of_errors_is_folded_in_each_member() -> None:
     assert "rpc/api.py" not in text
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_long_text_is_not_repeated_at_the_end_of_a_note(
+    full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FARCALL_TRACEBACKS", "full" if full else "")
+    long = "what was asked, " * 10 + "and what to do"
+    error = ValueError(long)
+    error.add_note(f"Traceback on worker 'worker1':\n  their frame\nValueError: {long}\n")
+    error.add_note("another")
+    text = folded(error)
+    assert text.count(long) == 1 + full
+    assert "  their frame\nValueError: what was asked," in text
+    assert text.endswith("another\n")
+
+
 def test_an_error_in_one_line_names_the_programs_line() -> None:
     with pytest.raises(NotInitializedError) as caught:
         call_without_a_group()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from farcall.observe.format.frozen_stacks import Stack
-from farcall.observe.reading.stacks import stack_lines
+from farcall.observe.reading.stacks import lines_of_all, stack_lines
 from farcall.observe.reading.state import Process, WorkerState
 from rpc.runtime import code_folders
 
@@ -50,3 +52,26 @@ def test_frames_of_farcall_are_folded_in_stacks_written_without_the_interpreter(
         frozen={1: Stack(1, tuple(places))},
     )
     assert "    ... 2 frames of farcall (--all)" in list(stack_lines(frozen))
+
+
+@pytest.mark.parametrize(
+    ("doing", "said"),
+    [
+        ("waits for a lock", "  MainThread: waits for a lock `rpc`"),
+        ("is in shutdown()", "  MainThread: is in shutdown()"),
+    ],
+)
+def test_the_name_of_what_a_thread_waits_for_is_shown(doing: str, said: str) -> None:
+    shown = worker()
+    shown.snapshot["threads"][0] |= {"doing": doing, "on": "rpc"}
+    assert list(stack_lines(shown))[1] == said
+
+
+def test_native_stacks_that_are_missing_do_not_keep_those_of_other_workers_from_being_shown() -> None:
+    """Here none are available. The reasons come in the end, each once."""
+    elsewhere = [
+        WorkerState(None, {"worker": {"name": name, "rank": 0, "host": "far"}}, Process(alive=True))
+        for name in ("worker0", "worker1", "worker1")
+    ]
+    with pytest.raises(OSError, match=r"worker0 runs on far: .*\nworker1 runs on far: [^\n]*$"):
+        list(lines_of_all(elsewhere, native=True, everything=False))

@@ -16,7 +16,9 @@ from collections.abc import Callable, Generator, Iterator
 from types import FrameType
 
 import pytest
+from torch.distributed import rpc as torch_rpc
 
+import rpc.api
 from farcall.observe.worker.frames import (
     collection_paused,
     coroutine_frames,
@@ -64,6 +66,22 @@ def in_subprocess() -> None:
     subprocess.run([sys.executable, "-c", "input()"], stdin=near.fileno(), check=True)
 
 
+_OF_OURS: dict[str, Callable[[], object]] = {}
+exec(compile("def shutdown(): event.wait()", rpc.api.__file__, "exec"), globals(), _OF_OURS)
+
+
+def in_shutdown() -> None:
+    _OF_OURS["shutdown"]()
+
+
+_IN_PYTORCHS_RPC: dict[str, Callable[[], object]] = {}
+exec(compile("def init_rpc(): event.wait()", torch_rpc.__file__, "exec"), globals(), _IN_PYTORCHS_RPC)
+
+
+def in_pytorchs_rpc() -> None:
+    _IN_PYTORCHS_RPC["init_rpc"]()
+
+
 def let_go() -> None:
     lock.release()
     event.set()
@@ -84,6 +102,14 @@ WAYS: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: near.recv(1), "waits for a socket"),
     (lambda: select.select([near], [], []), "waits for a socket or pipe"),
     (in_subprocess, "waits for a subprocess"),
+    (in_shutdown, "is in shutdown()"),
+    (
+        in_pytorchs_rpc,
+        (
+            "waits in torch.distributed.rpc, which is not farcall's: "
+            "import farcall.rpc, or launch with --lend-names"
+        ),
+    ),
     (lambda: os.read(near.fileno(), 1), "waits for a file or pipe"),
 )
 
