@@ -10,7 +10,6 @@ PyTorch may drop: its own RPC.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fresh import RunFresh
 from tests.support.sources import ROOT, source_of
 
 MAY_IMPORT = {
@@ -402,15 +402,9 @@ print(*sorted(set(sys.modules) - before))
 
 
 @pytest.mark.processes
-def test_importing_the_packages_does_nothing() -> None:
+def test_importing_the_packages_does_nothing(run_fresh: RunFresh) -> None:
     """No thread, no descriptor, no setting changed, and nothing heavy or replaced imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_AND_LOOK, *PACKAGES],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
+    done = run_fresh(IMPORT_AND_LOOK, *PACKAGES)
     assert done.returncode == 0, done.stderr
     unwanted = [
         module

@@ -21,7 +21,7 @@ from rpc.group.termination import (
     Termination,
     Waits,
 )
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 from tests.support.termination_world import World, members
 
 IDLE = ActivityReport(0)
@@ -59,7 +59,7 @@ def at_work(count: int, chance: Random, depth: int = 2) -> World:
 
 
 @given(st.integers(1, 5), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=150 * EFFORT)
+@settings(PROFILE, max_examples=examples(150))
 def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count: int, seed: int) -> None:
     chance = Random(seed)
     world = at_work(count, chance)
@@ -68,7 +68,7 @@ def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count:
 
 
 @given(st.integers(2, 5), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=250 * EFFORT)
+@settings(PROFILE, max_examples=examples(250))
 def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> None:
     chance = Random(seed)
     world = at_work(count, chance)
@@ -82,7 +82,7 @@ def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> No
 
 
 @given(st.integers(2, 5), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=150 * EFFORT)
+@settings(PROFILE, max_examples=examples(150))
 def test_the_same_with_connections_that_break(count: int, seed: int) -> None:
     chance = Random(seed)
     world = at_work(count, chance)
@@ -96,7 +96,7 @@ def test_the_same_with_connections_that_break(count: int, seed: int) -> None:
 
 
 @given(st.integers(2, 4), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=100 * EFFORT)
+@settings(PROFILE, max_examples=examples(100))
 def test_with_a_timeout_it_ends_though_one_never_enters(count: int, seed: int) -> None:
     chance = Random(seed)
     world = World(count, chance)

@@ -18,7 +18,7 @@ from rpc.wire import frames, reassembly
 from rpc.wire.chunking import CHUNK_BYTES, SHORT_CHUNK_BYTES, Outgoing
 from rpc.wire.frames import Kind, chunk_prefix, chunked, encode
 from rpc.wire.reassembly import MAX_OPEN, Incomplete, Reassembly, Room
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 from tests.support.frames import (
     LIMIT,
     Message,
@@ -33,7 +33,7 @@ from tests.support.frames import (
     u64,
 )
 
-EXAMPLES = settings(PROFILE, max_examples=60 * EFFORT)
+EXAMPLES = settings(PROFILE, max_examples=examples(60))
 
 lengths = st.sampled_from(
     [
@@ -253,7 +253,7 @@ openings = st.builds(opening, few, body=bodies, header=few, segments=few, kind=k
 chunk_frames = st.builds(chunk, few, st.binary(max_size=60))
 
 
-@settings(PROFILE, max_examples=300 * EFFORT)
+@settings(PROFILE, max_examples=examples(300))
 @given(
     frames=st.lists(openings | chunk_frames | small_messages.map(encoded), max_size=12),
     cut=st.integers(0, 200),
@@ -280,7 +280,7 @@ mostly_valid = st.builds(
 in_order = st.lists(segments.filter(lambda each: all(len(part) < CHUNK_BYTES for part in each)), max_size=2)
 
 
-@settings(PROFILE, max_examples=300 * EFFORT)
+@settings(PROFILE, max_examples=examples(300))
 @given(
     frames=st.lists(mostly_valid, max_size=12),
     messages=in_order,

@@ -6,14 +6,14 @@ same each time.
 
 import pytest
 
-from tests.support.effort import EFFORT
+from tests.support.effort import examples
 from tests.unit.rref.protocol.moves import live
 from tests.unit.rref.protocol.stories import Story, wander
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_guarantees_hold_in_thousands_of_random_lives(part: int) -> None:
-    for seed in range(part, 4_000 * EFFORT, 4):
+    for seed in range(part, examples(4_000), 4):
         try:
             live(seed)
         except AssertionError as error:
@@ -42,5 +42,5 @@ CREATED = {**PASSED_ON, 1: (), 2: (("create", 1), ("call", 3), ("drop",))}
     ids=["passed_on_by_the_dying", "created_by_the_dying", "owner_dies", "given_up"],
 )
 def test_guarantees_hold_as_a_reference_is_passed_from_worker_to_worker(story: Story) -> None:
-    for seed in range(700 * EFFORT):
+    for seed in range(examples(700)):
         wander(story, seed)
