@@ -247,28 +247,6 @@ def test_a_message_without_memory_arrives_incomplete_and_the_next_one_whole(
 
 
 few = st.integers(0, 3)
-bodies = st.integers(0, 60) | st.just(LIMIT)
-kinds = st.integers(0, 13)
-openings = st.builds(opening, few, body=bodies, header=few, segments=few, kind=kinds, rest=st.binary())
-chunk_frames = st.builds(chunk, few, st.binary(max_size=60))
-
-
-@settings(PROFILE, max_examples=examples(300))
-@given(
-    frames=st.lists(openings | chunk_frames | small_messages.map(encoded), max_size=12),
-    cut=st.integers(0, 200),
-    sizes=reads,
-)
-def test_whatever_a_peer_says_about_chunks_does_no_harm(
-    frames: list[bytes], cut: int, sizes: list[int]
-) -> None:
-    stream = b"".join(frames)
-    for data in (stream, stream[cut:]):
-        with contextlib.suppress(ProtocolError):
-            for frame in feed(greeted(), data, endless(sizes)):
-                assert sum(map(len, frame.buffers)) <= LIMIT
-
-
 UNCLEARED = 0xA5
 """What memory is full of here that nobody has cleared; a peer sends it nowhere else than in lengths."""
 
