@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import gc
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 __all__ = ["PACKAGES", "ROOT", "PrivateUse", "Source", "is_private", "source_of"]
 
@@ -172,7 +173,7 @@ class _Reader:
         return ".".join([start, *reversed(parts)]) if start else None
 
 
-_LOOKS: Final = {
+_LOOKS: Final[dict[type[ast.AST], Callable[[_Reader, Any], None]]] = {
     ast.Import: _Reader._import,
     ast.ImportFrom: _Reader._import_from,
     ast.Call: _Reader._call,
