@@ -22,10 +22,11 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
 
 import pytest
 
-from tests.support import default_device, leftovers, workers
+from tests.support import default_device, fresh, leftovers, workers
 from tests.support.fork_server import ForkServer, become_subreaper
 
 run_workers, standing_workers = workers.run_workers, workers.standing_workers
+run_fresh = fresh.run_fresh
 
 _snapshot_key = pytest.StashKey[leftovers.Snapshot]()
 _found_key = pytest.StashKey[list[str]]()

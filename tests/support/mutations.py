@@ -3,7 +3,7 @@
 
 A seed chooses the places of a given tree, so that two runs on the same product and different tests can be
 compared: what was noticed before must be noticed after. Tests that lie where the file lies or import it run
-in a copy of the tree, until one fails. That one must pass in the tree itself.
+in a process forked for each change, until one fails; that one must pass without the change.
 """
 
 from __future__ import annotations
@@ -11,36 +11,33 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
 import random
-import subprocess
+import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-from tests.support.deletions import copied, run
-
-__all__ = ["Mutation", "mutations_of", "tests_of"]
+from typing import Any, Final
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _PACKAGES: Final = ("rpc", "rref", "dist_autograd", "dist_optim", "spmd", "farcall")
 _SECONDS: Final = 900.0
 
-_OPPOSITE: Final[dict[type[ast.AST], type[ast.AST]]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+_OPPOSITES: Final[tuple[tuple[type[ast.AST], type[ast.AST]], ...]] = (
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.In, ast.NotIn),
+    (ast.Is, ast.IsNot),
+    (ast.And, ast.Or),
+)
+_OPPOSITE: Final = {one: other for pair in _OPPOSITES for one, other in (pair, pair[::-1])}
 
 
 @dataclass(frozen=True)
@@ -107,39 +104,59 @@ def _inside(statement: ast.stmt) -> Iterator[Mutation]:
                 yield Mutation.of("swapped branch", node, f"({ast.unparse(either)})")
 
 
-def tests_of(path: Path) -> list[Path]:
+def _tests_of(path: Path, kinds: Sequence[str]) -> list[Path]:
     """Tests of a file: those of its name, then others that import it, then those that lie where it lies."""
     inside = path.relative_to(_ROOT)
     module = ".".join(inside.with_suffix("").parts)
-    texts = {each: each.read_text() for each in sorted((_ROOT / "tests").rglob("test_*.py"))}
-    folders = [_ROOT / "tests" / kind / inside.parent for kind in ("unit", "group")]
-    mirrored = [each for folder in folders for each in texts if each.parent == folder]
+    folders = [_ROOT / "tests" / kind for kind in kinds]
+    texts = {each: each.read_text() for folder in folders for each in sorted(folder.rglob("test_*.py"))}
+    mirrored = [each for each in texts for folder in folders if each.parent == folder / inside.parent]
     named = [each for each in mirrored if inside.stem.strip("_") in each.stem]
     importing = [each for each, text in texts.items() if f"{module} " in text or f'"{module}' in text]
     return list(dict.fromkeys([*named, *importing, *mirrored]))
 
 
-def _noticed_by(path: Path, mutation: Mutation, tests: list[Path]) -> str:
-    """What notices the change of a file; empty if nothing does."""
-    files = [str(each.relative_to(_ROOT)) for each in tests]
-    command = ("-m", "pytest", "-q", "-x", "-m", "not nightly", "-p", "no:cacheprovider", "--tb=no")
-    with copied() as folder:
-        target = folder / path.relative_to(_ROOT)
-        target.write_text(mutation.apply(target.read_text()))
-        try:
-            ended = run(folder, *command, *files, seconds=_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"tests that do not end within {_SECONDS:g} s"
-    if ended.returncode == 0:
+class _Changed(importlib.abc.MetaPathFinder):
+    """Finds one module with its changed source."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        self._path, self._source = path, source
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The module's, as found on the path, if it is of this file."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.origin != str(self._path):
+            return None
+        loader: Any = spec.loader
+        loader.get_code = lambda _: compile(self._source, str(self._path), "exec", dont_inherit=True)
+        return spec
+
+
+def _failed(tests: Sequence[str], changed: _Changed | None) -> str:
+    """The first test that fails; empty if all pass."""
+    with tempfile.TemporaryFile("w+") as output:
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            for number in (1, 2):
+                os.dup2(output.fileno(), number)
+            sys.meta_path[:0] = [changed] if changed else []
+            import pytest
+
+            options = ("-q", "-x", "-m", "not nightly", "-p", "no:cacheprovider", "--tb=no")
+            os._exit(pytest.main([*options, *tests]))
+        end = time.monotonic() + _SECONDS
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            time.sleep(0.05)
+            if time.monotonic() > end:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return "tests that do not end"
+        output.seek(0)
+        lines = output.read().splitlines()
+    if ended[1] == 0:
         return ""
-    lines = ended.stdout.splitlines()
-    failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "")
-    if not failed:
-        return next((line for line in [*lines, *ended.stderr.splitlines()] if "Error" in line), "its end")
-    test = failed.split()[1]
-    if failed.startswith("FAILED") and run(_ROOT, *command, test, seconds=_SECONDS).returncode:
-        return ""  # it fails without the change, too
-    return test
+    failed = (line.split()[1] for line in lines if line.startswith(("FAILED", "ERROR")))
+    return next(failed, lines[-1] if lines else "its end")
 
 
 def main() -> int:
@@ -148,6 +165,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="chooses the places")
     parser.add_argument("--count", type=int, default=60, help="number of changes")
     parser.add_argument("--only", default="", help="beginning of the paths of files to change")
+    parser.add_argument("--tests", nargs="+", default=["unit", "group"], help="folders of tests that run")
     given = parser.parse_args()
     places = [
         (path, mutation)
@@ -157,15 +175,20 @@ def main() -> int:
         if str(path.relative_to(_ROOT)).startswith(given.only)
         for mutation in mutations_of(ast.parse(path.read_text()))
     ]
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    importlib.import_module("torch.distributed")  # which each of the processes needs
+
     noticed = 0
     chosen = random.Random(given.seed).sample(places, min(given.count, len(places)))
     for number, (path, mutation) in enumerate(chosen, 1):
-        tests = tests_of(path)
-        found = _noticed_by(path, mutation, tests) if tests else ""
-        noticed += bool(found)
+        tests = [str(each.relative_to(_ROOT)) for each in _tests_of(path, given.tests)]
+        failed = _failed(tests, _Changed(path, mutation.apply(path.read_text()))) if tests else ""
+        if "::" in failed and _failed([failed], None):
+            failed = ""  # it fails without the change, too
+        noticed += bool(failed)
         line = path.read_text().splitlines()[mutation.line - 1].strip()
         where = f"{path.relative_to(_ROOT)}:{mutation.line}"
-        print(f"{number:2} {where} {mutation.what} in {line!r}: {found or 'NOTICED BY NO TEST'}", flush=True)
+        print(f"{number:2} {where} {mutation.what} in {line!r}: {failed or 'NOTICED BY NO TEST'}", flush=True)
     print(f"{noticed} of {len(chosen)} noticed")
     return 0
 

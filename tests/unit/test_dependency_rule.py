@@ -9,24 +9,17 @@ PyTorch may drop: its own RPC.
 
 from __future__ import annotations
 
-import ast
 import re
-import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.syntax_trees import syntax_trees, tree_of
-
-__all__ = ["syntax_trees"]
-
-pytestmark = pytest.mark.usefixtures("syntax_trees")
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support.fresh import RunFresh
+from tests.support.sources import ROOT, source_of
 
 MAY_IMPORT = {
     "rpc": set[str](),
@@ -191,61 +184,9 @@ def names(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
-def module_of(path: Path) -> list[str]:
-    """The package that relative imports in a file start from, as its parts."""
-    return list(path.relative_to(ROOT).parent.parts)
-
-
-@cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    """The nodes of a file that the rules are about: imports, calls that import, and strings."""
-    kinds = (ast.Import, ast.ImportFrom, ast.Constant)
-    return [node for node in ast.walk(tree_of(path)) if isinstance(node, kinds) or is_dynamic_import(node)]
-
-
-@cache
 def imports(path: Path) -> list[tuple[int, str]]:
-    """Every module that a file names in an import, at any depth: line and full name.
-
-    For ``from a import b`` that is both ``a`` and ``a.b``, since ``b`` may be a module.
-    """
-    return list(imports_in(path))
-
-
-def imports_in(path: Path) -> Iterator[tuple[int, str]]:
-    for node in nodes_of(path):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            parts = module_of(path)[: len(module_of(path)) - node.level + 1] if node.level else []
-            module = ".".join([*parts, *([node.module] if node.module else [])])
-            yield node.lineno, module
-            for alias in node.names:
-                yield node.lineno, f"{module}.{alias.name}"
-        elif is_dynamic_import(node):
-            assert isinstance(node, ast.Call)
-            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value
-
-
-def is_dynamic_import(node: ast.AST) -> bool:
-    """Whether this calls ``import_module`` or ``__import__``."""
-    if not isinstance(node, ast.Call):
-        return False
-    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    return called in ("import_module", "__import__")
-
-
-def uses_of_torch(path: Path) -> Iterator[tuple[int, str]]:
-    """Dotted names that begin with ``torch``, where a file uses them without an import."""
-    if not any(module in path.read_text() for module in REPLACED):
-        return
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            name = ast.unparse(node)
-            if name.startswith("torch."):
-                yield node.lineno, name
+    """Every module that a file names in an import, and the line."""
+    return source_of(path).imports
 
 
 @cache
@@ -325,14 +266,12 @@ def test_no_string_names_a_module_above() -> None:
     """As in an entry point, or in what is imported by name."""
     named = re.compile(rf"({'|'.join(MAY_IMPORT)})(\.\w+)+(:\w+)?")
     found = [
-        f"{path.relative_to(ROOT)}:{node.lineno} names {node.value}"
+        f"{path.relative_to(ROOT)}:{line} names {text}"
         for path in FILES
-        for node in nodes_of(path)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and named.fullmatch(node.value)
-        and file_of(node.value.partition(":")[0])
-        and (package := path.relative_to(ROOT).parts[0]) != (above := node.value.partition(".")[0])
+        for line, text in source_of(path).strings
+        if named.fullmatch(text)
+        and file_of(text.partition(":")[0])
+        and (package := path.relative_to(ROOT).parts[0]) != (above := text.partition(".")[0])
         and above not in MAY_IMPORT[package] | FACES.get(str(path.relative_to(ROOT)), set())
     ]
     assert not found
@@ -416,16 +355,8 @@ def test_no_file_needs_what_it_replaces() -> None:
     assert not [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path in FILES
-        for line, name in [*imports(path), *uses_of_torch(path)]
+        for line, name in [*imports(path), *source_of(path).of_torch]
         if any(is_within(name, module) for module in REPLACED)
-    ]
-
-
-def test_no_file_imports_the_entry_points_of_pytorch() -> None:
-    """They import ``spmd``, from a file of which everything may import the neighbour."""
-    assert not offences(lambda _, name: name == "farcall_backend")
-    assert not [
-        name for _, name in imports(ROOT / "farcall_guard.py") if name.partition(".")[0] in MAY_IMPORT
     ]
 
 
@@ -471,15 +402,9 @@ print(*sorted(set(sys.modules) - before))
 
 
 @pytest.mark.processes
-def test_importing_the_packages_does_nothing() -> None:
+def test_importing_the_packages_does_nothing(run_fresh: RunFresh) -> None:
     """No thread, no descriptor, no setting changed, and nothing heavy or replaced imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_AND_LOOK, *PACKAGES],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
+    done = run_fresh(IMPORT_AND_LOOK, *PACKAGES)
     assert done.returncode == 0, done.stderr
     unwanted = [
         module

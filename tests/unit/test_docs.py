@@ -145,12 +145,6 @@ def test_snippet_runs(block: str) -> None:
         rpc.shutdown()
 
 
-def test_sections_of_extending_are_short() -> None:
-    for section in EXTENDING.split("\n## ")[1:]:
-        lines = [line for line in section.splitlines() if line.strip()]
-        assert len(lines) <= 40, lines[0]
-
-
 # ---- troubleshooting.md
 
 

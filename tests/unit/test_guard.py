@@ -17,6 +17,7 @@ import farcall_guard
 from farcall.launch.job import Job
 from farcall.launch.launcher import launch
 from farcall_guard import PACKAGES, HiddenPackageError, check, hides_farcall, namesakes
+from tests.support.fresh import RunFresh
 
 ROOT = Path(farcall_guard.__file__).resolve().parent
 
@@ -56,10 +57,10 @@ for line in (
 
 
 @pytest.mark.processes
-def test_importing_from_farcall_checks(tmp_path: Path) -> None:
+def test_importing_from_farcall_checks(tmp_path: Path, run_fresh: RunFresh) -> None:
     """Not `import farcall` alone, which imports none of these packages, and comes before `farcall.compat`."""
     (tmp_path / "rpc.py").write_text("")
-    lines = run_in(tmp_path, IMPORT_EACH).stdout.splitlines()
+    lines = run_fresh(IMPORT_EACH, folder=tmp_path).stdout.splitlines()
     assert len(lines) == 4
     for line in lines:
         assert line.startswith("HiddenPackageError farcall needs its package")
@@ -90,9 +91,9 @@ def assert_ours(done: subprocess.CompletedProcess[str], folder: Path) -> None:
 
 
 @pytest.mark.processes
-def test_under_compat_ours_are_found_wherever_others_are(tmp_path: Path) -> None:
+def test_under_compat_ours_are_found_wherever_others_are(tmp_path: Path, run_fresh: RunFresh) -> None:
     hide(tmp_path)
-    done = run_in(tmp_path, "import farcall.compat\nfarcall.compat.install()\n" + PRINT_WHOSE)
+    done = run_fresh("import farcall.compat\nfarcall.compat.install()\n" + PRINT_WHOSE, folder=tmp_path)
     assert_ours(done, tmp_path)
     assert len(done.stderr.splitlines()) == 1
 
@@ -119,9 +120,9 @@ def test_a_command_finds_ours_wherever_others_are(tmp_path: Path, command: list[
 
 
 @pytest.mark.processes
-def test_compat_does_not_replace_what_was_imported_before(tmp_path: Path) -> None:
+def test_compat_does_not_replace_what_was_imported_before(tmp_path: Path, run_fresh: RunFresh) -> None:
     (tmp_path / "rpc.py").write_text("")
-    done = run_in(tmp_path, "import rpc\nimport farcall.compat\n")
+    done = run_fresh("import rpc\nimport farcall.compat\n", folder=tmp_path)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("farcall_guard.HiddenPackageError")
     assert "It was imported before farcall, as 'rpc'" in last
@@ -132,12 +133,11 @@ def run_in(
     program: str,
     *command: str,
     path: Sequence[str] = (str(ROOT),),
-    arguments: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run a program that lies in a folder."""
     (folder / "program.py").write_text(program)
     return subprocess.run(
-        [sys.executable, *command, "program.py", *arguments],
+        [sys.executable, *command, "program.py"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
@@ -234,7 +234,7 @@ for each in sys.argv[1:]:
 
 
 @pytest.mark.processes
-def test_importing_a_package_names_what_hides_its_companions(tmp_path: Path) -> None:
+def test_importing_a_package_names_what_hides_its_companions(tmp_path: Path, run_fresh: RunFresh) -> None:
     beside = []
     for imported, name, package in HIDERS:
         folder = tmp_path / imported
@@ -242,7 +242,7 @@ def test_importing_a_package_names_what_hides_its_companions(tmp_path: Path) -> 
         other.parent.mkdir(parents=True)
         other.write_text("")
         beside.append((f"{folder}:{imported}", name, other.parent if package else other))
-    lines = run_in(tmp_path, IMPORT_BESIDE, arguments=[folder for folder, _, _ in beside]).stdout.splitlines()
+    lines = run_fresh(IMPORT_BESIDE, *(each for each, _, _ in beside), folder=tmp_path).stdout.splitlines()
     for line, (_, name, other) in zip(lines, beside, strict=True):
         assert line.startswith(f"HiddenPackageError farcall needs its package '{name}'")
         assert str(other) in line

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from importlib import metadata
 
 import pytest
 
 from farcall.extras import install_command, missing
+from tests.support.fresh import RunFresh
 
 REQUIRES = [
     "torch>=2.13",
@@ -42,7 +41,7 @@ def test_the_text_names_the_distribution_that_is_missing() -> None:
 
 
 @pytest.mark.processes
-def test_calls_and_the_command_line_need_none_of_the_extras() -> None:
+def test_calls_and_the_command_line_need_none_of_the_extras(run_fresh: RunFresh) -> None:
     gone = ("grpc", "google", "ml_dtypes", "aiohttp", "prometheus_client", "opentelemetry", "sklearn")
     program = f"""
 import sys
@@ -59,8 +58,5 @@ except ModuleNotFoundError as error:
 else:
     raise AssertionError
 """
-    environment = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_fresh(program, environment={"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
     assert done.returncode == 0, done.stderr

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+
+from tests.support.fresh import RunFresh
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,7 +44,7 @@ rpc.shutdown()
     ids=["page, XLA, Ray, kserve, one-sided transfers and adapters", "these and gRPC"],
 )
 def test_nothing_else_needs_the_optional_parts(
-    removed: tuple[str, ...], imported: list[str], tmp_path: Path
+    removed: tuple[str, ...], imported: list[str], tmp_path: Path, run_fresh: RunFresh
 ) -> None:
     for package in ("rpc", "rref", "dist_autograd", "dist_optim", "spmd", "farcall_guard.py"):
         (tmp_path / package).symlink_to(ROOT / package)
@@ -55,14 +54,7 @@ def test_nothing_else_needs_the_optional_parts(
     for installed in Path(sysconfig.get_path("purelib")).iterdir():
         if "farcall" not in installed.name:
             (site / installed.name).symlink_to(installed)
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", PROGRAM, *imported],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{site}"},
-        check=False,
-    )
+    done = run_fresh(PROGRAM, *imported, folder=tmp_path, path=[tmp_path, site])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[2.0, 2.0]"]
 

@@ -65,17 +65,6 @@ def test_packages_have_a_version_and_the_place_of_their_file(
         assert str(Path(file.name).parent) == file.package.replace(".", "/")
 
 
-def test_names_are_written_as_is_usual(schemas: list[descriptor_pb2.FileDescriptorProto]) -> None:
-    for file in schemas:
-        for message in file.message_type:
-            assert re.fullmatch(r"([A-Z][a-z0-9]*)+", message.name)
-            assert all(re.fullmatch(r"[a-z][a-z0-9_]*", field.name) for field in message.field)
-        for enum in file.enum_type:
-            assert enum.value[0].name.endswith("_UNSPECIFIED")
-            assert enum.value[0].number == 0
-            assert all(value.name.startswith(f"{enum.name.upper()}_") for value in enum.value)
-
-
 def test_each_method_has_messages_of_its_own(schemas: list[descriptor_pb2.FileDescriptorProto]) -> None:
     services = [service for file in schemas for service in file.service]
     assert [service.name for service in services] == ["FarcallService", "WorkerService"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+
+from tests.support.fresh import RunFresh
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -34,7 +33,7 @@ rpc.shutdown()
 
 
 @pytest.mark.processes
-def test_calls_need_none_of_the_packages_above(tmp_path: Path) -> None:
+def test_calls_need_none_of_the_packages_above(tmp_path: Path, run_fresh: RunFresh) -> None:
     (tmp_path / "rpc").symlink_to(ROOT / "rpc")
     (tmp_path / "farcall_guard.py").write_text((ROOT / "farcall_guard.py").read_text())
     site = tmp_path / "site"
@@ -42,13 +41,6 @@ def test_calls_need_none_of_the_packages_above(tmp_path: Path) -> None:
     for installed in Path(sysconfig.get_path("purelib")).iterdir():
         if "farcall" not in installed.name:
             (site / installed.name).symlink_to(installed)
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{site}"},
-        check=False,
-    )
+    done = run_fresh(PROGRAM, folder=tmp_path, path=[tmp_path, site])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[2.0, 2.0]", "3", "No module named 'rref'"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.fresh import RunFresh
 
 WITHOUT = """
 import torch, torch.distributed as dist
@@ -26,10 +25,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.processes
-def test_what_is_missing_is_said_once_and_the_rest_works() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=80, check=False
-    )
+def test_what_is_missing_is_said_once_and_the_rest_works(run_fresh: RunFresh) -> None:
+    done = run_fresh(WITHOUT)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "does not have" in line]
     assert [line.partition("does not have ")[2] for line in lines] == [

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farcall.observe.reading.figures import job_line
@@ -17,6 +17,7 @@ from farcall.observe.reading.state import JobState, Process, WorkerState, with_m
 from farcall.observe.why.analysis import analyze
 from farcall.page.view import job_view, past_job, point_of
 from farcall.page.worker_view import worker_view
+from tests.support.effort import PROFILE
 from tests.unit.farcall.page.jobs_at_hand import NOW, call, job, main_thread, request, worker
 
 
@@ -233,7 +234,7 @@ PARTS = (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@PROFILE
 @given(st.dictionaries(st.sampled_from(PARTS), VALUES, max_size=4))
 def test_whatever_a_file_holds_the_page_shows_something(parts: dict[str, Any]) -> None:
     assert view(worker(0, main_thread(), **parts))["workers"][0]["name"] == "worker0"

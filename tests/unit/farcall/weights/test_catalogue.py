@@ -11,6 +11,7 @@ from farcall.weights import WeightsError
 from farcall.weights.blocks import Box
 from farcall.weights.catalogue import Catalogue, Freed, Lease, Version, Who
 from farcall.weights.layout import Spec
+from tests.support.effort import PROFILE
 
 A, B = Who("a", 1), Who("b", 2)
 SPECS = {"w": Spec("float32", (2,))}
@@ -338,7 +339,7 @@ class Workers(RuleBasedStateMachine):
         assert len(self.catalogue.open) <= 2
 
 
-Workers.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Workers.TestCase.settings = settings(PROFILE, stateful_step_count=30)
 TestWorkers = Workers.TestCase
 
 

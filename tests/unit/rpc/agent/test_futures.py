@@ -138,18 +138,6 @@ def test_a_reply_that_comes_with_the_timeout_still_counts(
     assert call.result() == 42
 
 
-class Rude:
-    """A callable that must not be looked at on the agent's loop."""
-
-    def __call__(self) -> None: ...
-
-    def __repr__(self) -> str:
-        raise AssertionError("code of the user's was run")
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError("code of the user's was run")
-
-
 @pytest.mark.parametrize(
     ("what", "text"),
     [

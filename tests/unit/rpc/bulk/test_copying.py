@@ -21,13 +21,14 @@ def test_a_copy_is_whole(size: int) -> None:
 CUTS = [(), (0,), (7,), (7, 7), (1, 5, 9), (400_000,), (3, 600_000, 600_001)]
 
 
-@pytest.mark.parametrize(("cuts", "others"), [*itertools.product(CUTS, CUTS)])
-def test_bytes_cut_one_way_fill_buffers_cut_another(cuts: tuple[int, ...], others: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_bytes_cut_one_way_fill_buffers_cut_another(cuts: tuple[int, ...]) -> None:
     size = 700_000
     source = memoryview(np.random.default_rng(0).bytes(size))
-    target = memoryview(bytearray(size))
-    scatter(pieces(source, cuts), pieces(target, others))
-    assert target == source
+    for others in CUTS:
+        target = memoryview(bytearray(size))
+        scatter(pieces(source, cuts), pieces(target, others))
+        assert target == source, others
 
 
 def pieces(whole: memoryview, cuts: tuple[int, ...]) -> list[memoryview]:

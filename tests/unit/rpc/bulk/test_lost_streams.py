@@ -25,11 +25,11 @@ from rpc.wire.chunking import SHORT_CHUNK_BYTES, WHOLE_BYTES
 from rpc.wire.frames import Kind, chunk_prefix, chunked, open_message
 from rpc.wire.reassembly import Reassembly, allocate
 from rpc.wire.targets import Merger
-from tests.support.effort import EFFORT
+from tests.support.effort import examples
 from tests.unit.rpc.bulk.test_stream_ends import Watching
 from tests.unit.rpc.bulk.wired import LIMIT, End
 
-SEEDS: Final = 150 * EFFORT
+SEEDS: Final = examples(150)
 TAGS: Final = (3, 4)
 STREAMS: Final = 2
 SIZES: Final = (100, 70_000, WHOLE_BYTES + 8, 3 * SHORT_CHUNK_BYTES, 5 * SHORT_CHUNK_BYTES + 24)

@@ -17,7 +17,7 @@ from rpc.wire.chunking import CHUNK_BYTES
 from rpc.wire.frames import Kind, chunk_prefix, encode
 from rpc.wire.reassembly import Room
 from rpc.wire.targets import Target
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 from tests.unit.rpc.bulk.wired import End, Pair, message
 
 TAG = 7
@@ -78,7 +78,7 @@ def test_a_message_fills_its_post_whenever_that_is_made(posts: str) -> None:
     assert buffer.has(numbers())
 
 
-@settings(PROFILE, max_examples=40 * EFFORT)
+@settings(PROFILE, max_examples=examples(40))
 @given(st.data())
 def test_however_sender_and_receiver_divide_a_message(data: st.DataObject) -> None:
     def divided(whole: np.ndarray) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ import pytest
 from rpc.group.link import LinkState
 from rpc.testing.memory_transport import MemoryNetwork, MemoryTransport
 from rpc.transport.base import Transport
-from tests.support.effort import EFFORT
+from tests.support.effort import examples
 from tests.support.nodes import Node
 
 MESSAGES = 3
@@ -91,7 +91,7 @@ def test_one_connection_results_whatever_the_order_of_events(
     chance = random.Random(11)
 
     async def many() -> None:
-        for _ in range(250 * EFFORT):
+        for _ in range(examples(250)):
             check(*await cross(incarnations, late_group, chance.randrange))
 
     asyncio.run(many())

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.group.admission import judge
 from rpc.group.authentication import TokenAuthenticator
 from rpc.group.handshake import (
     TRANSITIONS,
@@ -26,7 +25,6 @@ from rpc.group.handshake import (
     legible,
     parse_refusal,
 )
-from rpc.group.membership import Membership
 from rpc.group.workers import Member
 from rpc.wire.frames import Kind
 from tests.support.effort import PROFILE
@@ -224,22 +222,6 @@ json_like = st.recursive(
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-
-
-@PROFILE
-@given(
-    st.fixed_dictionaries(
-        {
-            "member": json_like | st.lists(json_like, min_size=6, max_size=6),
-            "wanted": json_like,
-            "group": json_like,
-        }
-    )
-)
-def test_nothing_that_calls_itself_a_hello_does_harm(header: dict[str, Any]) -> None:
-    with contextlib.suppress(ProtocolError):
-        hello = Hello.parse(header)
-        judge(hello, Membership(ME, static=False), "job/1", connected=False, connecting=False)
 
 
 @PROFILE

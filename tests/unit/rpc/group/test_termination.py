@@ -13,7 +13,6 @@ from rpc.errors import ProtocolError
 from rpc.group.termination import (
     Action,
     ActivityReport,
-    CutOff,
     Failed,
     Leave,
     Quiescent,
@@ -21,7 +20,7 @@ from rpc.group.termination import (
     Termination,
     Waits,
 )
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 from tests.support.termination_world import World, members
 
 IDLE = ActivityReport(0)
@@ -59,7 +58,7 @@ def at_work(count: int, chance: Random, depth: int = 2) -> World:
 
 
 @given(st.integers(1, 5), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=150 * EFFORT)
+@settings(PROFILE, max_examples=examples(150))
 def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count: int, seed: int) -> None:
     chance = Random(seed)
     world = at_work(count, chance)
@@ -68,7 +67,7 @@ def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count:
 
 
 @given(st.integers(2, 5), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=250 * EFFORT)
+@settings(PROFILE, max_examples=examples(250))
 def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> None:
     chance = Random(seed)
     world = at_work(count, chance)
@@ -82,7 +81,7 @@ def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> No
 
 
 @given(st.integers(2, 5), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=150 * EFFORT)
+@settings(PROFILE, max_examples=examples(150))
 def test_the_same_with_connections_that_break(count: int, seed: int) -> None:
     chance = Random(seed)
     world = at_work(count, chance)
@@ -96,7 +95,7 @@ def test_the_same_with_connections_that_break(count: int, seed: int) -> None:
 
 
 @given(st.integers(2, 4), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=100 * EFFORT)
+@settings(PROFILE, max_examples=examples(100))
 def test_with_a_timeout_it_ends_though_one_never_enters(count: int, seed: int) -> None:
     chance = Random(seed)
     world = World(count, chance)
@@ -114,21 +113,6 @@ def test_with_a_timeout_it_ends_though_one_never_enters(count: int, seed: int) -
 
 
 # ---- cases
-
-
-def test_no_wave_before_all_have_entered() -> None:
-    group = members(3)
-    one, two = (member.incarnation for member in group[1:])
-    leader = Termination(group[0], group)
-    assert leader.enter(0.0, IDLE) == []
-    assert leader.receive(one, [0, "entered"], 0.0, IDLE) == []
-    assert leader.receive(two, [0, "entered"], 0.0, IDLE) == probes(1, one, two)
-
-
-def test_two_equal_waves_are_needed() -> None:
-    leader, (peer,) = entered(2)
-    assert report(leader, peer, 1) == probes(2, peer)
-    assert report(leader, peer, 2) == [SendToWorker(peer, [0, "quiescent"]), Leave()]
 
 
 def test_a_busy_worker_is_not_asked_again_before_it_says_that_something_changed() -> None:
@@ -154,37 +138,6 @@ def test_idle_group_needs_few_messages() -> None:
     world.chance.random = lambda: 0.9  # type: ignore[method-assign]  # nothing doubled, nothing given back
     world.run_to_end()
     assert world.posted == 2 * 4 * (1 + 2 + 2 + 1)  # rounds, peers: entered, probes, reports, quiescent
-
-
-def test_dead_worker_is_not_waited_for() -> None:
-    leader, (one, two) = entered(3)
-    report(leader, one, 1)
-    assert leader.lost(two, 0.0, IDLE) == probes(2, one, dead=[two])
-    assert report(leader, one, 2) == []  # still has a connection to the dead
-    leader.receive(one, [0, "changed"], 1.0, IDLE)
-    report(leader, one, 3, lost=[two])
-    assert Leave() in report(leader, one, 4, lost=[two])
-
-
-def test_connection_broken_between_two_others_must_be_known_to_both() -> None:
-    leader, (one, two) = entered(3)
-    report(leader, one, 1, lost=[two])
-    assert report(leader, two, 1) == []
-    assert leader.receive(two, [0, "changed"], 1.0, IDLE) == probes(2, one, two)
-    for wave in (2, 3):
-        report(leader, one, wave, lost=[two])
-        actions = report(leader, two, wave, lost=[one])
-    assert Leave() in actions
-
-
-def test_worker_cuts_off_whom_the_leader_holds_dead_before_it_counts_as_clean() -> None:
-    group = members(3)
-    leader, _, dead = (member.incarnation for member in group)
-    worker = Termination(group[1], group)
-    worker.enter(0.0, IDLE)
-    answer = worker.receive(leader, [0, "probe", 1, [dead]], 0.0, IDLE)
-    assert answer == [CutOff(dead), SendToWorker(leader, [0, "report", 1, [], 0, 0])]
-    assert worker.lost(dead, 0.0, IDLE) == [SendToWorker(leader, [0, "changed"])]
 
 
 def test_late_and_doubled_messages_do_no_harm() -> None:

@@ -74,8 +74,8 @@ def test_an_executor_has_at_least_one_thread() -> None:
 def test_tasks_begin_in_the_order_in_which_they_came(
     make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Executor, "_grow", lambda _: True)  # one thread only, however long it takes
-    executor = make(1)
+    executor = warmed_up(make(1), 1)
+    refuse_threads(monkeypatch)
     begun: list[int] = []
     gate, done = threading.Event(), threading.Event()
     executor.submit((lambda _: gate.wait(SOON), None))
@@ -289,8 +289,8 @@ def test_stop_ends_idle_threads(make: Callable[[int], Executor]) -> None:
 def test_stop_waits_for_running_tasks_and_drops_the_waiting_ones(
     make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Executor, "_grow", lambda _: True)
-    executor = make(1)
+    executor = warmed_up(make(1), 1)
+    refuse_threads(monkeypatch)
     begun, gate = threading.Event(), threading.Event()
     finished: list[str] = []
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 from rpc.errors import MissingInternalError
 from rpc.runtime.internals import Internals
+from tests.support.fresh import RunFresh
 
 NEVER = (99, 0)
 
@@ -89,14 +88,8 @@ rpc.shutdown()
 
 
 @pytest.mark.processes
-def test_a_version_without_some_names_says_so_and_the_rest_works(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, f"file://{tmp_path}/meeting"],
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
+def test_a_version_without_some_names_says_so_and_the_rest_works(tmp_path: Path, run_fresh: RunFresh) -> None:
+    done = run_fresh(WITHOUT, f"file://{tmp_path}/meeting")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "does not have" in line]
     assert [line.partition("does not have ")[2] for line in lines] == [

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+import farcall
 from rpc.errors import RpcError
 from rpc.runtime.preemption import SIGNALS, Watch
+from tests.support.workers import RunWorkers, Worker
 
-CALLBACKS = """
-import os, signal, threading
-import farcall
 
-called = threading.Event()
-removed = farcall.on_preempted(lambda: print("not this one"))
-farcall.on_preempted(called.set)
-removed.close()
-os.kill(os.getpid(), signal.SIGUSR2)
-assert called.wait(60)
-late = threading.Event()
-farcall.on_preempted(late.set)
-assert late.wait(60)
-print(farcall.preempted(), farcall.REQUEUE_STATUS)
-"""
+def called_back(_: Worker) -> tuple[bool, int]:
+    called, late = threading.Event(), threading.Event()
+    removed = farcall.on_preempted(lambda: pytest.fail("this one was taken back"))
+    farcall.on_preempted(called.set)
+    removed.close()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert called.wait(60)
+    farcall.on_preempted(late.set)
+    assert late.wait(60)
+    return farcall.preempted(), farcall.REQUEUE_STATUS
 
 
 @pytest.fixture
@@ -85,7 +81,5 @@ def test_another_thread_is_told_that_it_cannot_watch() -> None:
     assert said == ["signals can be watched from the main thread only: ask there first"]
 
 
-def test_callbacks_run_once_also_those_that_come_late() -> None:
-    command = [sys.executable, "-c", CALLBACKS]
-    run = subprocess.run(command, capture_output=True, check=False, text=True, timeout=80)
-    assert (run.stdout, run.returncode) == ("True 75\n", 0), run.stderr
+def test_callbacks_run_once_also_those_that_come_late(run_workers: RunWorkers) -> None:
+    assert run_workers(called_back, 1) == [(True, 75)]

@@ -14,7 +14,7 @@ from rpc.transport.base import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
 from rpc.wire.chunking import CHUNK_BYTES, WHOLE_BYTES
 from rpc.wire.frames import Kind, encode
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 from tests.support.finalizers import Memory
 from tests.support.streams import SOON, until
 from tests.support.write_queues import LARGE, Queue, Stream
@@ -31,7 +31,7 @@ def test_a_frame_is_written_by_who_sends_it() -> None:
     assert not queue.loop.soon
 
 
-@settings(PROFILE, max_examples=60 * EFFORT)
+@settings(PROFILE, max_examples=examples(60))
 @given(
     sizes=st.lists(st.sampled_from([0, 9, 3000, 70_000, 300_000, 700_000]), min_size=1, max_size=12),
     rooms=st.lists(st.sampled_from([0, 1, 13, 5000, 66_000, 300_000]), max_size=12),

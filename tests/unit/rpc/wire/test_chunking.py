@@ -18,7 +18,7 @@ from rpc.wire import frames, reassembly
 from rpc.wire.chunking import CHUNK_BYTES, SHORT_CHUNK_BYTES, Outgoing
 from rpc.wire.frames import Kind, chunk_prefix, chunked, encode
 from rpc.wire.reassembly import MAX_OPEN, Incomplete, Reassembly, Room
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 from tests.support.frames import (
     LIMIT,
     Message,
@@ -33,7 +33,7 @@ from tests.support.frames import (
     u64,
 )
 
-EXAMPLES = settings(PROFILE, max_examples=60 * EFFORT)
+EXAMPLES = settings(PROFILE, max_examples=examples(60))
 
 lengths = st.sampled_from(
     [
@@ -247,28 +247,6 @@ def test_a_message_without_memory_arrives_incomplete_and_the_next_one_whole(
 
 
 few = st.integers(0, 3)
-bodies = st.integers(0, 60) | st.just(LIMIT)
-kinds = st.integers(0, 13)
-openings = st.builds(opening, few, body=bodies, header=few, segments=few, kind=kinds, rest=st.binary())
-chunk_frames = st.builds(chunk, few, st.binary(max_size=60))
-
-
-@settings(PROFILE, max_examples=300 * EFFORT)
-@given(
-    frames=st.lists(openings | chunk_frames | small_messages.map(encoded), max_size=12),
-    cut=st.integers(0, 200),
-    sizes=reads,
-)
-def test_whatever_a_peer_says_about_chunks_does_no_harm(
-    frames: list[bytes], cut: int, sizes: list[int]
-) -> None:
-    stream = b"".join(frames)
-    for data in (stream, stream[cut:]):
-        with contextlib.suppress(ProtocolError):
-            for frame in feed(greeted(), data, endless(sizes)):
-                assert sum(map(len, frame.buffers)) <= LIMIT
-
-
 UNCLEARED = 0xA5
 """What memory is full of here that nobody has cleared; a peer sends it nowhere else than in lengths."""
 
@@ -280,7 +258,7 @@ mostly_valid = st.builds(
 in_order = st.lists(segments.filter(lambda each: all(len(part) < CHUNK_BYTES for part in each)), max_size=2)
 
 
-@settings(PROFILE, max_examples=300 * EFFORT)
+@settings(PROFILE, max_examples=examples(300))
 @given(
     frames=st.lists(mostly_valid, max_size=12),
     messages=in_order,

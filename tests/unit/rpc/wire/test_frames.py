@@ -17,7 +17,7 @@ from rpc.wire import frames
 from rpc.wire.decoder import Decoder
 from rpc.wire.frames import decode_one, encode, encode_small
 from rpc.wire.reassembly import MAX_BUFFERS
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 from tests.support.frames import (
     BUFFER,
     LIMIT,
@@ -44,7 +44,7 @@ def test_frames_arrive_as_sent_however_the_stream_is_cut(messages: list[Message]
     assert as_messages(feed(decoder, stream_of(messages), endless(sizes))) == messages
 
 
-@settings(PROFILE, max_examples=30 * EFFORT)
+@settings(PROFILE, max_examples=examples(30))
 @given(
     messages=st.lists(large_messages | small_messages, min_size=1, max_size=4),
     sizes=st.lists(
@@ -57,7 +57,7 @@ def test_frames_larger_than_the_receive_buffer_arrive_as_sent(
     assert as_messages(feed(Decoder(LIMIT), stream_of(messages), endless(sizes))) == messages
 
 
-@settings(PROFILE, max_examples=30 * EFFORT)
+@settings(PROFILE, max_examples=examples(30))
 @given(
     messages=st.lists(large_messages | small_messages, min_size=1, max_size=4),
     sizes=st.lists(st.sampled_from([1, 27, 4096, 1 << 20]), min_size=1, max_size=4).filter(

@@ -41,16 +41,6 @@ def test_what_msgpack_makes_ends_where_it_ends(header: dict[str, Any]) -> None:
         check_entries(memoryview(packed)[:-1])
 
 
-@PROFILE
-@given(st.binary(max_size=200))
-def test_any_bytes_are_bounded_or_refused(data: bytes) -> None:
-    try:
-        check_entries(memoryview(data))
-    except ProtocolError:
-        return
-    msgpack.Unpacker(strict_map_key=False).feed(data)
-
-
 def list_of(count: int) -> bytes:
     return b"\xdd" + count.to_bytes(4)
 

@@ -13,7 +13,7 @@ from rpc.errors import ProtocolError
 from rpc.wire.chunking import SHORT_CHUNK_BYTES
 from rpc.wire.reassembly import Reassembly, Room, allocate
 from rpc.wire.targets import Merger, MergingTarget
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 
 SIZE = 60
 SOON = 20.0
@@ -26,7 +26,7 @@ def adds_to(memory: np.ndarray) -> Merger:
     return Merger(add)
 
 
-@settings(PROFILE, max_examples=100 * EFFORT)
+@settings(PROFILE, max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)), max_size=8))
 def test_each_byte_is_merged_once_however_often_it_arrives(parts: list[tuple[int, int]]) -> None:
     message = np.arange(SIZE, dtype=np.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -185,23 +184,6 @@ def explore(story: Story, most: int = 1_000_000) -> int:
             course.restore(state)
         assert len(seen) <= most, f"more than {most} states"
     return len(seen)
-
-
-def wander(story: Story, seed: int) -> None:
-    """Run one course of ``story``, at random."""
-    chance = random.Random(seed)
-    course = Course(story)
-    path: tuple[Step, ...] = ()
-    # What is unlikely to be chosen early makes the courses differ: each kind has a weight of its own.
-    weights = {
-        kind: chance.choice((0.2, 1.0, 5.0)) for kind in ("program", "arrive", "deliver", "notice", "die")
-    }
-    while not course.has_ended():
-        choices = course.choices()
-        (choice,) = chance.choices(choices, [weights.get(choice[0], 1.0) for choice in choices])
-        path = (*path, choice)
-        _take(course, choice, path[:-1])
-    _drain(course, path)
 
 
 def _take(course: Course, choice: Step, path: tuple[Step, ...]) -> None:

@@ -32,27 +32,6 @@ def test_creator_is_told_when_the_owner_has_answered() -> None:
     assert user.take_actions() == [Confirmed(ref)]
 
 
-def test_a_reference_dropped_before_the_answer_does_not_stop_the_creation() -> None:
-    group = Group(2)
-    ref = group.create(2, 1)
-    rref = group.workers[2].refs[ref]
-    group.release(2, ref)
-    assert group.said == []
-    group.arrive(0)
-    assert rref in group.workers[1].running
-    group.finish(1, rref)
-    group.arrive(0)
-    group.deliver()
-    assert group.is_freed(rref)
-    group.assert_nothing_left()
-
-
-def test_a_creation_is_run_once() -> None:
-    owner = Protocol(1)
-    assert owner.arrived((2, 1), (2, 2), creator=2)
-    assert not owner.arrived((2, 1), (2, 2), creator=2)
-
-
 # A confirmation before its creation, a delete before both
 
 

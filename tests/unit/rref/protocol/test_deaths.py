@@ -6,22 +6,6 @@ from rref.protocol.peers import DEAD_MOST, Peers
 from tests.unit.rref.protocol.group import Group
 
 
-def test_object_is_freed_when_its_last_user_dies() -> None:
-    group = Group(3)
-    rref, _ = group.own_and_pass_on(2)
-    group.die(2)
-    group.notice(1, 2)
-    assert group.said == [(1, 3, "fence")]
-    assert not group.is_freed(rref)
-    group.deliver()
-    assert group.said == []
-    group.notice(3, 2)
-    assert group.said == [(3, 1, "fenced")]
-    group.deliver()
-    assert group.is_freed(rref)
-    group.assert_nothing_left()
-
-
 def test_shell_is_told_once_to_cut_off_whom_others_found_dead() -> None:
     worker = Protocol(3)
     worker.receive(1, ["fence", 2, "its connection closed"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from spmd.engine.driver import current
 from spmd.engine.driver.aliases import as_strided_steps
 from spmd.engine.program.metas import Spec
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 from tests.support.spmd_session import inline_session
 
 pytestmark = pytest.mark.logical_device
@@ -151,14 +151,14 @@ def session() -> Iterator[None]:
         yield
 
 
-@settings(PROFILE, max_examples=60 * EFFORT)
+@settings(PROFILE, max_examples=examples(60))
 @given(st.lists(steps, min_size=2, max_size=12))
 def test_random_views_and_writes_end_as_on_the_cpu(program: list[Step]) -> None:
     found = _outcome(program, current.DEVICE, keep_gradients=False)
     assert _same(found, _outcome(program, torch.device("cpu"), keep_gradients=False))
 
 
-@settings(PROFILE, max_examples=40 * EFFORT)
+@settings(PROFILE, max_examples=examples(40))
 @given(st.lists(steps, min_size=2, max_size=10))
 def test_gradients_through_random_views_and_writes_are_those_of_the_cpu(program: list[Step]) -> None:
     found = _outcome(program, current.DEVICE, keep_gradients=True)

@@ -34,7 +34,7 @@ class Model(nn.Module):
         return last
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.nightly), "inductor"])
 def test_a_compiled_model_trains_as_the_model_does(backend: str) -> None:
     def train(*, compiled: bool) -> list[float]:
         torch.manual_seed(0)

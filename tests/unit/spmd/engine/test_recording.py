@@ -39,7 +39,7 @@ from spmd.engine.program.metas import Spec, infer
 from spmd.engine.program.program import REPLICATED, Layout, MeshKey
 from spmd.engine.program.repetition import Repetition
 from spmd.engine.program.step_messages import Answer, EngineStep, Failure
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 from tests.support.interrupting import interrupted
 from tests.support.spmd_session import InlinePort, inline_session
 
@@ -446,7 +446,7 @@ def test_parts_are_fetched_and_loaded(both: tuple[Session, InlinePort]) -> None:
 # ---- pure parts
 
 
-@settings(PROFILE, max_examples=60 * EFFORT)
+@settings(PROFILE, max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(
@@ -470,7 +470,7 @@ def test_both_ends_guess_the_same_ids_and_numbers(runs: list[tuple[int, list[flo
         assert pickle.dumps(found_numbers) == pickle.dumps(list(numbers))
 
 
-@settings(PROFILE, max_examples=100 * EFFORT)
+@settings(PROFILE, max_examples=examples(100))
 @given(
     shape=st.lists(st.integers(0, 7), min_size=1, max_size=3),
     mesh=st.sampled_from([(4,), (2, 2), (4, 2), (2, 1, 3)]),

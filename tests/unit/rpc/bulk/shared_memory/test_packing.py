@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +10,7 @@ from rpc.bulk.shared_memory.packing import ALIGNMENT, Message, pack, places, unp
 from rpc.errors import ProtocolError
 from rpc.wire.frames import Kind
 from rpc.wire.reassembly import MAX_BUFFERS
+from tests.support.effort import PROFILE
 
 WORDS = st.integers(0, (1 << 64) - 1)
 HEADERS = st.dictionaries(st.text(max_size=5), st.integers(-5, 5) | st.binary(max_size=5), max_size=3)
@@ -20,23 +19,11 @@ MESSAGES = st.builds(
 )
 
 
+@PROFILE
 @given(MESSAGES)
 def test_what_is_packed_is_unpacked(message: Message) -> None:
     unpacked = unpack(bytearray(pack(message)))
     assert unpacked._replace(pickle=bytes(unpacked.pickle)) == message
-
-
-@given(MESSAGES, st.data())
-def test_what_is_cut_short_or_changed_is_an_error_and_nothing_else(
-    message: Message, data: st.DataObject
-) -> None:
-    packed = bytearray(pack(message._replace(pickle=b"")))
-    end = data.draw(st.integers(0, len(packed) - 1))
-    with pytest.raises(ProtocolError):
-        unpack(packed[:end])
-    packed[data.draw(st.integers(0, len(packed) - 1))] ^= data.draw(st.integers(1, 255))
-    with contextlib.suppress(ProtocolError):
-        unpack(packed)
 
 
 def test_too_many_buffers_are_an_error() -> None:
@@ -46,6 +33,7 @@ def test_too_many_buffers_are_an_error() -> None:
         unpack(packed)
 
 
+@PROFILE
 @given(st.lists(st.integers(0, 1 << 40)))
 def test_buffers_are_aligned_and_do_not_overlap(lengths: list[int]) -> None:
     offsets, size = places(lengths)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from rpc.bulk.shared_memory.pool import Limits, Pool, Segment
-from tests.support.effort import EFFORT, PROFILE
+from tests.support.effort import PROFILE, examples
 
 MIB = 1 << 20
 LIMITS = Limits(size=64 * MIB, count=8, slots=16)
@@ -174,5 +174,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert {each for each in everything if each.lent} == set(self.out)
 
 
-PoolMachine.TestCase.settings = settings(PROFILE, max_examples=60 * EFFORT, stateful_step_count=40)
+PoolMachine.TestCase.settings = settings(PROFILE, max_examples=examples(60), stateful_step_count=40)
 test_any_sequence_of_events = PoolMachine.TestCase
