@@ -1,9 +1,10 @@
 """Requests about remote objects: the kinds of message, and their encoding.
 
 Requests to create and to fetch begin their first segment with numbers of 64 bits, little-endian: a creation
-with two for its reference and two for its fork, both made by the sender and followed by the pickle of the
+with one for its reference and one for its fork, both made by the sender and followed by the pickle of the
 call; a fetch with the two of the object's id. If a method is called, the header contains the ``object`` and
-the ``method``.
+the ``method``. The answer to the first fetch of an object by its creator may answer the creation, too: then
+its first segment begins with the call id of the creation.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from rref.turns import Turns
 __all__ = [
     "CREATE",
     "FETCH",
+    "FETCHED",
     "INVOKE",
     "creation",
     "fetch",
     "fetched_id",
+    "fetched_with_creation",
     "method_of_object",
+    "name_created",
     "name_creation",
     "object_id",
     "turns_of_object",
@@ -36,8 +40,11 @@ FETCH: Final = Kind.EXTENSION + 1
 """Send an object, or its type."""
 INVOKE: Final = Kind.EXTENSION + 2
 """Call a method of an object."""
+FETCHED: Final = Kind.EXTENSION + 3
+"""The answer to a fetch, and to the creation of the object."""
 
 _NUMBERS: Final = Struct("<QQ")
+_NUMBER: Final = Struct("<Q")
 
 
 def method_of_object(*args: Any, **kwargs: Any) -> Any:
@@ -88,6 +95,21 @@ def fetch(rref: RRefId) -> Payload:
 def fetched_id(frame: Frame) -> RRefId:
     """Return the id of the object that a message asks for."""
     return _numbers(frame.buffers)
+
+
+def name_created(payload: Payload, creation_id: int) -> None:
+    """Turn the answer to a fetch into one that also answers the creation with this call id."""
+    payload.buffers[0] = _NUMBER.pack(creation_id) + payload.buffers[0]
+
+
+def fetched_with_creation(frame: Frame) -> tuple[int, Frame]:
+    """Return the call id of the creation that a message answers, and the answer to the fetch."""
+    _, call_id, header, segments, codec = frame
+    if not segments or len(segments[0]) < _NUMBER.size:
+        raise ProtocolError("an answer does not say which creation it answers")
+    (creation_id,) = _NUMBER.unpack_from(segments[0])
+    segments[0] = memoryview(segments[0])[_NUMBER.size :]
+    return creation_id, Frame(Kind.REPLY, call_id, header, segments, codec)
 
 
 def _numbers(segments: list[Any]) -> tuple[int, int]:
