@@ -14,7 +14,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Kind, encode_small
-from rref.requests import FETCHED, name_created
+from rref.requests import FETCHED, name_answered
 
 __all__ = ["DelayedAnswers"]
 
@@ -64,14 +64,14 @@ class DelayedAnswers:
             creation: see ``Value``.
             wait: maximum time in seconds to wait while the send queue for that peer is full.
         """
-        kind = Kind.REPLY
+        kind, number = Kind.REPLY, call_id
         if creation is not None and creation[0] is peer:
             with contextlib.suppress(KeyError, ValueError):  # its answer was sent before
                 self._delayed[peer].remove(creation[1])
-                name_created(payload, creation[1])
-                kind = FETCHED
+                name_answered(payload, creation[1], call_id)
+                kind, number = FETCHED, 0
         try:
-            peer.send_small(encode_small(kind, call_id, {}, payload.buffers, payload.codec), wait)
+            peer.send_small(encode_small(kind, number, {}, payload.buffers, payload.codec), wait)
         except WorkerLostError as error:
             logger.debug("dropped the answer to a fetch: %s", error)
 

@@ -4,7 +4,7 @@ Requests to create and to fetch begin their first segment with numbers of 64 bit
 with one for its reference and one for its fork, both made by the sender and followed by the pickle of the
 call; a fetch with the two of the object's id. If a method is called, the header contains the ``object`` and
 the ``method``. The answer to the first fetch of an object by its creator may answer the creation, too: then
-its first segment begins with the call id of the creation.
+its first segment begins with the call ids of the creation and of the fetch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "fetched_id",
     "fetched_with_creation",
     "method_of_object",
-    "name_created",
+    "name_answered",
     "name_creation",
     "object_id",
     "turns_of_object",
@@ -44,7 +44,6 @@ FETCHED: Final = Kind.EXTENSION + 3
 """The answer to a fetch, and to the creation of the object."""
 
 _NUMBERS: Final = Struct("<QQ")
-_NUMBER: Final = Struct("<Q")
 
 
 def method_of_object(*args: Any, **kwargs: Any) -> Any:
@@ -97,24 +96,22 @@ def fetched_id(frame: Frame) -> RRefId:
     return _numbers(frame.buffers)
 
 
-def name_created(payload: Payload, creation_id: int) -> None:
-    """Turn the answer to a fetch into one that also answers the creation with this call id."""
-    payload.buffers[0] = _NUMBER.pack(creation_id) + payload.buffers[0]
+def name_answered(payload: Payload, creation_id: int, fetch_id: int) -> None:
+    """Turn the answer to a fetch into one to a creation and a fetch, with these call ids."""
+    payload.buffers[0] = _NUMBERS.pack(creation_id, fetch_id) + payload.buffers[0]
 
 
 def fetched_with_creation(frame: Frame) -> tuple[int, Frame]:
     """Return the call id of the creation that a message answers, and the answer to the fetch."""
-    _, call_id, header, segments, codec = frame
-    if not segments or len(segments[0]) < _NUMBER.size:
-        raise ProtocolError("an answer does not say which creation it answers")
-    (creation_id,) = _NUMBER.unpack_from(segments[0])
-    segments[0] = memoryview(segments[0])[_NUMBER.size :]
-    return creation_id, Frame(Kind.REPLY, call_id, header, segments, codec)
+    _, _, header, segments, codec = frame
+    creation_id, fetch_id = _numbers(segments)
+    value = memoryview(segments[0])[_NUMBERS.size :]
+    return creation_id, Frame(Kind.REPLY, fetch_id, header, [value, *segments[1:]], codec)
 
 
 def _numbers(segments: list[Any]) -> tuple[int, int]:
     if not segments or len(segments[0]) < _NUMBERS.size:
-        raise ProtocolError("a request does not say which object it is about")
+        raise ProtocolError("a message about an object does not name it")
     first, second = _NUMBERS.unpack_from(segments[0])
     return first, second
 

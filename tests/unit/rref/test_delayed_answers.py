@@ -70,6 +70,6 @@ def test_a_creation_is_answered_alone_if_another_worker_fetches(delayed: Delayed
     assert creator.got() == [(Kind.REPLY, 7, NOTHING)]
 
 
-def test_an_answer_that_names_no_creation_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="which creation"):
-        fetched_with_creation(Frame(FETCHED, 8, {}, [b"short"]))
+def test_an_answer_that_names_no_calls_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="does not name it"):
+        fetched_with_creation(Frame(FETCHED, 0, {}, [b"short"]))
