@@ -18,7 +18,7 @@ incarnation is implied.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch import Tensor
 from dist_autograd.contexts import Context
 from dist_autograd.graph import Mark
 from dist_autograd.recording import Origin
-from dist_autograd.remote_part import RemotePart
 from rpc.agent.caller import Caller
 from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.dispatcher import Sender
@@ -46,6 +45,7 @@ __all__ = [
     "WHOLE_PART",
     "Key",
     "PartRequest",
+    "RemotePart",
     "SentMessages",
     "failure_of",
 ]
@@ -101,6 +101,27 @@ def read_abort(frame: Frame) -> tuple[int, str]:
             return number, reason
         case other:
             raise ProtocolError(f"an abort that cannot be: {str(other)[:80]}")
+
+
+class RemotePart(PendingCall):
+    """The part of another worker, as a call of the root that is answered when the part is done.
+
+    Attributes:
+        when_settled: called when it has ended, on any thread but the one that waits for it.
+        whole: whether all its gradients are sent with its start, so that it waits for no worker.
+    """
+
+    when_settled: Callable[[RemotePart], None] | None = None
+    whole = False
+
+    def settle(self, outcome: Frame | BaseException) -> bool:
+        nobody_waits = super().settle(outcome)
+        if self.when_settled is not None:
+            self.when_settled(self)
+        return nobody_waits
+
+    def lost_error(self) -> WorkerLostError:
+        return self.peer.lost_error("The backward cannot be finished")
 
 
 class SentMessages:

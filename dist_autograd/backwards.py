@@ -189,7 +189,8 @@ class Backwards:
 
     def _enter(self, running: Participant) -> None:
         if running.key not in self._running:
-            self._activity.postponed.begin()
+            if not running.whole:  # otherwise it is a task from now on
+                self._activity.postponed.begin()
             self._running[running.key] = running
         context = running.own.context
         if context.over:  # since it was found: what ends its passes may not have seen this one
@@ -228,7 +229,7 @@ class Backwards:
         self._answers.answer(running.peer, kind, call_id, payload)
 
     def _forget(self, running: Participant) -> None:
-        if self._running.pop(running.key, None) is not None:
+        if self._running.pop(running.key, None) is not None and not running.whole:
             self._activity.postponed_ended()
 
     def _abort_arrived(self, peer: Peer, frame: Frame) -> None:

@@ -4,10 +4,13 @@ A context is made by one worker, the *creator*, and known to every worker that a
 Its id holds the creator's rank in the upper 16 bits of 64; the rest is a counter that starts at a random
 number, so that ids are unique in the group even if a rank is used again.
 
-*Release.* Each worker remembers which workers it has sent the context to. At the end of the ``with`` block,
-the creator notifies its workers that the context is over, and they notify theirs, several contexts in one
-message: an open connection loses nothing, and if it breaks, the worker behind it is gone. A call that arrives
-late is run outside of any context: no backward pass can follow.
+*Release.* The creator's calls in a context say which of its contexts is the oldest that it has not left, so
+that with the next step's first call a worker frees what it keeps of the last step. A call may be dropped
+before it is read, and perhaps none follows. So each worker also remembers which workers it has sent a context
+to. Some moments after the end of the ``with`` block, the creator notifies its workers that the context is
+over, and they notify theirs, several contexts in one message: an open connection loses nothing, and if it
+breaks, the worker behind it is gone. A call that arrives late is run outside of any context: no backward pass
+can follow.
 
 *Loss.* When a worker is gone, the contexts that it made are over, and workers that know another context only
 through it ask the context's creator to notify them of its end. A worker may be gone for some workers only,
@@ -35,6 +38,7 @@ from rpc.agent.messages import Messages
 from rpc.agent.received_requests import ReceivedRequests
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer, PeerTable
+from rpc.runtime.blocking import this_thread
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.mailbox import Mailbox
@@ -49,6 +53,8 @@ logger = logging.getLogger(__name__)
 COUNTER_BITS: Final = 48
 _TOPIC: Final = "autograd"
 OVER: Final = Kind.EXTENSION + 20
+_NOTICE_SECONDS: Final = 0.05
+"""Time in seconds after which workers are notified that contexts of this worker are over."""
 _REMEMBERED: Final = 4096
 _LONGEST: Final = 300
 """Maximum number of characters of a name or a reason that another worker says."""
@@ -172,6 +178,7 @@ class Contexts:
 
     Attributes:
         incarnation, requests: as given.
+        oldest: id of the oldest context of this worker that is not over, if there is any.
         find: returns the context with an id; None if it is over, or was never known here.
     """
 
@@ -196,6 +203,13 @@ class Contexts:
         self._known: dict[int, Context] = {}
         self.find: Callable[[int], Context | None] = self._known.get
         self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
+        self.oldest = 0
+        self._newest = 0
+        self._own: dict[int, None] = {}
+        """The contexts of this worker that are not over."""
+        self._left: dict[int, int] = {}
+        """For each creator, by incarnation: its contexts with smaller ids are over, as it has said."""
+        self._notice_due = False
         self._lock = threading.RLock()  # reentrant: a signal handler may leave a context while it is held
         self._end_handlers: list[Callable[[Context], object]] = []
         self._over: dict[int, Loss | None] = {}
@@ -231,8 +245,18 @@ class Contexts:
     def new(self) -> Context:
         """Make a context whose creator is this worker."""
         self._when_made()
-        context_id = (self._workers.own.member.id << COUNTER_BITS) + next(self._counter) % (1 << COUNTER_BITS)
-        context = self._known[context_id] = Context(self, context_id, self.incarnation, None)
+        rank = self._workers.own.member.id << COUNTER_BITS
+        with self._lock:
+            while True:
+                context_id = rank + next(self._counter) % (1 << COUNTER_BITS)
+                self._own[context_id] = None
+                if context_id > self._newest:
+                    break
+                del self._own[context_id]  # a finalizer, in between, has made one, and may have used it
+            self._newest = context_id
+            if len(self._own) == 1:
+                self.oldest = context_id
+            context = self._known[context_id] = Context(self, context_id, self.incarnation, None)
         return context
 
     def largest_id(self) -> int:
@@ -269,6 +293,8 @@ class Contexts:
             if creator == self.incarnation or context_id in self._over:
                 self.check(context_id)
                 return self._known.get(context_id)
+            if context_id < self._left.get(creator, 0):
+                return None
             maker = self._workers.by_incarnation(creator)
             if maker is not None and maker.lost is not None:
                 raise self.lost_error(context_id, _loss_of(maker))
@@ -278,6 +304,20 @@ class Contexts:
             self.check(context_id, context.loss)
             return None
         return context
+
+    def over_before(self, oldest: int, creator: Peer) -> None:
+        """End the contexts of a worker that are older than ``oldest``, since it has left them."""
+        maker = creator.incarnation
+        with self._lock:
+            if oldest <= self._left.get(maker, 0) or creator.lost is not None:
+                return
+            self._left[maker] = oldest
+        older = [each for each in list(self._known.values()) if each.creator == maker and each.id < oldest]
+        ended = [context for context in older if self._end(context, creator)]
+        if this_thread.must_not_block is None:
+            _let_go(ended)
+        elif ended:  # a loop's thread, which must not run destructors of user code
+            self._executor.submit((_let_go, ended))
 
     def check(self, context_id: int, loss: Loss | None = None) -> None:
         """Raise ``WorkerLostError`` if a context is over because of a loss.
@@ -321,11 +361,15 @@ class Contexts:
             if self._known.pop(context.id, None) is None:
                 return False
             self._remember(context.id, loss)
+            own = context.creator == self.incarnation
+            if own:
+                self._own.pop(context.id, None)
+                self.oldest = min(self._own, default=context.id + 1)
         context.loss = loss  # first, for threads that find it over
         context.over = True
         for peer in context.told.copy():
             if peer is not heard_from:
-                self._say_over(peer, context.id, loss)
+                self._say_over(peer, context.id, loss, later=own)
         for handler in self._end_handlers:
             handler(context)
         return True
@@ -334,11 +378,25 @@ class Contexts:
         if self._end(context, None, loss):
             self._executor.submit((Context.let_go, context))
 
-    def _say_over(self, peer: Peer, context_id: int, loss: Loss | None = None) -> None:
-        """Notify a worker that a context is over, together with others that end in the next moments."""
+    def _say_over(
+        self, peer: Peer, context_id: int, loss: Loss | None = None, *, later: bool = False
+    ) -> None:
+        """Notify a worker that a context is over, together with others that end in the next moments.
+
+        Args:
+            later: whether the notice has time, as a call is likely to say the same before.
+        """
         with self._lock:
             self._unsaid.setdefault((peer, loss), []).append(context_id)
-        self._mailbox.gathered(self._say_all_over, None)
+            due, self._notice_due = self._notice_due, self._notice_due or later
+        if not later:
+            self._mailbox.gathered(self._say_all_over, None)
+        elif not due:
+            self._mailbox.later(_NOTICE_SECONDS, self._give_notice)
+
+    def _give_notice(self) -> None:
+        self._notice_due = False
+        self._say_all_over(None)
 
     def _say_all_over(self, _: object) -> None:
         with self._lock:
@@ -389,6 +447,7 @@ class Contexts:
         for context in list(self._known.values()):
             context.told.discard(peer)
             self._look_after(context)
+        self._left.pop(peer.incarnation, None)
 
     def _look_after(self, context: Context) -> None:
         """Make sure that this worker learns of a context's end, even if the worker that it came

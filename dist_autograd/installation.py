@@ -14,14 +14,14 @@ from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.propagation import Propagation
 from dist_autograd.recording import anchor
-from dist_autograd.roots import checked
+from dist_autograd.root import checked
 from dist_autograd.torch_internals import INTERNALS, NO_AUTOGRAD
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.agent.caller import Caller
 from rpc.errors import AutogradError, RRefError, with_article
 from rpc.runtime import spans
 from rpc.runtime.blocking import check_may_block
-from rpc.runtime.current import extension
+from rpc.runtime.current import current_agent, extension
 from rref.installation import install as install_references
 
 __all__ = ["Autograd", "autograd", "install"]
@@ -129,6 +129,8 @@ def autograd() -> Autograd:
         NotInitializedError: ``rpc.init_rpc`` has not been called.
         MissingInternalError: PyTorch lacks an internal function that distributed autograd needs.
     """
-    INTERNALS.require(NO_AUTOGRAD)
-    found: Autograd = extension(_EXTENSION)
+    found: Autograd | None = current_agent().extensions.get(_EXTENSION)
+    if found is None:
+        INTERNALS.require(NO_AUTOGRAD)
+        found = extension(_EXTENSION)
     return found

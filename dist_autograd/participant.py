@@ -36,7 +36,7 @@ class Participant:
         self.peer = root
         self.load = messages.load
         self._messages = messages
-        self._whole = whole
+        self.whole = whole
         self._held_back: tuple[Origin, Sequence[Tensor | None], SharedWork | None] | None = None
         """For a whole part, gradients for the root, which are sent in the answer."""
 
@@ -58,7 +58,7 @@ class Participant:
         return answer
 
     def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        if self._whole and origin.source is self.peer:
+        if self.whole and origin.source is self.peer:
             before = self._held_back
             self._held_back = origin, gradients, self.own.context.work_on(gradients)
             if before is None:
@@ -69,7 +69,7 @@ class Participant:
         self._messages.gradients(self.key, origin, gradients)
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        if self._whole:
+        if self.whole:
             raise AutogradError(
                 f"worker '{self.peer.name}' asked for a part of one message, and named others"
             )

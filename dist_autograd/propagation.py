@@ -58,18 +58,17 @@ class Recorded:
 
     def sent(self, tensors: list[Tensor], to: Peer) -> Any:
         context = self.context
-        if not self.tracks:
-            return [context.id, context.creator, _NOT_RECORDED]
-        if not tensors:
-            return [context.id, context.creator]
-        sent = recording.send(tensors, to)
-        number = sent.number
-        context.sends[number] = sent
-        if to.incarnation == context.creator:  # which may start a backward pass, and saves a round trip then
-            behind = recording.behind(sent, context.id)
-            if behind is not None:
-                return [context.id, context.creator, number, behind]
-        return [context.id, context.creator, number]
+        number, behind = None if self.tracks else _NOT_RECORDED, None
+        if tensors and self.tracks:
+            sent = recording.send(tensors, to)
+            number = sent.number
+            context.sends[number] = sent
+            if to.incarnation == context.creator:  # it may start a backward pass, and saves a round trip then
+                behind = recording.behind(sent, context.id)
+        if context.through is None and not to.is_self:
+            age = max(0, context.id - context.contexts.oldest)
+            return [context.id, context.creator, number, behind, age]
+        return [context.id, context.creator, number, behind]
 
     def connect(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         number, context, source, behind = self.number, self.context, self.source, self.behind
@@ -113,14 +112,19 @@ class Propagation:
     def _recorded(self, value: Any, source: Peer, *, join: bool) -> Recorded | None:
         number: int | None = None
         behind: list[Any] | None = None
+        age: int | None = None
         try:
             context_id, creator = index(value[0]), index(value[1])
-            if len(value) > 2:
+            if len(value) > 2 and value[2] is not None:
                 number = index(value[2])
-                if len(value) > 3:
-                    behind = list(value[3])
+            if len(value) > 3 and value[3] is not None:
+                behind = list(value[3])
+            if len(value) > 4:
+                age = index(value[4])
         except (TypeError, LookupError) as error:
             raise ProtocolError(f"a message says badly what it is recorded as: {error}") from None
+        if join and age is not None and source.incarnation == creator:
+            self._contexts.over_before(context_id - age, source)
         context = self._contexts.find(context_id)
         if context is None:
             if join:

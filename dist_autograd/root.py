@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from dist_autograd import engine
-from dist_autograd.backward_messages import Key, SentMessages, failure_of, given_up
+from dist_autograd.backward_messages import Key, RemotePart, SentMessages, failure_of, given_up
 from dist_autograd.device_threads import device_of_this_thread
 from dist_autograd.graph import Mark
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
-from dist_autograd.remote_part import RemotePart
 from dist_autograd.worker_pass import WorkerPass
 from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.group.peer import Peer
@@ -35,7 +34,7 @@ from rpc.runtime import waits
 from rpc.runtime.interrupts import is_interruption
 from rpc.wire.frames import Frame, Kind
 
-__all__ = ["Root"]
+__all__ = ["Root", "checked"]
 
 
 class Root:
@@ -72,7 +71,8 @@ class Root:
 
     def run(self, roots: Sequence[Tensor]) -> None:
         """Run the backward pass; raises the error that ended it."""
-        device = device_of_this_thread()
+        nested = engine.is_running()
+        device = device_of_this_thread() if nested else None
         if device is not None:
             raise AutogradError(
                 f"backward was called by a node or hook on PyTorch's only thread for backwards of {device}, "
@@ -82,7 +82,7 @@ class Root:
             self._mark_all(self.own.start(roots))
             self._left = self._asked | self._told.keys()
             self._begin_parts()
-            self._run_own(roots)
+            self._run_own(roots, nested)
             while self._left:
                 self.own.progress.check()
                 self._wait_for(self._one_part(), lambda: not self._left)
@@ -141,7 +141,7 @@ class Root:
         for peer in self._asked:
             self._begin(peer, ())
         for peer, marks in list(self._told.items()):
-            if any(mark.message != marks[0].message for mark in marks):
+            if len(marks) > 1 and any(mark.message != marks[0].message for mark in marks):
                 self._begin(peer, self._told.pop(peer))
 
     def _begin(
@@ -151,10 +151,10 @@ class Root:
         part.when_settled = self._settled
         self._messages.begin(part, self.key, self.own.context, self.own.retain_graph, marks, whole)
 
-    def _run_own(self, roots: Sequence[Tensor]) -> None:
-        gradients = [torch.ones_like(root) for root in roots]
+    def _run_own(self, roots: Sequence[Tensor], nested: bool) -> None:
+        gradients = list(map(torch.ones_like, roots))
         try:
-            if engine.is_running():
+            if nested:
                 run: Callable[..., None] = self.own.run
                 devices = self.own.context.requests.devices
                 if devices is not None:
@@ -196,10 +196,11 @@ class Root:
 
     def _settled(self, part: RemotePart) -> None:
         """Handle the end of a part: it was answered, its worker is gone, or it was cancelled."""
-        peer, outcome = part.peer, part.outcome
+        peer = part.peer
         if self._parts.pop(peer, None) is None:
             return
         part.when_settled = None
+        outcome = part.outcome
         if isinstance(outcome, Frame) and outcome.kind == Kind.REPLY:
             try:
                 self._done(peer, outcome)
@@ -224,6 +225,34 @@ class Root:
             for part in tuple(self._parts.values()):
                 self._messages.cancel(part, given_up())
         return action
+
+
+def checked(roots: Sequence[Any]) -> list[Tensor]:
+    """Return the roots, if a backward pass can start at each of them.
+
+    Raises:
+        AutogradError, TypeError: there is none, or one that was not computed, or is not a scalar.
+    """
+    if not roots:
+        raise AutogradError("No tensors provided for gradient computation: roots is empty")
+    for position, root in enumerate(roots):
+        if not isinstance(root, Tensor):
+            raise TypeError(
+                "backward(): incompatible function arguments: the roots must be tensors, not "
+                f"{type(root).__name__}"
+            )
+        which = f"root {position}, of shape {tuple(root.shape)},"
+        if not root.requires_grad:
+            raise AutogradError(f"requires_grad not set on {which} so nothing leads back from it")
+        if root.numel() != 1:
+            raise AutogradError(
+                f"{which} is not a scalar, all roots need to be scalar: take its sum() or mean() first"
+            )
+        if root.grad_fn is None:
+            raise AutogradError(
+                f"{which} does not have a valid gradient function: it is a leaf, which nothing computes"
+            )
+    return list(roots)
 
 
 def _itself(error: BaseException) -> BaseException:

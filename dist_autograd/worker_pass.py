@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -90,6 +90,8 @@ class WorkerPass:
         self._sent: dict[int, Sent] = {}
         self._origins: dict[tuple[int, int], Origin] = {}
         self._marked: dict[int, set[int]] = {}
+        self._on_devices = False
+        """Whether tensors of a recv are on a device."""
         self._run: set[int] = set()
         self._arrived: dict[int, tuple[Peer, Frame]] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
@@ -142,6 +144,7 @@ class WorkerPass:
                     "one context for the forward and its backward"
                 )
             self._origins[node.origin.sender, node.origin.message] = node.origin
+            self._on_devices = self._on_devices or node.on_device
         return marks
 
     def behind(self, mark: Mark) -> list[Mark] | None:
@@ -270,18 +273,16 @@ class WorkerPass:
         if devices is not None:
             devices.updates.wait()  # go on with parameters as they are now: others may have stepped meanwhile
         hooked = accumulate and any(not leaf.tensor.is_cpu for leaf in leaves)
-        on_devices = hooked or any(node.on_device for node in self._reach.recvs)
-        with (
-            spans.span("gradients", leaves=len(leaves)),
-            heralded(roots, gradients, anchor()) if on_devices else nullcontext((roots, gradients)) as begin,
-        ):
-            captured = engine.run(
-                *begin,
-                (*map(_end, leaves), anchor()),
-                retain_graph=self.retain_graph,
-                accumulate=accumulate,
-                known_as=self,
-            )
+        ends = [*map(_end, leaves), anchor()]
+        run = partial(
+            engine.run, inputs=ends, retain_graph=self.retain_graph, accumulate=accumulate, known_as=self
+        )
+        with spans.span("gradients", leaves=len(leaves)):
+            if hooked or self._on_devices:
+                with heralded(roots, gradients, anchor()) as begin:
+                    captured = run(*begin)
+            else:
+                captured = run(roots, gradients)
         found = list(captured[: len(leaves)])
         if devices is not None:  # the engine makes the current streams wait, and does no more
             devices.use(found)
@@ -380,12 +381,16 @@ class WorkerPass:
         """
 
         def has_ended() -> bool:
-            return not self._arrived.keys().isdisjoint(numbers) or any(
-                peer.lost is not None for peer in senders
-            )
+            if not arrived.keys().isdisjoint(numbers):
+                return True
+            for peer in senders:  # noqa: SIM110  # a generator costs more than the rest, for each message
+                if peer.lost is not None:
+                    return True
+            return False
 
+        arrived = self._arrived
         self.progress.check()
-        if not self._arrived.keys().isdisjoint(numbers):
+        if not arrived.keys().isdisjoint(numbers):
             return
         self.awaited = senders = [self._sent[number].to for number in numbers]
         while not has_ended():

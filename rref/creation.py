@@ -1,4 +1,7 @@
-"""The call by which ``remote`` creates an object on another worker, seen from the creator's side."""
+"""The call by which ``remote`` creates an object on another worker, seen from the creator's side.
+
+Its answer comes in a message of its own, or with the answer to the first fetch of the object.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rpc.agent.calls import PendingCall
+from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
 from rpc.errors import RpcTimeoutError, RRefError
-from rpc.wire.frames import Frame
+from rpc.group.peer import Peer
+from rpc.runtime.tasks import Task
+from rpc.wire.frames import Frame, Kind
+from rref.requests import fetched_with_creation
 
-__all__ = ["Creation"]
+__all__ = ["Creation", "created_and_fetched"]
 
 
 class Creation(PendingCall):
@@ -91,3 +97,13 @@ class Creation(PendingCall):
             raise kind(
                 f"RRef creation via rpc.remote on worker '{worker}' failed, so it cannot be used: {error}"
             ) from error
+
+
+def created_and_fetched(table: CallTable, peer: Peer, frame: Frame) -> Task | None:
+    """Handle a frame of kind ``FETCHED``, which answers a creation and a fetch."""
+    creation_id, answer = fetched_with_creation(frame)
+    codec = peer.codec
+    done = table.received(peer, Frame(Kind.REPLY, creation_id, {}, list(codec.nothing), codec.id))
+    if done is not None:
+        table.run_soon((done,))
+    return table.received(peer, answer)

@@ -1,5 +1,5 @@
-"""Answers to creations. No thread waits for them: they are sent with the answer to a fetch, or
-shortly after.
+"""Answers to creations. No thread waits for them: the answer to the creator's first fetch of the object
+answers its creation as well; without a fetch, they are sent shortly after.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from rpc.agent.hooks import Hooks
 from rpc.errors import WorkerLostError
 from rpc.group.peer import Peer
 from rpc.runtime.mailbox import Mailbox
+from rpc.serialization.payload import Payload
 from rpc.wire.frames import Kind, encode_small
+from rref.requests import FETCHED, name_answered
 
 __all__ = ["DelayedAnswers"]
 
@@ -20,11 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class DelayedAnswers:
-    """The answers that an owner has yet to send to the creators of its objects. From any thread."""
+    """The creations that an owner has run and has yet to answer. From any thread.
+
+    Whichever thread removes a creation from the queue answers it.
+    """
 
     def __init__(self, mailbox: Mailbox, hooks: Hooks) -> None:
         self._mailbox = mailbox
-        self._delayed: dict[Peer, deque[bytes]] = {}
+        self._delayed: dict[Peer, deque[int]] = {}
         hooks.gone.append(self._peer_gone)
 
     def add(self, peer: Peer, call_id: int) -> None:
@@ -32,27 +37,43 @@ class DelayedAnswers:
         delayed = self._delayed.get(peer)
         if delayed is None:
             delayed = self._delayed.setdefault(peer, deque())
-        delayed.append(encode_small(Kind.REPLY, call_id, {}, peer.codec.nothing, peer.codec.id))
+        delayed.append(call_id)
         self._mailbox.gathered(self.send, peer)
 
-    def send(self, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
-        """Send ``peer`` the answers that were delayed, followed by ``frame``, at once.
-
-        Args:
-            frame: at most 64 KiB.
-            wait: maximum time in seconds to wait while the send queue for that peer is full.
-        """
+    def send(self, peer: Peer) -> None:
+        """Send ``peer`` the answers that were delayed."""
         delayed = self._delayed.get(peer)
+        nothing, codec = peer.codec.nothing, peer.codec.id
         try:
             with contextlib.suppress(IndexError):  # another thread may be sending them
                 while delayed:
-                    peer.send_small(delayed.popleft(), 0, coalesce=True)
-            if frame:
-                peer.send_small(frame, wait)  # together with the answers collected above
-            else:
-                peer.flush()
+                    frame = encode_small(Kind.REPLY, delayed.popleft(), {}, nothing, codec)
+                    peer.send_small(frame, 0, coalesce=True)
+            peer.flush()
         except WorkerLostError as error:
             logger.debug("dropped answers: %s", error)
+
+    def answer_fetch(
+        self, peer: Peer, call_id: int, payload: Payload, creation: tuple[Peer, int] | None, wait: float
+    ) -> None:
+        """Answer a fetch; if the answer to the object's creation by the same worker is delayed, answer both
+        by one message.
+
+        Args:
+            payload: one buffer of at most 64 KiB, without a header.
+            creation: see ``Value``.
+            wait: maximum time in seconds to wait while the send queue for that peer is full.
+        """
+        kind, number = Kind.REPLY, call_id
+        if creation is not None and creation[0] is peer:
+            with contextlib.suppress(KeyError, ValueError):  # its answer was sent before
+                self._delayed[peer].remove(creation[1])
+                name_answered(payload, creation[1], call_id)
+                kind, number = FETCHED, 0
+        try:
+            peer.send_small(encode_small(kind, number, {}, payload.buffers, payload.codec), wait)
+        except WorkerLostError as error:
+            logger.debug("dropped the answer to a fetch: %s", error)
 
     def _peer_gone(self, peer: Peer, reason: str) -> None:
         self._delayed.pop(peer, None)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rpc.agent.agent import Agent
 from rref import names
 from rref.carrier import RRefCarrier
+from rref.creation import created_and_fetched
 from rref.delayed_answers import DelayedAnswers
 from rref.names import Names
 from rref.reference import EXTENSION, RRef
 from rref.reference_server import ReferenceServer
 from rref.references import References
 from rref.remote_module.module import RemoteModule, reduce_remote_module
+from rref.requests import FETCHED
 from rref.torch_internals import INTERNALS
 
 __all__ = ["install"]
@@ -52,4 +56,5 @@ def install(agent: Agent) -> References:
         agent.tracing.recording_of,
         DelayedAnswers(agent.mailbox, hooks),
     )
+    agent.messages.on(FETCHED, partial(created_and_fetched, agent.calls.table), any_thread=True)
     return references

@@ -24,7 +24,7 @@ from rpc.runtime.executor import Executor
 from rpc.runtime.tasks import Task
 from rpc.serialization.serializer import Serializer
 from rpc.transport.base import INFINITE, SMALL_BYTES
-from rpc.wire.frames import Frame, Kind, encode_small
+from rpc.wire.frames import Frame, Kind
 from rref.delayed_answers import DelayedAnswers
 from rref.names import Names, check_object_name
 from rref.protocol.messages import RRefId
@@ -103,6 +103,7 @@ class ReferenceServer:
             return self._accept(
                 request, lambda _: self._answers.answer(peer, Kind.FAILURE, frame.call_id, refusal)
             )
+        value.creation = peer, frame.call_id
         target = object_id(header) if header else None
         if target is None:
             return self._accept(request, lambda _: self._run_creation(request, rref, value, None))
@@ -297,8 +298,7 @@ class ReferenceServer:
             self._delayed.send(peer)
             self._answers.answer(peer, Kind.REPLY, call_id, payload)
         else:
-            reply = encode_small(Kind.REPLY, call_id, {}, payload.buffers, payload.codec)
-            self._delayed.send(peer, reply, INFINITE)
+            self._delayed.answer_fetch(peer, call_id, payload, value.creation, INFINITE)
 
     def _fetch_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         target = fetched_id(frame)
@@ -316,7 +316,7 @@ class ReferenceServer:
         payload = peer.codec.dump_quickly(value.content) if value.error is None else None
         if payload is None:
             return self._answer_fetch, (peer, call_id, value)
-        self._delayed.send(peer, encode_small(Kind.REPLY, call_id, {}, payload.buffers, payload.codec))
+        self._delayed.answer_fetch(peer, call_id, payload, value.creation, 0)
         return None
 
     def _special_fetch_arrived(self, peer: Peer, frame: Frame, target: RRefId) -> Task | None:

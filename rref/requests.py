@@ -1,9 +1,10 @@
 """Requests about remote objects: the kinds of message, and their encoding.
 
 Requests to create and to fetch begin their first segment with numbers of 64 bits, little-endian: a creation
-with two for its reference and two for its fork, both made by the sender and followed by the pickle of the
+with one for its reference and one for its fork, both made by the sender and followed by the pickle of the
 call; a fetch with the two of the object's id. If a method is called, the header contains the ``object`` and
-the ``method``.
+the ``method``. The answer to the first fetch of an object by its creator may answer the creation, too: then
+its first segment begins with the call ids of the creation and of the fetch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from rref.turns import Turns
 __all__ = [
     "CREATE",
     "FETCH",
+    "FETCHED",
     "INVOKE",
     "creation",
     "fetch",
     "fetched_id",
+    "fetched_with_creation",
     "method_of_object",
+    "name_answered",
     "name_creation",
     "object_id",
     "turns_of_object",
@@ -36,6 +40,8 @@ FETCH: Final = Kind.EXTENSION + 1
 """Send an object, or its type."""
 INVOKE: Final = Kind.EXTENSION + 2
 """Call a method of an object."""
+FETCHED: Final = Kind.EXTENSION + 3
+"""The answer to a fetch, and to the creation of the object."""
 
 _NUMBERS: Final = Struct("<QQ")
 
@@ -90,9 +96,22 @@ def fetched_id(frame: Frame) -> RRefId:
     return _numbers(frame.buffers)
 
 
+def name_answered(payload: Payload, creation_id: int, fetch_id: int) -> None:
+    """Turn the answer to a fetch into one to a creation and a fetch, with these call ids."""
+    payload.buffers[0] = _NUMBERS.pack(creation_id, fetch_id) + payload.buffers[0]
+
+
+def fetched_with_creation(frame: Frame) -> tuple[int, Frame]:
+    """Return the call id of the creation that a message answers, and the answer to the fetch."""
+    _, _, header, segments, codec = frame
+    creation_id, fetch_id = _numbers(segments)
+    value = memoryview(segments[0])[_NUMBERS.size :]
+    return creation_id, Frame(Kind.REPLY, fetch_id, header, [value, *segments[1:]], codec)
+
+
 def _numbers(segments: list[Any]) -> tuple[int, int]:
     if not segments or len(segments[0]) < _NUMBERS.size:
-        raise ProtocolError("a request does not say which object it is about")
+        raise ProtocolError("a message about an object does not name it")
     first, second = _NUMBERS.unpack_from(segments[0])
     return first, second
 

@@ -44,12 +44,17 @@ class Value:
 
     Args:
         turns: the turns of requests that call a method of the object, if their number is limited.
+
+    Attributes:
+        turns: as given.
+        creation: the creator, and the id of its call; None if the object was not created by a call.
     """
 
-    __slots__ = ("_content", "_error", "_made", "_parked", "_ready", "_waiting", "turns")
+    __slots__ = ("_content", "_error", "_made", "_parked", "_ready", "_waiting", "creation", "turns")
 
     def __init__(self, turns: Turns | None = None) -> None:
         self.turns = turns
+        self.creation: tuple[Peer, int] | None = None
         self._ready = False
         self._content: Any = None
         self._error: BaseException | None = None

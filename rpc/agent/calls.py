@@ -237,6 +237,7 @@ class CallTable:
     Attributes:
         opened: number of calls that were ever entered; of several simultaneous ones, some may be counted
         late.
+        run_soon: as given.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class CallTable:
         self._events = events
         self._activity = activity
         self._post = post
-        self._run_soon = run_soon
+        self.run_soon = run_soon
         self._pending: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)
         self._given_up: dict[int, tuple[Peer, Any]] = {}
@@ -465,7 +466,7 @@ class CallTable:
     def complete_soon(self, *futures: Any) -> None:
         """Have an executor thread call ``complete`` of some futures."""
         if futures:
-            self._run_soon([(future.complete, COMPLETION) for future in futures])
+            self.run_soon([(future.complete, COMPLETION) for future in futures])
 
     def _look_soon(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all calls with it

@@ -19,7 +19,7 @@ from rpc.testing.faults import KINDS
 from rpc.testing.memory_transport import Attempt, MemoryConnection, MemoryNetwork
 from rpc.transport.base import Accepted
 from rpc.wire.frames import Frame
-from rref.requests import CREATE, FETCH, INVOKE
+from rref.requests import CREATE, FETCH, FETCHED, INVOKE
 from tests.simulation.clock import Clock, WorkerLoop
 
 __all__ = ["KIND_NAMES", "SimulatedNetwork"]
@@ -27,6 +27,7 @@ __all__ = ["KIND_NAMES", "SimulatedNetwork"]
 KIND_NAMES: Final = {kind: name for name, kind in KINDS.items()} | {
     CREATE: "create",
     FETCH: "fetch",
+    FETCHED: "fetched",
     INVOKE: "invoke",
     GRADIENTS: "gradients",
     OVER: "over",

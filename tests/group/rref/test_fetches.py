@@ -95,6 +95,16 @@ def test_an_object_whose_fetch_was_given_up_is_confirmed_all_the_same() -> None:
     assert (rref.to_here(), rref.confirmed_by_owner(), rref.to_here()) == (3, True, 3)
 
 
+@in_standing_group()
+def test_a_creation_has_ended_when_its_object_was_fetched() -> None:
+    for number in range(10):
+        rref = rpc.remote("worker1", int, args=(number,))
+        made = rref._get_future()
+        assert rref.to_here() == number
+        made.wait()
+        assert rref.confirmed_by_owner()
+
+
 promises: dict[int, torch.futures.Future[int]] = {}
 
 
@@ -135,14 +145,14 @@ def make_once_fetched(number: int) -> int:
 
 def have_no_room_for(name: str) -> None:
     """From now on, who answers a fetch of that worker waits at the gate."""
-    send = DelayedAnswers.send
+    answer = DelayedAnswers.answer_fetch
 
-    def wait_and_send(self: DelayedAnswers, peer: Peer, frame: bytes = b"", wait: float = 0) -> None:
-        if frame and peer.name == name:
+    def wait_and_answer(self: DelayedAnswers, peer: Peer, *fetch: Any) -> None:
+        if peer.name == name:
             wait_at_gate("room")
-        send(self, peer, frame, wait)
+        answer(self, peer, *fetch)
 
-    DelayedAnswers.send = wait_and_send  # type: ignore[method-assign]  # in a process that ends with the test
+    DelayedAnswers.answer_fetch = wait_and_answer  # type: ignore[method-assign]  # until the process ends
 
 
 @in_worker0(world_size=3)

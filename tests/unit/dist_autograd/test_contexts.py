@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from dist_autograd.contexts import OVER, Context, Contexts, current
-from dist_autograd.propagation import Propagation
+from dist_autograd.propagation import Propagation, Recorded
 from rpc.agent.hooks import Hooks
 from rpc.errors import WorkerLostError
 from rpc.serialization.payload import Payload
@@ -34,7 +34,7 @@ class Known:
 class World:
     """An agent reduced to what contexts ask of it, and the workers that it knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, me: int = ME) -> None:
         self.peers: dict[int, Any] = {each: Known(each) for each in (CREATOR, BETWEEN)}
         self.posted: list[tuple[int, Any]] = []
         self.handlers: dict[int, Callable[..., Any]] = {}
@@ -55,11 +55,13 @@ class World:
         mailbox: Any = SimpleNamespace(
             gathered=lambda function, argument: function(argument),
             call=lambda function, *arguments: function(*arguments),
+            later=lambda seconds, function: self.due.append(function),
         )
+        self.due: list[Callable[[], object]] = []
         self.when_made: Callable[[], object] = lambda: None
         self.sent: list[tuple[int, Any]] = []
         answers: Any = SimpleNamespace(devices=None)
-        self.contexts = Contexts(ME, answers, workers, messages, hooks, mailbox, executor, self._make)
+        self.contexts = Contexts(me, answers, workers, messages, hooks, mailbox, executor, self._make)
         [self._gone] = hooks.gone
 
     def _make(self) -> None:
@@ -168,3 +170,71 @@ def test_an_answer_brings_no_context_back(world: World) -> None:
     assert not len(world.contexts)
     assert propagation.received(said, source) is not None
     assert propagation.answered(said, source) is not None
+
+
+def called(creator: World, context: Context) -> Any:
+    """What a call in a context of this worker says of it."""
+    recorded = Recorded(context, tracks=True)
+    return recorded.sent([], cast("Any", creator.peers[BETWEEN]))
+
+
+def hears(world: World, said: Any, source: int) -> Context | None:
+    """Read what a call says of its context; returns the context that it is run in."""
+    recorded = Propagation(world.contexts).received(said, cast("Any", world.peers[source]))
+    return None if recorded is None else recorded.context
+
+
+def test_the_next_call_of_a_creator_ends_the_contexts_that_it_has_left() -> None:
+    creator, world = World(CREATOR), World()
+    first, second, third = (creator.contexts.new() for _ in range(3))
+    said = [called(creator, each) for each in (first, second, third)]
+    known = [hears(world, each, CREATOR) for each in said]
+    assert [each and each.id for each in known] == [first.id, second.id, third.id]
+
+    creator.contexts.release(second)  # the first one, which is older, goes on
+    hears(world, called(creator, third), CREATOR)
+    assert len(world.contexts) == 3
+    creator.contexts.release(first)
+    hears(world, called(creator, third), BETWEEN)  # another worker, whose word may be old
+    assert len(world.contexts) == 3
+    hears(world, called(creator, third), CREATOR)
+    assert [each is not None and each.over for each in known] == [True, True, False]
+
+    late = creator.contexts.new()
+    word = called(creator, late)
+    creator.contexts.release(late)
+    hears(world, called(creator, creator.contexts.new()), CREATOR)
+    creator.contexts.release(third)
+    hears(world, called(creator, creator.contexts.new()), CREATOR)
+    assert hears(world, word, CREATOR) is None
+
+
+def test_workers_that_get_no_further_call_are_notified_of_the_end_of_contexts() -> None:
+    creator = World()
+    contexts = [creator.contexts.new() for _ in range(2)]
+    for context in contexts:
+        context.told.add(creator.peers[BETWEEN])
+        creator.contexts.release(context)
+    assert creator.sent == []
+    [notice] = creator.due
+    notice()
+    assert creator.sent == [(BETWEEN, {"over": [context.id for context in contexts]})]
+
+
+def test_a_context_that_a_finalizer_makes_in_between_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    creator, world = World(CREATOR), World()
+    numbers, made = iter((5, 6, 7)), list[Context]()
+
+    class Counter:
+        """Counts, and collects garbage right after the first number was taken."""
+
+        def __next__(self) -> int:
+            number = next(numbers)
+            if number == 5:
+                made.append(creator.contexts.new())
+            return number
+
+    monkeypatch.setattr(creator.contexts, "_counter", Counter())
+    context = creator.contexts.new()
+    for each in (made[0], context):
+        assert hears(world, called(creator, each), CREATOR) is not None

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_autograd.backward_messages import RemotePart
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
 from dist_autograd.graph import Mark
 from dist_autograd.recording import receive, send
-from dist_autograd.remote_part import RemotePart
 from dist_autograd.root import Root
 from dist_autograd.worker_pass import WorkerPass
 from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError

@@ -53,7 +53,7 @@ class Agent:
 def test_who_waits_to_leave_is_told_of_a_fetch_that_need_not_wait_after_all(header: dict[str, Any]) -> None:
     agent: Any = Agent()
     references: Any = SimpleNamespace(find=lambda _: JustMade())
-    delayed: Any = SimpleNamespace(send=lambda *_: None)
+    delayed: Any = SimpleNamespace(answer_fetch=lambda *_: None)
     unused: Any = None
     calls: Any = SimpleNamespace(requests=agent, runner=unused, answers=unused)
     ReferenceServer(
