@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from spmd.elastic.sharded import is_fully_sharded, parts_of, with_parts
 from spmd.torch_internals import forget_unscaled
 
 __all__ = ["State"]
@@ -58,6 +59,7 @@ class State:
         }
         self.keeps_all = False
         self._all: dict[str, Any] = {}
+        self._sharded: dict[str, dict[str, Any]] = {}
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         self._options: dict[str, list[dict[str, Any]]] = {}
         self._scales: list[dict[str, Any]] = []
@@ -82,6 +84,12 @@ class State:
         if self.keeps_all:
             self._all = {name: copy.deepcopy(each.state_dict()) for name, each in self._objects.items()}
             return
+        # FSDP2 gathers and frees parameters while a step is computed, which ``give`` must not see.
+        self._sharded = {
+            name: value.state_dict()
+            for name, value in self._objects.items()
+            if isinstance(value, nn.Module) and is_fully_sharded(value)
+        }
         self._buffers = {
             name: {key: each.detach().clone() for key, each in value.named_buffers()}
             for name, value in self._objects.items()
@@ -145,7 +153,7 @@ class State:
             if name in self._other_states:
                 given[name] = self._other_states[name]
                 continue
-            given[name] = value.state_dict()
+            given[name] = parts_of(self._sharded.get(name) or value.state_dict())
             if name in self._options:
                 groups = zip(given[name]["param_groups"], self._options[name], strict=False)
                 given[name] = {**given[name], "param_groups": [{**now, **then} for now, then in groups]}
@@ -162,7 +170,7 @@ class State:
     def load(self, given: Mapping[str, Any]) -> None:
         """Load a state that another member has given."""
         for name, value in self._objects.items():
-            value.load_state_dict(given[name])
+            value.load_state_dict(with_parts(value, given[name]))
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
