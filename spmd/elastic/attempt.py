@@ -96,6 +96,7 @@ class Attempt:
 
     def __enter__(self) -> Self:
         self.is_open = True
+        self._state.clear_gradients()
         for reducer in self._reducers:
             reducer.begin(self)
         return self

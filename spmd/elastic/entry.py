@@ -13,7 +13,7 @@ from typing import Any, Final
 from rpc.api import get_worker_infos, rpc_async
 from rpc.errors import GivenUpError, MessageLostError, RpcError, WorkerLostError
 from spmd.elastic.agreement import Ballot, View
-from spmd.elastic.errors import ElasticError, JobMismatchError
+from spmd.elastic.errors import ElasticError, Finished, JobMismatchError
 from spmd.elastic.groups import FORM_SECONDS
 from spmd.elastic.proposer import Proposer
 from spmd.elastic.requests import ask_for_entry, ask_for_state
@@ -150,7 +150,7 @@ class _Entry:
                 complete = False
                 continue
             if isinstance(status, int):
-                raise views.finished(status)
+                raise Finished.at(status, views.name)
             self._is_awaited = self._is_awaited or status == "member"
             if status == "candidate":
                 with views.changed:

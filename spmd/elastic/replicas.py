@@ -7,6 +7,7 @@ has ended early on one of the workers does not disturb the next one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -18,7 +19,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from rpc.api import get_worker_info
-from rpc.errors import InvalidOptionError, RpcError
+from rpc.errors import InvalidOptionError, RendezvousError, RpcError
 from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
 from rpc.runtime.waits import waiting
@@ -26,7 +27,8 @@ from spmd.collectives.errors import CollectiveError
 from spmd.collectives.group import Group
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.store import WorkerStore, fail_if_lost
-from spmd.elastic.errors import ElasticError
+from spmd.elastic.errors import ElasticError, Finished
+from spmd.elastic.losses import FINISHED
 
 __all__ = ["Replica", "find_replica", "replica"]
 
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 _EXTENSION: Final = "spmd.elastic.replica"
 _SIZE: Final = "FARCALL_REPLICA_SIZE"
 _LOOK_SECONDS: Final = 0.05
+_CHECK_SECONDS: Final = 2.0
 
 
 class Replica:
@@ -107,6 +110,7 @@ def replica(size: int) -> FarcallProcessGroup:
         too.
 
     Raises:
+        Finished: the job has ended, and the other workers do not come any more.
         InvalidOptionError: ``size`` is not an integer of at least 2, or not that of ``farcall launch
             --replica``.
         ElasticError: the other workers have not come within the option ``rendezvous_timeout``; or there is
@@ -160,6 +164,7 @@ def _form(agent: Any, size: int) -> Replica:
     me = get_worker_info()
     first = me.id - me.id % size
     missing: list[str] = []
+    check_at = 0.0
     with waiting(f"the other workers of its replica, {first} to {first + size - 1}", lambda: missing):
         while True:
             peers = [_peer(agent, each) for each in range(first, first + size)]
@@ -168,6 +173,9 @@ def _form(agent: Any, size: int) -> Replica:
                 for place, each in enumerate(peers)
                 if each is None or each.lost is not None
             ]
+            if missing and monotonic() >= check_at:
+                _check_finished(agent, me.name)  # then the others may not come any more
+                check_at = monotonic() + _CHECK_SECONDS
             left = deadline - monotonic()
             if left < 0:
                 raise ElasticError(
@@ -187,6 +195,17 @@ def _form(agent: Any, size: int) -> Replica:
                         ) from error
                     logger.debug("worker '%s' has not formed its replica: %s", me.name, error)
             time.sleep(_LOOK_SECONDS)
+
+
+def _check_finished(agent: Any, name: str) -> None:
+    with contextlib.suppress(TimeoutError, RendezvousError):  # another worker may serve the store soon
+        found = (
+            agent.extensions["rpc.keeper"]
+            .ask(lambda store: store.get(FINISHED))
+            .result(timeout=_CHECK_SECONDS)
+        )
+        if found is not None:
+            raise Finished.at(int(found), name)
 
 
 def _peer(agent: Any, worker: int) -> Peer | None:

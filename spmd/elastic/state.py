@@ -59,6 +59,11 @@ class State:
         }
         self.keeps_all = False
         self._all: dict[str, Any] = {}
+        self._fully_sharded = {
+            name: each
+            for name, each in objects.items()
+            if isinstance(each, nn.Module) and is_fully_sharded(each)
+        }
         self._sharded: dict[str, dict[str, Any]] = {}
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         self._options: dict[str, list[dict[str, Any]]] = {}
@@ -79,17 +84,18 @@ class State:
                 lines.append(f"{name}: groups of {sizes} parameters")
         return "\n".join(lines)
 
+    def clear_gradients(self) -> None:
+        """Clear the gradients of modules that reduce them by themselves: FSDP2's, which would be added to."""
+        for each in self._fully_sharded.values():
+            each.zero_grad()
+
     def keep(self) -> None:
         """Copy what an attempt may change."""
         if self.keeps_all:
             self._all = {name: copy.deepcopy(each.state_dict()) for name, each in self._objects.items()}
             return
         # FSDP2 gathers and frees parameters while a step is computed, which ``give`` must not see.
-        self._sharded = {
-            name: value.state_dict()
-            for name, value in self._objects.items()
-            if isinstance(value, nn.Module) and is_fully_sharded(value)
-        }
+        self._sharded = {name: each.state_dict() for name, each in self._fully_sharded.items()}
         self._buffers = {
             name: {key: each.detach().clone() for key, each in value.named_buffers()}
             for name, value in self._objects.items()

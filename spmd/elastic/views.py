@@ -39,7 +39,7 @@ from spmd.elastic.errors import (
     StepFailedError,
 )
 from spmd.elastic.groups import Groups
-from spmd.elastic.losses import Losses
+from spmd.elastic.losses import FINISHED, Losses
 from spmd.elastic.replicas import Replica
 from spmd.elastic.requests import EXTENSION, tell_of_failure
 
@@ -47,7 +47,6 @@ __all__ = ["PATIENCE_SECONDS", "STATE", "Views"]
 
 logger = logging.getLogger(__name__)
 
-_FINISHED: Final = "elastic/finished"
 
 _RETRY_SECONDS: Final = 0.05
 STATE: Final = "state:"
@@ -143,9 +142,9 @@ class Views:
 
     def check_store(self) -> None:
         """Raise ``Finished`` if the store says that the job has ended."""
-        found = self.losses.on_store(lambda store: store.get(_FINISHED))
+        found = self.losses.on_store(lambda store: store.get(FINISHED))
         if found is not None:
-            raise self.finished(int(found))
+            raise Finished.at(int(found), self.name)
 
     def check_ended(self) -> None:
         """Leave and raise ``Finished`` if this worker has come into the view of a job that has ended: it gets
@@ -155,7 +154,7 @@ class Views:
             has_come_too_late = self.error is None and self.core.ended and self.core.step == NEW
         if has_come_too_late:
             self.leave(_CALL_SECONDS)
-            raise self.finished(self._steps())
+            raise Finished.at(self._steps(), self.name)
 
     def _steps(self) -> int:
         """Return the number of steps that the job has committed, as far as this worker knows."""
@@ -214,7 +213,7 @@ class Views:
     def publish_end(self, step: int) -> None:
         """Tell the store that the job has ended, for workers that come later."""
         with contextlib.suppress(RpcError):  # the store is gone, and with it the way for newcomers
-            self.losses.on_store(lambda store: store.set(_FINISHED, str(step).encode()))
+            self.losses.on_store(lambda store: store.set(FINISHED, str(step).encode()))
 
     def close(self) -> None:
         """Leave at once. Idempotent."""
@@ -248,13 +247,6 @@ class Views:
             self.ask(others, tell_of_failure, self.name, tell, timeout=10.0)
         if groups is not None:
             groups.abort("the job has failed")
-
-    def finished(self, step: int) -> Finished:
-        """Return the error of a worker that comes after the job's end."""
-        return Finished(
-            f"the elastic job has ended after {step} steps: there is nothing to do for worker '{self.name}'",
-            step,
-        )
 
     def observed(self) -> dict[str, Any]:
         """Return the state for observers: the view, the step, and the losses."""
@@ -504,7 +496,7 @@ class Views:
 
     def over(self, step: int) -> None:
         """Handle that the job is over, before this worker has had its state."""
-        self.fail(self.finished(step))
+        self.fail(Finished.at(step, self.name))
 
     def failed_at(self, worker: str, text: str) -> None:
         """Handle that a member has failed."""

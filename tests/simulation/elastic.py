@@ -77,7 +77,6 @@ class Worker:
         self.cut_off: set[int] = set()  # workers that must notice before the report is sent
         self.reports: dict[Ballot, dict[int, Any]] = defaultdict(dict)
         self.leaving: list[Any] = []  # reports of workers that leave
-        self.state_lost = False
 
     @property
     def runs(self) -> bool:
@@ -226,7 +225,11 @@ class World:
         self.send(worker, source, "answer", ballot, worker.core.report())
 
     def on_state_lost(self, worker: Worker, source: int) -> None:
-        worker.state_lost = True
+        for each in self.workers.values():
+            mates = [self.workers[mate] for mate in each.core.replica]
+            has_state = each.core.founder or all(mate.core.step != agreement.NEW for mate in mates)
+            if self.only_deaths and has_state and all(mate.alive and not mate.core.left for mate in mates):
+                raise Violation(f"{worker.number} holds the state to be lost, which {each.core.replica} has")
         self.end(worker, goodbye=False)
 
     def on_release(self, worker: Worker, source: int) -> None:
@@ -299,8 +302,7 @@ class World:
         if done.view.members != tuple(each for one in dict.fromkeys(replicas) for each in one):
             raise Violation(f"{done.view} has replicas that are not whole: {set(replicas)}")
         if done.outcome is agreement.Outcome.LOST:
-            worker.state_lost = True
-            self.end(worker, goodbye=False)
+            self.on_state_lost(worker, worker.number)
             return
         if done.outcome is agreement.Outcome.COMMIT:
             assert prepared is not None
@@ -619,6 +621,15 @@ def _is_in_while_frozen(self: Any, view: Any) -> bool:
     return self.view is not None and self.view.ballot == view.ballot
 
 
+def _plan_of_workers(self: Any) -> Any:
+    reports = self.reports
+    self.reports = {each: replace(report, replica=(each,)) for each, report in reports.items()}
+    try:
+        return _plan(self)
+    finally:
+        self.reports = reports
+
+
 def _anyone_is_a_witness(members: Any, reports: Any) -> bool:
     reports = list(reports)
     dead = frozenset[int]().union(*(each.dead for each in reports if each.member in members))
@@ -629,6 +640,7 @@ _install: Final = agreement.Member.install
 _may_go_on: Final = agreement.may_go_on
 _on_closed: Final = World.on_closed
 _decide: Final = agreement.Member.decide
+_plan: Final = agreement.Proposal.plan
 
 BREAKAGES: Final[dict[str, tuple[Any, str, Any]]] = {
     "one prepared member is enough": (agreement, "_agreed", _agreed_if_any),
@@ -641,6 +653,8 @@ BREAKAGES: Final[dict[str, tuple[Any, str, Any]]] = {
     "newcomers are not bound by attempts": (agreement.Member, "install", _install_unbound_newcomers),
     "a death is certain without contact": (agreement, "may_go_on", _anyone_is_a_witness),
     "a stopped worker is certain of deaths": (agreement.Member, "was_stopped", lambda self: None),
+    "a broken replica takes part": (agreement.Proposal, "plan", _plan_of_workers),
+    "only one worker founds the job": (agreement, "_founding", lambda report: report),
     "every loss is a certain death": (World, "on_closed", _every_loss_is_certain),
 }
 """Rules that are left out, and what takes their place."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import rpc
 from spmd.elastic.errors import PutOut
-from spmd.elastic.job import join
+from spmd.elastic.job import Job, join
 from spmd.elastic.replicas import replica
 from spmd.elastic.sampling import Sampler
 from tests.group.spmd.elastic.test_elastic import BATCH, LENGTH, data, model_of, trained_alone
@@ -45,6 +45,13 @@ def whole(model: nn.Module) -> torch.Tensor:
     """The weights, for which the replica's workers exchange their parts."""
     parts = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
     return torch.cat([each.detach().flatten() for each in parts])
+
+
+def wait_for_a_replica(job: Job) -> None:
+    """Wait until another replica is there, or wants to join."""
+    views = job._views
+    with views.changed:
+        assert views.changed.wait_for(lambda: job.size == 2 or bool(views.living_newcomers()), 60)
 
 
 def train(worker: Worker, kind: str, *, stops: bool) -> Any:
@@ -79,6 +86,8 @@ def train(worker: Worker, kind: str, *, stops: bool) -> Any:
             if attempt.committed:
                 sizes.append(attempt.size)
                 used.append((attempt.step, attempt.indices.tolist()))
+            if sizes[-2:] == [1, 1]:
+                wait_for_a_replica(job)
     except PutOut as error:
         rpc.shutdown()
         return str(error)
@@ -99,7 +108,7 @@ def test_replica_is_lost_with_one_of_its_workers_and_comes_back_as_a_whole(
     def begin_again(worker: Worker) -> Any:
         return train(worker, kind, stops=False)
 
-    workers = run_workers.start(begin, 4, time_limit=45)
+    workers = run_workers.start(begin, 4, time_limit=200)
     workers[3].wait_for("in the middle of a step")
     workers[3].kill()
     assert "its replica has lost 'worker3'" in workers[2].result()
