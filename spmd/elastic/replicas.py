@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from time import monotonic
@@ -18,16 +17,16 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from rpc.api import get_worker_info
+from rpc.api import get_worker_info, rpc_async
 from rpc.errors import InvalidOptionError, RendezvousError, RpcError
 from rpc.group.peer import Peer
+from rpc.runtime.blocking import Event, wait_for_event
 from rpc.runtime.current import current_agent
 from rpc.runtime.waits import waiting
-from spmd.collectives.errors import CollectiveError
 from spmd.collectives.group import Group
 from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.store import WorkerStore, fail_if_lost
-from spmd.elastic.errors import ElasticError, Finished
+from spmd.elastic.errors import ElasticError, Finished, PutOut
 from spmd.elastic.losses import FINISHED
 
 __all__ = ["Replica", "find_replica", "replica"]
@@ -35,6 +34,7 @@ __all__ = ["Replica", "find_replica", "replica"]
 logger = logging.getLogger(__name__)
 
 _EXTENSION: Final = "spmd.elastic.replica"
+_FORMING: Final = "spmd.elastic.forming"
 _SIZE: Final = "FARCALL_REPLICA_SIZE"
 _LOOK_SECONDS: Final = 0.05
 _CHECK_SECONDS: Final = 2.0
@@ -110,6 +110,7 @@ def replica(size: int) -> FarcallProcessGroup:
         too.
 
     Raises:
+        PutOut: a worker was lost while the replica was formed.
         Finished: the job has ended, and the other workers do not come any more.
         InvalidOptionError: ``size`` is not an integer of at least 2, or not that of ``farcall launch
             --replica``.
@@ -184,17 +185,29 @@ def _form(agent: Any, size: int) -> Replica:
                     f"{first + size - 1} of the RPC group; missing: {', '.join(missing) or 'none'}. Check "
                     "that all of them run, and call elastic.join or elastic.replica with the same size"
                 )
-            if not missing:
-                try:
-                    return _formed(peers, me.id - first, left)
-                except (RpcError, CollectiveError, dist.DistError) as error:
-                    if all(each.lost is None for each in peers):
-                        raise ElasticError(
-                            f"worker '{me.name}' has not formed its replica with "
-                            f"{', '.join(each.name for each in peers if not each.is_self)}: {error}"
-                        ) from error
-                    logger.debug("worker '%s' has not formed its replica: %s", me.name, error)
-            time.sleep(_LOOK_SECONDS)
+            if not missing and _agree(agent, peers):
+                return _formed(peers, me.id - first, left)
+            wait_for_event(Event(), monotonic() + _LOOK_SECONDS)
+
+
+def _agree(agent: Any, peers: Sequence[Any]) -> bool:
+    """Whether all of these workers form a replica with each other now. One that had another replica, since it
+    has not ended yet, or another size does not.
+    """
+    mine = agent.extensions[_FORMING] = tuple(each.incarnation for each in peers)
+    try:
+        calls = [rpc_async(each.member.info, _forming, timeout=5) for each in peers if not each.is_self]
+        return all(tuple(call.wait()) == mine for call in calls)
+    except RpcError as error:
+        logger.debug("a worker of the replica does not answer: %s", error)
+        return False
+
+
+def _forming() -> tuple[int, ...]:
+    """Called remotely: the incarnations of the replica that this worker has, or forms."""
+    agent: Any = current_agent()
+    found: tuple[int, ...] = agent.extensions.get(_FORMING, ())
+    return found
 
 
 def _check_finished(agent: Any, name: str) -> None:
@@ -219,14 +232,21 @@ def _peer(agent: Any, worker: int) -> Peer | None:
 def _formed(peers: Sequence[Any], place: int, timeout: float) -> Replica:
     incarnations = tuple(each.incarnation for each in peers)
     store = WorkerStore(peers[0].name, f"elastic/replica/{'.'.join(f'{each:x}' for each in incarnations)}/")
-    with fail_if_lost(store, [each.name for each in peers]):
-        dist.init_process_group(
-            "farcall",
-            store=store,
-            rank=place,
-            world_size=len(peers),
-            timeout=timedelta(seconds=timeout),
-        )
+    try:
+        with fail_if_lost(store, [each.name for each in peers]):
+            dist.init_process_group(
+                "farcall",
+                store=store,
+                rank=place,
+                world_size=len(peers),
+                timeout=timedelta(seconds=timeout),
+            )
+    except (RpcError, dist.DistError) as error:
+        names = ", ".join(f"'{each.name}'" for each in peers)
+        raise PutOut(
+            f"the replica of {names} was not formed: {error}. All its workers must start again to take part "
+            "in the elastic job"
+        ) from error
     group = dist.group.WORLD
     assert isinstance(group, FarcallProcessGroup)
     group.group.timeout = 0.0  # as long as its workers live, they may take any time
