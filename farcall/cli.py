@@ -181,6 +181,12 @@ def run(xla: bool, module: bool, target: str, arguments: tuple[str, ...]) -> int
     help="With --dynamic: processes that have imported everything, and replace those that fail.",
 )
 @click.option(
+    "--replica",
+    type=click.IntRange(1),
+    default=1,
+    help="With --dynamic: processes with consecutive ranks that are restarted together if one fails.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(0.1, 1e9),
     default=900.0,
@@ -219,6 +225,7 @@ def launch(
     restart: int,
     dynamic: bool,
     spares: int,
+    replica: int,
     timeout: float,
     grace: float,
     log_dir: str | None,
@@ -255,12 +262,19 @@ def launch(
         raise click.UsageError(
             "--spares needs --dynamic and --restart: a spare takes a failed worker's place"
         )
+    if replica > 1 and not dynamic:
+        raise click.UsageError("--replica needs --dynamic: replicas are restarted while the others go on")
+    if workers % replica:
+        raise click.UsageError(
+            f"--replica {replica} needs a multiple of {replica} workers on each machine, not {workers}"
+        )
     if spares and outlive:
         raise click.UsageError("--spares cannot be used with --outlive: spares end with their launcher")
     chosen = {
         "restarts": restart,
         "dynamic": dynamic,
         "spares": spares,
+        "replica": replica,
         "timeout": timeout,
         "grace": grace,
         "page": page,

@@ -14,6 +14,7 @@ from spmd.elastic.errors import (
 from spmd.elastic.job import Job, join
 from spmd.elastic.local_sgd import DiLoCo, LocalSGD, Round
 from spmd.elastic.reducer import DistributedDataParallel
+from spmd.elastic.replicas import replica
 from spmd.elastic.sampling import Sampler
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "StateLostError",
     "StepFailedError",
     "join",
+    "replica",
 ]

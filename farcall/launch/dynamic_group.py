@@ -1,4 +1,4 @@
-"""The workers of a dynamic group on this machine, each of which is restarted alone.
+"""The workers of a dynamic group on this machine, each of which is restarted alone, or with its replica.
 
 A dynamic group is for workers that continue when another dies. Machines do not wait for each other either: a
 worker joins when it starts.
@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import queue
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from farcall.launch.failures import Failure, signal_name
+from farcall.launch.failures import signal_name
 from farcall.launch.job import Job
 from farcall.launch.processes import WorkerProcess, WorkerProcesses
 from farcall.launch.rounds import Kind, Order
@@ -62,7 +62,9 @@ class DynamicGroup:
         self._news = news
         first = (job.node_rank or 0) * job.workers
         self._ranks = range(first, first + job.workers)
-        self._workers = WorkerProcesses([make(rank, "") for rank in self._ranks], job.grace)
+        made = [make(rank, "") for rank in self._ranks]
+        self._replicas = [made[each : each + job.replica] for each in range(0, job.workers, job.replica)]
+        self._workers = WorkerProcesses(made, job.grace)
         self._used = 0
         self._end: Order | None = None
 
@@ -88,9 +90,11 @@ class DynamicGroup:
                 self._watch.look()
                 if self._spares is not None and self._end is None:
                     self._spares.keep()
-                for worker in self._workers.poll():
-                    if worker.failure is not None and self._end is None:
-                        self._start_again(worker, worker.failure, place)
+                ended = self._workers.poll()
+                for replica in self._replicas:
+                    failed = [each for each in replica if each in ended and each.failure is not None]
+                    if failed and self._end is None:
+                        self._start_again(replica, failed, place)
         finally:
             self._workers.kill()
             if self._spares is not None:
@@ -118,8 +122,12 @@ class DynamicGroup:
         elif number == signal.SIGINT:
             self._workers.kill()
 
-    def _start_again(self, worker: WorkerProcess, failure: Failure, place: str) -> None:
-        """Restart a failed worker; if no restart is left, end all workers."""
+    def _start_again(
+        self, replica: Sequence[WorkerProcess], failed: Sequence[WorkerProcess], place: str
+    ) -> None:
+        """Restart a replica in which workers have failed; if no restart is left, end all workers."""
+        failure = failed[0].failure
+        assert failure is not None
         if self._used == self._job.restarts or failure.wants_requeue:
             self._watch.failed([failure])
             self._end = Order(Kind.END, failure=failure, status=failure.exit_status)
@@ -127,12 +135,22 @@ class DynamicGroup:
             return
         self._used += 1
         count = f"{self._used} of {self._job.restarts} restarts"
-        say(f"{failure.process} {failure.what}; it is started again ({count})")
+        others = [each for each in replica if each.runs]
+        with_them = f" with {name_ranks([each.rank for each in others])} of its replica" if others else ""
+        say(f"{failure.process} {failure.what}; it is started again{with_them} ({count})")
+        for each in others:
+            each.kill()
+        for each in others:
+            each.wait()
         take_spare = None if self._spares is None else self._spares.take
-        worker.start(self._environment(place, worker.rank, worker.starts), take_spare)
+        for each in sorted([*failed, *others], key=lambda worker: worker.rank):
+            each.start(self._environment(place, each.rank, each.starts), take_spare)
 
     def _environment(self, place: str, rank: int, restart: int) -> dict[str, str]:
         host, _, port = place.rpartition(":")
+        size = self._job.replica
+        names = ("FARCALL_REPLICA", "FARCALL_REPLICA_PLACE", "FARCALL_REPLICA_SIZE")
+        replica = zip(names, map(str, (rank // size, rank % size, size)), strict=True)
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank % self._job.workers),
@@ -143,6 +161,7 @@ class DynamicGroup:
             "TORCHELASTIC_RESTART_COUNT": str(restart),
             "TORCHELASTIC_MAX_RESTARTS": str(self._job.restarts),
             "TORCHELASTIC_RUN_ID": self._job.name,
+            **dict(replica if size > 1 else ()),
             **self._watch.environment,
         }
 

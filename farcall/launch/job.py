@@ -31,6 +31,7 @@ class Job:
         outlive: whether workers continue to run if their launcher is killed.
         page: whether to serve the page of the job.
         spares: number of processes that wait to take the place of a worker that fails, in a dynamic group.
+        replica: number of workers that are restarted together if one fails, in a dynamic group.
     """
 
     workers: int
@@ -46,6 +47,7 @@ class Job:
     outlive: bool = False
     page: bool = False
     spares: int = 0
+    replica: int = 1
 
     @property
     def run_id(self) -> str:

@@ -153,6 +153,12 @@ class WorkerProcess:
             self.failure = Failure.of(self.rank, pid, status, self._record, self._host)
         return True
 
+    def wait(self) -> None:
+        """Wait until its process, which was killed, has ended."""
+        if self._process is not None:
+            self._process.wait()
+            self.poll()
+
     def send(self, number: int) -> None:
         """Send a signal to its process, if it runs."""
         if self._process is not None:

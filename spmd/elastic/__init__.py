@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spmd.elastic.job import Job, join
     from spmd.elastic.local_sgd import DiLoCo, LocalSGD, Round
     from spmd.elastic.reducer import DistributedDataParallel
+    from spmd.elastic.replicas import replica
     from spmd.elastic.sampling import Sampler
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "StateLostError",
     "StepFailedError",
     "join",
+    "replica",
 ]
 
 _PLACES: Final = {
@@ -49,6 +51,7 @@ _PLACES: Final = {
     "Round": "local_sgd",
     "Sampler": "sampling",
     "join": "job",
+    "replica": "replicas",
 }
 
 

@@ -45,14 +45,22 @@ stopped for longer than that know of no death for certain (``Member.was_stopped`
 nothing, loads the state, which is constant until it votes, and counts from the next step on. If all members
 that had a state are gone, the state is lost, which the exchange shows to all.
 
-*The end.* A member that leaves says so in its vote or its report. Its report is a promise: it takes part in
-no view any more. A vote to finish ends the job on all members after the step that it commits.
+*Replicas.* A replica is some workers that are lost as a whole, each at its *place* in it; often it is one
+worker. A view consists of whole replicas, one after the other. A replica that lacks a worker is *broken*.
+Once the whole ones may go on without the others of it, these are asked to resign, which is the promise to
+leave; one that resigns commits its step if a report shows that another member has. A replica has the state
+if all its workers have it, and gets it from the workers at the same places in another replica. All workers
+of the replica that founds the job have the state of step 0.
+
+*The end.* A member that leaves says so in its vote or its report, and its replica leaves with it. Its report
+is a promise: it takes part in no view any more. A vote to finish ends the job on all members after the step
+that it commits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, TypeAlias
 
@@ -98,8 +106,9 @@ class View:
         number: counts the views of the job; for users.
         ballot: identifies the view.
         members: the incarnations, by rank.
-        newcomers: those of them that observe the first step.
+        newcomers: those of them that observe the first step: whole replicas.
         first: the first step that is tried in it.
+        replica_size: number of workers of a replica.
     """
 
     number: int
@@ -107,10 +116,25 @@ class View:
     members: tuple[int, ...]
     newcomers: frozenset[int]
     first: int
+    replica_size: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        return len(self.members) // self.replica_size
+
+    def rank(self, member: int) -> int:
+        """Return the rank of a member's replica."""
+        return self.members.index(member) // self.replica_size
 
     def contributors(self, step: int) -> list[int]:
-        """Return the members among which the batch of a step is cut."""
-        return [each for each in self.members if step > self.first or each not in self.newcomers]
+        """Return the ranks of the replicas among which the batch of a step is cut."""
+        firsts = self.members[:: self.replica_size]
+        return [rank for rank, each in enumerate(firsts) if step > self.first or each not in self.newcomers]
+
+    def counterparts(self, member: int) -> tuple[int, ...]:
+        """Return the workers at a member's place in each replica, by rank."""
+        return self.members[self.members.index(member) % self.replica_size :: self.replica_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +169,8 @@ class Report:
         removed: workers that it has seen removed from the group's log.
         left: whether it takes part in no view any more.
         ended: whether it has seen a vote to finish.
+        replica: the workers of its replica, by place.
+        founder: whether it has founded the job.
     """
 
     member: int
@@ -157,6 +183,8 @@ class Report:
     removed: frozenset[int]
     left: bool
     ended: bool
+    replica: tuple[int, ...]
+    founder: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +230,12 @@ class Member:
     Args:
         me: this worker's incarnation.
         step: number of committed steps; ``NEW`` without a state.
+        replica: the workers of its replica, by place; this one alone by default.
     """
 
     me: int
     step: int = NEW
+    replica: tuple[int, ...] = ()
     view: View | None = None
     ballot: Ballot = (0, 0)
     heard: int = 0
@@ -216,8 +246,13 @@ class Member:
     last: Ballot | None = None
     leaving: bool = False
     """Whether it wants to leave after the next step."""
+    departing: bool = False
+    """Whether it wants to leave with its next report."""
     left: bool = False
     """Whether it takes part in no view any more."""
+    broken: bool = False
+    """Whether it has resigned since its replica has lost a worker."""
+    founder: bool = False
     finishing: bool = False
     ended: bool = False
     dead: set[int] = field(default_factory=set)
@@ -226,12 +261,20 @@ class Member:
     doubted: set[int] = field(default_factory=set)
     tried: list[frozenset[int]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.replica = self.replica or (self.me,)
+        self.founder = self.step != NEW
+
+    def found(self) -> None:
+        """Found the job."""
+        self.step, self.founder = 0, True
+
     # ---- steps
 
     @property
     def may_begin(self) -> bool:
         """Whether this member may begin an attempt."""
-        return self.view is not None and not self.frozen and not self.hold
+        return self.view is not None and not (self.frozen or self.hold or self.departing)
 
     def prepare(self, view: View) -> bool:
         """Become prepared for the next step in a view, after its gradients were reduced there; false if the
@@ -254,7 +297,7 @@ class Member:
             return False
         self._commit(view.ballot)
         self.hold = any(vote.grow or vote.leave for vote in votes)
-        self.left = votes[view.members.index(self.me)].leave
+        self.left = any(votes[view.members.index(each)].leave for each in self.replica)
         self.ended = self.ended or any(vote.finish for vote in votes)
         return True
 
@@ -311,7 +354,8 @@ class Member:
         """Whether a view change is needed, as far as this member knows."""
         if self.view is None and not self.tried and self.step == NEW:
             return False  # it has not begun
-        return self.frozen or self.hold or self.left or any(map(is_lost, self.partners()))
+        wants = self.left or self.departing
+        return self.frozen or self.hold or wants or any(map(is_lost, self.partners()))
 
     def next_ballot(self) -> Ballot:
         """Return a number for a proposal of this member."""
@@ -330,6 +374,7 @@ class Member:
         if ballot < self.ballot:
             raise OutdatedError(f"ballot {ballot} is older than {self.ballot}")
         self.ballot, self.frozen = ballot, True
+        self.left = self.left or self.departing
         return self.report()
 
     def report(self) -> Report:
@@ -337,8 +382,29 @@ class Member:
         view = 0 if self.view is None else self.view.number
         return Report(
             self.me, self.step, self.prepared, self.last, view, self.bases, frozenset(self.dead),
-            frozenset(self.removed), self.left, self.ended,
+            frozenset(self.removed), self.left, self.ended, self.replica, self.founder,
         )  # fmt: skip
+
+    def resign(self, ballot: Ballot, reports: Sequence[Report]) -> Outcome:
+        """Promise to leave, as a worker of a replica that is not whole; returns how the attempt has ended.
+
+        Args:
+            ballot: the proposal.
+            reports: the reports of all that the proposer has asked.
+
+        Raises:
+            OutdatedError: a later ballot has begun.
+        """
+        if ballot != self.ballot or not self.frozen:
+            raise OutdatedError(f"ballot {ballot} is over: {self.ballot} has begun")
+        self.left = True
+        self.broken = self.broken or not {each.member for each in reports}.issuperset(self.replica)
+        if self.prepared is None or not any(
+            each.step == self.step + 1 and each.last == self.prepared for each in reports
+        ):
+            return Outcome.ABORT
+        self._commit(self.prepared)
+        return Outcome.COMMIT
 
     def to_cut_off(self, members: Collection[int], released: Collection[int]) -> set[int]:
         """Return the workers that ``install`` will exclude, and that may live and not know it yet."""
@@ -379,23 +445,32 @@ class Member:
             raise OutdatedError(f"ballot {ballot} is over: {self.ballot} has begun")
         ended = any(each.ended for each in reports)
         reports = [each for each in reports if each.member in members]
+        founding = {each for report in reports if report.founder for each in report.replica}
+        reports = [_founding(each) if each.member in founding else each for each in reports]
+        if self.me in founding:
+            self.step = max(self.step, 0)
         step, _ = _agreed(reports)
-        newcomers = frozenset(each.member for each in reports if each.step == NEW)
+        newcomers = frozenset(each for report in reports if report.step == NEW for each in report.replica)
         number = 1 + max(each.view for each in reports)
         outcome = Outcome.ABORT
-        if step == NEW:
-            outcome = Outcome.LOST
+        if newcomers.issuperset(members):
+            outcome, step = Outcome.LOST, self.step
         elif NEW < self.step < step:
             assert self.prepared is not None
             self._commit(self.prepared)
             outcome = Outcome.COMMIT
         assert self.step in (NEW, step), (self.step, step)
-        self.view = View(number, ballot, tuple(members), newcomers, step)
+        self.view = View(number, ballot, tuple(members), newcomers, step, len(self.replica))
         self.tried, self.prepared = [], None
         self.doubted -= set(members)
         self.frozen = self.hold = False
         self.ended = self.ended or ended
         return Installation(self.view, outcome)
+
+
+def _founding(report: Report) -> Report:
+    """Return the report of a worker whose replica founds the job."""
+    return replace(report, step=max(report.step, 0))
 
 
 def _agreed(reports: Sequence[Report]) -> tuple[int, bool]:
@@ -420,12 +495,16 @@ class Plan:
     Attributes:
         members: the members of the next view, by rank; empty if there is none.
         released: workers that leave.
+        broken: workers of replicas that are not whole; they must resign first.
         may_go_on: whether the members may form a view.
+        is_lost: whether nobody may go on, here or elsewhere, since no whole replica has the state.
     """
 
     members: tuple[int, ...]
     released: frozenset[int]
+    broken: frozenset[int]
     may_go_on: bool
+    is_lost: bool
 
 
 class Proposal:
@@ -449,7 +528,9 @@ class Proposal:
 
     def to_ask(self, lost: Collection[int]) -> set[int]:
         """Return the workers whose reports are missing, except lost ones."""
-        known = self._partners.union(*(base for each in self.reports.values() for base in each.bases))
+        known = self._partners.union(
+            *(base for each in self.reports.values() for base in (*each.bases, each.replica))
+        )
         return (known | set(self._newcomers)) - set(lost) - set(self.reports)
 
     def take(self, report: Report) -> None:
@@ -458,11 +539,31 @@ class Proposal:
 
     def plan(self) -> Plan:
         """Return what to do with the reports, once none is missing."""
-        released = frozenset(each.member for each in self.reports.values() if each.left)
-        order = dict.fromkeys(
-            (*self._order, *sorted(self._partners), *self._newcomers, *sorted(self.reports))
-        )
-        staying = [each for each in order if each in self.reports and each not in released]
-        # Ranks of members stay in their order; those without a state come last.
-        members = tuple(sorted(staying, key=lambda each: self.reports[each].step == NEW))
-        return Plan(members, released, may_go_on(members, self.reports.values()))
+        reports = self.reports
+        released = frozenset(each.member for each in reports.values() if each.left)
+        order = dict.fromkeys((*self._order, *sorted(self._partners), *self._newcomers, *sorted(reports)))
+        staying = [each for each in order if each in reports and each not in released]
+        replicas = dict.fromkeys(reports[each].replica for each in staying)
+        # Ranks of replicas stay in their order; those without a state come last.
+        whole = sorted((each for each in replicas if set(each) <= set(staying)), key=self._is_new)
+        members = tuple(each for replica in whole for each in replica)
+        broken = frozenset(staying).difference(members)
+        leaving = [replace(each, left=each.left or each.member in broken) for each in reports.values()]
+        if members or not broken:
+            is_lost = all(map(self._is_new, whole)) and self._has_lost_state(staying)
+            return Plan(members, released, broken, may_go_on(members, leaving), is_lost)
+        # The last replicas end. If they leave, the job has ended; otherwise its state is lost.
+        is_lost, is_valid = self._has_lost_state(staying), may_go_on(staying, reports.values())
+        return Plan(members, released, broken, is_valid and not is_lost, is_lost)
+
+    def _has_lost_state(self, staying: Sequence[int]) -> bool:
+        """Whether each replica with a state lacks a worker, and no other workers can go on."""
+        reports = self.reports
+        replicas = [each.replica for each in reports.values() if each.step != NEW]
+        is_lost = bool(replicas) and not any(reports.keys() >= set(each) for each in replicas)
+        return is_lost and may_go_on(staying, reports.values())
+
+    def _is_new(self, replica: Sequence[int]) -> bool:
+        """Whether a replica has no state."""
+        reports = [self.reports[each] for each in replica]
+        return any(each.step == NEW for each in reports) and not any(each.founder for each in reports)

@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from rpc.errors import InvalidOptionError, RpcError, SerializationError
 from rpc.runtime.waits import waiting
 from spmd.collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
-from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.elastic.agreement import NEW, Outcome, View, Vote
 from spmd.elastic.errors import ElasticError, StepFailedError
+from spmd.elastic.groups import Groups
 from spmd.elastic.reducer import Reducer, accumulating
 from spmd.elastic.sampling import Sampler, part_of
 from spmd.elastic.state import State
@@ -50,39 +50,40 @@ class Attempt:
     Attributes:
         step: number of the step, from 0.
         view: number of the view.
-        size, rank: number of members of the view, and the rank of this one.
-        indices: this member's part of the step's batch: an int64 tensor of indices of samples. It is empty in
-            the first step of a newcomer, which only observes it, and if there are more members than samples.
+        size, rank: number of replicas of the view, and the rank of this member's.
+        indices: this replica's part of the step's batch: an int64 tensor of indices of samples. It is empty
+            in the first step of a newcomer, which only observes it, and if there are more replicas than
+            samples.
         part: where in the batch they begin and end; (0, 0) if there are none.
-        batch_size: number of samples of the step, over all members.
-        weight: this member's share of the batch, from 0 to 1.
+        batch_size: number of samples of the step, over all replicas.
+        weight: this replica's share of the batch, from 0 to 1.
         committed: whether the step is committed on all members; False until then, and if it is repeated.
         has_failed: whether a reduction has failed.
-        root: rank of the member whose buffers all members get: the first one that has samples.
-        whole_view, group: the view and its process group: for the job, see ``Job.group``.
+        root: rank of the replica whose buffers all get: the first one that has samples.
+        whole_view, groups: the view and its process groups: for the job, see ``Job.group``.
     """
 
     def __init__(
-        self, views: Views, view: View, group: FarcallProcessGroup, step: int, sampler: Sampler, state: State,
+        self, views: Views, view: View, groups: Groups, step: int, sampler: Sampler, state: State,
         reducers: list[Reducer],
     ) -> None:  # fmt: skip
         self.step, self.view = step, view.number
-        self.size, self.rank = len(view.members), view.members.index(views.me)
+        self.size, self.rank = view.size, view.rank(views.me)
         contributors = view.contributors(step)
         self.batch_size = sampler.batch_size
         self.indices = torch.empty(0, dtype=torch.int64, device="cpu")
         parts = [part_of(self.batch_size, place, len(contributors)) for place in range(len(contributors))]
         first = next(place for place, each in enumerate(parts) if each.start < each.stop)
-        self.root = view.members.index(contributors[first])
+        self.root = contributors[first]
         self.part = (0, 0)
-        if views.me in contributors:
-            part = parts[contributors.index(views.me)]
+        if self.rank in contributors:
+            part = parts[contributors.index(self.rank)]
             self.indices = sampler.batch(step)[part].clone()
             self.part = (part.start, part.stop) if len(self.indices) else (0, 0)
         self.weight = len(self.indices) / self.batch_size
         self.committed = False
         self.is_open = False
-        self._views, self.whole_view, self.group = views, view, group
+        self._views, self.whole_view, self.groups = views, view, groups
         self._state, self._reducers = state, reducers
         self._works: list[Any] = []
         self.has_failed = False
@@ -95,6 +96,7 @@ class Attempt:
 
     def __enter__(self) -> Self:
         self.is_open = True
+        self._state.clear_gradients()
         for reducer in self._reducers:
             reducer.begin(self)
         return self
@@ -116,9 +118,13 @@ class Attempt:
             return True
         if not isinstance(error, Exception):
             return False  # the process is about to end; the others go on without it
+        replica = self._views.replica
         if not self.committed and self._is_lost():
+            replica.abort(f"the attempt at step {self.step} has ended early on worker '{self._views.name}'")
             self._await_outcome()  # the error is a consequence
             return True
+        if self.committed and self._views.lost_mates():
+            return True  # likewise; this member takes part in no other step
         self.report(error)
         return False
 
@@ -126,7 +132,8 @@ class Attempt:
         """Whether the view has failed, for another reason than a mistake in the block."""
         with self._views.changed:
             over = self._views.outcome is Outcome.ABORT or self._views.core.frozen
-        return self._mistake is None and (over or self.has_failed or self.group.group.members.failed)
+        failed = self.has_failed or self.groups.failed or self._views.replica.failed
+        return self._mistake is None and (over or failed)
 
     def report(self, error: BaseException) -> None:
         """End the job on all members."""
@@ -159,7 +166,7 @@ class Attempt:
         """Begin to sum a tensor over the members of the view, in place. After a failure it does nothing."""
         if not self.has_failed:
             try:
-                self._works.append(self.group.allreduce([tensor]))
+                self._works.append(self.groups.sums.allreduce([tensor]))
             except Exception as error:
                 self._note(error)
 
@@ -172,16 +179,16 @@ class Attempt:
         """
         if self.has_failed:
             return []
-        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        self.group.group.purpose = f"{purpose} step {self.step} of the elastic job, view {self.view}"
+        mine, votes = torch.tensor(values, dtype=torch.int64, device="cpu"), self.groups.votes
+        rows = [torch.empty_like(mine) for _ in self.whole_view.members]
+        votes.group.purpose = f"{purpose} step {self.step} of the elastic job, view {self.view}"
         try:
-            self.group.allgather([rows], [mine]).wait()
+            votes.allgather([rows], [mine]).wait()
         except Exception as error:
             self._note(error)
             return []
         finally:
-            self.group.group.purpose = ""
+            votes.group.purpose = ""
         return [_list(each) for each in rows]
 
     def finish(self) -> None:
@@ -229,7 +236,7 @@ class Attempt:
     def give_up(self, reason: str) -> None:
         """Have the attempt be repeated on all members, since this one is not prepared to commit it."""
         self.has_failed = True
-        self.group.group.abort(f"the step is given up: {reason}")
+        self.groups.abort(f"the step is given up: {reason}")
 
     def _check_gradients(self) -> None:
         """Note a mistake if an optimizer would use a gradient that differs between members."""
@@ -273,7 +280,7 @@ class Attempt:
                 options = BroadcastOptions()
                 options.rootRank = self.root
                 try:
-                    self._works.append(self.group.broadcast([value], options))
+                    self._works.append(self.groups.sums.broadcast([value], options))
                 except Exception as error:
                     self._note(error)
             shared.append((buffer, value))

@@ -13,9 +13,11 @@ from typing import Any, Final
 from rpc.api import get_worker_infos, rpc_async
 from rpc.errors import GivenUpError, MessageLostError, RpcError, WorkerLostError
 from spmd.elastic.agreement import Ballot, View
-from spmd.elastic.errors import ElasticError, JobMismatchError
+from spmd.elastic.errors import ElasticError, Finished, JobMismatchError
+from spmd.elastic.groups import FORM_SECONDS
 from spmd.elastic.proposer import Proposer
-from spmd.elastic.views import FORM_SECONDS, PATIENCE_SECONDS, Views, ask_for_entry, ask_for_state
+from spmd.elastic.requests import ask_for_entry, ask_for_state
+from spmd.elastic.views import PATIENCE_SECONDS, Views
 
 __all__ = ["enter", "fetch"]
 
@@ -83,15 +85,17 @@ class _Entry:
                 if views.error is not None:
                     raise views.error
                 views.changed.wait(_ASK_SECONDS)
+            views.check_replica()
             if monotonic() > deadline:
                 with views.changed:
-                    size = 1 + len(views.living_newcomers())
+                    size = self._size()
+                what = "workers" if len(core.replica) == 1 else "whole replicas"
                 raise ElasticError(
                     f"worker '{views.name}' has not become a member of the elastic job within {timeout:g} s: "
                     + (
-                        f"{size} workers have come, min_size is {views.min_size}"
+                        f"{size} {what} have come, min_size is {views.min_size}"
                         if size < views.min_size
-                        else f"{size} workers have come, but no member of a job answers, and none was founded"
+                        else f"{size} {what} have come, but no member of a job answers, and none was founded"
                     )
                 )
 
@@ -107,8 +111,13 @@ class _Entry:
                 del known[each]
         is_first = not any(each in known for each in smaller)
         is_asked = bool(core.tried) or not is_lost(core.ballot[1])  # by a member of a job
-        size = 1 + sum(not is_lost(each) for each in known)
-        return is_first and not is_asked and size >= views.min_size
+        return is_first and not is_asked and self._size() >= views.min_size
+
+    def _size(self) -> int:
+        """Return the number of whole replicas that have come; with the lock held."""
+        replica = self._views.core.replica
+        there = {self._views.me, *self._views.living_newcomers()}
+        return len(there) // len(replica) if there.issuperset(replica) else 0
 
     def _ask_all(self) -> bool:
         """Tell all workers that this one wants to take part; True if there is no job yet, as far as all
@@ -123,12 +132,15 @@ class _Entry:
                 with contextlib.suppress(RpcError):
                     calls.append(
                         rpc_async(
-                            info, ask_for_entry, args=(views.me, views.key, views.description), timeout=10
+                            info,
+                            ask_for_entry,
+                            args=(views.me, views.key, views.description, views.core.replica),
+                            timeout=10,
                         )
                     )
         for call in calls:
             try:
-                status, incarnation, key = call.wait()
+                status, incarnation, key, replica = call.wait()
             except JobMismatchError:
                 raise
             except WorkerLostError:
@@ -138,12 +150,12 @@ class _Entry:
                 complete = False
                 continue
             if isinstance(status, int):
-                raise views.finished(status)
+                raise Finished.at(status, views.name)
             self._is_awaited = self._is_awaited or status == "member"
             if status == "candidate":
                 with views.changed:
-                    views.newcomers.setdefault(incarnation, (key[0], key[1]))
-                    views.losses.watch_processes([incarnation])
+                    if incarnation not in views.newcomers:
+                        views.welcome(incarnation, key, replica)
         return complete and not self._is_awaited
 
 
@@ -154,8 +166,8 @@ def fetch(views: Views, view: View) -> tuple[Ballot | None, Any] | None:
     Raises:
         ElasticError: a neighbour's state cannot be sent.
     """
-    olds = [each for each in view.members if each not in view.newcomers]
-    first = view.members.index(views.me) % len(olds)
+    olds = [each for each in view.counterparts(views.me) if each not in view.newcomers]
+    first = view.rank(views.me) % len(olds)
     for each in olds[first:] + olds[:first]:
         peer = views.losses.peer(each)
         if peer is None or peer.lost is not None:

@@ -22,6 +22,14 @@ class Finished(ElasticError):
         super().__init__(message)
         self.step = step
 
+    @classmethod
+    def at(cls, step: int, worker: str) -> Finished:
+        """Return the error of a worker that comes after the job's end."""
+        return cls(
+            f"the elastic job has ended after {step} steps: there is nothing to do for worker '{worker}'",
+            step,
+        )
+
 
 class PutOut(ElasticError):
     """The job may go on without this worker, which must start again to take part in it."""

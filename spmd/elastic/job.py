@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from rpc.errors import InvalidOptionError
 from rpc.runtime.current import current_agent
@@ -19,15 +18,17 @@ from spmd.elastic.attempt import Attempt
 from spmd.elastic.entry import enter, fetch
 from spmd.elastic.errors import ElasticError
 from spmd.elastic.reducer import Reducer
+from spmd.elastic.replicas import Replica, find_replica
 from spmd.elastic.sampling import Sampler
+from spmd.elastic.sharded import is_fully_sharded
 from spmd.elastic.state import State
-from spmd.elastic.views import Views
+from spmd.elastic.views import STATE, Views
 
 __all__ = ["Job", "join"]
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 """Version of what members say to each other."""
 
 _LEAVE_SECONDS = 60.0
@@ -36,7 +37,9 @@ _T = TypeVar("_T")
 
 
 class JobGroup(FarcallProcessGroup):
-    """The process group of a view, for programs. Its operations belong to an attempt."""
+    """The process group of a view, for programs: of the workers at this one's place in each replica. Its
+    operations belong to an attempt.
+    """
 
     job: Job
 
@@ -71,18 +74,22 @@ class Job:
         current: the attempt under way, or None.
     """
 
-    def __init__(self, sampler: Sampler, min_size: int, state: State) -> None:
+    def __init__(self, sampler: Sampler, min_size: int, state: State, replica: Replica | None = None) -> None:
         self._sampler, self._min_size, self._state = sampler, min_size, state
         _check_parameters(state)
-        self._reducers = [Reducer(each) for each in state.modules if not _is_sharded(each)]
+        self._reducers = [Reducer(each) for each in state.modules if not is_fully_sharded(each)]
         self._handles: dict[torch.optim.Optimizer, Any] = {}
         self._callbacks: list[Callable[[Job], object]] = []
         self._reported = 0
         self._group: JobGroup | None = None
         self._is_looping = False
         self.current: Attempt | None = None
-        description = f"version {_VERSION}\n{sampler!r}\nmin_size={min_size}\n{state.describe()}"
-        self._views = Views(description, min_size, state.give)
+        self._replica = find_replica(1) if replica is None else replica
+        description = (
+            f"version {_VERSION}\n{sampler!r}\nmin_size={min_size}\nreplica_size={self._replica.size}\n"
+            f"{STATE}\n{state.describe()}"
+        )
+        self._views = Views(description, min_size, state.give, self._replica)
 
     def enter(self, timeout: float) -> None:
         """Become a member of the job; see ``join``."""
@@ -101,19 +108,19 @@ class Job:
 
     @property
     def members(self) -> list[str]:
-        """Names of the members of the view, by rank."""
+        """Names of the workers of the view: replica after replica, by rank."""
         peers = current_agent().group.peers
         return [peer.name if (peer := peers.by_incarnation(each)) else "" for each in self._view.members]
 
     @property
     def size(self) -> int:
-        """Number of members of the view."""
-        return len(self._view.members)
+        """Number of replicas of the view."""
+        return self._view.size
 
     @property
     def rank(self) -> int:
-        """Rank of this member in the view."""
-        return self._view.members.index(self._views.me)
+        """Rank of this member's replica in the view."""
+        return self._view.rank(self._views.me)
 
     @property
     def view(self) -> int:
@@ -130,23 +137,37 @@ class Job:
 
     @property
     def group(self) -> FarcallProcessGroup:
-        """The process group of the attempt's view. Ask for it in each attempt, and use it there only."""
+        """The process group of the attempt's view: the workers at this one's place in each replica, by the
+        replicas' ranks. Ask for it in each attempt, and use it there only.
+        """
         attempt = self.current
-        group = attempt.group if attempt is not None and attempt.is_open else self._views.group
-        if group is None:
+        groups = attempt.groups if attempt is not None and attempt.is_open else self._views.groups
+        if groups is None:
             raise ElasticError("this worker has left the elastic job")
-        if self._group is None or self._group.group is not group.group:
-            self._group = JobGroup(group.group)
+        if self._group is None or self._group.group is not groups.sums.group:
+            self._group = JobGroup(groups.sums.group)
             self._group.job = self
         return self._group
 
+    @property
+    def replica(self) -> FarcallProcessGroup:
+        """The process group of this member's replica, for a ``DeviceMesh``; the rank in it is the place."""
+        if self._replica.group is None:
+            raise ElasticError(
+                "the replicas of this job are single workers, which have no process group: pass replica_size "
+                "to elastic.join"
+            )
+        return self._replica.group
+
     def all_reduce_hook(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over the members of the view, in place, as part of the attempt: for FSDP2's
-        ``set_all_reduce_hook``.
+        """Sum a tensor over the replicas of the view, in place, as part of the attempt: for FSDP2's
+        ``set_all_reduce_hook``. That of a newcomer, which observes the step, counts as zero.
         """
         if self.current is None or not self.current.is_open:
             raise ElasticError("all_reduce_hook belongs to an attempt: call it within `with attempt:`")
         self.current.check_uncommitted()
+        if self.current.weight == 0.0:
+            tensor.zero_()
         self.current.start(tensor)
         self.current.finish()
 
@@ -189,8 +210,11 @@ class Job:
                     logger.debug("worker '%s' repeats step %d", self._views.name, attempt.step)
         finally:
             self._is_looping, self.current = False, None
+        core = self._views.core
         self._views.check_ended()
-        if self._views.core.left or self._views.core.leaving:
+        if not (core.ended or core.leaving or (until is not None and core.step >= until)):
+            self._views.check_replica()
+        if core.left or core.leaving:
             self.leave()
 
     @property
@@ -219,11 +243,12 @@ class Job:
             with views.changed:
                 if not self._wait_until_ready(until):
                     return None
-                view, group = self._view, views.group
-                assert group is not None
+                view, groups = self._view, views.groups
+                assert groups is not None
                 is_new = core.step == NEW
                 step = view.first if is_new else core.step
                 views.outcome = None
+            self._replica.use(groups.replica)
             if view.number != self._reported:
                 self._reported = view.number
                 for callback in self._callbacks:
@@ -235,7 +260,7 @@ class Job:
             with views.changed:
                 views.given_step = step
                 views.changed.notify_all()
-            self.current = Attempt(views, view, group, step, self._sampler, self._state, self._reducers)
+            self.current = Attempt(views, view, groups, step, self._sampler, self._state, self._reducers)
             return self.current
 
     def _wait_until_ready(self, until: int | None) -> bool:
@@ -251,17 +276,21 @@ class Job:
             return is_over() or (core.may_begin and self.size >= self._min_size)
 
         with waiting(
-            f"the next view of the elastic job, which needs {self._min_size} members", views.awaited
+            f"the next view of the elastic job, which needs {self._min_size} {self._what}", views.awaited
         ):
             while not views.changed.wait_for(is_ready, patience):
                 if core.may_begin:
                     raise ElasticError(
-                        f"the elastic job has {self.size} members, fewer than min_size={self._min_size}, and "
-                        f"no others have come within {patience:g} s"
+                        f"the elastic job has {self.size} {self._what}, fewer than "
+                        f"min_size={self._min_size}, and no others have come within {patience:g} s"
                     )
         if views.error is not None:
             raise views.error
         return not is_over()
+
+    @property
+    def _what(self) -> str:
+        return "members" if self._replica.size == 1 else "replicas"
 
     def _load(self, view: View) -> bool:
         """Load the state from a neighbour; false if the view ends meanwhile."""
@@ -301,6 +330,8 @@ class Job:
 
     def train_locally(self, model: torch.nn.Module, inner: torch.optim.Optimizer) -> None:
         """Sum no gradients, and let an optimizer step between attempts; for ``LocalSGD`` and ``DiLoCo``."""
+        if self._replica.size > 1:
+            raise ElasticError("LocalSGD and DiLoCo need replicas of one worker: leave replica_size out")
         if model not in self._state.modules:
             raise ElasticError("the model is not in the job's state: pass it to elastic.join")
         averaged = {each for each in model.parameters() if each.requires_grad}
@@ -328,8 +359,8 @@ class Job:
     def leave(self) -> None:
         """Leave the job.
 
-        Within the loop, this member leaves after the step, and the others lose nothing. After the loop it
-        returns when the others go on without this member, or the job is over.
+        Within the loop, this member leaves after the step, with its replica, and the others lose nothing.
+        After the loop it returns when the others go on without this member, or the job is over.
         """
         with self._views.changed:
             if self._is_looping:
@@ -353,7 +384,7 @@ class Job:
 
 def _check_parameters(state: State) -> None:
     """Raise if the gradient of a parameter would not be summed, or be summed twice."""
-    if any(map(_is_sharded, state.modules)):
+    if any(map(is_fully_sharded, state.modules)):
         return  # sums are the program's, by ``all_reduce_hook``
     module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}
     for module in state.modules:
@@ -378,10 +409,6 @@ def _check_parameters(state: State) -> None:
                 )
 
 
-def _is_sharded(module: torch.nn.Module) -> bool:
-    return any(isinstance(each, DTensor) for each in module.parameters())
-
-
 def join(
     *,
     sampler: Sampler,
@@ -397,18 +424,20 @@ def join(
 
     Args:
         sampler: draws the samples of each step; the same on all members.
-        min_size: number of members without which no step is tried.
-        replica_size: number of workers of a replica; only 1 is supported.
+        min_size: number of replicas without which no step is tried.
+        replica_size: number of workers of a replica, which train together and are lost together. It is formed
+            as ``elastic.replica`` says, which a program calls first if it shards the model.
         straggler_after: not supported; None.
         state: the objects that make up the state, by name: modules, optimizers, and any others with
             ``state_dict`` and ``load_state_dict``. Gradients of the modules are summed over the members.
 
     Raises:
         Finished: the job has ended.
+        PutOut: the replica has lost a worker before it took part.
         JobMismatchError: other members have another model, optimizer, sampler or option.
         ElasticError: the RPC group is static; this process is a member already; a parameter is part of two
-            modules, or of an optimizer and no module; or ``min_size`` workers have not come within the option
-            ``rendezvous_timeout``.
+            modules, or of an optimizer and no module; or ``min_size`` replicas have not come, or the other
+            workers of the replica, within the option ``rendezvous_timeout``.
         InvalidOptionError: an option has a value that it cannot have.
         TypeError: an object in ``state`` has no ``state_dict``.
 
@@ -424,10 +453,9 @@ def join(
                 optimizer.step()
         job.leave()
     """
-    if replica_size != 1:
-        raise InvalidOptionError(
-            "elastic.join: replicas of several workers are not supported: replica_size must be 1"
-        )
+    count: object = replica_size
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InvalidOptionError(f"elastic.join: replica_size is {count!r}; it must be a positive integer")
     if straggler_after is not None:
         raise InvalidOptionError("elastic.join: straggler_after is not supported: members wait for slow ones")
     least: object = min_size
@@ -439,6 +467,6 @@ def join(
             "whose batch follows from the step: an iterator over a loader cannot be repeated after a loss"
         )
     agent = current_agent()
-    job = Job(sampler, min_size, State(state))
+    job = Job(sampler, min_size, State(state), find_replica(replica_size))
     job.enter(agent.options.rendezvous_timeout)
     return job

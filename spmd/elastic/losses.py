@@ -21,7 +21,10 @@ from rpc.runtime.process_signs import stat_fields
 from spmd.elastic.agreement import Member
 from spmd.elastic.errors import ElasticError
 
-__all__ = ["LOG_SECONDS", "Losses"]
+__all__ = ["FINISHED", "LOG_SECONDS", "Losses"]
+
+FINISHED: Final = "elastic/finished"
+"""The key in the group's store under which the job's last step is, once it has ended."""
 
 LOG_SECONDS: Final = 0.5
 """Interval at which the group's log is read while this member may not go on."""

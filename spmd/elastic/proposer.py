@@ -12,16 +12,17 @@ from rpc.runtime.current import current_agent
 from spmd.elastic.agreement import NEW, Plan, Proposal, Report
 from spmd.elastic.errors import PutOut
 from spmd.elastic.losses import LOG_SECONDS
-from spmd.elastic.views import (
-    PATIENCE_SECONDS,
-    Views,
+from spmd.elastic.requests import (
     ask_to_freeze,
     ask_to_install,
+    ask_to_resign,
     poke,
     put_out,
     release,
+    tell_of_lost_state,
     tell_the_end,
 )
+from spmd.elastic.views import PATIENCE_SECONDS, Views
 
 __all__ = ["Proposer"]
 
@@ -90,9 +91,19 @@ class Proposer:
                     views.newcomers.pop(each, None)  # it asks again if it lives
                 return False
         plan = proposal.plan()
+        if plan.is_lost:
+            views.ask(proposal.reports, tell_of_lost_state, timeout=10.0)
+            return True
         if not plan.may_go_on:
             return self._wait_for_the_log(plan)
         self._blocked_since = None
+        if plan.broken:
+            reports = list(proposal.reports.values())
+            for answer in views.ask(plan.broken, ask_to_resign, proposal.ballot, reports).values():
+                if answer is None:
+                    return False
+                proposal.take(answer)
+            plan = proposal.plan()
         if not self._install(proposal, plan):
             return False
         views.ask(plan.released, release, timeout=10.0)
@@ -130,5 +141,5 @@ class Proposer:
                 f"worker '{views.name}' cannot go on: {names} cannot be reached, and may go on without it. "
                 "It must start again to take part in the elastic job"
             )
-            views.ask(plan.members, put_out, str(error), timeout=5.0)
+            views.ask([*plan.members, *plan.broken], put_out, str(error), timeout=5.0)
         return False

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from spmd.elastic.errors import ElasticError
+from spmd.elastic.sharded import local_part, sharded_like
 from spmd.torch_internals import backward_engine
 
 __all__ = ["DistributedDataParallel", "Reducer", "Reduction"]
@@ -43,13 +44,15 @@ class _Bucket:
         self.parameters = parameters
         first = parameters[0]
         self.flat = torch.zeros(
-            sum(each.numel() for each in parameters), dtype=first.dtype, device=first.device
+            sum(local_part(each).numel() for each in parameters), dtype=first.dtype, device=first.device
         )
         self.views: list[torch.Tensor] = []
         place = 0
         for each in parameters:
-            self.views.append(self.flat[place : place + each.numel()].view(each.shape))
-            place += each.numel()
+            local = local_part(each)
+            part = self.flat[place : place + local.numel()].view(local.shape)
+            self.views.append(sharded_like(each, part))
+            place += local.numel()
         self.ready: set[int] = set()
         self.started = False
 
@@ -227,4 +230,4 @@ def accumulating(reducers: list[Reducer]) -> Iterator[None]:
 
 
 def _bytes_of(parameters: list[nn.Parameter]) -> int:
-    return sum(each.numel() * each.element_size() for each in parameters)
+    return sum(local_part(each).numel() * each.element_size() for each in parameters)

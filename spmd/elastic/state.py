@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from spmd.elastic.sharded import is_fully_sharded, parts_of, with_parts
 from spmd.torch_internals import forget_unscaled
 
 __all__ = ["State"]
@@ -58,6 +59,12 @@ class State:
         }
         self.keeps_all = False
         self._all: dict[str, Any] = {}
+        self._fully_sharded = {
+            name: each
+            for name, each in objects.items()
+            if isinstance(each, nn.Module) and is_fully_sharded(each)
+        }
+        self._sharded: dict[str, dict[str, Any]] = {}
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         self._options: dict[str, list[dict[str, Any]]] = {}
         self._scales: list[dict[str, Any]] = []
@@ -77,11 +84,18 @@ class State:
                 lines.append(f"{name}: groups of {sizes} parameters")
         return "\n".join(lines)
 
+    def clear_gradients(self) -> None:
+        """Clear the gradients of modules that reduce them by themselves: FSDP2's, which would be added to."""
+        for each in self._fully_sharded.values():
+            each.zero_grad()
+
     def keep(self) -> None:
         """Copy what an attempt may change."""
         if self.keeps_all:
             self._all = {name: copy.deepcopy(each.state_dict()) for name, each in self._objects.items()}
             return
+        # FSDP2 gathers and frees parameters while a step is computed, which ``give`` must not see.
+        self._sharded = {name: each.state_dict() for name, each in self._fully_sharded.items()}
         self._buffers = {
             name: {key: each.detach().clone() for key, each in value.named_buffers()}
             for name, value in self._objects.items()
@@ -145,7 +159,7 @@ class State:
             if name in self._other_states:
                 given[name] = self._other_states[name]
                 continue
-            given[name] = value.state_dict()
+            given[name] = parts_of(self._sharded.get(name) or value.state_dict())
             if name in self._options:
                 groups = zip(given[name]["param_groups"], self._options[name], strict=False)
                 given[name] = {**given[name], "param_groups": [{**now, **then} for now, then in groups]}
@@ -162,7 +176,7 @@ class State:
     def load(self, given: Mapping[str, Any]) -> None:
         """Load a state that another member has given."""
         for name, value in self._objects.items():
-            value.load_state_dict(given[name])
+            value.load_state_dict(with_parts(value, given[name]))
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from time import monotonic
@@ -22,9 +21,6 @@ from rpc.api import get_worker_info, rpc_async
 from rpc.errors import GivenUpError, RpcError
 from rpc.runtime.current import current_agent
 from spmd.collectives import torch_internals
-from spmd.collectives.group import Group
-from spmd.collectives.node import Node
-from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.elastic.agreement import (
     NEW,
     Ballot,
@@ -42,31 +38,21 @@ from spmd.elastic.errors import (
     StateLostError,
     StepFailedError,
 )
-from spmd.elastic.losses import Losses
+from spmd.elastic.groups import Groups
+from spmd.elastic.losses import FINISHED, Losses
+from spmd.elastic.replicas import Replica
+from spmd.elastic.requests import EXTENSION, tell_of_failure
 
-__all__ = [
-    "EXTENSION",
-    "FORM_SECONDS",
-    "PATIENCE_SECONDS",
-    "Views",
-    "ask_for_entry",
-    "ask_for_state",
-    "ask_to_freeze",
-    "ask_to_install",
-    "poke",
-    "put_out",
-    "release",
-    "tell_the_end",
-]
+__all__ = ["PATIENCE_SECONDS", "STATE", "Views"]
 
 logger = logging.getLogger(__name__)
 
-EXTENSION: Final = "spmd.elastic"
-_FINISHED: Final = "elastic/finished"
 
 _RETRY_SECONDS: Final = 0.05
+STATE: Final = "state:"
+"""The line of a description that precedes the state, which differs between the places in a replica."""
+
 _CALL_SECONDS: Final = 120.0
-FORM_SECONDS: Final = 60.0
 
 _NOTICE_SECONDS: Final = 12.0
 """Time in which workers that are cut off must have noticed it, or have paused for longer than
@@ -82,18 +68,20 @@ class Views:
 
     Args:
         description: describes the job; the same text on all members.
-        min_size: minimum number of members of the first view.
+        min_size: minimum number of replicas of the first view.
         state: returns this member's state, given the step of the attempt that newcomers observe.
+        replica: this member's replica.
 
     Attributes:
         core: this member's part of the protocol.
         changed: its lock; notified when an outcome or another view is there.
-        group: the process group of the view.
+        groups: the process groups of the view.
         outcome: how the last attempt has ended; None while one is under way.
         given_step: the step that the training thread tries: newcomers may load its state.
         error: why the job has ended for this member, or None.
         closed: whether it has left.
         newcomers: workers that want to join, by incarnation, with their ``key``.
+        replicas: the replicas of these.
         key: order of founders.
         losses: knows who is lost.
         suspected: a view that has failed, as a member says.
@@ -101,19 +89,21 @@ class Views:
         released: set when the others go on without this member.
     """
 
-    def __init__(self, description: str, min_size: int, state: Callable[[], Any]) -> None:
+    def __init__(self, description: str, min_size: int, state: Callable[[], Any], replica: Replica) -> None:
         self._agent: Any = current_agent()
         self.me: int = self._agent.incarnation
         self.name = get_worker_info().name
-        self.core = Member(self.me)
+        self.replica = replica
+        self.core = Member(self.me, replica=replica.members)
         self.changed = threading.Condition(threading.RLock())
-        self.group: FarcallProcessGroup | None = None
+        self.groups: Groups | None = None
         self.outcome: Outcome | None = Outcome.ABORT
         self.given_step = NEW
         self.error: BaseException | None = None
         self.closed = False
         self.description, self.min_size, self._state = description, min_size, state
         self.newcomers: dict[int, tuple[int, int]] = {}
+        self.replicas: dict[int, tuple[int, ...]] = {}
         self.key = (get_worker_info().id, self.me)
         self.losses = Losses(self._agent, self.core, self.changed, self._note)
         self._is_member = False
@@ -145,15 +135,16 @@ class Views:
 
     def found(self) -> None:
         """Found the job; with ``changed`` held."""
-        self._is_member, self.core.step = True, 0
+        self._is_member = True
+        self.core.found()
         logger.info("worker '%s' founds the elastic job", self.name)
         self.woken.set()
 
     def check_store(self) -> None:
         """Raise ``Finished`` if the store says that the job has ended."""
-        found = self.losses.on_store(lambda store: store.get(_FINISHED))
+        found = self.losses.on_store(lambda store: store.get(FINISHED))
         if found is not None:
-            raise self.finished(int(found))
+            raise Finished.at(int(found), self.name)
 
     def check_ended(self) -> None:
         """Leave and raise ``Finished`` if this worker has come into the view of a job that has ended: it gets
@@ -163,7 +154,7 @@ class Views:
             has_come_too_late = self.error is None and self.core.ended and self.core.step == NEW
         if has_come_too_late:
             self.leave(_CALL_SECONDS)
-            raise self.finished(self._steps())
+            raise Finished.at(self._steps(), self.name)
 
     def _steps(self) -> int:
         """Return the number of steps that the job has committed, as far as this worker knows."""
@@ -171,32 +162,39 @@ class Views:
         return self.core.step if self.core.step != NEW or view is None else view.first
 
     def greeted(
-        self, incarnation: int, key: tuple[int, int], description: str
-    ) -> tuple[Any, int, tuple[int, int]]:
+        self, incarnation: int, key: tuple[int, int], description: str, replica: tuple[int, ...]
+    ) -> tuple[Any, int, tuple[int, int], tuple[int, ...]]:
         """Answer a worker that wants to take part."""
-        if description != self.description:
+        mine, own = self.description, self.core.replica
+        if len(own) == len(replica) and own.index(self.me) != replica.index(incarnation):
+            mine, description = (each.partition(STATE)[0] for each in (mine, description))
+        if description != mine:
             raise JobMismatchError(
-                f"worker '{self.name}' has another job: {_difference(self.description, description)}. "
+                f"worker '{self.name}' has another job: {_difference(mine, description)}. "
                 "All members need the same model, optimizer, sampler and options"
             )
         with self.changed:
             if self.core.ended:
-                return self._steps(), self.me, self.key
-            if self.core.left:
+                return self._steps(), self.me, self.key, own
+            if self.core.left or self.core.departing:
                 raise GivenUpError(f"worker '{self.name}' is leaving the elastic job")
             if self.core.view is None or incarnation not in self.core.view.members:
-                self.newcomers[incarnation] = (key[0], key[1])
-                self.losses.watch_processes([incarnation])
+                self.welcome(incarnation, key, replica)
             self.changed.notify_all()
             self.woken.set()
-            return ("member" if self._is_member else "candidate"), self.me, self.key
+            return ("member" if self._is_member else "candidate"), self.me, self.key, own
+
+    def welcome(self, incarnation: int, key: tuple[int, int], replica: tuple[int, ...]) -> None:
+        """Remember a worker that wants to take part; with ``changed`` held."""
+        self.newcomers[incarnation], self.replicas[incarnation] = (key[0], key[1]), tuple(replica)
+        self.losses.watch_processes([incarnation])
 
     def leave(self, timeout: float) -> None:
         """Leave the job, outside of an attempt, and wait until the others go on without this member."""
         with self.changed:
             if self.closed:
                 return
-            self.core.left = True
+            self.core.departing = True
         self.suspect()
         deadline = monotonic() + timeout
         while not self.released.wait(_RETRY_SECONDS) and monotonic() < deadline:
@@ -215,7 +213,7 @@ class Views:
     def publish_end(self, step: int) -> None:
         """Tell the store that the job has ended, for workers that come later."""
         with contextlib.suppress(RpcError):  # the store is gone, and with it the way for newcomers
-            self.losses.on_store(lambda store: store.set(_FINISHED, str(step).encode()))
+            self.losses.on_store(lambda store: store.set(FINISHED, str(step).encode()))
 
     def close(self) -> None:
         """Leave at once. Idempotent."""
@@ -223,7 +221,7 @@ class Views:
             if self.closed:
                 return
             self.closed = True
-            group, self.group = self.group, None
+            groups, self.groups = self.groups, None
             self.changed.notify_all()
         self.woken.set()
         self.released.set()
@@ -232,8 +230,8 @@ class Views:
             self._agent.lifecycle.hooks.close.remove(self.close)
         if self._agent.extensions.get(EXTENSION) is self:
             del self._agent.extensions[EXTENSION]
-        if group is not None:
-            group.shutdown()
+        if groups is not None:
+            groups.close()
 
     def fail(self, error: ElasticError, *, tell: str | None = None) -> None:
         """End the job here, with an error; with ``tell`` on all members."""
@@ -241,21 +239,14 @@ class Views:
             if self.error is not None or self.closed:
                 return
             self.error = error
-            group = self.group
+            groups = self.groups
             others = [each for each in self.core.partners() if not self.losses.is_lost(each)]
             self.changed.notify_all()
         self.released.set()
         if tell is not None:
-            self.ask(others, _failed, self.name, tell, timeout=10.0)
-        if group is not None and not group.group.members.failed:
-            group.group.abort("the job has failed")
-
-    def finished(self, step: int) -> Finished:
-        """Return the error of a worker that comes after the job's end."""
-        return Finished(
-            f"the elastic job has ended after {step} steps: there is nothing to do for worker '{self.name}'",
-            step,
-        )
+            self.ask(others, tell_of_failure, self.name, tell, timeout=10.0)
+        if groups is not None:
+            groups.abort("the job has failed")
 
     def observed(self) -> dict[str, Any]:
         """Return the state for observers: the view, the step, and the losses."""
@@ -303,8 +294,29 @@ class Views:
         return [] if peer is None else [peer.name]
 
     def living_newcomers(self) -> list[int]:
-        """Return the newcomers that are not lost; with ``changed`` held."""
-        return [each for each in self.newcomers if not self.losses.is_lost(each)]
+        """Return the newcomers whose replicas want to join and are whole; with ``changed`` held."""
+        there = {each for each in self.newcomers if not self.losses.is_lost(each)}
+        return [
+            each
+            for each in self.newcomers
+            if each in there and there.issuperset(set(self.replicas[each]) - {self.me})
+        ]
+
+    def lost_mates(self) -> str:
+        """Return the names of the other workers of the replica that are lost."""
+        peers = [(each, self.losses.peer(each)) for each in self.core.replica if self.losses.is_lost(each)]
+        return ", ".join(f"'{each:x}'" if peer is None else f"'{peer.name}'" for each, peer in peers)
+
+    def check_replica(self) -> None:
+        """Raise ``PutOut`` if this worker has no part in the job any more, since its replica is not whole."""
+        lost = self.lost_mates()
+        if self.core.broken or (lost and self.core.view is None):
+            error = PutOut(
+                f"worker '{self.name}' cannot go on, since its replica has lost {lost or 'another worker'}. "
+                "All workers of the replica must start again to take part in the elastic job"
+            )
+            self.fail(error)
+            raise error
 
     def is_due(self) -> bool:
         """Whether a view change is needed, as far as this member knows; with ``changed`` held."""
@@ -312,8 +324,7 @@ class Views:
         return self.core.is_due(self.losses.is_lost) or (
             view is not None
             and (
-                self.suspected == view.ballot
-                or (len(view.members) < self.min_size and bool(self.living_newcomers()))
+                self.suspected == view.ballot or (view.size < self.min_size and bool(self.living_newcomers()))
             )
         )
 
@@ -358,11 +369,23 @@ class Views:
                 report = self.core.freeze(ballot)
             except OutdatedError:
                 return self.core.ballot
-            group = self.group
+            groups = self.groups
             self.changed.notify_all()
-        if group is not None and not group.group.members.failed and not report.left:
-            group.group.abort("the view changes")
+        if groups is not None and not report.left:
+            groups.abort("the view changes")
         return report
+
+    def resign(self, ballot: Ballot, reports: Sequence[Report]) -> Report:
+        """Promise to leave, since the replica is not whole; returns the report that says so."""
+        with self.changed:
+            try:
+                outcome = self.core.resign(ballot, reports)
+            except OutdatedError as error:
+                raise GivenUpError(str(error)) from error
+            if self.outcome is None:
+                self.outcome = outcome
+            self.changed.notify_all()
+            return self.core.report()
 
     def install(
         self,
@@ -391,18 +414,11 @@ class Views:
             self.losses.watch_processes(members)
         self._cut_off(cut_off)
         rank = list(members).index(self.me)
-        node = Node.of(self._agent, [each for each in peers if each is not None], key, owned=False)
-        try:
-            group = Group(node, range(len(members)), rank, key, FORM_SECONDS)
-        except RpcError as error:
-            node.close_if_unused()
-            raise GivenUpError(f"the group was not formed: {error}") from error
-        except BaseException:
-            node.close_if_unused()
-            raise
-        group.timeout = 0.0
-        if not self._decide(ballot, members, reports, group):
-            group.close()
+        groups = Groups.form(
+            self._agent, [each for each in peers if each is not None], rank, len(self.core.replica), key
+        )
+        if not self._decide(ballot, members, reports, groups):
+            groups.close()
             raise GivenUpError("a later ballot has begun")
         return True
 
@@ -418,7 +434,7 @@ class Views:
             self.released.wait(_NOTICE_SECONDS)
 
     def _decide(
-        self, ballot: Ballot, members: Sequence[int], reports: Sequence[Report], group: Group
+        self, ballot: Ballot, members: Sequence[int], reports: Sequence[Report], groups: Groups
     ) -> bool:
         with self.changed:
             self.losses.take_in()
@@ -429,7 +445,7 @@ class Views:
             if self.closed:
                 return False
             self._is_member = True
-            before, self.group = self.group, FarcallProcessGroup(group)
+            before, self.groups = self.groups, groups
             self.suspected = None
             stay = {*members, *(each.member for each in reports if each.left)}
             lost = sorted(name for each, name in self._names.items() if each not in stay)
@@ -443,19 +459,29 @@ class Views:
             for each in members:
                 self.newcomers.pop(each, None)
             if done.outcome is Outcome.LOST:
-                self.error = StateLostError(
-                    f"all members of the elastic job that had its state are gone; worker '{self.name}' "
-                    "had not loaded it yet. Start again, from a checkpoint"
-                )
+                self.error = self._state_is_lost()
             self.changed.notify_all()
         if before is not None:
-            before.shutdown()
+            before.close()
         without = f", without {', '.join(lost)}, {took:.2f} s after the loss" if lost else ""
         logger.info(
             "worker '%s': view %d of the elastic job has %d members%s, from step %d on",
             self.name, done.view.number, len(members), without, done.view.first,
         )  # fmt: skip
         return True
+
+    def _state_is_lost(self) -> StateLostError:
+        return StateLostError(
+            f"all members of the elastic job that had its state are gone; worker '{self.name}' had not "
+            "loaded it yet. Start again, from a checkpoint"
+            if len(self.core.replica) == 1
+            else "each replica of the elastic job that had its state has lost a worker, so worker "
+            f"'{self.name}' cannot go on. Start again, from a checkpoint"
+        )
+
+    def state_lost(self) -> None:
+        """Handle that no replica with the state is whole."""
+        self.fail(self._state_is_lost())
 
     def poked(self, ballot: Ballot) -> None:
         """Handle that a member waits for a view change."""
@@ -470,7 +496,7 @@ class Views:
 
     def over(self, step: int) -> None:
         """Handle that the job is over, before this worker has had its state."""
-        self.fail(self.finished(step))
+        self.fail(Finished.at(step, self.name))
 
     def failed_at(self, worker: str, text: str) -> None:
         """Handle that a member has failed."""
@@ -513,70 +539,3 @@ def _difference(mine: str, other: str) -> str:
         if one != two:
             return f"{one!r} in place of {two!r}"
     return f"{len(here)} lines in place of {len(there)}"
-
-
-# ---- called remotely; ``to`` is the incarnation that is addressed
-
-
-def _views(to: int | None) -> Views:
-    agent: Any = current_agent()
-    views = agent.extensions.get(EXTENSION)
-    if not isinstance(views, Views) or to not in (None, views.me):
-        raise GivenUpError(f"there is no member of this job in process {os.getpid()}")
-    return views
-
-
-def ask_for_entry(
-    incarnation: int, key: tuple[int, int], description: str
-) -> tuple[Any, int, tuple[int, int]]:
-    """Return what the addressed worker answers to a newcomer: its status, incarnation and key."""
-    agent: Any = current_agent()
-    if EXTENSION not in agent.extensions:
-        return None, 0, (0, 0)
-    return _views(None).greeted(incarnation, key, description)
-
-
-def ask_to_freeze(to: int, ballot: Ballot) -> Report | Ballot:
-    """See ``Views.freeze``."""
-    return _views(to).freeze(ballot)
-
-
-def ask_to_install(
-    to: int,
-    ballot: Ballot,
-    key: str,
-    members: Sequence[int],
-    released: Collection[int],
-    reports: Sequence[Report],
-) -> bool:
-    """See ``Views.install``."""
-    return _views(to).install(ballot, key, members, released, reports)
-
-
-def poke(to: int, ballot: Ballot) -> None:
-    """See ``Views.poked``."""
-    _views(to).poked(ballot)
-
-
-def release(to: int) -> None:
-    """See ``Views.release``."""
-    _views(to).release()
-
-
-def tell_the_end(to: int, step: int) -> None:
-    """See ``Views.over``."""
-    _views(to).over(step)
-
-
-def _failed(to: int, worker: str, text: str) -> None:
-    _views(to).failed_at(worker, text)
-
-
-def put_out(to: int, text: str) -> None:
-    """See ``Views.put_out``."""
-    _views(to).put_out(text)
-
-
-def ask_for_state(to: int, ballot: Ballot, step: int) -> tuple[Ballot | None, Any]:
-    """See ``Views.give``."""
-    return _views(to).give(ballot, step)

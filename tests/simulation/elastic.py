@@ -7,11 +7,12 @@ python -m tests.simulation.elastic --breakages      # each rule left out; the se
 A run is decided by its seed. Messages between two workers arrive in order, those of different pairs in any
 order. A worker may die at any time, and any of its last messages are lost; it may be stopped for any time;
 hosts may lose each other for any time, and workers may be lost to some and not to others. The group's log
-removes lost workers in any order. Newcomers join; members leave; all finish.
+removes lost workers in any order. Newcomers join; members leave; all finish. In some runs a replica is two or
+three workers, which die and are stopped one by one.
 
 What must hold after every event: of each step, one attempt at most is ever committed by anybody; members of
-one job have the same history, and differ by at most one step. After the last fault, if faults were only
-deaths, all living members with the state are in one view and commit steps.
+one job have the same history, and differ by at most one step; a view has whole replicas. After the last
+fault, if faults were only deaths, all living members with the state are in one view and commit steps.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class Violation(AssertionError):
 class Worker:
     """One simulated worker: the real member, and what its shell keeps."""
 
-    def __init__(self, number: int, host: int, step: int) -> None:
+    def __init__(self, number: int, host: int, step: int, replica: tuple[int, ...]) -> None:
         self.number, self.host = number, host
-        self.core = agreement.Member(number, step)
+        self.core = agreement.Member(number, step, replica)
         self.alive, self.stopped, self.stopped_long = True, False, False
         self.lost: set[int] = set()
         self.newcomers: list[int] = []
@@ -70,11 +71,12 @@ class Worker:
         self.history: list[Ballot] = []
         self.proposal: Any = None
         self.asked: set[int] = set()
+        self.poked = False
+        self.resigning: set[int] = set()  # whose promises to leave are awaited
         self.forming: tuple[Ballot, tuple[int, ...]] | None = None
         self.cut_off: set[int] = set()  # workers that must notice before the report is sent
         self.reports: dict[Ballot, dict[int, Any]] = defaultdict(dict)
         self.leaving: list[Any] = []  # reports of workers that leave
-        self.state_lost = False
 
     @property
     def runs(self) -> bool:
@@ -101,17 +103,25 @@ class World:
         self.weights = {each: self.random.random() ** 2 for each in _FAULTS}
         self.faulty = True
         self.end_step: int | None = None
-        for number in range(self.random.choice((1, 2, 3, 3, 4, 5))):
-            self.add(0 if number == 0 else agreement.NEW)
+        self.replica_size = self.random.choice((1, 1, 2, 2, 3))
+        most = 5 // self.replica_size + 1
+        for number in range(self.random.choice((1, 2, 3, 3, 4, 5)) if self.replica_size == 1 else most):
+            self.add_replica(0 if number == 0 else agreement.NEW)
         self.workers[0].newcomers = [each for each in self.workers if each]
 
     def say(self, *what: object) -> None:
         if self.trace:
             print(*what)
 
-    def add(self, step: int) -> Worker:
-        number = len(self.workers)
-        worker = Worker(number, self.random.randrange(self.hosts), step)
+    def add_replica(self, step: int) -> None:
+        """Add the workers of a replica; ``step`` is that of the first one."""
+        first = len(self.workers)
+        replica = tuple(range(first, first + self.replica_size))
+        for number in replica:
+            self.add(number, step if number == first else agreement.NEW, replica)
+
+    def add(self, number: int, step: int, replica: tuple[int, ...]) -> None:
+        worker = Worker(number, self.random.randrange(self.hosts), step, replica)
         for other in self.workers.values():
             if not other.alive:
                 worker.lost.add(other.number)
@@ -121,7 +131,15 @@ class World:
             # Those that do not run, or are apart, do not hear of it.
             if other.runs and other is not worker and not self.are_apart(number, other.number):
                 other.newcomers.append(number)
-        return worker
+
+    def newcomers_of(self, worker: Worker) -> list[int]:
+        """Return the newcomers that a worker knows, of replicas that are whole as far as it knows."""
+        known = {each for each in worker.newcomers if each not in worker.lost} | {worker.number}
+        return [
+            each
+            for each in worker.newcomers
+            if each in known and known.issuperset(self.workers[each].core.replica)
+        ]
 
     # ---- messages
 
@@ -176,8 +194,17 @@ class World:
         worker.asked |= missing
         if missing:
             return
-        plan, worker.proposal = proposal.plan(), None
+        plan = proposal.plan()
         self.say("plan of", worker.number, plan)
+        if plan.may_go_on and plan.broken:
+            for each in plan.broken - worker.resigning:
+                self.send(worker, each, "resign", proposal.ballot, list(proposal.reports.values()))
+            worker.resigning |= plan.broken
+            return
+        worker.proposal = None
+        if plan.is_lost:
+            for each in proposal.reports:
+                self.send(worker, each, "state_lost")
         if not plan.may_go_on:
             return
         for each in plan.members:
@@ -185,6 +212,25 @@ class World:
             self.send(worker, each, "install", proposal.ballot, plan.members, plan.released, leaving)
         for each in plan.released:
             self.send(worker, each, "release")
+
+    def on_resign(self, worker: Worker, source: int, ballot: Ballot, reports: list[Any]) -> None:
+        before, prepared = len(worker.history), worker.core.prepared
+        try:
+            outcome = worker.core.resign(ballot, reports)
+        except agreement.OutdatedError:
+            return
+        if outcome is agreement.Outcome.COMMIT:
+            assert prepared is not None
+            self.committed(worker, before, prepared)
+        self.send(worker, source, "answer", ballot, worker.core.report())
+
+    def on_state_lost(self, worker: Worker, source: int) -> None:
+        for each in self.workers.values():
+            mates = [self.workers[mate] for mate in each.core.replica]
+            has_state = each.core.founder or all(mate.core.step != agreement.NEW for mate in mates)
+            if self.only_deaths and has_state and all(mate.alive and not mate.core.left for mate in mates):
+                raise Violation(f"{worker.number} holds the state to be lost, which {each.core.replica} has")
+        self.end(worker, goodbye=False)
 
     def on_release(self, worker: Worker, source: int) -> None:
         if worker.core.left:
@@ -252,9 +298,11 @@ class World:
             raise Violation(f"lag: {error}") from error
         worker.forming = None
         self.views += 1
+        replicas = [self.workers[each].core.replica for each in done.view.members]
+        if done.view.members != tuple(each for one in dict.fromkeys(replicas) for each in one):
+            raise Violation(f"{done.view} has replicas that are not whole: {set(replicas)}")
         if done.outcome is agreement.Outcome.LOST:
-            worker.state_lost = True
-            self.end(worker, goodbye=False)
+            self.on_state_lost(worker, worker.number)
             return
         if done.outcome is agreement.Outcome.COMMIT:
             assert prepared is not None
@@ -281,7 +329,10 @@ class World:
     def train(self, worker: Worker) -> None:
         """Do the next thing that the worker's training thread can do."""
         core, view = worker.core, worker.core.view
-        if view is None or core.left or core.ended:
+        if core.broken or (view is None and worker.lost.intersection(core.replica)):
+            self.end(worker, goodbye=self.random.random() < 0.5)
+            return
+        if view is None or core.left or core.departing or core.ended:
             return
         step = view.first if core.step == agreement.NEW else core.step
         key = (view.ballot, step)
@@ -296,7 +347,9 @@ class World:
                 for other in (self.workers[each] for each in view.members)
             )
         elif core.step == agreement.NEW:
-            donors = [self.workers[each] for each in view.members if each not in view.newcomers]
+            donors = [
+                self.workers[each] for each in view.counterparts(worker.number) if each not in view.newcomers
+            ]
             donors = [
                 each for each in donors if each.alive and each.core.view == view and each.core.step == step
             ]
@@ -307,7 +360,7 @@ class World:
         elif not worker.voted:
             if core.prepare(view):
                 worker.voted = True
-                vote = core.vote(grow=bool(set(worker.newcomers) - worker.lost))
+                vote = core.vote(grow=bool(self.newcomers_of(worker)))
                 for each in view.members:
                     self.send(worker, each, "vote", view.ballot, vote)
         elif set(worker.votes[key]) >= set(view.members):
@@ -317,12 +370,23 @@ class World:
                 if any(vote.finish for vote in votes):
                     self.end_step = step + 1
 
+    def change_view(self, worker: Worker) -> None:
+        """Propose a view, or ask the worker that should."""
+        proposer = worker.core.proposer(worker.lost.__contains__)
+        if proposer == worker.number or (self.faulty and self.random.random() < 0.2):
+            worker.poked = False
+            self.propose(worker)
+        elif proposer is not None and worker.core.view is not None:
+            self.send(worker, proposer, "poke", worker.core.view.ballot)
+
+    def on_poke(self, worker: Worker, source: int, ballot: Ballot) -> None:
+        if worker.core.view is not None and worker.core.view.ballot == ballot:
+            worker.poked = True
+
     def propose(self, worker: Worker) -> None:
         self.say("propose", worker.number)
-        worker.proposal = agreement.Proposal(
-            worker.core, [each for each in worker.newcomers if each not in worker.lost]
-        )
-        worker.asked = set()
+        worker.proposal = agreement.Proposal(worker.core, self.newcomers_of(worker))
+        worker.asked, worker.resigning = set(), set()
         self.go_on(worker)
 
     # ---- faults
@@ -369,13 +433,13 @@ class World:
             case "die" if self.deaths:
                 self.deaths -= 1
                 self.end(other, goodbye=False)
-            case "join" if self.joins and len(self.workers) < _MOST_WORKERS:
+            case "join" if self.joins and len(self.workers) + self.replica_size <= _MOST_WORKERS:
                 self.joins -= 1
-                self.add(agreement.NEW)
+                self.add_replica(agreement.NEW)
             case "leave" if self.random.random() < 0.3:
                 one.core.leaving = True
             case "leave at once" if one.core.may_begin and one.contributed is None:
-                one.core.left = self.random.random() < 0.3
+                one.core.departing = self.random.random() < 0.3
             case "finish" if self.random.random() < 0.03:
                 one.core.finishing = True
             case "propose" if one.core.view is not None or one.core.step == 0:
@@ -423,16 +487,9 @@ class World:
             if what < 0.1 and not self.only_deaths:
                 self.read_log(worker)
             elif what < (0.2 if self.faulty else 0.3):
-                quiet = self.faulty or not pairs
-                if (
-                    worker.core.is_due(worker.lost.__contains__)
-                    and quiet
-                    and (
-                        worker.core.proposer(worker.lost.__contains__) == worker.number
-                        or (self.faulty and choose.random() < 0.2)
-                    )
-                ):
-                    self.propose(worker)
+                is_due = worker.poked or worker.core.is_due(worker.lost.__contains__)
+                if is_due and (self.faulty or not pairs):
+                    self.change_view(worker)
             elif worker.cut_off:
                 self.send_report(worker)
             else:
@@ -461,7 +518,11 @@ class World:
                 self.continue_(worker)
         goal = max(len(self.truth), 0) + 2
         for _ in range(_SETTLING):
-            members = [each for each in self.workers.values() if each.alive and not each.core.left]
+            members = [
+                each
+                for each in self.workers.values()
+                if each.alive and not (each.core.left or each.core.departing)
+            ]
             if not any(each.core.step != agreement.NEW for each in members) or any(
                 each.core.ended for each in members
             ):
@@ -560,6 +621,15 @@ def _is_in_while_frozen(self: Any, view: Any) -> bool:
     return self.view is not None and self.view.ballot == view.ballot
 
 
+def _plan_of_workers(self: Any) -> Any:
+    reports = self.reports
+    self.reports = {each: replace(report, replica=(each,)) for each, report in reports.items()}
+    try:
+        return _plan(self)
+    finally:
+        self.reports = reports
+
+
 def _anyone_is_a_witness(members: Any, reports: Any) -> bool:
     reports = list(reports)
     dead = frozenset[int]().union(*(each.dead for each in reports if each.member in members))
@@ -570,6 +640,7 @@ _install: Final = agreement.Member.install
 _may_go_on: Final = agreement.may_go_on
 _on_closed: Final = World.on_closed
 _decide: Final = agreement.Member.decide
+_plan: Final = agreement.Proposal.plan
 
 BREAKAGES: Final[dict[str, tuple[Any, str, Any]]] = {
     "one prepared member is enough": (agreement, "_agreed", _agreed_if_any),
@@ -582,6 +653,8 @@ BREAKAGES: Final[dict[str, tuple[Any, str, Any]]] = {
     "newcomers are not bound by attempts": (agreement.Member, "install", _install_unbound_newcomers),
     "a death is certain without contact": (agreement, "may_go_on", _anyone_is_a_witness),
     "a stopped worker is certain of deaths": (agreement.Member, "was_stopped", lambda self: None),
+    "a broken replica takes part": (agreement.Proposal, "plan", _plan_of_workers),
+    "only one worker founds the job": (agreement, "_founding", lambda report: report),
     "every loss is a certain death": (World, "on_closed", _every_loss_is_certain),
 }
 """Rules that are left out, and what takes their place."""

@@ -244,7 +244,8 @@ class Manager:
         if attempt is None:
             raise ElasticError(f"'{self._replica}' has left the job: its manager was shut down")
         self._attempt, self._error = attempt, None
-        self._participants = attempt.whole_view.contributors(attempt.step)
+        view = attempt.whole_view
+        self._participants = [view.members[rank] for rank in view.contributors(attempt.step)]
         attempt.__enter__()
         weight = 1 / self.num_participants() if self.is_participating() else 0.0
         for reducer in self._reducers:

@@ -145,6 +145,34 @@ def test_of_a_dynamic_group_only_who_was_killed_is_started_again(tmp_path: Path)
     assert ") was killed by SIGKILL; it is started again (1 of 1 restarts)" in done.stderr
 
 
+REPLICAS = """
+import os, signal, time
+from pathlib import Path
+
+names = ("RANK", "FARCALL_REPLICA", "FARCALL_REPLICA_PLACE", "FARCALL_REPLICA_SIZE")
+rank, *replica = [int(os.environ[each]) for each in names]
+print(*replica, "start", start := int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+Path(f"{rank}.{start}").touch()
+awaited = {0: "3.1", 1: "2.1", 2: "none", 3: "2.0"}[rank] if start == 0 else f"{5 - rank}.1"
+while not Path(awaited).exists():
+    time.sleep(0.01)
+if rank == 3 and start == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_of_a_replica_are_started_again_together(tmp_path: Path) -> None:
+    flags = "-m farcall launch -n 4 --dynamic --restart 1 --replica 2 program.py"
+    done = run_program(tmp_path, REPLICAS, *flags.split())
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] 0 0 2 start 0", "[1] 0 1 2 start 0",
+        "[2] 1 0 2 start 0", "[2] 1 0 2 start 1",
+        "[3] 1 1 2 start 0", "[3] 1 1 2 start 1",
+    ]  # fmt: skip
+    assert "was killed by SIGKILL; it is started again with rank 2 of its replica (1 of 1" in done.stderr
+
+
 @pytest.mark.nightly
 def test_when_no_restart_is_left_the_failure_is_summed_up_and_the_others_are_ended(tmp_path: Path) -> None:
     done = launch_dynamic(tmp_path, "raise", 2)

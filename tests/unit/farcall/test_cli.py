@@ -84,6 +84,8 @@ def test_several_machines_must_be_told_where_to_meet(capsys: pytest.CaptureFixtu
             "launch -n 1 --dynamic --restart 1 --spares 1 --outlive --log-dir x train.py",
             "--spares cannot be used with --outlive",
         ),
+        ("launch -n 2 --replica 2 train.py", "--replica needs --dynamic"),
+        ("launch -n 3 --dynamic --replica 2 train.py", "needs a multiple of 2 workers"),
         ("launch -n 2 nowhere.py", "there is no file /"),
         ("launch -n 2 --nodes 2 train.py", "No such option '--nodes'"),
         ("run --lend train.py", "No such option '--lend'"),

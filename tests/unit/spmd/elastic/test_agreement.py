@@ -146,6 +146,102 @@ def test_promise_to_leave_counts_as_certain() -> None:
     assert (plan.members, plan.released, plan.may_go_on) == ((0,), frozenset({1}), True)
 
 
+def replicas(count: int) -> tuple[list[Member], View]:
+    """Members of a view of replicas of two workers; all have the state of step 0."""
+    members = [Member(each, NEW, (each - each % 2, each - each % 2 + 1)) for each in range(2 * count)]
+    members[0].found()
+    view = form(members).view
+    assert view.newcomers == frozenset(range(2, 2 * count))
+    assert [each.step for each in members[:2]] == [0, 0]  # the whole replica has founded the job
+    for each in members[2:]:
+        assert each.load(view, 0, None)
+    return members, view
+
+
+def proposed(proposer: Member, *others: Member) -> Proposal:
+    proposal = Proposal(proposer, [])
+    for each in (proposer, *others):
+        proposal.take(each.freeze(proposal.ballot))
+    assert not proposal.to_ask({*range(4)} - proposal.reports.keys())
+    return proposal
+
+
+def resign(member: Member, proposal: Proposal) -> Outcome:
+    outcome = member.resign(proposal.ballot, list(proposal.reports.values()))
+    proposal.take(member.report())
+    return outcome
+
+
+def test_worker_of_a_broken_replica_resigns_before_the_whole_ones_go_on() -> None:
+    (first, second, third, fourth), view = replicas(2)
+    assert (view.size, view.rank(third.me), view.counterparts(third.me)) == (2, 1, (0, 2))
+    for each in (first, second, third):
+        each.witnessed(fourth.me)
+    proposal = proposed(first, second, third)
+    plan = proposal.plan()
+    assert (plan.members, plan.broken, plan.may_go_on) == ((0, 1), {third.me}, True)
+    assert resign(third, proposal) is Outcome.ABORT
+    assert (third.left, third.broken) == (True, True)
+    plan = proposal.plan()
+    assert (plan.members, plan.broken, plan.released) == ((0, 1), set(), {third.me})
+
+
+def test_worker_of_a_broken_replica_is_kept_while_the_whole_ones_may_not_go_on() -> None:
+    (first, second, third, _), _ = replicas(2)
+    plan = proposed(first, second, third).plan()  # the fourth worker may live
+    assert (plan.broken, plan.may_go_on, plan.is_lost) == ({third.me}, False, False)
+
+
+def test_worker_that_resigns_commits_a_step_that_another_one_has_committed() -> None:
+    members, view = replicas(2)
+    first, second, third, fourth = members
+    fourth.leaving = True
+    commit(members, view, seen_by=[fourth, first])
+    assert fourth.left
+    proposal = proposed(first, second, third, fourth)
+    assert proposal.plan().broken == {third.me}
+    assert resign(third, proposal) is Outcome.COMMIT
+    assert (third.step, third.broken) == (1, False)  # it leaves, since its replica does
+
+
+def test_state_is_lost_if_no_replica_that_has_it_is_whole() -> None:
+    (first, second, third, fourth), _ = replicas(2)
+    for each in (first, third):
+        each.witnessed(second.me)
+        each.witnessed(fourth.me)
+    plan = proposed(first, third).plan()
+    assert (plan.members, plan.may_go_on, plan.is_lost) == ((), False, True)
+
+
+def test_state_is_not_lost_while_other_workers_may_have_gone_on_with_it() -> None:
+    (first, _, third, _), _ = replicas(2)
+    assert not proposed(first, third).plan().is_lost
+
+
+def test_replica_without_the_state_of_all_its_workers_observes() -> None:
+    (first, second, third, fourth), _ = replicas(2)
+    fourth.step = NEW
+    view = form([first, second, third, fourth]).view
+    assert view.newcomers == {third.me, fourth.me}
+    for each in (third, fourth):
+        each.witnessed(first.me)
+        each.witnessed(second.me)
+    assert form([third, fourth]).outcome is Outcome.LOST
+
+
+def test_member_that_decides_to_leave_after_its_report_still_takes_part_in_the_view() -> None:
+    (first, second), _ = job(2)
+    proposal = Proposal(first, [])
+    for each in (first, second):
+        proposal.take(each.freeze(proposal.ballot))
+    second.departing = True
+    plan = proposal.plan()
+    reports = [each.install(proposal.ballot, plan.members, plan.released) for each in (first, second)]
+    assert second.decide(proposal.ballot, plan.members, reports).view.members == (0, 1)
+    assert second.is_due(lambda _: False)
+    assert second.freeze((9, 0)).left
+
+
 def test_earlier_ballot_is_refused() -> None:
     member = Member(0, 0)
     later: Ballot = (5, 1)
