@@ -366,8 +366,8 @@ def run_worker(packed: bytes, pipe: Connection) -> None:
     gc.enable()
     gc.freeze()  # collections need not visit what PyTorch has made at its import
     parent = os.getppid()
-    end = threading.Thread(target=_end_with_parent, args=(start.mark,), name="farcall-parent", daemon=True)
-    end.start()
+    watch = threading.Thread(target=_end_with_parent, args=(start.mark,), name="farcall-parent", daemon=True)
+    watch.start()
     if start.serves:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
@@ -397,7 +397,7 @@ def run_worker(packed: bytes, pipe: Connection) -> None:
         current_agent().shutdown(graceful=False)  # the others notice at once
     pipe.close()
     if os.getppid() != parent:
-        end.join()  # it removes what the parent has left, and ends this process
+        watch.join()  # it removes what the parent has left, and ends this process
     sys.exit(status)
 
 
