@@ -9,8 +9,9 @@ Events of one process are held at a time, since there may be a million.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -31,6 +32,14 @@ _MAX_NAME: Final = 200
 
 _CALL_BITS: Final = 40
 """Number of bits for the number of a call in the identifier of its arrows; viewers read 53 bits exactly."""
+
+_Events = Iterable[dict[str, Any]]
+
+_Key = tuple[str, int]
+"""The caller, and the number of its call."""
+
+_Begun = tuple[float, int, str, dict[str, Any]]
+"""A call of this process: when and on which thread it began, what it asked for, and facts about it."""
 
 _Sent = dict[tuple[str, str, int], tuple[str, float, int]]
 """The host, time and size in bytes of requests and answers that were sent: by the kind of the record that
@@ -167,6 +176,11 @@ class _Process:
         self._number = number
         self._threads: dict[int, list[_Slice]] = {}
         self._numbers: dict[int, int] = {}
+        self._begun: dict[_Key, _Begun] = {}
+        self._runs: dict[_Key, tuple[float, int, str]] = {}
+        self._returned: dict[_Key, tuple[float, int, str]] = {}
+        self._last_serialized: dict[int, _Slice] = {}
+        self._last = 0.0
 
     def events(self) -> Iterator[dict[str, Any]]:
         part = self._part
@@ -185,88 +199,96 @@ class _Process:
 
     def _read(self) -> Iterator[dict[str, Any]]:
         """Collect the slices; yields the events that belong to no thread."""
-        begun: dict[tuple[str, int], Any] = {}
-        runs: dict[tuple[str, int], Any] = {}
-        returned: dict[tuple[str, int], Any] = {}
-        last_serialized: dict[int, _Slice] = {}
-        last = 0.0
-        for count, record in enumerate(self._part.records):
-            if count >= self._trace.limit:
-                break
-            kind, at, thread, *rest = record
-            last = max(last, at)
-            if kind == "span":
-                name, end, waits, details = rest
-                last = max(last, end)
-                made = self._slice(name, at, end, thread, "wait" if waits else "span", **details)
-                if "source" in details and "call" in details:
-                    self._lead(made, (details["source"], details["call"]))
-            elif kind == "serialized":
-                what, seconds, size = rest
-                last_serialized[thread] = self._slice(
-                    f"serialize {what}", at - seconds, at, thread, "serialize", bytes=size
-                )
-            elif kind == "call":
-                agent, call_id, to, what, how = rest
-                facts = {"to": to, "call": call_id, "how": how}
-                key = self._part.workers[agent], call_id
-                begun[key] = at, thread, what, facts
-                serialized = last_serialized.pop(thread, None)
-                if serialized is not None and key in self._trace.names:
-                    serialized.name = f"serialize {self._trace.names[key]}"
-            elif kind == "sent":
-                found = begun.get((self._part.workers[rest[0]], rest[1]))
-                if found is not None:
-                    found[3]["bytes"] = rest[2]
-            elif kind == "called":
-                agent, call_id, error = rest
-                key = self._part.workers[agent], call_id
-                yield from self._transfer(kind, key, at, thread)
-                found = begun.pop(key, None)
-                if found is not None:
-                    yield from self._call(key, found, at, thread, error)
-            elif kind == "came":
-                yield from self._transfer(kind, (rest[0], rest[1]), at, thread)
-            elif kind == "run":
-                source, call_id, what, queued, loaded = rest
-                runs[source, call_id] = at, thread, what
-                taken = at - loaded
-                facts = {"source": source}
-                yield from self._apart(
-                    "queue", f"queue {what}", f"q/{source}/{call_id}", taken - queued, taken, thread, facts
-                )
-                if loaded > 0:
-                    self._slice(f"deserialize {what}", taken, at, thread, "serialize", source=source)
-            elif kind == "ran":
-                source, call_id = rest
-                run = runs.pop((source, call_id), None)
-                if run is not None:
-                    returned[source, call_id] = at, thread, run[2]
-                    made = self._slice(run[2], run[0], at, thread, "run", source=source, call=call_id)
-                    self._lead(made, (source, call_id))
-            elif kind == "answered":
-                source, call_id, failed, size = rest
-                run = returned.pop((source, call_id), None)
-                if run is not None and run[1] == thread:
-                    facts = {"source": source, "call": call_id, "failed": failed, "bytes": size}
-                    self._slice(f"answer {run[2]}", run[0], at, thread, "answer", **facts)
-        for key, found in begun.items():  # still under way
-            yield from self._call(key, found, last, found[1], "not answered yet", answered=False)
-        for (source, call_id), (at, thread, what) in runs.items():  # still running
-            made = self._slice(
-                what, at, last, thread, "run", source=source, call=call_id, error="not over yet"
-            )
-            self._lead(made, (source, call_id))
+        for kind, at, thread, *rest in itertools.islice(self._part.records, self._trace.limit):
+            self._last = max(self._last, at)
+            read = _READ.get(kind)
+            if read is not None:
+                yield from read(self, at, thread, *rest)
+        for key, begun in self._begun.items():  # still under way
+            yield from self._call(key, begun, self._last, begun[1], "not answered yet", answered=False)
+        for key, (at, thread, what) in self._runs.items():  # still running
+            facts = {"source": key[0], "call": key[1], "error": "not over yet"}
+            self._lead(self._slice(what, at, self._last, thread, "run", **facts), key)
 
-    def _lead(self, made: _Slice, key: tuple[str, int]) -> None:
+    # ---- the kinds of records
+
+    def _span(
+        self, at: float, thread: int, name: str, end: float, waits: bool, details: dict[str, Any]
+    ) -> _Events:
+        self._last = max(self._last, end)
+        made = self._slice(name, at, end, thread, "wait" if waits else "span", **details)
+        if "source" in details and "call" in details:
+            self._lead(made, (details["source"], details["call"]))
+        return ()
+
+    def _serialized(self, at: float, thread: int, what: str, seconds: float, size: int) -> _Events:
+        made = self._slice(f"serialize {what}", at - seconds, at, thread, "serialize", bytes=size)
+        self._last_serialized[thread] = made
+        return ()
+
+    def _begin(
+        self, at: float, thread: int, agent: int, call_id: int, to: str, what: str, how: str
+    ) -> _Events:
+        key = self._part.workers[agent], call_id
+        self._begun[key] = at, thread, what, {"to": to, "call": call_id, "how": how}
+        serialized = self._last_serialized.pop(thread, None)
+        if serialized is not None and key in self._trace.names:
+            serialized.name = f"serialize {self._trace.names[key]}"
+        return ()
+
+    def _sent(self, at: float, thread: int, agent: int, call_id: int, size: int) -> _Events:
+        begun = self._begun.get((self._part.workers[agent], call_id))
+        if begun is not None:
+            begun[3]["bytes"] = size
+        return ()
+
+    def _called(self, at: float, thread: int, agent: int, call_id: int, error: str) -> _Events:
+        key = self._part.workers[agent], call_id
+        yield from self._transfer("called", key, at, thread)
+        begun = self._begun.pop(key, None)
+        if begun is not None:
+            yield from self._call(key, begun, at, thread, error)
+
+    def _came(self, at: float, thread: int, source: str, call_id: int) -> _Events:
+        return self._transfer("came", (source, call_id), at, thread)
+
+    def _run(
+        self, at: float, thread: int, source: str, call_id: int, what: str, queued: float, loaded: float
+    ) -> _Events:
+        self._runs[source, call_id] = at, thread, what
+        taken = at - loaded
+        if loaded > 0:
+            self._slice(f"deserialize {what}", taken, at, thread, "serialize", source=source)
+        identity, facts = f"q/{source}/{call_id}", {"source": source}
+        return self._apart("queue", f"queue {what}", identity, taken - queued, taken, thread, facts)
+
+    def _ran(self, at: float, thread: int, source: str, call_id: int) -> _Events:
+        run = self._runs.pop((source, call_id), None)
+        if run is not None:
+            begin, _, what = run
+            self._returned[source, call_id] = at, thread, what
+            made = self._slice(what, begin, at, thread, "run", source=source, call=call_id)
+            self._lead(made, (source, call_id))
+        return ()
+
+    def _answered(
+        self, at: float, thread: int, source: str, call_id: int, failed: bool, size: int
+    ) -> _Events:
+        returned = self._returned.pop((source, call_id), None)
+        if returned is not None and returned[1] == thread:
+            facts = {"source": source, "call": call_id, "failed": failed, "bytes": size}
+            self._slice(f"answer {returned[2]}", returned[0], at, thread, "answer", **facts)
+        return ()
+
+    def _lead(self, made: _Slice, key: _Key) -> None:
         """Lead the arrow of a call to a slice, if the trace has the call."""
         if ("came", *key) in self._trace.sent:
             made.arrows.append(("t", self._trace.flow(*key)))
 
     def _call(
         self,
-        key: tuple[str, int],
-        begun: tuple[float, int, str, dict[str, Any]],
+        key: _Key,
+        begun: _Begun,
         end: float,
         thread: int,
         error: str,
@@ -290,7 +312,7 @@ class _Process:
             made = self._slice(f"answer of {what}", end, end, thread, "call", call=key[1])
             made.arrows.append(("f", flow))
 
-    def _transfer(self, kind: str, key: tuple[str, int], at: float, thread: int) -> Iterator[dict[str, Any]]:
+    def _transfer(self, kind: str, key: _Key, at: float, thread: int) -> Iterator[dict[str, Any]]:
         """The way of a message from its sender to here."""
         sent = self._trace.sent.get((kind, *key))
         if sent is None:
@@ -348,6 +370,20 @@ class _Process:
     def _number_of(self, thread: int) -> int:
         """Identifier of a thread in the trace: what processes say is too large for some viewers."""
         return self._numbers.setdefault(thread, len(self._numbers) + 1)
+
+
+_READ: Final[dict[str, Callable[..., _Events]]] = {
+    "span": _Process._span,
+    "serialized": _Process._serialized,
+    "call": _Process._begin,
+    "sent": _Process._sent,
+    "called": _Process._called,
+    "came": _Process._came,
+    "run": _Process._run,
+    "ran": _Process._ran,
+    "answered": _Process._answered,
+}
+"""The method that reads each kind of record."""
 
 
 def _shown(name: str) -> str:
