@@ -58,7 +58,7 @@ class _Training:
         loss.backward()
         self._optimizer.step()
         self._step += 1
-        return float(loss)
+        return float(loss.item())
 
 
 def _kill(kills: int, chance: random.Random, over: threading.Event) -> None:
