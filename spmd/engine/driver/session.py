@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, Final, Protocol, cast
 
 from torch import Tensor
@@ -21,7 +21,6 @@ from rpc.agent.futures import wait_futures
 from rpc.errors import RpcError, WorkerLostError
 from rpc.runtime import spans
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
-from spmd.collectives.errors import CollectiveError
 from spmd.engine.driver.aliases import Value
 from spmd.engine.driver.blocks import cut, has_blocks, holders, put_together
 from spmd.engine.driver.bounded_cache import BoundedCache
@@ -29,12 +28,12 @@ from spmd.engine.driver.building import build
 from spmd.engine.driver.copies import Copies, Sent, UnrecoverableError
 from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.poison import poisoned
-from spmd.engine.driver.recorder import ENTRIES_PER_PROGRAM, Entry, Recorder, Recording, lost, nowhere
+from spmd.engine.driver.recorder import ENTRIES_PER_PROGRAM, Recorder, Recording, lost, nowhere
 from spmd.engine.driver.report import costliest
-from spmd.engine.driver.source_positions import Position, described
+from spmd.engine.driver.sent_steps import Known, UnderWay, explained, has_ended, unanswered, was_cut_off
 from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.program.metas import Spec
-from spmd.engine.program.program import REPLICATED, Meta, Program, Ref, Scalar
+from spmd.engine.program.program import REPLICATED
 from spmd.engine.program.repetition import Repetition
 from spmd.engine.program.step_messages import Answer, EngineStep, Save
 from spmd.workers.worker_set import Port, WorkerSet, cause_of
@@ -89,51 +88,6 @@ class _Remote:
         self.freed.append(self.id)
 
 
-@dataclass(eq=False)
-class _Known:
-    """A program that the workers have.
-
-    Attributes:
-        number: its number; no other program of the session has it, or had it.
-        kept: index of the recorded operation of each of its instructions.
-        epoch: the session's epoch in which the workers got it; -1: they have not got it.
-    """
-
-    number: int
-    program: Program
-    kept: list[int]
-    epoch: int = -1
-    repetition: Repetition = field(default_factory=Repetition)
-
-
-@dataclass(eq=False)
-class _UnderWay:
-    """A step that the workers have not answered yet, and the data for its errors.
-
-    Attributes:
-        answers: futures, by worker.
-        inputs: ids of the inputs.
-        made: ids of the values that it makes.
-        number: number of the step, from 0.
-    """
-
-    answers: list[Any]
-    known: _Known | None = None
-    operations: list[tuple[Entry, tuple[int, ...]]] = field(default_factory=list)
-    positions: list[Position] = field(default_factory=list)
-    inputs: tuple[int, ...] = ()
-    made: range = range(0)
-    number: int = 0
-
-    def described(self) -> str:
-        """Return a description of the step, with the user's lines."""
-        if not self.positions:
-            return f"step {self.number}, {'to fetch a tensor' if self.inputs else 'to free or copy tensors'}"
-        first, last = (described(self.positions[end]) for end in (0, -1))
-        where = f"at {first}" if first == last else f"from {first} to {last}"
-        return f"step {self.number}, {len(self.positions)} operations {where}"
-
-
 def _described(spec: Spec, count: int) -> dict[str, Any]:
     """Describe values of one spec, for observers."""
     mesh = spec.layout.mesh
@@ -166,14 +120,14 @@ class Session:
         self.recorder = Recorder(self._run, LogicalTensor, programs * ENTRIES_PER_PROGRAM)
         self.on_accelerators = False
         self._ports = tuple(ports)
-        self._set = WorkerSet(self._ports, "an SPMD step", _GRACE, _has_ended)
-        self._programs: BoundedCache[Any, _Known] = BoundedCache(programs, self._drop)
+        self._set = WorkerSet(self._ports, "an SPMD step", _GRACE, has_ended)
+        self._programs: BoundedCache[Any, Known] = BoundedCache(programs, self._drop)
         self._dropped: list[int] = []
         self._program_count = 0
         self._ids = 0
         self._freed: deque[int] = deque()
         self._remotes: dict[int, weakref.ref[_Remote]] = {}
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[UnderWay] = deque()
         self._lost: dict[int, OperationError] = {}
         self._error: Exception | None = None
         self._broken: Exception | None = None
@@ -237,7 +191,7 @@ class Session:
         is_new = known is None
         if known is None:
             program, kept = build(specs, kept_inputs, recording.operations, outputs, recording.default_dtype)
-            known = self._programs[key] = _Known(self._program_count, program, kept)
+            known = self._programs[key] = Known(self._program_count, program, kept)
             self._program_count += 1
         first = base + len(parts)
         self._ids = first + len(alive)
@@ -250,7 +204,7 @@ class Session:
         self.counts["new_auto"] += compiled and self.planner is not None
         gone = set(inputs).difference([inputs[place] for place in kept_inputs])
         self._send(
-            _UnderWay([], known, recording.operations, recording.positions, inputs, range(first, self._ids)),
+            UnderWay([], known, recording.operations, recording.positions, inputs, range(first, self._ids)),
             base,
             parts,
             tuple(recording.scalars),
@@ -267,7 +221,7 @@ class Session:
     ) -> Callable[[], None] | None:
         return planner(recording)
 
-    def _drop(self, known: _Known) -> None:
+    def _drop(self, known: Known) -> None:
         """Make the workers forget a program that was not used for long, in the next step.
 
         Steps in progress that run it come before that step, and none after it does.
@@ -283,7 +237,7 @@ class Session:
     @protected
     def _send(
         self,
-        under_way: _UnderWay,
+        under_way: UnderWay,
         base: int,
         parts: Sequence[list[Tensor]] = (),
         scalars: tuple[Any, ...] = (),
@@ -320,8 +274,8 @@ class Session:
         while len(self._under_way) > _AHEAD:
             self._settle_next()
 
-    def _transmit(self, sent: Sent, under_way: _UnderWay) -> None:
-        known: _Known | None = sent.known
+    def _transmit(self, sent: Sent, under_way: UnderWay) -> None:
+        known: Known | None = sent.known
         is_new = known is not None and known.epoch != self._epoch
         if known is not None and is_new:
             known.epoch, known.repetition = self._epoch, Repetition()
@@ -366,14 +320,14 @@ class Session:
 
     def _save(self, copies: Copies) -> None:
         order = copies.order(self._sharded_from, self._ids)
-        self._send(_UnderWay([]), self._ids, save=order)
+        self._send(UnderWay([]), self._ids, save=order)
         copies.ordered(order)
         self.counts["saves"] += 1
 
     def _complete_save(self, copies: Copies) -> None:
         while (error := copies.complete()) is not None:
             if not self._recover(None):
-                self._broken = self._broken or _unanswered("the order to copy its values", error)
+                self._broken = self._broken or unanswered("the order to copy its values", error)
                 raise self._broken
 
     def _sharded_from(self, first: int) -> tuple[int, ...]:
@@ -432,7 +386,7 @@ class Session:
             if record in self._under_way:
                 self._transmit(sent, record)
             else:
-                self._transmit(replace(sent, wanted=()), _UnderWay([]))
+                self._transmit(replace(sent, wanted=()), UnderWay([]))
         copies.sent_again()
         self.counts["losses"] += len(places)
         self.counts["repeated"] += sum([sent.known is not None for sent, _ in copies.log])
@@ -450,7 +404,7 @@ class Session:
         self.recorder.flush()
         with self.recorder.lock:
             if self._freed and self._broken is None:
-                self._send(_UnderWay([]), self._ids)
+                self._send(UnderWay([]), self._ids)
             self._wait()
 
     @protected
@@ -476,10 +430,10 @@ class Session:
         details = {"lines": step.described()} if spans.is_listened_to() else {}
         while True:
             answers, failed = self._set.wait(step.number, step.answers, **details)
-            if not (failed or any(map(_was_cut_off, answers))) or not self._recover(failed):
+            if not (failed or any(map(was_cut_off, answers))) or not self._recover(failed):
                 break
         for worker, error in failed.items():
-            self._broken = self._broken or _unanswered(step.described(), error)
+            self._broken = self._broken or unanswered(step.described(), error)
             answers[worker] = Answer()
         lost = {place: self._lost[each] for place, each in enumerate(step.inputs) if each in self._lost}
         if lost or any(each.failures for each in answers):
@@ -487,7 +441,7 @@ class Session:
         self._under_way.popleft()
         return answers
 
-    def _lose(self, step: _UnderWay, lost: dict[int, OperationError], answers: Sequence[Answer]) -> None:
+    def _lose(self, step: UnderWay, lost: dict[int, OperationError], answers: Sequence[Answer]) -> None:
         """Record what a step has not made, since something has failed in it, or one of its inputs is lost.
 
         Args:
@@ -498,7 +452,7 @@ class Session:
         if ends:
             if self._ending is None:
                 failure = ends[cause_of({place: each.cause for place, each in enumerate(ends)})]
-                self._ending = _explained(step, failure.index, failure.cause)
+                self._ending = explained(step, failure.index, failure.cause)
             self._error = self._error or self._ending
             reasons = [self._ending] * len(step.made)
         elif step.known is None:
@@ -506,7 +460,7 @@ class Session:
         else:
             program = step.known.program
             failed = {
-                each.index: _explained(step, each.index, each.cause)
+                each.index: explained(step, each.index, each.cause)
                 for answer in answers
                 for each in answer.failures
             }
@@ -534,7 +488,7 @@ class Session:
             if is_interruption(error):
                 raise
             # Some workers have new groups, and others have not.
-            self._broken = _unanswered("the request for new process groups after a failed operation", error)
+            self._broken = unanswered("the request for new process groups after a failed operation", error)
             self._set.abort("another worker has failed")  # the others may wait for the one that has failed
             if self._broken is error:
                 raise
@@ -590,7 +544,7 @@ class Session:
             if not isinstance(value.remote.error, OperationError | None):
                 raise lost(value.remote.error)
             self.counts["fetches"] += 1
-            step = _UnderWay([], inputs=(value.remote.id,))
+            step = UnderWay([], inputs=(value.remote.id,))
             self._send(step, self._ids, wanted=(value.remote.id,), workers=workers)
             while self._under_way[0] is not step:
                 self._settle_next()
@@ -599,70 +553,3 @@ class Session:
             if value.remote.error is not None:
                 raise lost(value.remote.error)
             return {worker: answers[worker].values[0] for worker in workers}
-
-
-def _was_cut_off(answer: Answer | None) -> bool:
-    """Whether a worker has ended a program early since a collective was ended, as at the loss of another."""
-    return answer is not None and any(isinstance(each.cause, CollectiveError) for each in answer.failures)
-
-
-def _has_ended(answer: Answer) -> bool:
-    """Whether a worker has ended a program early, so that others may wait for it."""
-    return any(each.ends for each in answer.failures)
-
-
-def _unanswered(asked: str, error: Exception) -> Exception:
-    """Return an error that says what a lost worker did not answer; any other error as it is."""
-    if not isinstance(error, WorkerLostError):
-        return error
-    return WorkerLostError(
-        f"worker '{error.worker}' is gone: {error.reason}. It has not answered {asked}. What the workers "
-        "hold is lost: end SPMD mode with spmd.shutdown(), begin it again, and go on from a checkpoint",
-        error.worker,
-        error.reason,
-    )
-
-
-def _explained(step: _UnderWay, index: int, cause: Exception) -> OperationError:
-    """Return an error with the user's line."""
-    if step.known is None or index < 0:
-        error = OperationError(
-            f"workers could not run a program: {type(cause).__name__}: {_first_line(cause)}"
-        )
-        error.__cause__ = cause
-        return error
-    number = step.known.kept[index]
-    entry = step.operations[number][0]
-    where = described(step.positions[number])
-    instruction = step.known.program.instructions[index]
-    metas = _metas(step.known.program)
-    given = ", ".join(_shown(each, metas) for each in instruction.args)
-    error = OperationError(
-        f"{entry.operator}({given}) has failed at {where}: {type(cause).__name__}: {_first_line(cause)}",
-        where,
-        entry.operator,
-    )
-    error.__cause__ = cause
-    return error
-
-
-def _first_line(cause: Exception) -> str:
-    return str(cause).strip().partition("\n")[0]
-
-
-def _metas(program: Program) -> list[Meta | None]:
-    found: list[Meta | None] = list(program.inputs)
-    for each in program.instructions:
-        found += each.results
-    return found
-
-
-def _shown(arg: Any, metas: list[Meta | None]) -> str:
-    if isinstance(arg, Ref):
-        meta = metas[arg.index]
-        return "?" if meta is None else f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}"
-    if isinstance(arg, Scalar):
-        return "number"
-    if isinstance(arg, tuple):
-        return f"[{', '.join(_shown(each, metas) for each in arg)}]"
-    return str(arg)
