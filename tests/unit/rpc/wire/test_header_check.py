@@ -51,7 +51,7 @@ def with_value(packed: bytes) -> bytes:
 
 
 HEADERS = {
-    "a map of many entries": b"\xdf" + (20 << 20).to_bytes(4) + b"\xa0\xc0" * (20 << 20),
+    "a map of many entries": b"\xdf" + (4 << 20).to_bytes(4) + b"\xa0\xc0" * (4 << 20),
     "a list of many empty lists": with_value(list_of(2 << 20) + b"\x90" * (2 << 20)),
     "many lists in a list": with_value(list_of(1 << 16) + (b"\x9f" + b"\xc0" * 15) * (1 << 16)),
     "a list that is announced": with_value(list_of(1 << 31)),

@@ -22,7 +22,7 @@ from spmd.collectives.one_host.board import SLOTS, Board, board_bytes
 from spmd.collectives.one_host.local import LocalCollectives, header_bytes
 from spmd.collectives.reductions import reduction_of
 from spmd.collectives.signature import signature
-from tests.support.effort import examples
+from tests.support.effort import EFFORT
 
 CALL = signature("a test")
 SUM = reduction_of(ReduceOp.SUM)
@@ -186,7 +186,7 @@ def mix(mine: LocalCollectives, rank: int, size: int) -> None:
 def test_nothing_is_overwritten_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch, size: int, body: Callable[..., None]
 ) -> None:
-    for seed in range(examples(8)):
+    for seed in range(8 * EFFORT if EFFORT > 1 else 2):
         run(monkeypatch, size, seed, SLOTS, lambda mine, rank: body(mine, rank, size))
 
 
