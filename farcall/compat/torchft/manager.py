@@ -120,14 +120,12 @@ class Manager:
 
     Joins the group where ``farcall launch --dynamic`` has the workers meet, if ``init_rpc`` has not been
     called, and becomes a member of the job with the first quorum. ``RANK`` is the number of the replica.
+    Arguments that are not listed, such as timeouts, addresses and transports, have no effect.
 
     Args:
         pg: names a kind of process group.
         load_state_dict, state_dict: load and return the program's state: weights and optimizer.
         min_replica_size: number of members without which no step is tried.
-        use_async_quorum, timeout, quorum_timeout, connect_timeout, rank, store_addr, store_port,
-            lighthouse_addr, replica_id, port, hostname, heartbeat_interval, checkpoint_transport, init_sync,
-            max_retries, quorum_retries: have no effect.
         world_size: number of workers of a replica; only 1 is supported.
         world_size_mode: only ``DYNAMIC`` is supported.
 
