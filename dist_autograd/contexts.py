@@ -220,6 +220,7 @@ class Contexts:
         messages.on(OVER, self._over_arrived, any_thread=True)
         messages.control.on(_TOPIC, self._told)
         hooks.gone.append(self._gone)
+        hooks.release.append(self._give_notice)
 
     def __len__(self) -> int:
         return len(self._known)

@@ -63,6 +63,7 @@ class World:
         answers: Any = SimpleNamespace(devices=None)
         self.contexts = Contexts(me, answers, workers, messages, hooks, mailbox, executor, self._make)
         [self._gone] = hooks.gone
+        self.release = hooks.release
 
     def _make(self) -> None:
         self.when_made()
@@ -209,14 +210,15 @@ def test_the_next_call_of_a_creator_ends_the_contexts_that_it_has_left() -> None
     assert hears(world, word, CREATOR) is None
 
 
-def test_workers_that_get_no_further_call_are_notified_of_the_end_of_contexts() -> None:
+@pytest.mark.parametrize("shuts_down", [False, True])
+def test_workers_that_get_no_further_call_are_notified_of_the_end_of_contexts(shuts_down: bool) -> None:
     creator = World()
     contexts = [creator.contexts.new() for _ in range(2)]
     for context in contexts:
         context.told.add(creator.peers[BETWEEN])
         creator.contexts.release(context)
     assert creator.sent == []
-    [notice] = creator.due
+    [notice] = creator.release if shuts_down else creator.due
     notice()
     assert creator.sent == [(BETWEEN, {"over": [context.id for context in contexts]})]
 

@@ -25,7 +25,7 @@ class Worker:
         self.frames: list[Frame] = []
 
     def send_small(self, frame: bytes, wait: float, **_: bool) -> None:
-        self.frames.append(decode_one(frame))
+        self.frames.append(decode_one(bytearray(frame)))
 
     def flush(self) -> None:
         pass
