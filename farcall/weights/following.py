@@ -32,7 +32,8 @@ def follow(
     last, serial = newer_than, None
     if newer_than is None:
         with contextlib.suppress(TimeoutError):
-            last, serial = by_keeper(lambda handle: _newest(handle, Wanted(None, None, None, 0.0, 0.0)))
+            seen = by_keeper(lambda handle: handle.look(Wanted()))
+            last, serial = seen.number, seen.serial
     thread = threading.Thread(
         target=_run,
         args=(by_keeper, name, callback, last, serial, ended),
@@ -43,11 +44,6 @@ def follow(
     subscription = contextlib.ExitStack()
     subscription.callback(ended.set)
     return subscription
-
-
-def _newest(handle: Handle, wanted: Wanted) -> tuple[int, int]:
-    with handle.leased(wanted) as held:
-        return held.number, held.serial
 
 
 def _run(
@@ -61,7 +57,8 @@ def _run(
     while not ended.is_set():
         wanted = Wanted(None, last, serial, _LOOK_SECONDS, monotonic() + _LOOK_SECONDS)
         try:
-            last, serial = by_keeper(lambda handle: _newest(handle, wanted))  # noqa: B023  # called at once
+            seen = by_keeper(lambda handle: handle.look(wanted))  # noqa: B023  # called at once
+            last, serial = seen.number, seen.serial
         except TimeoutError:
             continue
         except WeightsError as error:
