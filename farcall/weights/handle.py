@@ -354,8 +354,8 @@ class Handle:
             for key in [key for key in self._maps if key[0] not in live]:
                 del self._maps[key]
             found = []
-            for number, *segment in segments:
-                mapped = self._maps.get((number, access)) or self._map(*segment, access)
+            for number, size, place in segments:
+                mapped = self._maps.get((number, access)) or self._map(size, place, access)
                 if mapped is None:
                     return None
                 if access is not Access.COPY:
@@ -367,7 +367,7 @@ class Handle:
         if self._process is None or place is None:
             return None
         try:
-            descriptor = open_segment(self._process, *place, size)
+            descriptor = open_segment(self._process, place[0], place[1], size)
         except OSError as error:
             later = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
             text = "weights of store '%s' go through calls%s: %s"

@@ -57,30 +57,10 @@ class Keeper:
         agent: by which others ask.
     """
 
-    asked: ClassVar[frozenset[str]] = frozenset(
-        {
-            "begin",
-            "changes",
-            "copied",
-            "copy_at",
-            "describe",
-            "drop",
-            "give_up",
-            "metadata",
-            "offer",
-            "open",
-            "open_serial",
-            "read",
-            "release",
-            "source",
-            "tag",
-            "usage",
-            "versions",
-            "wait",
-            "write",
-            "written",
-        }
-    )
+    asked: ClassVar[frozenset[str]] = frozenset({
+        "begin", "changes", "copied", "copy_at", "describe", "drop", "give_up", "metadata", "offer", "open",
+        "open_serial", "read", "release", "source", "tag", "usage", "versions", "wait", "write", "written",
+    })  # fmt: skip
 
     def __init__(self, name: str, agent: Agent) -> None:
         self.name = name
@@ -404,11 +384,8 @@ class Keeper:
             if self._closed:
                 raise WorkerLostError(f"the worker that keeps store '{self.name}' is leaving its group")
             catalogue = self._catalogue
-            before, open_before, tags = (
-                list(catalogue.whole.values()),
-                set(catalogue.open),
-                dict(catalogue.tags),
-            )
+            before, open_before = list(catalogue.whole.values()), set(catalogue.open)
+            tags = dict(catalogue.tags)
             try:
                 yield
             finally:

@@ -131,18 +131,20 @@ class Node:
             end()
 
     def _close(self) -> None:
-        _nodes.pop(self.agent.incarnation, None)
-        with self.lock:
-            kept = list(self.kept.values())
-            self.stores, self.kept, self._copies = {}, {}, {}
-        for each in kept:
+        for each in self._take():
             each.close()
 
     def _abandon(self) -> None:
-        for each in self.kept.values():
+        for each in self._take():
             each.abandon()
-        self.stores, self.kept, self._copies = {}, {}, {}
         _nodes.clear()
+
+    def _take(self) -> list[Any]:
+        """Return what is kept, and forget it."""
+        _nodes.pop(self.agent.incarnation, None)
+        kept = list(self.kept.values())
+        self.stores, self.kept, self._copies = {}, {}, {}
+        return kept
 
 
 _lock: Final = threading.Lock()
