@@ -89,6 +89,7 @@ class Handle:
         self._at = agent.group.peers.find(on).incarnation
         self._process: int | None = process if host == host_identity() and AVAILABLE else None
         """The keeper's process, whose memory this one can map."""
+        self._has_mapped = False
         self._admits = admits
         self._who = [agent.info.name, agent.incarnation]
         self._node = node_of(agent)
@@ -369,11 +370,13 @@ class Handle:
         try:
             descriptor = open_segment(self._process, place[0], place[1], size)
         except OSError as error:
-            later = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+            is_short = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+            later = is_short or self._has_mapped  # of a version that was given up, the memory is gone
             text = "weights of store '%s' go through calls%s: %s"
             logger.warning(text, self.name, " this time" if later else ", not through shared memory", error)
             self._process = self._process if later else None
             return None
+        self._has_mapped = True
         try:
             return map_segment(descriptor, size, access)
         except OSError as error:

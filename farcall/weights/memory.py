@@ -116,7 +116,7 @@ def open_segment(process: int, descriptor: int, identity: list[int], size: int) 
     Raises:
         OSError: there is no such process here, it is another user's, or no descriptors are left.
     """
-    found = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    found = os.open(f"/proc/{process:d}/fd/{descriptor:d}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if identity_of(found) != identity:
             raise FileNotFoundError(errno.ENOENT, "the process of that id is another one")

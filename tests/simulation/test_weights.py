@@ -28,7 +28,7 @@ def small_heap() -> Iterator[None]:
 
 
 def test_promises_hold_whichever_message_is_the_last_of_a_worker() -> None:
-    for seed in range(8):
+    for seed in range(5):
         Run(seed).run()
 
 
@@ -56,16 +56,13 @@ def copy_nothing(*_: Any) -> Any:
     return done()
 
 
-def never(*_: Any) -> None: ...
-
-
 BREAKAGES: Final[dict[str, tuple[type, str, Any, Callable[[Run], bool], str]]] = {
     "a version is whole before its last part": (
         Version,
         "unwritten",
         see_what_is_begun,
         lambda run: True,
-        "is torn|a whole version is not whole|fails",
+        "is torn|though no worker has died",
     ),
     "leases of the dead stay": (
         Catalogue,
@@ -79,9 +76,8 @@ BREAKAGES: Final[dict[str, tuple[type, str, Any, Callable[[Run], bool], str]]] =
         "copied",
         copy_nothing,
         lambda run: run.victim == KEEPER and run.copies == 2,
-        "were told whole, and are gone|fails",
+        "were told whole, and are gone",
     ),
-    "waiting readers are not woken": (Keeper, "_wake", never, lambda run: True, "do not end|fails"),
 }
 
 
