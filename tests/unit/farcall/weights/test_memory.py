@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,8 @@ def segment() -> Iterator[Segment]:
     made.close()
 
 
-def write_seven(process: int, place: list[object]) -> None:
-    descriptor = open_segment(process, *place, 64)  # type: ignore[arg-type]
+def write_seven(process: int, place: list[Any]) -> None:
+    descriptor = open_segment(process, place[0], place[1], 64)
     map_segment(descriptor, 64, Access.WRITE).data.fill_(7)
 
 
