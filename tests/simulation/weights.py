@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,7 +27,20 @@ from unittest import mock
 
 import torch
 
-from farcall.weights import Block, Store, copies, figures, handle, keeper, node, pieces, store, successors
+from farcall.weights import (
+    Block,
+    Store,
+    copies,
+    figures,
+    handle,
+    keeper,
+    memory,
+    node,
+    pieces,
+    segments,
+    store,
+    successors,
+)
 from rpc.errors import RpcError, WorkerLostError
 from rpc.options import AgentOptions
 from rpc.runtime import current
@@ -125,6 +140,7 @@ class Run:
         self.workers: list[Worker] = []
         self._by_loop: dict[WorkerLoop, Worker] = {}
         self._busy: dict[str, int] = {}
+        self._segments: list[memory.Segment] = []
         self._opened: set[int] = set()
         self.whole: set[int] = set()
         """The versions of which a put has returned True."""
@@ -141,7 +157,8 @@ class Run:
             for worker in self.workers:
                 worker.join([each.member for each in self.workers], static=False)
             self.network.last = self.workers[self.victim].place, self._left
-            programs = [self._keep, *[partial(self._write, rank) for rank in (0, 1)], *[self._read] * 3]
+            writing = [partial(self._write, rank) for rank in (0, 1)]
+            programs: list[Callable[[Worker], None]] = [self._keep, *writing, *[self._read] * 3]
             for worker, program in zip(self.workers, programs, strict=True):
                 self._start(worker, program)
             self._until_all_have_ended("the programs")
@@ -309,6 +326,11 @@ class Run:
                 stack.enter_context(mock.patch.object(locking, "threading", locks))
             stack.enter_context(mock.patch.object(successors, "_taking_over", Lock()))
             stack.enter_context(mock.patch.object(pieces, "_MESSAGE_BYTES", 512))
+            stack.enter_context(mock.patch.object(memory, "AVAILABLE", new=False))
+            stack.enter_context(mock.patch.object(segments, "Segment", self._segment))
+            stack.enter_context(mock.patch.object(handle, "open_segment", self._open_segment))
+            stack.enter_context(mock.patch.object(handle, "map_segment", self._map_segment))
+            stack.enter_context(mock.patch.object(handle, "os", SimpleNamespace(close=lambda _: None)))
             try:
                 yield
             finally:
@@ -317,6 +339,7 @@ class Run:
                 for worker in self.workers:
                     worker.loop.dead = True
                     self._close_descriptors(worker)
+                del Lock.run
 
     def _close_descriptors(self, worker: Worker) -> None:
         """Do what the kernel does when a process ends."""
@@ -328,6 +351,23 @@ class Run:
         self.loop = loop
         worker = self._by_loop.get(loop)
         current._agent = None if worker is None else worker.agent
+
+    def _segment(self, number: int, size: int) -> memory.Segment:
+        """Memory of this process, which other simulated processes can map."""
+        segment = memory.Segment(number, size)
+        segment.place = [len(self._segments), []]
+        self._segments.append(segment)
+        return segment
+
+    def _open_segment(self, _process: int, descriptor: int, _identity: object, size: int) -> int:
+        if self._segments[descriptor].tensor.numel() != size:
+            raise FileNotFoundError(errno.ENOENT, "the process that made it has closed it")
+        return descriptor
+
+    def _map_segment(self, descriptor: int, _size: int, access: memory.Access) -> memory.Mapped:
+        shared = self._segments[descriptor].tensor
+        data = shared.clone() if access is memory.Access.COPY else shared[:]
+        return memory.Mapped(data, weakref.ref(data))
 
     def _now(self) -> float:
         return self.clock.now
