@@ -9,16 +9,13 @@ read whose results have not been taken, so memory is bounded, however long the i
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextvars import copy_context
 from functools import partial
-from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar, overload
+from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
 
@@ -35,6 +32,7 @@ from rpc.runtime import waits
 from rpc.runtime.blocking import Event, check_may_block, wait_for_event
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
+from rpc.runtime.iterating import ClosingIterator, waiter
 
 __all__ = ["MapResults", "map"]
 
@@ -336,7 +334,7 @@ class _Work:
         self.send()
 
 
-class MapResults(Generic[T]):
+class MapResults(ClosingIterator, Generic[T]):
     """The results of ``rpc.map``: an iterator, for ``for`` and for ``async for``, of one thread or task.
 
     An item that fails raises its error in its place, with the item's index as a note; the iterator can be
@@ -354,9 +352,6 @@ class MapResults(Generic[T]):
         self._given = 0
         self._exhausted = False
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> T:
         """Return the next result; waits until it is there."""
         check_may_block()
@@ -366,9 +361,6 @@ class MapResults(Generic[T]):
             with waits.waiting("rpc.map", self._work.awaited):
                 wait_for_event(self._work.changed)
         return found[0]
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> T:
         """Return the next result, in a coroutine on any asyncio loop."""
@@ -386,14 +378,6 @@ class MapResults(Generic[T]):
         self._exhausted = True
         self._given = self._read
         self._work.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_given") and not (self._exhausted and self._given == self._read):
@@ -428,21 +412,10 @@ class MapResults(Generic[T]):
                     self._work.add(index, value)
 
     async def _changed(self) -> None:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-
-        def completed() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # that loop has ended: nothing waits any more
-                loop.call_soon_threadsafe(completed)
-
-        self._work.wake = wake
+        completed, self._work.wake = waiter()
         try:
             if not self._work.changed.is_set():
-                await waiter
+                await completed
         finally:
             self._work.wake = None
 

@@ -17,8 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from rpc import generators
 from rpc.agent.agent import Agent
@@ -32,6 +31,7 @@ from rpc.retrying import limit_of
 from rpc.runtime.blocking import check_may_block, this_thread
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import is_interruption, protected
+from rpc.runtime.iterating import ClosingIterator, waiter
 
 __all__ = ["Stream", "stream"]
 
@@ -165,7 +165,7 @@ class _Opened:
             each.close()
 
 
-class Stream(Generic[T]):
+class Stream(ClosingIterator, Generic[T]):
     """The values of a generator on another worker: an iterator, for ``for`` and for ``async for``, of one
     thread or task.
 
@@ -176,9 +176,6 @@ class Stream(Generic[T]):
         self._source = source
         self._timeout = timeout
         self._ended = False
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> T:
         """Return the next value; waits until it is there.
@@ -198,9 +195,6 @@ class Stream(Generic[T]):
         if not self._taken(found):
             raise StopIteration
         return found[0]
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> T:
         """Return the next value, in a coroutine on any asyncio loop; raises as ``__next__`` does."""
@@ -243,21 +237,11 @@ class Stream(Generic[T]):
         )
 
     async def _until_done(self, future: Future[Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-
-        def completed() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        def wake(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # that loop has ended: nothing waits any more
-                loop.call_soon_threadsafe(completed)
-
+        completed, wake = waiter()  # and not the future itself, which a timeout would cancel
         future.add_done_callback(wake)
         try:
             async with asyncio.timeout(self._timeout or None):
-                await waiter
+                await completed
         except TimeoutError:
             raise self._late() from None
         return self._value(future)
@@ -286,14 +270,6 @@ class Stream(Generic[T]):
 
     async def aclose(self) -> None:
         """Like ``close``, for ``contextlib.aclosing``."""
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
         self.close()
 
     def __del__(self) -> None:

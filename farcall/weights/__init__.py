@@ -10,11 +10,16 @@
 
 ``docs/weights.md`` has a page for users. The files, from the lowest:
 
-- ``blocks``, ``layout``, ``assembly``, ``catalogue``: which block of a tensor a process has, how a version
-lies
-  in memory, the parts that make it up, and the versions of a store. Pure.
-- ``memory``: segments, and their descriptors.
-- ``keeper``: the process that keeps the versions; ``store``: the handles of the others.
+- ``blocks``, ``layout``, ``assembly``, ``pieces``, ``delta``: which block of a tensor a process has, how a
+  version lies in memory, the parts that make it up, and what has changed between two. Pure.
+- ``versions``, ``catalogue``, ``hosts``: the life of a version, the versions of a store, and who gets them
+  from whom. Pure.
+- ``memory``, ``segments``: shared memory, and that of a store.
+- ``node``: what an agent keeps, and how others ask it.
+- ``keeper``: the process that keeps a store; ``copies``: those that have a copy of it, ``replication`` and
+  ``successors``: the second copy.
+- ``handle``, ``transfer``: what readers and writers ask and copy; ``store``, ``lease``, ``following``: what
+  users see.
 - ``listening``: stores for programs without a group.
 """
 
@@ -22,7 +27,8 @@ from __future__ import annotations
 
 from farcall.weights.blocks import Block
 from farcall.weights.errors import WeightsError
+from farcall.weights.lease import Lease
 from farcall.weights.listening import connect
-from farcall.weights.store import Lease, Store
+from farcall.weights.store import Store
 
 __all__ = ["Block", "Lease", "Store", "WeightsError", "connect"]

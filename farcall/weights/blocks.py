@@ -30,10 +30,22 @@ class Box(NamedTuple):
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the block that a whole tensor is."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def volume(self) -> int:
         """Number of elements."""
         return math.prod(self.sizes)
+
+    def contains(self, other: Box) -> bool:
+        """Whether another block is inside this one."""
+        return len(self.offset) == len(other.offset) and all(
+            first <= begin and begin + size <= first + length
+            for first, length, begin, size in zip(*self, *other, strict=True)
+        )
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this block of a tensor, as a view."""

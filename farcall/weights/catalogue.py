@@ -1,9 +1,8 @@
 """The versions of a store: which there are, who has leases of them, and which memory they lie in. Pure.
 
-A version is *open* from the first part that is declared until the last one has been written; then it is
-*whole*, and never changes again. The newest is the one that became whole last, whatever its number. The
-newest ``keep`` whole versions stay, and those that are leased. A version that was begun before another one
-and is still open when that becomes whole is given up.
+The newest version is the one that became whole last, whatever its number. The newest ``keep`` whole versions
+stay, and those that are leased or have a tag. A version that was begun before another one and is still open
+when that becomes whole is given up.
 
 Memory is named by numbers. It is used again for later versions, except memory that a worker may still access
 of which this one has lost sight: that of a writer or reader that was lost in the middle, or of a reader whose
@@ -13,38 +12,21 @@ tensors outlive its lease.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from farcall.weights.assembly import Assembly, Declared
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Spec
+from farcall.weights.versions import Freed, Lease, State, Version, Who, check_tag, checked_metadata
 
-__all__ = [
-    "MOST_PARTS",
-    "MOST_TAGS",
-    "Catalogue",
-    "Freed",
-    "Lease",
-    "Version",
-    "Who",
-    "check_tag",
-    "checked_metadata",
-]
+__all__ = ["MOST_PARTS", "MOST_TAGS", "Catalogue"]
 
 MOST_PARTS: Final = 1 << 16
 """Maximum number of parts of a version."""
 
 MOST_TAGS: Final = 64
 """Maximum number of tags, each of which may keep a version."""
-
-_LONGEST_TAG: Final = 256
-"""Maximum length of a tag."""
-
-_MOST_METADATA: Final = 1 << 16
-"""Maximum size of a version's metadata in bytes, as JSON."""
 
 _MOST_OPEN: Final = 2
 """Maximum number of open versions. A writer that is further ahead of the others waits for them."""
@@ -54,122 +36,6 @@ _MOST_SERIALS: Final = 1 << 40
 
 _REMEMBERED: Final = 1 << 16
 """Maximum number of versions, and of lost workers, that are remembered after they are gone."""
-
-
-class Who(NamedTuple):
-    """A worker: its name, for people, and what distinguishes it from others of that name."""
-
-    name: str
-    incarnation: Hashable
-
-
-class Lease(NamedTuple):
-    """A lease: its holder, and a number that the holder has chosen."""
-
-    holder: Who
-    ticket: int
-
-
-class Freed(NamedTuple):
-    """Memory that no version uses any more, and whether another one may use it."""
-
-    memory: int
-    reusable: bool
-
-
-@dataclass(eq=False)
-class Version:
-    """A version.
-
-    Attributes:
-        number: the user's number.
-        assembly: its parts, and its layout.
-        memory: for each segment of its layout, the memory that it lies in.
-        writers: for each part that has begun, its writers, and whether they have finished. A part is written
-            once all of them have: no one writes to a version that is whole.
-        lost: for each part that is missing since a writer of it was lost, that writer's name.
-        earlier: for each part that lies in memory that the version has left, that memory.
-        retired: all memory that the version has left while it is open.
-        leases: its leases.
-        serial: place in the order in which versions became whole; 0 while it is open.
-        tainted: whether its memory must not be used again.
-        dropped: whether it is gone except for its leases.
-        copied: whether it was copied from another keeper, in one part; its writers may have had others.
-        metadata: what the user has said about it.
-    """
-
-    number: int
-    assembly: Assembly
-    memory: list[int] = field(default_factory=list)
-    writers: dict[int, dict[Who, bool]] = field(default_factory=dict)
-    lost: dict[int, str] = field(default_factory=dict)
-    earlier: dict[int, list[int]] = field(default_factory=dict)
-    retired: list[int] = field(default_factory=list)
-    leases: set[Lease] = field(default_factory=set)
-    serial: int = 0
-    tainted: bool = False
-    dropped: bool = False
-    copied: bool = False
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def whole(self) -> bool:
-        """Whether all parts have been written."""
-        return self.serial > 0
-
-    def unwritten(self) -> list[int]:
-        """Return the parts that are missing."""
-        return [
-            part
-            for part in range(self.assembly.parts)
-            if part in self.lost or not self.writers.get(part) or not all(self.writers[part].values())
-        ]
-
-    def memory_of(self, part: int) -> list[int]:
-        """Return the memory that a part lies in."""
-        return self.earlier.get(part, self.memory)
-
-    def leave_memory(self) -> None:
-        """Have other memory from now on, since a lost worker may still write to this one."""
-        for part in self.writers.keys() - self.lost.keys():
-            self.earlier.setdefault(part, self.memory)
-        self.retired += self.memory
-        self.memory = []
-        self.tainted = False
-
-    def is_left_by(self, who: Who) -> bool:
-        """Whether a worker has begun to write a part, and has not finished it."""
-        return any(writers.get(who) is False for writers in self.writers.values())
-
-    def missing(self) -> str:
-        """Describe which parts are missing."""
-        parts = self.unwritten()
-        shown = ", ".join(map(str, parts[:8])) + (", ..." if len(parts) > 8 else "")
-        lost = ", ".join(
-            f"worker '{name}', which was to write part {part}, is lost" for part, name in self.lost.items()
-        )
-        return f"part {shown} of {self.assembly.parts} is missing" + (f" ({lost})" if lost else "")
-
-
-def check_tag(name: object) -> None:
-    """Raise ``WeightsError`` if this is no tag."""
-    if not isinstance(name, str) or not name or len(name) > _LONGEST_TAG:
-        raise WeightsError(f"a tag is a text of up to {_LONGEST_TAG} characters, not {name!r:.80}")
-
-
-def checked_metadata(given: Mapping[Any, Any] | None) -> dict[str, Any]:
-    """Return the metadata of a version; ``WeightsError`` if it is none."""
-    found = dict(given or {})
-    for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
-            raise WeightsError(
-                f"metadata is texts, numbers, booleans and None by name, not {name!r:.80}: {value!r:.80}"
-            )
-    if len(json.dumps(found)) > _MOST_METADATA:
-        raise WeightsError(
-            f"the metadata of a version has {_MOST_METADATA} bytes at most: store it elsewhere"
-        )
-    return found
 
 
 class Catalogue:
@@ -185,7 +51,7 @@ class Catalogue:
         leases: all leases, and their versions.
         tags: the user's names of whole versions, which stay while they have one, and their numbers.
         after: the serial after which those of this keeper begin.
-        given_up: the open versions that have been given up; emptied by those who report them.
+        given_up: the open versions that have been given up since ``take_given_up``.
     """
 
     def __init__(self, name: str, keep: int = 2) -> None:
@@ -212,7 +78,7 @@ class Catalogue:
 
         A worker that was lost may still live, and write to the memory that it knows. If a part is declared
         again after such a loss, the version has other memory from then on. The other parts are to be copied
-        there from ``earlier`` when the version is whole.
+        there when the version is whole.
 
         Raises:
             WeightsError: it does not fit to the other parts.
@@ -236,12 +102,20 @@ class Catalogue:
             raise WeightsError(f"version {number} of store '{self.name}': {error}") from None
         if not version.whole:
             self.open[number] = version
-            if part in version.lost and version.tainted:
-                version.leave_memory()
+            if version.declare(part, who):
                 sizes = list(version.assembly.layout.sizes)
-            version.writers.setdefault(part, {})[who] = False
-            version.lost.pop(part, None)
         return version, sizes
+
+    def grow(self, version: Version, memory: list[int]) -> None:
+        """Add memory to a version, as its last ``begin`` has asked.
+
+        Raises:
+            WeightsError: it was given up meanwhile, and the memory is freed.
+        """
+        version.memory += memory
+        if version.state is State.ENDED:
+            self._free(version)
+            raise WeightsError(f"version {version.number} of store '{self.name}' was given up meanwhile")
 
     def make_room(self, number: int, who: Who, *, insist: bool) -> bool:
         """Whether another version may be begun now, or more parts of this one: there are few open ones. For
@@ -250,7 +124,11 @@ class Catalogue:
         """
         if number in self.open or number in self.whole:
             return True
-        stuck = [each for each in self.open.values() if each.lost or each.is_left_by(who)]
+        stuck = [
+            each
+            for each in self.open.values()
+            if each.begun_by(who) or any(part.lost for part in each.parts.values())
+        ]
         waiting = [each for each in self.open.values() if each not in stuck]
         excess = len(self.open) - _MOST_OPEN + 1
         self._give_up([*stuck, *(waiting if insist else ())][: max(0, excess)])
@@ -264,9 +142,9 @@ class Catalogue:
             self._give_up([version])
             return
         version.assembly.withdraw(part, added=True)
-        del version.writers[part]
-        if not version.assembly.declared:
-            self._free(self.open.pop(version.number))
+        del version.parts[part]
+        if not version.parts:
+            self._end(self.open.pop(version.number))
 
     def check_open(self, number: int, part: int, who: Who) -> Version:
         """Return the open version that a worker writes a part of.
@@ -281,7 +159,7 @@ class Catalogue:
                 f"version {number} of store '{self.name}' was given up before part {part} was written, as "
                 "another version became whole, or it was dropped"
             )
-        if who not in version.writers.get(part, ()):
+        if part not in version.parts or who not in version.parts[part].writers:
             raise WeightsError(
                 f"worker '{who.name}' has not begun part {part} of version {number} of store '{self.name}'"
             )
@@ -291,7 +169,7 @@ class Catalogue:
         """Note that a part has been written; returns whether the version is whole now."""
         version = self.check_open(number, part, who)
         version.metadata = checked_metadata({**version.metadata, **(metadata or {})})
-        version.writers[part][who] = True
+        version.parts[part].writers[who] = True
         return self._complete(version)
 
     def _complete(self, version: Version) -> bool:
@@ -301,6 +179,7 @@ class Catalogue:
         begun = list(self.open.values())
         self._give_up(begun[: begun.index(version)])
         del self.open[version.number]
+        version.become(State.WHOLE)
         version.serial = next(self._serials)
         self._free_retired(version)
         self.whole[version.number] = version
@@ -364,8 +243,11 @@ class Catalogue:
 
     def by_serial(self, serial: int) -> Version | None:
         """Return a version that readers can have, or have a lease of, by its place in the order."""
-        there = [*self.whole.values(), *self.leases.values()]
-        return next((version for version in there if version.serial == serial), None)
+        return next((version for version in self.there() if version.serial == serial), None)
+
+    def there(self) -> list[Version]:
+        """Return the versions that readers can have, or have leases of."""
+        return [*self.whole.values(), *self.leases.values()]
 
     def lease(self, version: Version, lease: Lease) -> None:
         """Keep a version until ``release``. A lease that its holder has already is for this version then."""
@@ -387,7 +269,7 @@ class Catalogue:
         if version is not None:
             version.leases.discard(lease)
             version.tainted |= used
-            self._free_if_unused(version)
+            self._end_if_unused(version)
 
     # ---- the end of versions and workers
 
@@ -451,17 +333,12 @@ class Catalogue:
             del self._dead[next(iter(self._dead))]
         for lease in [lease for lease in self.leases if lease.holder == who]:
             self.release(lease, used=True)
-        incomplete = []
-        for version in list(self.open.values()):
-            left = [part for part, writers in version.writers.items() if writers.get(who) is False]
-            for part in left:
-                del version.writers[part][who]
-                version.tainted = True
-                version.earlier.pop(part, None)
-                version.lost[part] = who.name
-            if left:
-                incomplete.append(version)
-        return incomplete
+        return [version for version in self.open.values() if version.lose(who)]
+
+    def take_given_up(self) -> list[Version]:
+        """Return the open versions that have been given up since the last call."""
+        given_up, self.given_up = self.given_up, []
+        return given_up
 
     def freed(self) -> list[Freed]:
         """Return the memory that has been freed since the last call."""
@@ -476,18 +353,22 @@ class Catalogue:
         for version in versions:
             del self.open[version.number]
             version.tainted = True  # its writers may still write
-            self._free(version)
+            self._end(version)
         self.given_up += versions
 
     def _remove(self, version: Version) -> None:
         del self.whole[version.number]
         self.tags = {name: number for name, number in self.tags.items() if number != version.number}
-        version.dropped = True
-        self._free_if_unused(version)
+        version.become(State.REMOVED)
+        self._end_if_unused(version)
 
-    def _free_if_unused(self, version: Version) -> None:
-        if version.dropped and not version.leases:
-            self._free(version)
+    def _end_if_unused(self, version: Version) -> None:
+        if version.state is State.REMOVED and not version.leases:
+            self._end(version)
+
+    def _end(self, version: Version) -> None:
+        version.become(State.ENDED)
+        self._free(version)
 
     def _free(self, version: Version) -> None:
         self._freed += [Freed(memory, not version.tainted) for memory in version.memory]

@@ -7,7 +7,10 @@ copy gets the blocks, or only what has changed since the version that it has. If
 names another one.
 
 Blocks come from the copy of the host that has asked for the version before, if there is one, as soon as they
-are there; so a version goes from the store's host once, and on from host to host (``Keeper.source``).
+are there; so a version goes from the store's host once, and on from host to host (``Hosts.source``).
+
+The second copy of a store with two (``replication.py``) is such a copy, which has all versions. It is the
+store itself once it has taken over.
 """
 
 from __future__ import annotations
@@ -15,37 +18,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from farcall.weights import delta
-from farcall.weights.blocks import Box, Piece
+from farcall.weights.blocks import Box
 from farcall.weights.errors import WeightsError
 from farcall.weights.keeper import Keeper
-from farcall.weights.keeper import forget as forget_store
-from farcall.weights.keeper import keep as keep_store
 from farcall.weights.layout import Layout
-from farcall.weights.pieces import batches
+from farcall.weights.node import node_of
+from farcall.weights.pieces import batches, box_to_wire, wholes
 from farcall.weights.replication import Listing
+from farcall.weights.versions import Lease, Who
 from rpc.agent.agent import Agent
-from rpc.functions import async_execution
-from rpc.serialization.settings import allow_function
 
-__all__ = [
-    "Arrival",
-    "HostCopy",
-    "Reading",
-    "Source",
-    "block",
-    "bring",
-    "copy_of",
-    "offer",
-    "prepare",
-    "relay",
-    "release",
-]
+__all__ = ["Arrival", "Copy", "Reading", "Source"]
 
 
 class Arrival:
@@ -61,12 +50,7 @@ class Arrival:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        wholes = {
-            name: [Piece(tensor, Box((0,) * tensor.dim(), tuple(tensor.shape)))]
-            for name, tensor in tensors.items()
-            if tensor.numel()
-        }
-        self.blocks = list(batches(wholes))
+        self.blocks = list(batches(wholes(tensors)))
         self._lock = threading.Lock()
         self._here: set[int] = set()
         self._waiting: dict[int, list[torch.futures.Future[list[Tensor]]]] = {}
@@ -137,106 +121,107 @@ class Reading(Protocol):
 
 
 class Source(Protocol):
-    """The store, as its copy uses it: a handle of this process."""
+    """The store, as its copy uses it: a handle of this process. ``home``: the worker on which it was made."""
 
-    def reading(self, serial: int) -> contextlib.AbstractContextManager[Reading]:
+    home: str
+
+    def is_there(self) -> bool:
+        """Whether the store's worker has it still."""
+
+    def reading(self, serial: int, copy_id: int) -> contextlib.AbstractContextManager[Reading]:
         """Have a lease of a version inside the block."""
 
 
-class HostCopy:
-    """The copy that this process keeps. From any thread.
+class Copy(Keeper):
+    """The copy of a store that this process keeps. From any thread.
 
     Args:
-        keeper: has the versions, by the numbers of their order.
+        name: of the store.
+        agent: by which others ask.
         source: the store.
+        copy_id: see ``Node.can_keep``.
 
     Attributes:
         ended: whether it is the store itself by now.
     """
 
-    def __init__(self, keeper: Keeper, source: Source) -> None:
-        keeper.describe(1)
-        self.keeper = keeper
-        self._source = source
+    asked: ClassVar[frozenset[str]] = Keeper.asked | {"bring", "relay", "block", "follow", "release_copy"}
+
+    def __init__(self, name: str, agent: Agent, source: Source, copy_id: int) -> None:
+        super().__init__(name, agent)
+        self.id = copy_id
+        self.source_store = source
+        self.ended = False
+        self._keep = self._catalogue.keep = 1
         self._bringing = threading.Lock()
         """Held while a version is brought, so that each comes once."""
-        self.ended = False
-        self._follows = False
+        self._listing_here: Listing | None = None
+        """What this second copy is to have, and has had; None if it is none."""
         self._arrivals: dict[int, Arrival] = {}
         """The version that is brought, or was brought last."""
 
+    @property
+    def newest(self) -> int | None:
+        """The serial of the newest version of this second copy, 0 without one; None if it is none."""
+        return None if self._listing_here is None or self.ended else max(self.versions(), default=0)
+
+    # ---- a host's copy
+
     def bring(self, serial: int, who: list[Any], ticket: int) -> list[Any]:
-        """Get a version unless it is here, and return it as ``Keeper.open`` does, with a lease."""
+        """Get a version unless it is here, and return it as ``open`` does, with a lease."""
         with self._bringing:
-            if self._follows:  # an older version must not take the place of one that is listed
-                self.keeper.describe(len({*self.keeper.versions(), serial}))
+            if self._listing_here is not None:  # an older one must not take the place of one that is listed
+                self.describe(len({*self.versions(), serial}))
             self._get(serial)
-            return self.keeper.open(serial, None, who, ticket)
-
-    def follow(self, keep: int, serials: Sequence[int]) -> None:
-        """Have these versions of the store, and no others. ``keep`` of them stay, besides those with tags."""
-        with self._bringing:
-            self._follows = True
-            self.keeper.describe(max(keep, len(serials)))
-            here = self.keeper.versions()
-            others = [each for each in here if each not in serials]
-            base = others[-1:] if len(others) == len(here) else []  # what has changed since it is less
-            for serial in others[: len(others) - len(base)]:
-                self.keeper.drop(serial)
-            for serial in serials:
-                self._get(serial)
-            for serial in base:
-                if serial in self.keeper.versions():
-                    self.keeper.drop(serial)
-
-    def take_over(self, name: str, listing: Listing) -> Keeper:
-        """Make the copy the store, and return its keeper."""
-        with self._bringing:
-            self.ended = True
-            self.keeper.take_over(name, listing)
-            return self.keeper
+            return self.open(serial, None, who, ticket)
 
     def _get(self, serial: int) -> None:
         if self.ended:
             raise WeightsError("this copy is the store itself by now")
-        if serial not in self.keeper.versions():
-            with self._source.reading(serial) as version:
+        if serial not in self.versions():
+            with self.source_store.reading(serial, self.id) as version:
                 self._bring(serial, version)
 
     def _bring(self, serial: int, version: Reading) -> None:
         tensors = [
-            [name, spec.dtype, list(spec.shape), [[[0] * len(spec.shape), list(spec.shape)]]]
+            [name, spec.dtype, list(spec.shape), [box_to_wire(Box.whole(spec.shape))]]
             for name, spec in version.layout.specs.items()
         ]
-        have = next(reversed(self.keeper.versions()), None)
-        own = list(self.keeper.own)
-        self.keeper.begin(serial, [0, 1], tensors, own, True)
-        new = self.keeper.tensors(serial)
+        have = next(reversed(self.versions()), None)
+        own = list(self.own)
+        self.begin(serial, [0, 1], tensors, own, True)
+        new = self.tensors(serial)
         arrival = self._arrivals[serial] = Arrival(new)
         try:
             changes = None if have is None else version.changes(have)
             if have is None or changes is None:
                 version.fill(arrival)
             else:
-                for name, old in self.keeper.tensors(have).items():
+                for name, old in self.tensors(have).items():
                     new[name].copy_(old)
                 for name, gaps, bits in changes:
                     delta.apply(gaps, bits, new[name])
-            self.keeper.written(serial, 0, own)
+            self.written(serial, 0, own)
         except Exception as error:
             del self._arrivals[serial]
             arrival.fail(error)
             raise
         arrival.finish()
-        for each in list(self._arrivals):
-            if each != serial:
-                del self._arrivals[each]
+        self._arrivals = {serial: arrival}
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """Return the whole tensors of a version that is here, or is being brought."""
+        with self._lock:
+            version = self._catalogue.whole.get(number) or self._catalogue.open[number]
+            return {name: self._tensor(version, name) for name in version.assembly.layout.specs}
 
     def relay(self, serial: int, who: list[Any], ticket: int) -> None:
         """Keep a version that is here, or is being brought, for the copy of another host."""
-        if serial not in self._arrivals:
-            raise WeightsError("this copy does not have that version")
-        self.keeper.lease(serial, who, ticket)
+        with self._changing():
+            version = self._catalogue.whole.get(serial) or self._catalogue.open.get(serial)
+            if version is None or serial not in self._arrivals:
+                raise WeightsError("this copy does not have that version")
+            self._catalogue.lease(version, Lease(Who(*who), ticket))
 
     def block(self, serial: int, index: int) -> torch.futures.Future[list[Tensor]]:
         """Return a future of blocks of that version."""
@@ -245,86 +230,52 @@ class HostCopy:
             raise WeightsError("this copy does not have that version")
         return arrival.wait(index)
 
+    # ---- the second copy
 
-Key = tuple[str, int, int]
-"""The name and epoch of a store, and the incarnation of the agent by which the copy is kept."""
+    def follow(self, *listed: Any) -> None:
+        """Have the versions of a listing, and no others. ``keep`` of them stay, besides those with tags."""
+        listing = Listing(*listed)
+        with self._bringing:
+            # until the later versions are here, the earlier ones count if the keeper is lost
+            self._listing_here = listing.with_earlier(self._listing_here or listing)
+            serials = [serial for _, serial, _ in listing.versions]
+            self.describe(max(listing.keep, len(serials)))
+            here = self.versions()
+            others = [each for each in here if each not in serials]
+            base = others[-1:] if len(others) == len(here) else []  # what has changed since it is less
+            for serial in others[: len(others) - len(base)]:
+                self.drop(serial)
+            for serial in serials:
+                self._get(serial)
+            for serial in base:
+                if serial in self.versions():
+                    self.drop(serial)
+            self._listing_here = listing
 
-_lock: Final = threading.Lock()
-_sources: Final[dict[Key, tuple[Agent, Source]]] = {}
-"""Handles of this process for stores of other hosts."""
-_copies: Final[dict[Key, HostCopy]] = {}
-"""The copies that this process keeps."""
+    def release_copy(self) -> None:
+        """Keep no second copy any more: the memory is free, except what readers have leases of."""
+        with self._bringing:
+            if self.ended:
+                return
+            self._listing_here = None
+            with self._changing():
+                self._keep = self._catalogue.keep = 1
+                for serial in list(self._catalogue.whole):
+                    self._catalogue.drop(serial)
+            self._segments.free((), 0)
 
+    def take_over(self) -> None:
+        """Be the store from now on."""
+        with self._bringing, self._changing():
+            listing = self._listing_here
+            if listing is None:
+                raise WeightsError(f"this process has no copy of store '{self.name}' any more")
+            node_of(self.agent).add(self.source_store.home, self)  # calls wait for the lock from now on
+            self.ended = True
+            self._keep = listing.keep
+            self._catalogue.take_over(self.name, *listing)
 
-def offer(store: str, epoch: int, agent: Agent, source: Source) -> None:
-    """Let the store choose this process to keep its host's copy, until the agent ends."""
-    key = store, epoch, agent.incarnation
-    with _lock:
-        if key not in _sources:
-            _sources[key] = agent, source
-            agent.lifecycle.hooks.closed.append(lambda: _forget(key))
-            agent.lifecycle.hooks.forked.append(lambda: _forget(key))
-
-
-def _forget(key: Key) -> None:
-    _sources.pop(key, None)
-    _copies.pop(key, None)
-
-
-@allow_function
-def prepare(scope: str, name: str, store: str, epoch: int, incarnation: int) -> None:
-    """Called at the process that the store has chosen: keep the copy, under this name of a keeper."""
-    copy_of(scope, name, store, epoch, incarnation)
-
-
-def release(scope: str, name: str, store: str, epoch: int, incarnation: int) -> None:
-    """Keep that copy no longer, unless it is the store itself by now."""
-    with _lock:
-        copy = _copies.pop((store, epoch, incarnation), None)
-    if copy is not None and not copy.ended:
-        forget_store(scope, name, copy.keeper)
-        copy.keeper.close()
-
-
-def copy_of(scope: str, name: str, store: str, epoch: int, incarnation: int) -> HostCopy:
-    """Return the copy that this process keeps; the first call makes it."""
-    key = store, epoch, incarnation
-    with _lock:
-        if key not in _copies:
-            if key not in _sources:
-                raise WeightsError(f"this process does not use store '{store}' any more")
-            agent, source = _sources[key]
-            _copies[key] = HostCopy(keep_store(scope, name, agent), source)
-        return _copies[key]
-
-
-@allow_function
-def bring(
-    _scope: str, store: str, epoch: int, incarnation: int, serial: int, who: list[Any], ticket: int
-) -> list[Any]:
-    """Called at that process; see ``HostCopy.bring``."""
-    return _find(store, epoch, incarnation).bring(serial, who, ticket)
-
-
-@allow_function
-def relay(
-    _scope: str, store: str, epoch: int, incarnation: int, serial: int, who: list[Any], ticket: int
-) -> None:
-    """Called at that process, by the copy of another host; see ``HostCopy.relay``."""
-    _find(store, epoch, incarnation).relay(serial, who, ticket)
-
-
-@allow_function
-@async_execution
-def block(
-    _scope: str, store: str, epoch: int, incarnation: int, serial: int, index: int
-) -> torch.futures.Future[list[Tensor]]:
-    """Called at that process, by the copy of another host; see ``HostCopy.block``."""
-    return _find(store, epoch, incarnation).block(serial, index)
-
-
-def _find(store: str, epoch: int, incarnation: int) -> HostCopy:
-    copy = _copies.get((store, epoch, incarnation))
-    if copy is None:
-        raise WeightsError(f"this process keeps no copy of store '{store}'")
-    return copy
+    def observed(self) -> dict[str, Any]:
+        """Return what the observer shows. The numbers of a copy's versions are not those of the store."""
+        shown = super().observed()
+        return shown if self.ended else shown | {"copy": True, "versions": [], "open": {}}

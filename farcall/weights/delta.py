@@ -7,6 +7,7 @@ add it and go on with the next byte. The bits are absolute, so a delta that is a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -15,13 +16,28 @@ from torch import Tensor
 
 from farcall.weights.errors import WeightsError
 
-__all__ = ["apply", "encode"]
+__all__ = ["apply", "changes", "encode"]
 
 Array = np.ndarray[Any, Any]
 
 _BITS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BLOCK: Final = 1 << 20
 """Number of elements that are compared at a time, so that they stay in the processor's cache."""
+
+
+def changes(pairs: Iterable[tuple[str, Tensor, Tensor]], most: int) -> list[list[Any]] | None:
+    """Return name, gaps and bits of the tensors that differ; None if they take more than ``most`` bytes.
+    ``pairs`` has the name of each tensor, its old and its new version.
+    """
+    found: list[list[Any]] = []
+    for name, old, new in pairs:
+        encoded = encode(old, new, most)
+        if encoded is None:
+            return None
+        most -= sum(map(len, encoded))
+        if len(encoded[0]):
+            found.append([name, *encoded])
+    return found
 
 
 def encode(old: Tensor, new: Tensor, most: int) -> tuple[Tensor, Tensor] | None:

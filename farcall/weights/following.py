@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from farcall.weights.errors import WeightsError
 from farcall.weights.handle import Handle, Wanted
+from farcall.weights.transfer import Held
 from rpc.errors import RpcError
 
 __all__ = ["follow"]
@@ -29,50 +30,36 @@ def follow(
 ) -> contextlib.ExitStack:
     """Call back for each newer version that is seen, until the context manager that is returned is closed."""
     ended = threading.Event()
-    last, serial = newer_than, None
+
+    def look(last: int | None, serial: int | None, seconds: float) -> Held:
+        wanted = Wanted(None, last, serial, seconds, monotonic() + seconds)
+        found: Held = by_keeper(lambda handle: handle.look(wanted))
+        return found
+
+    def run(last: int | None, serial: int | None) -> None:
+        while not ended.is_set():
+            try:
+                seen = look(last, serial, _LOOK_SECONDS)
+            except TimeoutError:
+                continue
+            except RpcError as error:  # the store is gone, or this worker is leaving
+                level = logging.WARNING if isinstance(error, WeightsError) else logging.INFO
+                logger.log(level, "no more callbacks for versions of store '%s': %s", name, error)
+                return
+            last, serial = seen.number, seen.serial
+            if ended.is_set():
+                return
+            try:
+                callback(last)
+            except Exception:
+                logger.exception("the callback for version %d of store '%s' has failed", last, name)
+
+    first: tuple[int | None, int | None] = newer_than, None
     if newer_than is None:
         with contextlib.suppress(TimeoutError):
-            last, serial = by_keeper(lambda handle: _newest(handle, Wanted(None, None, None, 0.0, 0.0)))
-    thread = threading.Thread(
-        target=_run,
-        args=(by_keeper, name, callback, last, serial, ended),
-        name="farcall-weights-follow",
-        daemon=True,
-    )
-    thread.start()
+            there = look(None, None, 0.0)
+            first = there.number, there.serial
+    threading.Thread(target=run, args=first, name="farcall-weights-follow", daemon=True).start()
     subscription = contextlib.ExitStack()
     subscription.callback(ended.set)
     return subscription
-
-
-def _newest(handle: Handle, wanted: Wanted) -> tuple[int, int]:
-    with handle.leased(wanted) as held:
-        return held.number, held.serial
-
-
-def _run(
-    by_keeper: Caller,
-    name: str,
-    callback: Callable[[int], object],
-    last: int | None,
-    serial: int | None,
-    ended: threading.Event,
-) -> None:
-    while not ended.is_set():
-        wanted = Wanted(None, last, serial, _LOOK_SECONDS, monotonic() + _LOOK_SECONDS)
-        try:
-            last, serial = by_keeper(lambda handle: _newest(handle, wanted))  # noqa: B023  # called at once
-        except TimeoutError:
-            continue
-        except WeightsError as error:
-            logger.warning("no more callbacks for versions of store '%s': %s", name, error)
-            return
-        except RpcError as error:  # the store is gone, or this worker is leaving
-            logger.info("no more callbacks for versions of store '%s': %s", name, error)
-            return
-        if ended.is_set():
-            return
-        try:
-            callback(last)
-        except Exception:
-            logger.exception("the callback for version %d of store '%s' has failed", last, name)

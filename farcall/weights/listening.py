@@ -18,8 +18,9 @@ from typing import Final
 import click
 
 import rpc  # noqa: F401  # whole, before its parts: several threads may import them at once
-from farcall.weights import keeper
 from farcall.weights.errors import WeightsError
+from farcall.weights.keeper import Keeper
+from farcall.weights.node import node_of, worker_at
 from farcall.weights.store import Store
 from rpc.agent.agent import Agent
 from rpc.errors import InvalidOptionError, RpcTimeoutError, WorkerLostError
@@ -31,7 +32,6 @@ from rpc.rendezvous.address import listen_address
 __all__ = ["Server", "connect", "run"]
 
 _GROUP: Final = "farcall weights"
-_SCOPE: Final = "listening"
 _NAME: Final = "weights"
 _INCARNATION: Final = int.from_bytes(hashlib.sha256(_GROUP.encode()).digest()[:6])
 
@@ -53,7 +53,7 @@ class Server:
         self._agent = start_storeless_agent(_NAME, _GROUP, options, _INCARNATION)
         tcp = next(each for each in self._agent.addresses if each.startswith("tcp:"))
         self.address = f"{f'[{host}]' if ':' in host else host}:{tcp.rpartition(':')[2]}"
-        keeper.keep(_SCOPE, _NAME, self._agent).describe(keep)
+        node_of(self._agent).store(_NAME, _NAME, lambda: Keeper(_NAME, self._agent)).describe(keep)
 
     def close(self) -> None:
         """End; readers keep what they have."""
@@ -109,7 +109,7 @@ def connect(address: str, timeout: float = 30.0) -> Store:
     asking = _agent(host)
     try:
         admit(asking, stranger)
-        server = Member.from_wire(asking.call(_NAME, keeper.server, (_SCOPE, _NAME), {}, timeout))
+        server = Member.from_wire(asking.call(_NAME, worker_at, (_INCARNATION,), {}, timeout))
     except (WorkerLostError, RpcTimeoutError) as error:
         reason = getattr(error, "reason", "") or f"it has not answered within {timeout:g} s"
         raise WeightsError(
@@ -128,7 +128,7 @@ def _opened(host: str, server: Member) -> Store:
     agent = _agent(host)
     try:
         admit(agent, server)
-        return Store.of_agent(_NAME, _NAME, agent, _SCOPE)
+        return Store.of_agent(_NAME, _NAME, agent)
     except BaseException:
         agent.close("it could not open the store")
         raise

@@ -1,9 +1,8 @@
-"""The memory of versions: segments, their tensors, and how processes of one host get their descriptors.
+"""The memory of versions: segments, and how processes of one host map them.
 
 A segment is a sealed memfd (``rpc/bulk/shared_memory/memory.py``), which has no name in any file system and
-is freed with the last process that uses it. A process gets a descriptor from the keeper's, over a socket in
-Linux's abstract namespace: it shows the keeper's token and the number of the segment. Only processes of the
-same user get one, and the token travels in calls only.
+is freed with the last process that uses it. Another process opens it by the keeper's entry in ``/proc``,
+which the kernel permits to processes of the same user, and checks that it is the segment that was meant.
 """
 
 from __future__ import annotations
@@ -11,46 +10,30 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import logging
 import os
-import secrets
-import socket
-import struct
-import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rpc.bulk.shared_memory import fd_channel
-from rpc.bulk.shared_memory.memory import AVAILABLE, Access, Mapping, SegmentRefused, check, create
+from rpc.bulk.shared_memory.memory import AVAILABLE, Access, Mapping, check, create
 from rpc.errors import NoMemoryError
 
-__all__ = ["AVAILABLE", "Access", "DescriptorServer", "Mapped", "Segment", "fetch_descriptor", "map_segment"]
-
-logger = logging.getLogger(__name__)
-
-_TOKEN_BYTES: Final = 16
-_NUMBER: Final = struct.Struct("<q")
-_PATIENCE_SECONDS: Final = 10.0
-"""Maximum time in seconds for one exchange on the socket, on either side."""
-
-_GONE: Final = b"gone"
-_BACKLOG: Final = 128
-"""Maximum number of connections that have not been accepted. Further ones are refused at once."""
-
-_PAUSE_SECONDS: Final = 0.1
-"""How long to wait after an error of ``accept``."""
+__all__ = ["AVAILABLE", "Access", "Mapped", "Segment", "identity_of", "map_segment", "open_segment"]
 
 _MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 class Segment:
-    """A segment that this process has made. ``tensor`` is its bytes.
+    """A segment that this process has made.
+
+    Attributes:
+        tensor: its bytes.
+        place: its descriptor, and what distinguishes it from all others of this host; None without shared
+            memory.
 
     Raises:
         NoMemoryError: there is not enough memory for it.
@@ -60,6 +43,7 @@ class Segment:
         self.number = number
         self.size = size
         self._descriptor = -1
+        self.place: list[Any] | None = None
         available = available_bytes()
         if available is not None and size > available:
             raise NoMemoryError(f"{size} bytes are needed, and this host has {available} available")
@@ -68,15 +52,12 @@ class Segment:
                 self._descriptor = create(size)
                 os.posix_fallocate(self._descriptor, 0, size)
                 self.tensor = map_segment(self._descriptor, size, Access.WRITE).data
+                self.place = [self._descriptor, identity_of(self._descriptor)]
             else:
                 self.tensor = torch.zeros(size, dtype=torch.uint8)
         except (OSError, MemoryError, RuntimeError) as error:
             self.close()
             raise NoMemoryError(f"{size} bytes are needed, and the system says: {error}") from error
-
-    def duplicate(self) -> int:
-        """Return a new descriptor of it, which is the caller's; -1 if it is closed."""
-        return -1 if self._descriptor < 0 else os.dup(self._descriptor)
 
     def close(self) -> None:
         """Close the descriptor, and release the tensor; the memory lives as long as others use it."""
@@ -123,95 +104,30 @@ def map_segment(descriptor: int, size: int, access: Access) -> Mapped:
     return Mapped(torch.frombuffer(memory, dtype=torch.uint8), weakref.ref(memory))
 
 
-class DescriptorServer:
-    """Gives descriptors of segments to processes of this host, on a thread of its own.
+def open_segment(process: int, descriptor: int, identity: list[int], size: int) -> int:
+    """Return a descriptor of a segment of another process of this host, which the caller has to close.
 
     Args:
-        find: returns a new descriptor of a segment by its number, which is closed here, or -1.
-    """
-
-    def __init__(self, find: Callable[[int], int]) -> None:
-        self._find = find
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._listener, self._name = fd_channel.listen()
-        self._listener.listen(_BACKLOG)
-        self._ended = threading.Event()
-        self._listener.setblocking(True)
-        self._thread = threading.Thread(target=self._serve, name="farcall-weights", daemon=True)
-        self._thread.start()
-
-    @property
-    def address(self) -> list[object]:
-        """What other processes need to get descriptors."""
-        return [self._name, self._token]
-
-    def close(self) -> None:
-        """Stop."""
-        self._ended.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
-        self._listener.close()
-
-    def abandon(self) -> None:
-        """Close the descriptor in a forked child."""
-        os.close(self._listener.detach())
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                sock = fd_channel.accept(self._listener)
-            except OSError as error:
-                if self._listener.fileno() < 0 or error.errno not in _PASSING:
-                    return
-                logger.warning("a process of this host waits for memory of weights: %s", error)
-                # its connection stays pending, so that ``accept`` fails at once, also after ``shutdown``
-                if self._ended.wait(_PAUSE_SECONDS):
-                    return
-                continue
-            if sock is not None:
-                with sock, contextlib.suppress(OSError):
-                    self._answer(sock)
-
-    def _answer(self, sock: socket.socket) -> None:
-        sock.settimeout(_PATIENCE_SECONDS)
-        record, descriptor = fd_channel.receive(sock)
-        if descriptor is not None:
-            os.close(descriptor)
-        token, number = record[:_TOKEN_BYTES], record[_TOKEN_BYTES:]
-        if secrets.compare_digest(token, self._token) and len(number) == _NUMBER.size:
-            found = self._find(*_NUMBER.unpack(number))
-            if found < 0:
-                sock.send(_GONE)
-                return
-            try:
-                fd_channel.send(sock, b"here", found)
-            finally:
-                os.close(found)
-
-
-_PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ECONNABORTED)
-"""Errors of ``accept`` after which the next one may succeed."""
-
-
-def fetch_descriptor(name: str, token: bytes, number: int, size: int) -> int:
-    """Get the descriptor of a segment from the process that made it; the caller has to close it.
+        process: its id.
+        descriptor: the segment's descriptor in that process.
+        identity: see ``Segment``.
+        size: of the segment in bytes.
 
     Raises:
-        TimeoutError, BlockingIOError: the process is busy, or one of both has no descriptors left.
-        OSError: the process cannot be reached that way: it is on another host, or another user's.
-        SegmentRefused: the segment is not there any more, or is none.
+        OSError: there is no such process here, it is another user's, or no descriptors are left.
     """
-    with fd_channel.connect(name, _PATIENCE_SECONDS) as sock:
-        sock.send(token + _NUMBER.pack(number))
-        record, descriptor = fd_channel.receive(sock)
-    if record == _GONE:
-        raise SegmentRefused(f"there is no segment {number}")
-    if descriptor is None:
-        raise BlockingIOError(errno.EAGAIN, "this process or the one that made it has no descriptors left")
+    found = os.open(f"/proc/{process:d}/fd/{descriptor:d}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        check(descriptor, size)
-    except SegmentRefused:
-        os.close(descriptor)
+        if identity_of(found) != identity:
+            raise FileNotFoundError(errno.ENOENT, "the process of that id is another one")
+        check(found, size)
+    except BaseException:
+        os.close(found)
         raise
-    return descriptor
+    return found
+
+
+def identity_of(descriptor: int) -> list[int]:
+    """Return what no other segment of this host has."""
+    status = os.fstat(descriptor)
+    return [status.st_dev, status.st_ino]

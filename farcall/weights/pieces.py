@@ -6,24 +6,22 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from farcall.weights.blocks import Block, Box, Piece, cut, pieces_of
-from farcall.weights.layout import Layout, Spec, name_of_dtype
+from farcall.weights.layout import Spec, name_of_dtype
 
-__all__ = ["batches", "box_from_wire", "box_to_wire", "described", "overlaps_itself", "wholes"]
+__all__ = ["batches", "box_from_wire", "box_to_wire", "described", "overlaps_itself", "same_bits", "wholes"]
 
 _MESSAGE_BYTES: Final = 8 << 20
 """Maximum size in bytes of blocks that go in one call; a longer row of a tensor is cut."""
 
 
-def wholes(layout: Layout, data: Sequence[Tensor]) -> dict[str, list[Piece]]:
-    """Return the tensors of a layout as pieces of local memory; without empty ones."""
-    tensors = {name: layout.tensor(data, name) for name in layout.entries}
+def wholes(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+    """Return whole tensors as pieces of local memory; without empty ones."""
     return {
-        name: [Piece(tensor, Box((0,) * tensor.dim(), tuple(tensor.shape)))]
-        for name, tensor in tensors.items()
-        if tensor.numel()
+        name: [Piece(tensor, Box.whole(tensor.shape))] for name, tensor in tensors.items() if tensor.numel()
     }
 
 
@@ -73,3 +71,13 @@ def box_from_wire(wire: Any) -> Box:
     """Return the box that ``box_to_wire`` has encoded."""
     offset, sizes = wire
     return Box(tuple(offset), tuple(sizes))
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one type and shape have the same bits."""
+    return torch.equal(_bits(left), _bits(right))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    data = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return data.contiguous().reshape(-1).view(torch.uint8)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -15,17 +15,18 @@ from time import monotonic
 from typing import Any, Final, Self, TypeVar
 
 import torch
-from torch import Tensor
 
-from farcall.weights import keeper, successors
+from farcall.weights import successors
 from farcall.weights.blocks import part_of
-from farcall.weights.catalogue import MOST_PARTS, check_tag, checked_metadata
+from farcall.weights.catalogue import MOST_PARTS
 from farcall.weights.errors import WeightsError
 from farcall.weights.following import follow
 from farcall.weights.handle import Handle, Wanted
-from farcall.weights.layout import Layout, difference
-from farcall.weights.memory import Access
-from farcall.weights.pieces import described, overlaps_itself, wholes
+from farcall.weights.layout import difference
+from farcall.weights.lease import Lease
+from farcall.weights.pieces import described, overlaps_itself
+from farcall.weights.transfer import Held
+from farcall.weights.versions import check_tag, checked_metadata
 from rpc.agent.agent import Agent
 from rpc.agent.futures import Future
 from rpc.api import get_worker_info
@@ -33,7 +34,7 @@ from rpc.errors import UnknownWorkerError, WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.runtime.current import current_agent
 
-__all__ = ["Lease", "Store"]
+__all__ = ["Store"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +81,10 @@ class Store:
         self._begin(_opened(agent, name, on, keep, copies))
 
     @classmethod
-    def of_agent(cls, name: str, on: str, agent: Agent, scope: str) -> Store:
+    def of_agent(cls, name: str, on: str, agent: Agent) -> Store:
         """Open a store by an agent of its own, which ``close`` ends."""
         store = cls.__new__(cls)
-        store._begin(Handle(agent, scope, name, on))
+        store._begin(Handle.open(agent, name, on, admits=True))
         store._owned = agent
         atexit.register(store.close)
         return store
@@ -199,31 +200,24 @@ class Store:
             WeightsError: names, types or shapes are not those of the version; or it is not kept any more.
             WorkerLostError: the worker that keeps the store is gone, and there is no second copy.
         """
-        wanted = self._wanted(version, newer_than, timeout)
         pieces, specs = described(into)
         for name, own in pieces.items():
             if any(overlaps_itself(piece.local) for piece in own):
                 raise WeightsError(f"{name!r} cannot be written to: some of its elements are one in memory")
 
-        def read(handle: Handle) -> int:
+        def read(handle: Handle, wanted: Wanted) -> Held:
             with contextlib.ExitStack() as stack:
                 held = stack.enter_context(handle.leased(wanted))
                 reason = difference(specs, held.layout.specs)
                 if reason is not None:
                     raise WeightsError(f"version {held.number} of store '{self.name}' does not fit: {reason}")
-                view = handle.view(held, Access.READ, stack)
-                if view is None:
-                    handle.fetch(held.ticket, pieces)
-                else:
-                    layout, mapped = view
-                    for name, own in pieces.items():
-                        whole = layout.tensor([each.data for each in mapped], name)
-                        for piece in own:
-                            piece.local.copy_(piece.box.of(whole))
-                self._last = held.number, held.serial
-                return held.number
+                for _, local, data in list(
+                    handle.contents(held, pieces, stack)
+                ):  # all, before the first copy
+                    local.copy_(data)
+                return held
 
-        return self._by_keeper(read)
+        return self._read(read, version, newer_than, timeout)
 
     def get_async(
         self,
@@ -240,12 +234,7 @@ class Store:
     ) -> int:
         """Wait for a version as ``get`` does, without copying it; returns its number."""
         wanted = self._wanted(version, newer_than, timeout)
-
-        def look(handle: Handle) -> int:
-            with handle.leased(wanted) as held:
-                return held.number
-
-        return self._by_keeper(look)
+        return self._by_keeper(lambda handle: handle.look(wanted)).number
 
     def wait_async(
         self, version: int | str | None = None, newer_than: int | None = None, timeout: float | None = None
@@ -291,12 +280,25 @@ class Store:
             with store.lease(step) as old:
                 baseline.load_state_dict(old)
         """
-        return Lease(self, version, timeout)
+        return Lease(partial(self._read, version=version, newer_than=None, timeout=timeout))
+
+    def _read(
+        self,
+        read: Callable[[Handle, Wanted], Held],
+        version: int | str | None,
+        newer_than: int | None,
+        timeout: float | None,
+    ) -> int:
+        """Read a version, and note that it is the one that was read last."""
+        wanted = self._wanted(version, newer_than, timeout)
+        held = self._by_keeper(lambda handle: read(handle, wanted))
+        self._last = held.number, held.serial
+        return held.number
 
     def _wanted(self, version: int | str | None, newer_than: int | None, timeout: float | None) -> Wanted:
         if version is not None and newer_than is not None:
             raise WeightsError("give version or newer_than, not both")
-        version = version if version is None or isinstance(version, str) else _number(version)
+        version = _asked(version)
         newer_than = None if newer_than is None else _number(newer_than)
         last, serial = self._last
         deadline = float("inf") if timeout is None else monotonic() + timeout
@@ -329,8 +331,7 @@ class Store:
         """Return what ``put`` was given as ``metadata``, for a number or tag; default: the newest version.
         ``WeightsError`` if there is none.
         """
-        asked = version if version is None or isinstance(version, str) else _number(version)
-        found: dict[str, Any] = self._ask("metadata", asked)
+        found: dict[str, Any] = self._ask("metadata", _asked(version))
         return found
 
     def usage(self) -> dict[str, Any]:
@@ -395,17 +396,11 @@ class Store:
                 successor = successors.find(gone.agent, gone.home, gone.name)
                 if successor is None:
                     return False
-                self._handle = Handle(
-                    gone.agent, keeper.GROUP, self.name, successor, None, gone.copies, gone.home
-                )
+                self._handle = Handle.open(gone.agent, self.name, successor, None, gone.copies, gone.home)
                 gone.close()
                 gone.end_copy()
-                logger.warning(
-                    "store '%s' goes on on worker '%s', as worker '%s' is lost",
-                    self.name,
-                    successor,
-                    gone.on,
-                )
+                text = "store '%s' goes on on worker '%s', as worker '%s' is lost"
+                logger.warning(text, self.name, successor, gone.on)
             return True
 
 
@@ -427,87 +422,17 @@ def _on_thread(call: Callable[[], T]) -> Future[T]:
 def _opened(agent: Agent, name: str, on: WorkerReference, keep: int | None, copies: int) -> Handle:
     """Open a store of the group."""
     try:
-        return Handle(agent, keeper.GROUP, name, get_worker_info(on).name, keep, copies)
+        return Handle.open(agent, name, get_worker_info(on).name, keep, copies)
     except (UnknownWorkerError, WorkerLostError):
         home = on if isinstance(on, str) else getattr(on, "name", None)
         successor = successors.find(agent, home, name) if home and copies > 1 else None
         if home is None or successor is None:
             raise
-        return Handle(agent, keeper.GROUP, name, successor, keep, copies, home)
+        return Handle.open(agent, name, successor, keep, copies, home)
 
 
-class Lease(Mapping[str, Tensor]):
-    """A version that stays, and its tensors by name; see ``Store.lease``.
-
-    Attributes:
-        version: its number.
-    """
-
-    version: int
-
-    def __init__(self, store: Store, version: int | str | None, timeout: float | None) -> None:
-        self._store = store
-        self._asked = version, timeout
-        self._stack = contextlib.ExitStack()
-        self._layout: Layout | None = None
-        self._data: list[Tensor] = []
-        self._memory: list[Any] = []
-        self._tensors: dict[str, Tensor] = {}
-
-    def __enter__(self) -> Self:
-        if self._layout is not None:
-            raise WeightsError("a lease is entered once at a time: call lease() again")
-        version, timeout = self._asked
-        wanted = self._store._wanted(version, None, timeout)
-        self._store._by_keeper(lambda handle: self._begin(handle, wanted))
-        return self
-
-    def _begin(self, handle: Handle, wanted: Wanted) -> None:
-        with contextlib.ExitStack() as stack:
-            memory = self._memory  # and not ``self``, which has the stack that would have ``self``
-
-            def used() -> bool:
-                return any(each() is not None for each in memory)
-
-            held = stack.enter_context(handle.leased(wanted, used))
-            view = handle.view(held, Access.COPY, stack, used)
-            if view is None:
-                layout = held.layout
-                self._data = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]
-                handle.fetch(held.ticket, wholes(layout, self._data))
-            else:
-                layout, mapped = view
-                self._data = [each.data for each in mapped]
-                memory[:] = [each.memory for each in mapped]
-            self.version, self._layout = held.number, layout
-            self._store._last = held.number, held.serial
-            self._stack = stack.pop_all()
-
-    def __exit__(self, *_: object) -> None:
-        self._tensors.clear()
-        self._data.clear()
-        self._layout = None
-        self._stack.close()
-        self._memory.clear()
-
-    def __getitem__(self, name: str) -> Tensor:
-        layout = self._entered()
-        if name not in self._tensors:
-            if name not in layout.entries:
-                raise KeyError(name)
-            self._tensors[name] = layout.tensor(self._data, name)
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entered().entries)
-
-    def __len__(self) -> int:
-        return len(self._entered().entries)
-
-    def _entered(self) -> Layout:
-        if self._layout is None:
-            raise WeightsError("a lease has tensors inside its with statement only")
-        return self._layout
+def _asked(version: Any) -> int | str | None:
+    return version if version is None or isinstance(version, str) else _number(version)
 
 
 def _number(value: Any) -> int:

@@ -1,10 +1,9 @@
-"""The second copy of a store at the worker that has it, and how others find it when the keeper is lost.
+"""How a store goes on when its worker is lost, and how others find it.
 
-A worker that has been chosen (``replication.py``) keeps the copy of its host (``copies.py``) up to date. When
-another worker has lost the keeper, it asks all workers of the group. The one with the copy checks that it has
-lost the keeper as well, and then keeps the store itself: the copy's versions get their numbers, and later
-ones come after all that there were. A store keeps its name and the name of the worker where it was made, by
-which a worker that joins later, or the restarted one, finds it.
+When a worker has lost the one that keeps a store, it asks all workers of the group. The one with the second
+copy (``copies.py``) checks that it has lost the keeper as well, and then keeps the store itself: the copy's
+versions get their numbers, and later ones come after all that there were. A store keeps its name and the name
+of the worker where it was made, by which a worker that joins later, or the restarted one, finds it.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
 from typing import Any, Final
 
-from farcall.weights import copies, keeper
+from farcall.weights.copies import Copy
 from farcall.weights.errors import WeightsError
-from farcall.weights.replication import Key, Listing, followers
+from farcall.weights.keeper import Keeper
+from farcall.weights.node import Node, node_at, node_of
 from rpc.agent.agent import Agent
 from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from rpc.serialization.settings import allow_function
 
-__all__ = ["Follower", "be_ready", "end", "find", "opened", "scope_of"]
+__all__ = ["find", "opened"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,110 +35,37 @@ _TAKEN_OVER: Final = 1 << 62
 _ROUNDS: Final = 3
 """How often all workers are asked while one of them still reaches the store."""
 
-_lock: Final = threading.Lock()
+_taking_over: Final = threading.Lock()
 
 
-def scope_of(home: str) -> str:
-    """Return the scope of the stores that other workers have taken over from a worker."""
-    return f"{keeper.TAKEN_OVER}{home}"
+def _node() -> Node:
+    agent = current_agent()
+    if not isinstance(agent, Agent):
+        raise WeightsError("a store needs an agent of farcall's own backends")
+    return node_of(agent)
 
 
-class Follower:
-    """The second copy of one store, in this process.
-
-    Args:
-        key: names the store.
-        agent: of this process.
-        is_there: whether the keeper answers; raises what ``Source`` raises.
-        make_copy: returns the copy of this host, which this process keeps.
-    """
-
-    def __init__(
-        self,
-        key: Key,
-        agent: Agent,
-        is_there: Callable[[], bool],
-        make_copy: Callable[[], copies.HostCopy],
-        release: Callable[[], None],
-    ) -> None:
-        self._key = key
-        self._agent = agent
-        self._is_there = is_there
-        self._make_copy = make_copy
-        self._release = release
-        self._lock = threading.Lock()
-        self._copy: copies.HostCopy | None = None
-        self._listing = Listing(1, [], {}, 0)
-
-    def follow(self, listing: Listing) -> None:
-        """See ``replication.Follower``."""
-        with self._lock:
-            if self._copy is None:
-                self._copy = self._make_copy()
-            self._listing = listing.with_earlier(self._listing)  # if the keeper is lost before they are here
-            self._copy.follow(listing.keep, [serial for _, serial, _ in listing.versions])
-            self._listing = listing
-
-    def release(self) -> None:
-        """See ``replication.Follower``."""
-        with self._lock:
-            if self._copy is not None:
-                self._copy = None
-                self._release()
-
-    def rank(self) -> int:
-        """Return how recent this copy is if the keeper is lost: one more than the serial of its newest
-        version; 0 if this is no second copy, or ``_ALIVE``.
-        """
-        copy = self._copy
-        if copy is None:
-            return 0
-        return _ALIVE if self._is_there() else 1 + max(copy.keeper.versions(), default=0)
-
-    def take_over(self) -> None:
-        """Keep the store from now on."""
-        home, name, *_ = self._key
-        with self._lock, _lock:
-            if (scope_of(home), name) in keeper.keepers:
-                return
-            if self._copy is None:
-                raise WeightsError(f"this process has no copy of store '{name}' any more")
-            kept = self._copy.take_over(name, self._listing)
-            keeper.enter(scope_of(home), name, kept)
-            self._copy = None
-        logger.warning(
-            "worker '%s' keeps store '%s' from now on, as worker '%s', which kept it, is lost. It has "
-            "versions %s; parts of others have to be put again",
-            self._agent.info.name,
-            name,
-            home,
-            kept.versions(),
-        )
-
-
-def be_ready(key: Key, agent: Agent, make: Callable[[], Follower]) -> None:
-    """Let the keeper choose this process for the second copy of a store, until the agent ends."""
-    with _lock:
-        if key not in followers:
-            followers[key] = make()
-            agent.lifecycle.hooks.closed.append(lambda: followers.pop(key, None))
-            agent.lifecycle.hooks.forked.append(followers.clear)
-
-
-def end(key: Key) -> None:
-    """Keep the second copy of a store no longer, as another worker has taken the store over."""
-    follower = followers.pop(key, None)
-    if follower is not None:
-        follower.release()
+def _copies_of(node: Node, home: str, name: str) -> list[Copy]:
+    """Return the second copies of a store that an agent has: one for each keeper that it has had."""
+    return [
+        each
+        for each in list(node.kept.values())
+        if isinstance(each, Copy)
+        if (each.source_store.home, each.name) == (home, name) and each.newest is not None
+    ]
 
 
 @allow_function
 def rank(home: str, name: str) -> int:
-    """Called at all workers: return whether this one can keep a store whose worker is lost, the largest of
-    all workers; 0 if it cannot, -1 if it should not.
+    """Called at all workers: return how recent the copy here is if the store's worker is lost: one more than
+    the serial of its newest version. 0 if there is none here; -1 if this worker still reaches the store.
     """
-    ranks = [each.rank() for each in _followers_of(home, name)]
-    if (scope_of(home), name) in keeper.keepers:  # by now
+    node = _node()
+    ranks = [
+        _ALIVE if each.source_store.is_there() else 1 + (each.newest or 0)
+        for each in _copies_of(node, home, name)
+    ]
+    if isinstance(node.stores.get((home, name)), Copy):  # by now
         return _TAKEN_OVER
     return _ALIVE if _ALIVE in ranks else max(ranks, default=0)
 
@@ -147,24 +73,22 @@ def rank(home: str, name: str) -> int:
 @allow_function
 def take_over(home: str, name: str) -> None:
     """Called at the worker that keeps a store from now on."""
-    if (scope_of(home), name) not in keeper.keepers:
-        max(_followers_of(home, name), key=Follower.rank).take_over()
-
-
-def _followers_of(home: str, name: str) -> list[Follower]:
-    incarnation = _own(current_agent()).incarnation
-    return [
-        each
-        for key, each in list(followers.items())
-        if key[:2] == (home, name) and key[3] == incarnation
-        if isinstance(each, Follower)
-    ]
-
-
-def _own(agent: Any) -> Agent:
-    if not isinstance(agent, Agent):
-        raise WeightsError("a store needs an agent of farcall's own backends")
-    return agent
+    node = _node()
+    with _taking_over:
+        if isinstance(node.stores.get((home, name)), Copy):
+            return
+        copy = max(_copies_of(node, home, name), key=lambda each: each.newest or 0, default=None)
+        if copy is None:
+            raise WeightsError(f"this process has no copy of store '{name}' any more")
+        copy.take_over()
+    logger.warning(
+        "worker '%s' keeps store '%s' from now on, as worker '%s', which kept it, is lost. It has versions "
+        "%s; parts of others have to be put again",
+        node.agent.info.name,
+        name,
+        home,
+        copy.versions(),
+    )
 
 
 def find(agent: Agent, home: str, name: str) -> str | None:
@@ -202,14 +126,20 @@ def _ranks(agent: Agent, home: str, name: str) -> dict[str, int]:
 
 
 @allow_function
-def opened(scope: str, name: str, versions: int | None, number_of_copies: int) -> list[Any] | str:
-    """Called at the worker of a store: open it. One with two copies that is not here may have been taken
-    over by another worker; the answer is its name then.
+def opened(incarnation: int, home: str, name: str, keep: int | None, copies: int) -> list[Any] | str:
+    """Called at the agent with this incarnation: open a store. It is made on its first worker, unless it has
+    two copies, and another worker has taken it over: the answer is that one's name then.
     """
-    if scope == keeper.GROUP and number_of_copies > 1 and (scope, name) not in keeper.keepers:
-        agent = _own(current_agent())
-        successor = find(agent, agent.info.name, name)
+    node = node_at(incarnation)
+    store = None if node is None else node.stores.get((home, name))
+    if store is None:
+        node = _node()
+        agent = node.agent
+        if (agent.incarnation, agent.info.name) != (incarnation, home):
+            raise WeightsError(f"store '{name}' is not here")
+        successor = find(agent, home, name) if copies > 1 else None
         if successor is not None:
             return successor
-    found: list[Any] = keeper.opened(scope, name, versions, number_of_copies)
+        store = node.store(home, name, lambda: Keeper(name, agent))
+    found: list[Any] = store.describe(keep, copies)
     return found

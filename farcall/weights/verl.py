@@ -23,8 +23,9 @@ from torch import Tensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from farcall.weights.errors import WeightsError
+from farcall.weights.lease import Lease
 from farcall.weights.listening import connect
-from farcall.weights.store import Lease, Store
+from farcall.weights.store import Store
 
 __all__ = ["FarcallCheckpointEngine"]
 

@@ -32,6 +32,7 @@ from rpc.runtime.blocking import INFINITE, Event, check_may_block, wait_for, wai
 from rpc.runtime.current import is_initialized
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
+from rpc.runtime.iterating import waiter
 from rpc.runtime.modes import with_default_modes
 from rpc.runtime.tasks import Task
 from rpc.runtime.torch_internals import BaseFuture
@@ -345,20 +346,10 @@ class Future(torch.futures.Future[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
-            loop = asyncio.get_running_loop()
-            waiter: asyncio.Future[None] = loop.create_future()
-
-            def completed() -> None:
-                if not waiter.done():
-                    waiter.set_result(None)
-
-            def wake(_: object) -> None:
-                with contextlib.suppress(RuntimeError):  # that loop has ended: nothing waits any more
-                    loop.call_soon_threadsafe(completed)
-
+            completed, wake = waiter()
             _call_when_done(self, wake)
             try:
-                yield from waiter
+                yield from completed
             except asyncio.CancelledError:
                 self._give_up()
                 raise

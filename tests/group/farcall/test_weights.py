@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -18,8 +19,10 @@ import rpc
 from farcall.weights import Block, Store, WeightsError
 from farcall.weights import handle as handle_module
 from farcall.weights import keeper as keeper_module
-from farcall.weights.catalogue import Who
-from farcall.weights.memory import fetch_descriptor
+from farcall.weights import segments as segments_module
+from farcall.weights.memory import open_segment
+from farcall.weights.node import node_of
+from farcall.weights.versions import Who
 from rpc.errors import NoMemoryError
 from rpc.runtime.current import current_agent
 from tests.support.process_groups import process_group
@@ -222,11 +225,11 @@ def test_without_memory_earlier_versions_stay(store: Store) -> None:
 def test_memory_is_bounded_and_used_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped: list[int] = []
 
-    def fetch_and_count(name: str, token: bytes, number: int, size: int) -> int:
-        mapped.append(number)
-        return fetch_descriptor(name, token, number, size)
+    def open_and_count(process: int, descriptor: int, *which: Any) -> int:
+        mapped.append(descriptor)
+        return open_segment(process, descriptor, *which)
 
-    monkeypatch.setattr(handle_module, "fetch_descriptor", fetch_and_count)
+    monkeypatch.setattr(handle_module, "open_segment", open_and_count)
     into = {"w": empty()}
     sizes = set()
     for number in range(8):
@@ -237,24 +240,23 @@ def test_memory_is_bounded_and_used_again(store: Store, monkeypatch: pytest.Monk
     assert len(mapped) == 6, "each of three segments is mapped once for writing and once for reading"
 
 
-@pytest.mark.parametrize("busy", [TimeoutError, BlockingIOError])
-def test_a_busy_descriptor_server_is_asked_again(
-    store: Store, monkeypatch: pytest.MonkeyPatch, busy: type[OSError]
+def test_memory_that_cannot_be_mapped_for_lack_of_descriptors_is_mapped_later(
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def be_busy(*_: object) -> int:
-        raise busy
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
 
     into = {"w": empty()}
     with monkeypatch.context() as patch:
-        patch.setattr(handle_module, "fetch_descriptor", be_busy)
+        patch.setattr(handle_module, "open_segment", refuse)
         store.put(1, {"w": whole(1)})
         store.get(into)
         with store.lease() as lease:
             assert same(lease["w"], whole(1))
     assert same(into["w"], whole(1))
     sent = store.usage()["sent_bytes"]
-    assert sent == 2 * 120, "no copy has been made on the store's own host"
-    assert store._handle._copy is None
+    assert sent == 2 * 120
+    assert store._handle._copy is None, "no copy has been made on the store's own host"
     store.get(into)
     assert store.usage()["sent_bytes"] == sent
 
@@ -269,7 +271,7 @@ def test_without_memory_for_a_copy_versions_are_read_directly(
     def refuse(*_: object) -> None:
         raise NoMemoryError("this host has none")
 
-    monkeypatch.setattr(keeper_module, "Segment", refuse)
+    monkeypatch.setattr(segments_module, "Segment", refuse)
     into = {"w": empty()}
     assert far.get(into) == 1
     with far.lease() as lease:
@@ -311,12 +313,12 @@ def test_handles_of_one_process_have_leases_of_their_own(store: Store) -> None:
 @pytest.mark.parametrize("order", ["finished", "near", "far"])
 def test_a_lost_writer_that_still_lives_changes_no_whole_version(store: Store, order: str) -> None:
     """Another part is finished before the lost writer's is put again, or after it."""
-    keeper = keeper_module.keep(keeper_module.GROUP, "policy", cast("Any", current_agent()))
+    keeper = node_of(cast("Any", current_agent())).stores["worker0", "policy"]
     stopped, slow = Who("stopped", 1), Who("slow", 2)
     boxes = [[[3 * part, 0], [3, 10]] for part in range(2)]
     for part, who in ((0, slow), (1, stopped)):
         keeper.begin(1, [part, 2], [["w", "bfloat16", list(SHAPE), [boxes[part]]]], list(who), insist=False)
-    known = keeper.tensors(1)["w"]
+    known = keeper._tensor(keeper._catalogue.open[1], "w")
     with keeper._changing():
         keeper._catalogue.lost(stopped)
     if order == "finished":

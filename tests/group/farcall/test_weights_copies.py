@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import rpc
-from farcall.weights import Block, Store, copies
+from farcall.weights import Block, Store
 from farcall.weights import handle as handle_module
 from farcall.weights import keeper as keeper_module
+from farcall.weights.node import node_of
 from rpc.errors import WorkerLostError
+from rpc.runtime.current import current_agent
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
@@ -138,7 +140,8 @@ def stay(worker: Worker, *, far: bool = False, put: bool = False) -> None:
         worker.wait_for("look")
         right = holds(store, 7)
         until(lambda: store.usage()["copies"] == 2 or worker.name == store.on)
-        assert len(copies._copies) <= 1, "a copy ends once another worker has taken the store over"
+        kept = [each for each in node_of(cast("Any", current_agent())).kept.values() if each.versions()]
+        assert len(kept) <= 1, "a copy ends once another worker has taken the store over"
         worker.report("sees", [store.on, right])
 
 

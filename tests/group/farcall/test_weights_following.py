@@ -16,6 +16,7 @@ from farcall.observe.metrics.families import families
 from farcall.observe.reading.state import JobState, WorkerState
 from farcall.observe.reading.stores import lines_of, stores_of
 from farcall.weights import Store, WeightsError, following
+from farcall.weights.node import node_of
 from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from tests.support.workers import RunWorkers, Worker
@@ -111,6 +112,20 @@ def test_callees_wait_for_versions_while_their_worker_shuts_down(store: Store) -
     store.put(2, whole(2))
     assert waiting.wait() == 2
     opened.clear()
+
+
+def test_a_wait_that_is_given_up_before_it_has_come_does_not_keep_a_worker(store: Store) -> None:
+    """A shutdown ends a wait that is on its way to the store's worker."""
+    agent: Any = current_agent()
+    keeper = node_of(agent).stores["worker0", "policy"]
+    who = ["reader", 1]
+    _, state, _ = keeper.open(None, None, who, 1)
+    keeper.give_up(who, 2)
+    assert keeper.wait(state, who, 2).done()
+    waiting = keeper.wait(state, who, 3)
+    assert not waiting.done()
+    keeper.give_up(who, 3)
+    assert waiting.wait() == state
 
 
 def test_tags_and_metadata(store: Store) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farcall.weights import WeightsError
@@ -83,6 +83,7 @@ def test_each_stage_of_a_pipeline_brings_its_own_tensors() -> None:
     assert parts.layout.sizes == [128, 64]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_partition_is_accepted_in_any_order(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))

@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from farcall.weights import WeightsError
 from farcall.weights.blocks import Box
-from farcall.weights.catalogue import Catalogue, Freed, Lease, Version, Who
+from farcall.weights.catalogue import Catalogue
 from farcall.weights.layout import Spec
+from farcall.weights.versions import Freed, Lease, Version, Who
 from tests.support.effort import PROFILE
 
 A, B = Who("a", 1), Who("b", 2)
@@ -300,7 +301,7 @@ class Workers(RuleBasedStateMachine):
         who = self.workers[worker]
         self.lent = {lease: held for lease, held in self.lent.items() if lease.holder != who}
         for version in self.catalogue.open.values():
-            if version.is_left_by(who):
+            if version.begun_by(who):
                 self.left |= set(version.memory)
         self.catalogue.lost(who)
         self.workers[worker] = Who(who.name, int(str(who.incarnation)) + 1)

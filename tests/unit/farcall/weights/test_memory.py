@@ -1,73 +1,54 @@
-"""How processes of one host get descriptors of segments."""
+"""How processes of one host map each other's segments."""
 
 from __future__ import annotations
 
-import errno
+import multiprocessing
 import os
-import socket
-import threading
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import cast
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from farcall.weights import memory
-from farcall.weights.memory import DescriptorServer, Segment, fetch_descriptor
-from rpc.bulk.shared_memory import fd_channel
+from farcall.weights.memory import Access, Segment, map_segment, open_segment
 from rpc.bulk.shared_memory.memory import SegmentRefused
 
 pytestmark = pytest.mark.skipif(not memory.AVAILABLE, reason="processes cannot share memory here")
 
 
-def accept_with(monkeypatch: pytest.MonkeyPatch, failure: Callable[[], int]) -> None:
-    """Have ``accept`` fail with an error's number; 0: not at all."""
-
-    def accept(listener: socket.socket) -> socket.socket | None:
-        number = failure()
-        if number:
-            raise OSError(number, os.strerror(number))
-        return fd_channel.accept(listener)
-
-    monkeypatch.setattr(memory, "fd_channel", SimpleNamespace(**{**vars(fd_channel), "accept": accept}))
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment(1, 64)
+    yield made
+    made.close()
 
 
-def test_a_server_without_descriptors_pauses_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = threading.Event()
-    failures = []
-
-    def failure() -> int:
-        failures.append(errno.EMFILE)
-        failed.set()
-        return errno.EMFILE
-
-    accept_with(monkeypatch, failure)
-    monkeypatch.setattr(memory, "_PAUSE_SECONDS", 3600.0)
-    server = DescriptorServer(lambda _: -1)
-    assert failed.wait(60)
-    server.close()
-    assert failures == [errno.EMFILE]
+def write_seven(process: int, place: list[Any]) -> None:
+    descriptor = open_segment(process, place[0], place[1], 64)
+    map_segment(descriptor, 64, Access.WRITE).data.fill_(7)
 
 
-def test_a_server_without_descriptors_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    segment = Segment(1, 64)
-    failures = [errno.EMFILE, errno.ENFILE]
-    accept_with(monkeypatch, lambda: failures.pop() if failures else 0)
+def test_another_process_writes_to_a_segment(segment: Segment) -> None:
+    assert segment.place is not None
+    process = multiprocessing.get_context("fork").Process(
+        target=write_seven, args=(os.getpid(), segment.place)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert segment.tensor.tolist() == [7] * 64
 
-    def find(number: int) -> int:
-        if number == 2:
-            raise OSError(errno.EMFILE, "too many open files")
-        return segment.duplicate() if number == 1 else -1
 
-    server = DescriptorServer(find)
-    try:
-        name, token = cast("tuple[str, bytes]", server.address)
-        os.close(fetch_descriptor(name, token, 1, 64))
-        assert not failures
-        with pytest.raises(BlockingIOError):
-            fetch_descriptor(name, token, 2, 64)
-        with pytest.raises(SegmentRefused, match="no segment 3"):
-            fetch_descriptor(name, token, 3, 64)
-    finally:
-        server.close()
-        segment.close()
+def test_another_file_is_not_taken_for_a_segment(segment: Segment) -> None:
+    """A descriptor that is used for something else by now, and one that is no segment."""
+    assert segment.place is not None
+    number, identity = segment.place
+    with open(os.devnull) as other:
+        with pytest.raises(FileNotFoundError):
+            open_segment(os.getpid(), other.fileno(), identity, 64)
+        with pytest.raises(SegmentRefused):
+            open_segment(os.getpid(), other.fileno(), memory.identity_of(other.fileno()), 64)
+    with pytest.raises(SegmentRefused, match="of 64 bytes and said that it has 65"):
+        open_segment(os.getpid(), number, identity, 65)
+    with pytest.raises(FileNotFoundError):
+        open_segment(1 << 30, number, identity, 64)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from farcall.weights import copies, keeper, replication, store, successors
-from farcall.weights.copies import HostCopy
-from farcall.weights.handle import Handle
+import rpc
+from farcall.weights import WeightsError, successors
+from farcall.weights.copies import Arrival, Copy, Source
+from farcall.weights.layout import Layout, Spec
 from farcall.weights.replication import Listing, SecondCopy
 from rpc.agent.agent import Agent
 from rpc.errors import NoMemoryError, WorkerLostError
+from rpc.runtime.current import current_agent
 
 NEAR, FAR, OTHER = 1, 2, 3
 
@@ -34,8 +37,10 @@ class Calls:
 
     def call_async(self, name: str, function: Any, args: Any, kwargs: Any, timeout: float) -> Any:
         future: torch.futures.Future[None] = torch.futures.Future()
-        serials = [serial for _, serial, _ in args[1][1]] if function is replication.follow else []
-        self.made.append((function.__name__, args[0][-1], serials, future))
+        callee, copy, _, what, listing = args
+        assert copy == 10 * callee, "each worker has named its copy"
+        serials = [serial for _, serial, _ in listing[1]] if what == "follow" else []
+        self.made.append((what, callee, serials, future))
         return future
 
     def _run(self, functions: list[tuple[Any, Any]]) -> None:
@@ -63,12 +68,12 @@ def agent() -> Calls:
 
 @pytest.fixture
 def second(agent: Calls) -> SecondCopy:
-    return SecondCopy(cast("Agent", agent), ("worker0", "policy", 5), "here")
+    return SecondCopy(cast("Agent", agent), "policy", "here")
 
 
 def test_a_version_is_copied_though_the_keeper_shuts_down(agent: Calls, second: SecondCopy) -> None:
     agent.lifecycle.departure.begun = True
-    second.offer(NEAR, "here")
+    second.offer(NEAR, "here", 10)
     second.update(listing(1))
     assert agent.made == [], "no put waits for it"
     waiting = second.wait(1)
@@ -84,8 +89,8 @@ def test_a_version_is_copied_though_the_keeper_shuts_down(agent: Calls, second: 
 
 def test_a_put_waits_for_the_next_worker_if_one_is_lost(agent: Calls, second: SecondCopy) -> None:
     second.update(listing(1))
-    second.offer(NEAR, "here")
-    second.offer(OTHER, "here")
+    second.offer(NEAR, "here", 10)
+    second.offer(OTHER, "here", 30)
     waiting = second.wait(1)
     second.lost(NEAR)
     assert not waiting.done()
@@ -97,14 +102,14 @@ def test_a_put_waits_for_the_next_worker_if_one_is_lost(agent: Calls, second: Se
 
 def test_a_put_whose_version_is_dropped_does_not_wait_for_it(agent: Calls, second: SecondCopy) -> None:
     second.update(listing(1))
-    second.offer(NEAR, "here")
+    second.offer(NEAR, "here", 10)
     agent.answer()
     second.update(listing(1, 2))
     waiting = second.wait(2)
     second.update(listing(1))
     agent.answer(WorkerLostError("the version has gone"))
     assert waiting.done(), "there is no other worker"
-    second.offer(NEAR, "here")
+    second.offer(NEAR, "here", 10)
     agent.answer()
     second.update(listing(1, 2))
     waiting = second.wait(2)
@@ -113,94 +118,78 @@ def test_a_put_whose_version_is_dropped_does_not_wait_for_it(agent: Calls, secon
 
 
 def test_a_worker_that_failed_releases_its_part_of_a_copy(agent: Calls, second: SecondCopy) -> None:
-    second.offer(NEAR, "here")
+    second.offer(NEAR, "here", 10)
     second.update(listing(1))
     agent.answer()
     agent.answer()
-    second.offer(FAR, "there")
+    second.offer(FAR, "there", 20)
     assert agent.answer(NoMemoryError("none")) == ("follow", FAR, [1])
     assert agent.answer() == ("follow", NEAR, [1])
-    assert agent.answer() == ("release", FAR, [])
+    assert agent.answer() == ("release_copy", FAR, [])
     second.update(listing(2))
     assert agent.answer() == ("follow", NEAR, [2])
     assert agent.made == []
 
 
-class Copy:
-    """A host's copy, whose store is lost while it gets version 2."""
+class Lost:
+    """A store that is lost while its copy gets version 2. Its versions have one tensor."""
+
+    home = "worker0"
 
     def __init__(self) -> None:
-        self.taken_over: Listing | None = None
+        self.layout = Layout()
+        self.layout.add({"w": Spec("float32", (2,))})
 
-    def follow(self, keep: int, serials: list[int]) -> None:
-        if 2 in serials:
+    @contextlib.contextmanager
+    def reading(self, serial: int, copy_id: int) -> Iterator[Any]:
+        if serial == 2:
             raise WorkerLostError("the store's worker is gone")
+        yield self
 
-    def take_over(self, name: str, listing: Listing) -> Any:
-        self.taken_over = listing
-        return SimpleNamespace(versions=lambda: [10])
+    def changes(self, have: int) -> None:
+        return None
+
+    def fill(self, arrival: Arrival) -> None:
+        for index, batch in enumerate(arrival.blocks):
+            arrival.put(index, [torch.ones_like(local) for *_, local in batch])
 
 
-def test_earlier_versions_count_until_the_later_ones_are_here(
-    agent: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper, "enter", lambda *_: None)
-    copy = Copy()
-    follower = successors.Follower(
-        ("worker0", "policy", 5, 1),
-        cast("Agent", agent),
-        lambda: False,
-        lambda: cast("HostCopy", copy),
-        lambda: None,
-    )
-    follower.follow(listing(1)._replace(tags={"best": 10}))
+@pytest.fixture
+def own(tmp_path: Any) -> Iterator[Agent]:
+    """The agent of a group of this process alone."""
+    options = rpc.AgentOptions(init_method=f"file://{tmp_path}/meeting")
+    rpc.init_rpc("worker1", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        yield cast("Agent", current_agent())
+    finally:
+        rpc.shutdown()
+
+
+def test_earlier_versions_count_until_the_later_ones_are_here(own: Agent) -> None:
+    copy = Copy("policy", own, cast("Source", Lost()), 5)
+    copy.follow(*listing(1)._replace(tags={"best": 10}))
     with pytest.raises(WorkerLostError):
-        follower.follow(listing(2))
-    follower.take_over()
-    assert copy.taken_over == listing(1, 2)._replace(tags={"best": 10})
+        copy.follow(*listing(2))
+    copy.take_over()
+    assert copy.versions() == [10]
+    assert copy.usage()["tags"] == {"best": 10}
+    assert successors.rank("worker0", "policy") == successors._TAKEN_OVER
+    copy.release_copy()
+    assert copy.versions() == [10], "it is the store by now"
+    with pytest.raises(WeightsError, match="this copy is the store itself"):
+        copy.bring(3, ["reader", 1], 1)
+    copy.close()
 
 
-def test_the_worker_of_a_store_finds_the_one_that_it_has_taken_over(
-    agent: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(successors, "current_agent", lambda: agent)
-    monkeypatch.setattr(successors, "_own", lambda found: found)
-    monkeypatch.setattr(successors, "find", lambda *_: "worker0")
-    assert successors.opened(keeper.GROUP, "policy", None, 2) == "worker0"
-
-
-class Kept:
-    """A host's copy, and the follower that has it."""
-
-    def __init__(self, *, ended: bool) -> None:
-        self.keeper = self
-        self.agent = SimpleNamespace(extensions={})
-        self.ended = ended
-        self.closed = self.released = False
-
-    def close(self) -> None:
-        self.closed = True
-
-    def release(self) -> None:
-        self.released = True
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_copy_ends_when_another_worker_has_taken_the_store_over(
-    monkeypatch: pytest.MonkeyPatch, *, ended: bool
-) -> None:
-    """A copy that is the store itself by now stays."""
-    kept: Any = Kept(ended=ended)
-    monkeypatch.setitem(replication.followers, ("worker0", "policy", 5, NEAR), kept)
-    monkeypatch.setitem(copies._copies, ("policy", 5, NEAR), kept)
-    monkeypatch.setattr(store, "Handle", lambda *_: None)
-    monkeypatch.setattr(successors, "find", lambda *_: "worker1")
-    gone: Any = object.__new__(Handle)
-    gone.agent, gone.copies, gone.epoch = SimpleNamespace(incarnation=NEAR), 2, 5
-    gone.name, gone.on, gone.home, gone._scope = "policy", "worker0", "worker0", keeper.GROUP
-    gone._copy, gone._lock, gone._maps = None, threading.Lock(), {}
-    opened: Any = object.__new__(store.Store)
-    opened.name, opened._following, opened._handle = "policy", threading.Lock(), gone
-    assert opened._follow(gone)
-    assert (kept.released, kept.closed) == (True, not ended)
-    assert ("policy", 5, NEAR) not in copies._copies
+def test_a_copy_that_is_not_needed_has_no_memory(own: Agent) -> None:
+    copy = Copy("policy", own, cast("Source", Lost()), 5)
+    copy.follow(*listing(1))
+    copy.bring(1, ["reader", 1], 1)
+    copy.release_copy()
+    assert copy.usage()["bytes"] == 64, "a reader has a lease"
+    copy.release(["reader", 1], 1, used=False)
+    copy.release_copy()
+    assert copy.usage()["bytes"] == 0
+    with pytest.raises(WeightsError, match="has no copy of store 'policy' any more"):
+        copy.take_over()
+    copy.close()

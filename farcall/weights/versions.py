@@ -1,0 +1,201 @@
+"""A version of a store, from its first part to the end of its last lease. Pure.
+
+A version is ``OPEN`` from the first part that is declared until the last one has been written, and ``WHOLE``
+from then on; it never changes again. One that is ``REMOVED`` stays for its leases only. ``_NEXT`` has the
+whole life.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+from farcall.weights.assembly import Assembly
+from farcall.weights.errors import WeightsError
+
+__all__ = ["Freed", "Lease", "Part", "State", "Version", "Who", "check_tag", "checked_metadata"]
+
+_LONGEST_TAG: Final = 256
+"""Maximum length of a tag."""
+
+_MOST_METADATA: Final = 1 << 16
+"""Maximum size of a version's metadata in bytes, as JSON."""
+
+
+class Who(NamedTuple):
+    """A worker: its name, for people, and what distinguishes it from others of that name."""
+
+    name: str
+    incarnation: Hashable
+
+
+class Lease(NamedTuple):
+    """A lease: its holder, and a number that the holder has chosen."""
+
+    holder: Who
+    ticket: int
+
+
+class Freed(NamedTuple):
+    """Memory that no version uses any more, and whether another one may use it."""
+
+    memory: int
+    reusable: bool
+
+
+class State(Enum):
+    """Where a version is in its life."""
+
+    OPEN = "open"
+    WHOLE = "whole"
+    REMOVED = "removed"
+    ENDED = "ended"
+
+
+_NEXT: Final = {
+    State.OPEN: (State.WHOLE, State.ENDED),  # all parts are written; it is given up
+    State.WHOLE: (State.REMOVED,),  # it is dropped, or newer ones have taken its place
+    State.REMOVED: (State.ENDED,),  # its last lease has ended
+    State.ENDED: (),
+}
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of a version that has been declared.
+
+    Attributes:
+        writers: its writers, and whether they have finished. The part is written once all of them have: no
+            one writes to a version that is whole.
+        lost: the name of a writer that was lost since the part was declared last.
+        memory: the memory that the part lies in, if the version has left that; None: the version's.
+    """
+
+    writers: dict[Who, bool] = field(default_factory=dict)
+    lost: str | None = None
+    memory: list[int] | None = None
+
+    @property
+    def written(self) -> bool:
+        """Whether it has been written."""
+        return self.lost is None and all(self.writers.values())
+
+
+@dataclass(eq=False)
+class Version:
+    """A version.
+
+    Attributes:
+        number: the user's number.
+        assembly: which blocks its parts have, and its layout.
+        state: see ``State``.
+        parts: those that have been declared.
+        memory: for each segment of its layout, the memory that it lies in.
+        retired: all memory that the version has left while it is open.
+        tainted: whether its memory must not be used again.
+        leases: its leases.
+        serial: place in the order in which versions became whole; 0 while it is open.
+        since: when it became whole, in seconds.
+        copied: whether it was copied from another keeper, in one part; its writers may have had others.
+        metadata: what the user has said about it.
+    """
+
+    number: int
+    assembly: Assembly
+    state: State = State.OPEN
+    parts: dict[int, Part] = field(default_factory=dict)
+    memory: list[int] = field(default_factory=list)
+    retired: list[int] = field(default_factory=list)
+    tainted: bool = False
+    leases: set[Lease] = field(default_factory=set)
+    serial: int = 0
+    since: float = 0.0
+    copied: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all parts have been written."""
+        return self.serial > 0
+
+    def become(self, state: State) -> None:
+        """Go on to another state."""
+        assert state in _NEXT[self.state], f"version {self.number} is {self.state}, and becomes {state}"
+        self.state = state
+
+    def unwritten(self) -> list[int]:
+        """Return the parts that are missing."""
+        there = self.parts
+        return [each for each in range(self.assembly.parts) if each not in there or not there[each].written]
+
+    def declare(self, part: int, who: Who) -> bool:
+        """Have a part written by one more worker; returns whether the version has other memory now."""
+        there = self.parts.setdefault(part, Part())
+        moves = there.lost is not None and self.tainted
+        if moves:
+            self._leave_memory()
+        there.writers[who], there.lost = False, None
+        return moves
+
+    def _leave_memory(self) -> None:
+        """Have other memory from now on, since a lost worker may still write to this one."""
+        for part in self.parts.values():
+            if part.lost is None and part.memory is None:
+                part.memory = self.memory
+        self.retired += self.memory
+        self.memory = []
+        self.tainted = False
+
+    def memory_of(self, part: int) -> list[int]:
+        """Return the memory that a part lies in."""
+        memory = self.parts[part].memory
+        return self.memory if memory is None else memory
+
+    def begun_by(self, who: Who) -> list[int]:
+        """Return the parts that a worker has begun to write, and has not finished."""
+        return [part for part, each in self.parts.items() if each.writers.get(who) is False]
+
+    def lose(self, who: Who) -> bool:
+        """Note that a worker is lost; returns whether the version misses a part of it now."""
+        left = self.begun_by(who)
+        for part in left:
+            there = self.parts[part]
+            del there.writers[who]
+            there.lost, there.memory = who.name, None
+        self.tainted |= bool(left)
+        return bool(left)
+
+    def missing(self) -> str:
+        """Describe which parts are missing."""
+        parts = self.unwritten()
+        shown = ", ".join(map(str, parts[:8])) + (", ..." if len(parts) > 8 else "")
+        lost = ", ".join(
+            f"worker '{each.lost}', which was to write part {part}, is lost"
+            for part, each in self.parts.items()
+            if each.lost is not None
+        )
+        return f"part {shown} of {self.assembly.parts} is missing" + (f" ({lost})" if lost else "")
+
+
+def check_tag(name: object) -> None:
+    """Raise ``WeightsError`` if this is no tag."""
+    if not isinstance(name, str) or not name or len(name) > _LONGEST_TAG:
+        raise WeightsError(f"a tag is a text of up to {_LONGEST_TAG} characters, not {name!r:.80}")
+
+
+def checked_metadata(given: Mapping[Any, Any] | None) -> dict[str, Any]:
+    """Return the metadata of a version; ``WeightsError`` if it is none."""
+    found = dict(given or {})
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
+            raise WeightsError(
+                f"metadata is texts, numbers, booleans and None by name, not {name!r:.80}: {value!r:.80}"
+            )
+    if len(json.dumps(found)) > _MOST_METADATA:
+        raise WeightsError(
+            f"the metadata of a version has {_MOST_METADATA} bytes at most: store it elsewhere"
+        )
+    return found
