@@ -108,6 +108,7 @@ def test_lines_are_seen_at_once_signals_are_passed_on_and_workers_get_the_time_t
         assert text == "ready\nnoted SIGUSR1\nsaved at SIGTERM\n"
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize("dynamic", ["", pytest.param("--dynamic", marks=pytest.mark.nightly)])
 def test_a_worker_that_does_not_end_is_killed_after_the_grace_and_named(
     launchers: Launchers, dynamic: str

@@ -46,6 +46,7 @@ def run(tmp_path: Path, *prefix: str, program: str = PROGRAM, **variables: str) 
     return done.stdout.strip()
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_workers_are_started_here_and_find_our_packages_though_a_namesake_is_on_the_drivers_path(
     tmp_path: Path,
@@ -70,7 +71,7 @@ def test_a_worker_that_ends_while_it_begins_ends_the_start(monkeypatch: pytest.M
 def test_a_start_that_takes_long_says_for_whom_it_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rpc.runtime.notices.FIRST_SECONDS", 0.01)
+    monkeypatch.setattr("rpc.runtime.notices.FIRST_SECONDS", 1e-5)
     spmd.use_spmd(workers=1)
     spmd.shutdown()
     assert "s so far to start spmd0" in caplog.text
