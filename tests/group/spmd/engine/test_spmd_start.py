@@ -66,12 +66,13 @@ def test_a_worker_that_ends_while_it_begins_ends_the_start(monkeypatch: pytest.M
     assert not spmd.is_spmd()
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.logical_device
 @pytest.mark.processes
 def test_a_start_that_takes_long_says_for_whom_it_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rpc.runtime.notices.FIRST_SECONDS", 1e-5)
+    monkeypatch.setattr("rpc.runtime.notices.FIRST_SECONDS", 0.01)
     spmd.use_spmd(workers=1)
     spmd.shutdown()
     assert "s so far to start spmd0" in caplog.text
