@@ -85,7 +85,7 @@ _starts: Final = _Starts()
 def start_by(fork: Fork | None) -> None:
     """Have starts of interpreters made by ``fork``; as ever if it is None."""
     _starts.pid, _starts.fork = os.getpid(), fork
-    subprocess._fork_exec = _posixsubprocess.fork_exec = _start  # type: ignore[attr-defined]
+    subprocess._fork_exec = _posixsubprocess.fork_exec = _start  # type: ignore[attr-defined, assignment]
 
 
 def _start(
