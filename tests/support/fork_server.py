@@ -6,8 +6,9 @@ agent in it. So the session forks this server first of all, while it is one bare
 workers later. The server imports what workers need (once), forks, reaps, and tells how each one ended.
 
 The two talk over a socket pair, one JSON object to a line: requests with descriptors attached one way
-(``{"modules": [...]}``), ``{"forked": pid}`` and ``{"exited": pid, "status": n}`` the other way. If the
-session goes away, however it does, the server kills every worker and leaves.
+(``{"modules": [...]}``, with a ``"program"`` where that is to be run in place of a worker), and the other
+way ``{"forked": pid}`` and ``{"exited": pid, "status": n}``. If the session goes away, however it does, the
+server kills every worker and leaves.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, NoReturn
 
+from tests.support import interpreters
+from tests.support.interpreters import Program
 from tests.support.leftovers import SERVERS
 
 WorkerMain = Callable[[int], int]
@@ -91,7 +95,20 @@ class ForkServer:
         Raises:
             ForkServerError: the server is gone, or an import left threads behind in it.
         """
-        self._request({"modules": list(modules), "fork": True}, [channel, log])
+        return self._forked({"modules": list(modules), "fork": True}, [channel, log])
+
+    def fork_program(self, program: Program, descriptors: Sequence[int], modules: Sequence[str] = ()) -> int:
+        """Makes a child of this very process that runs a program; returns its process id.
+
+        Args:
+            program: what it runs.
+            descriptors: its descriptors.
+            modules: imported in the server first.
+        """
+        return self._forked({"modules": list(modules), "program": asdict(program)}, list(descriptors))
+
+    def _forked(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        self._request(request, descriptors)
         while True:
             for message in self._receive():
                 if "forked" in message:
@@ -184,7 +201,7 @@ class _Server:
                     return
 
     def _read_commands(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._commands, 65536, 8)
+        data, descriptors, _, _ = socket.recv_fds(self._commands, 65536, 64)
         if not data:
             return False
         self._descriptors += descriptors
@@ -195,7 +212,9 @@ class _Server:
             if points := sys.modules.get("rpc.entry_points"):  # each worker would read them anew
                 for group in ("farcall.extensions", "farcall.transports"):
                     points.entry_points(group)
-            if request["fork"]:
+            if program := request.get("program"):
+                self._fork_program(Program(**program))
+            elif request["fork"]:
                 self._fork(complaint)
         return True
 
@@ -215,6 +234,26 @@ class _Server:
             self._reply({"forked": pid})
         os.close(channel)
         os.close(log)
+
+    def _fork_program(self, program: Program) -> None:
+        """Forks a child of the session's process, which adopts it: this one does not while it starts it."""
+        descriptors = self._descriptors[: len(program.numbers)]
+        del self._descriptors[: len(program.numbers)]
+        gc.freeze()
+        news, end = os.pipe()
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        between = os.fork()
+        if between == 0:
+            if pid := os.fork():
+                os.write(end, str(pid).encode())
+                os._exit(0)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            interpreters.run(program, descriptors)
+        os.waitpid(between, 0)
+        become_subreaper()
+        self._reply({"forked": int(os.read(news, 20))})
+        for each in (news, end, *descriptors):
+            os.close(each)
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -67,18 +67,25 @@ def in_worker0(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
     return decorate
 
 
-def in_standing_group(world_size: int = 2) -> Callable[[Body], Body]:
-    """Like ``in_worker0``, in a group that stays for all such tests of the module. Gates are closed before
-    each; ``tests.support.standing`` says what they must not depend on.
+def in_standing_group(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
+    """Like ``in_worker0``, in a group that stays for all such tests of the module with the same options.
+    Gates are closed before each; ``tests.support.standing`` says what they must not depend on.
     """
+    enter = entering(**options)
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            run_workers(Shared(Worker.group, _task(body, given), _close_gates), world_size)
+            run_workers(Shared(enter, _task(body, given), _close_gates), world_size)
 
         return _as_test(test, body)
 
     return decorate
+
+
+@functools.cache
+def entering(**options: Any) -> Enter:
+    """What a group with these options is entered by; the same for the same options, which can be hashed."""
+    return functools.partial(Worker.group, **options) if options else Worker.group
 
 
 def in_standing(enter: Enter, world_size: int) -> Callable[[Body], Body]:

@@ -2,8 +2,9 @@
 
 ``run_workers`` runs a :class:`Shared` task in the workers that earlier tests of the module have left, if
 there are as many and they are in the same. They end with the module, and after a test that fails in them.
-What such a test changes in its workers, later ones find: it must not depend on what is counted or cached
-there.
+Private globals of the test's module that are lists, dictionaries, sets or deques have their first content
+again before each test. What a test changes besides in its workers, later ones find: it must not depend on
+what is counted or cached there.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tests.support import default_device, leftovers
 from tests.support.worker_context import Worker, seed
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["Enter", "Shared", "Standing"]
 
 Enter = Callable[[Worker], AbstractContextManager[Any]]
+
+_CONTAINERS: Final = (list, dict, set, deque, defaultdict)
+"""Types of globals that are the same before each test."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Standing:
     def _workers(self, shared: Shared, world_size: int) -> Workers:
         key = shared.enter, world_size
         if key not in self._runners:
-            stand: Any = functools.partial(_stand, shared.enter)
+            stand: Any = functools.partial(_stand, shared.enter, shared.task.__module__)
             stand.__module__ = shared.task.__module__  # which workers are forked with
             runner = self._make_runner()
             self._runners[key] = runner, runner.start(stand, world_size)
@@ -106,13 +112,19 @@ class Standing:
         runner.close()
 
 
-def _stand(enter: Enter, worker: Worker) -> None:
+def _stand(enter: Enter, module: str, worker: Worker) -> None:
+    names = vars(sys.modules[module])
+    own = [value for name, value in names.items() if name[0] == "_" != name[1] and type(value) in _CONTAINERS]
+    begun = [(each, each.copy()) for each in own]
     with enter(worker):
         for number in itertools.count():
             if (given := worker.wait_for("task")) is None:
                 return
             task, args, kwargs = given
             seed(worker.rank)
+            for container, content in begun:
+                container.clear()
+                (container.update if isinstance(container, dict | set) else container.extend)(content)
             folder = worker.folder / str(number)  # the same for all, and empty
             folder.mkdir(exist_ok=True)
             os.chdir(folder)

@@ -24,7 +24,7 @@ from dist_optim.local_optimizer import LocalOptimizer
 from rpc.errors import AutogradError
 from tests.fuzz.autograd.guarded import apply_guarded
 from tests.support import default_device
-from tests.support.serving import WAIT_SECONDS, in_group, in_worker0, open_gate
+from tests.support.serving import WAIT_SECONDS, in_group, in_standing_group, open_gate
 from tests.support.workers import RunWorkers, Worker
 
 _models: dict[str, DistributedDataParallel] = {}
@@ -136,7 +136,7 @@ class Pausing(torch.autograd.Function):
 apply_pausing: Callable[[Tensor], Tensor] = Pausing.apply
 
 
-@in_worker0(world_size=1)
+@in_standing_group(1)
 def test_a_step_on_a_models_parameters_does_not_mix_with_its_backward() -> None:
     with process_group_of_one(), dist_autograd.context() as first:
         model = averaged()
@@ -167,7 +167,7 @@ def test_a_step_on_a_models_parameters_does_not_mix_with_its_backward() -> None:
         assert weight.grad is None
 
 
-@in_worker0(world_size=1)
+@in_standing_group(1)
 def test_a_step_in_a_hook_that_would_wait_for_its_own_backward_is_refused() -> None:
     with process_group_of_one(), dist_autograd.context() as context_id:
         model = averaged()
@@ -189,7 +189,7 @@ def through_worker1(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pass_through", [torch.clone, through_worker1], ids=["while it runs", "at the end"])
-@in_worker0()
+@in_standing_group()
 def test_gradients_in_a_models_buckets_outlast_its_next_backward(
     pass_through: Callable[[Tensor], Tensor],
 ) -> None:

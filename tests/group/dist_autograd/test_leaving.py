@@ -11,12 +11,12 @@ import rpc
 from dist_autograd.contexts import Context
 from rpc.group.peer import Peer
 from tests.group.dist_autograd.test_faults import wait_until_nothing_is_left
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 
 OTHER = "worker1"
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_context_that_is_left_on_another_thread_is_released() -> None:
     entered = dist_autograd.context()
     context_id = entered.__enter__()
@@ -49,7 +49,7 @@ class OverWhenTold(set[Peer]):
         super().add(peer)
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_call_made_while_its_context_ends_does_not_bring_it_to_a_worker_for_good() -> None:
     with dist_autograd.context():
         context = dist_autograd.current_context()

@@ -15,7 +15,7 @@ from torch import Tensor
 import dist_autograd
 import rpc
 from tests.fuzz.autograd.distribution import leftovers
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 
 OTHER = "worker1"
 SIDE = 88
@@ -61,12 +61,12 @@ def growth(train_more: int, **options: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("backward", [True, False])
-@in_worker0()
+@in_standing_group()
 def test_memory_stays_where_it_is(backward: bool) -> None:
     assert max(growth(CONTEXTS, backward=backward)) < 16
 
 
-@in_worker0()
+@in_standing_group()
 def test_threads_have_contexts_of_their_own() -> None:
     with ThreadPoolExecutor(8) as threads:
         for done in [threads.submit(train, 30) for _ in range(8)]:

@@ -55,6 +55,7 @@ def ask() -> Iterator[Ask]:
         yield call
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize("ours", [True, False], ids=["farcall first", "farcall last"])
 def test_other_stubs_of_the_protocol_can_be_in_the_same_process(ours: bool) -> None:
     """The pool is the process's own: stubs of other clients register the same names there."""

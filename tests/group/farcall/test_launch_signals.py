@@ -94,8 +94,9 @@ def test_lines_are_seen_at_once_signals_are_passed_on_and_workers_get_the_time_t
     launcher = launchers(SAVES, "-n 2 --log-dir logs")
     launcher.wait_for("[0] ready")  # while the program runs
     launcher.wait_for("[1] ready")
-    launcher.send(signal.SIGUSR1)
-    launcher.wait_for("noted SIGUSR1", times=2)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        launcher.send(number)
+        launcher.wait_for(f"noted {number.name}", times=2)
     launcher.send(signal.SIGTERM)
     assert launcher.end() == 128 + signal.SIGTERM
     assert (
@@ -105,9 +106,10 @@ def test_lines_are_seen_at_once_signals_are_passed_on_and_workers_get_the_time_t
     assert {"[0] saved at SIGTERM", "[1] saved at SIGTERM"} <= {*launcher.lines}
     for rank in (0, 1):  # a file for each rank has the same lines
         text = (tmp_path / "logs" / f"rank{rank}.log").read_text()
-        assert text == "ready\nnoted SIGUSR1\nsaved at SIGTERM\n"
+        assert text == "ready\nnoted SIGUSR1\nnoted SIGUSR2\nsaved at SIGTERM\n"
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize("dynamic", ["", pytest.param("--dynamic", marks=pytest.mark.nightly)])
 def test_a_worker_that_does_not_end_is_killed_after_the_grace_and_named(
     launchers: Launchers, dynamic: str
@@ -136,16 +138,6 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(launchers: Launchers) -> No
     launcher.wait_for("ended by SIGINT")
     launcher.send(signal.SIGINT)
     assert launcher.end() == 128 + signal.SIGINT
-
-
-@pytest.mark.nightly
-def test_the_other_signal_for_the_program_is_passed_on(launchers: Launchers) -> None:
-    launcher = launchers(SAVES, "-n 2")
-    launcher.wait_for("ready", times=2)
-    launcher.send(signal.SIGUSR2)
-    launcher.wait_for("noted SIGUSR2", times=2)
-    launcher.send(signal.SIGTERM)
-    assert launcher.end() == 128 + signal.SIGTERM
 
 
 def test_workers_of_a_killed_launcher_end_with_all_that_they_have_forked(launchers: Launchers) -> None:

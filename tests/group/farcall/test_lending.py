@@ -95,9 +95,8 @@ def test_by_an_option_everybody_finds_it(run_workers: RunWorkers, tmp_path: Path
     ]
 
 
-@pytest.mark.parametrize("module", [False, True])
 @pytest.mark.parametrize(
-    "line", ["import torch_xla", "from torch_xla import runtime", "import torch_xla.runtime as xr"]
+    ("line", "module"), [("from torch_xla import runtime", False), ("import torch_xla.runtime as xr", True)]
 )
 def test_a_program_that_imports_it_at_its_top_has_it_for_all(
     run_workers: RunWorkers, tmp_path: Path, line: str, module: bool

@@ -151,6 +151,7 @@ def test_a_launched_programs_collections_do_not_visit_what_was_imported_before_i
     assert visited < imported
 
 
+@pytest.mark.fresh_interpreter
 def test_spawned_children_get_it_too(tmp_path: Path) -> None:
     script = tmp_path / "spawning.py"
     script.write_text(

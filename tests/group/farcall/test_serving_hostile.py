@@ -232,6 +232,7 @@ def test_more_calls_in_a_message_than_a_server_takes(server: Server) -> None:
     assert "200000 calls in one message" in caught.value.details()
 
 
+@pytest.mark.fresh_interpreter
 def test_what_is_served_may_fork(tmp_path: Path) -> None:
     """In a process of its own, since it is settled when gRPC is imported."""
     program = tmp_path / "forks.py"
@@ -260,6 +261,7 @@ with farcall.serve({"print": print}) as server:
 """
 
 
+@pytest.mark.fresh_interpreter
 def test_strangers_do_not_write_into_the_log() -> None:
     """By the text of a GOAWAY, which gRPC logs; whether it does, is settled when it is imported."""
     done = subprocess.run(

@@ -42,11 +42,18 @@ def serve_until_told(worker: Worker) -> None:
             worker.wait_for("leave")
 
 
-def command(folder: Path, *, seconds: float, limit: int | None = None) -> subprocess.Popen[str]:
-    trace = [sys.executable, "-m", "farcall", "trace", "--seconds", str(seconds), "-o", "live.json"]
-    limited = [] if limit is None else ["bash", "-c", f'ulimit -f {limit}; exec "$@"', "bash"]
+LIMITED = f"""
+import resource, sys
+from farcall.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, ({MAX_KIB} << 10, {MAX_KIB} << 10))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def command(folder: Path, *, seconds: float, limited: bool = False) -> subprocess.Popen[str]:
+    program = ["-c", LIMITED] if limited else ["-m", "farcall"]
     return subprocess.Popen(
-        limited + trace,
+        [sys.executable, *program, "trace", "--seconds", str(seconds), "-o", "live.json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -105,7 +112,7 @@ def test_a_trace_that_does_not_fit_on_the_disk_is_an_error_and_leaves_nothing(
 ) -> None:
     _, end = job_of(run_workers, tmp_path, 2)
     try:
-        with command(tmp_path, seconds=0.2, limit=MAX_KIB) as tracing:
+        with command(tmp_path, seconds=0.2, limited=True) as tracing:
             _, errors = tracing.communicate(timeout=60)
     finally:
         end()

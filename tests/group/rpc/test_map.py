@@ -24,6 +24,7 @@ from rpc.errors import (
 from rpc.group.workers import WorkerInfo
 from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.serving import (
+    in_standing_group,
     in_worker0,
     open_gate,
     serve,
@@ -105,7 +106,7 @@ def outcomes(results: rpc.MapResults[Any]) -> list[Any]:
 # ---- results and their order
 
 
-@in_worker0(world_size=3)
+@in_standing_group(3)
 def test_results_come_in_the_order_of_the_items() -> None:
     assert list(rpc.map(square, range(20))) == [item * item for item in range(20)]
     assert list(rpc.map(square_soon, range(5), workers=[1, WorkerInfo("worker2", 2), "worker1"])) == [
@@ -118,7 +119,7 @@ def test_results_come_in_the_order_of_the_items() -> None:
     assert list(rpc.map(square, [], workers=["worker0"])) == []
 
 
-@in_worker0(world_size=3)
+@in_standing_group(3)
 def test_free_workers_get_the_items_and_unordered_results_come_as_they_are_there() -> None:
     results = rpc.map(name_at_gate, range(10), ordered=False)
     others = [next(results) for _ in range(9)]
@@ -129,7 +130,7 @@ def test_free_workers_get_the_items_and_unordered_results_come_as_they_are_there
     assert list(results) == []
 
 
-@in_worker0(world_size=3)
+@in_standing_group(3)
 def test_items_are_read_only_as_far_ahead_as_allowed() -> None:
     read: list[int] = []
     with rpc.map(name_at_gate, counted(itertools.count(), read), look_ahead=5) as results:
@@ -154,7 +155,7 @@ def test_a_worker_computes_as_many_items_at_a_time_as_asked() -> None:
 # ---- errors
 
 
-@in_worker0(world_size=3)
+@in_standing_group(3)
 def test_a_failing_item_raises_in_its_place_and_the_others_have_results() -> None:
     results = rpc.map(square_or_fail, range(6))
     assert outcomes(results) == [0, "ValueError", 4, 9, "ValueError", 25]
@@ -163,7 +164,7 @@ def test_a_failing_item_raises_in_its_place_and_the_others_have_results() -> Non
     assert any("rpc.map: item 1, on worker 'worker" in note for note in caught.value.__notes__)
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_item_that_raises_stop_iteration_does_not_end_the_iteration() -> None:
     async def collect() -> list[int]:
         return [each async for each in rpc.map(stop_iteration, [3])]
@@ -180,7 +181,7 @@ def read_until(last: int) -> Iterator[int]:
     raise OSError("the file has ended")
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_item_that_cannot_be_read_or_sent_fails_in_its_place() -> None:
     assert outcomes(rpc.map(square, read_until(3))) == [0, 1, 4, "OSError"]
     unsendable: list[object] = [1, iter(read_until(0)), 3]
@@ -193,7 +194,7 @@ def test_an_item_over_the_limit_of_messages_fails_in_its_place() -> None:
     assert outcomes(rpc.map(bytes, [1, 1 << 17, 3])) == [b"\0", "SerializationError", b"\0\0\0"]
 
 
-@in_worker0()
+@in_standing_group()
 def test_each_item_has_the_timeout() -> None:
     results = rpc.map(name_at_gate, range(2), timeout=0.05, concurrency=2)
     with pytest.raises(RpcTimeoutError, match="name_at_gate"):
@@ -201,7 +202,7 @@ def test_each_item_has_the_timeout() -> None:
     rpc.rpc_sync("worker1", open_gate)
 
 
-@in_worker0()
+@in_standing_group()
 def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
     for error, arguments in (
         (TypeError, {"function": 3}),
@@ -285,7 +286,7 @@ async def fail_in_coroutine() -> list[int]:
     return [each async for each in rpc.map(square_or_fail, range(3))]
 
 
-@in_worker0(world_size=3)
+@in_standing_group(3)
 def test_results_can_be_awaited_by_coroutines() -> None:
     assert rpc.rpc_sync("worker1", add_squares, args=(20,)) == sum(map(square, range(20)))
     assert asyncio.run(add_squares(20)) == sum(map(square, range(20)))
@@ -346,7 +347,7 @@ def raise_loss_of_another(item: int) -> int:
     raise WorkerLostError("worker 'database' is gone", "database", "it was switched off")
 
 
-@in_worker0(world_size=3)
+@in_standing_group(3)
 def test_an_error_that_the_function_raises_is_no_loss() -> None:
     with pytest.raises(WorkerLostError, match="database"):
         next(rpc.map(raise_loss_of_another, range(3), retries=3))

@@ -27,7 +27,7 @@ from rpc.errors import (
 from rpc.retrying import Returns, returns_of
 from rpc.runtime.current import current_agent
 from tests.support.orders import ask, dismiss, follow_orders, start_followers
-from tests.support.serving import in_worker0, open_gate, wait_at_gate
+from tests.support.serving import in_standing_group, in_worker0, open_gate, wait_at_gate
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers, current_worker
 
@@ -179,7 +179,7 @@ def test_a_call_whose_answer_was_lost_is_made_again() -> None:
         assert rpc.rpc_sync("worker1", lose_answer, (WithoutGradients(),), retries=1) == 2
 
 
-@in_worker0()
+@in_standing_group()
 def test_the_future_of_a_call_knows_its_callee_while_it_is_under_way() -> None:
     future = rpc.rpc_async("worker1", wait_at_gate, retries=1)
     assert future._peer is not None
@@ -192,7 +192,7 @@ async def block() -> None:
     rpc.rpc_sync("worker0", int, retries=1)
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_coroutine_must_await_a_call_with_retries() -> None:
     with pytest.raises(BlockingCallError):
         rpc.rpc_sync("worker1", block)

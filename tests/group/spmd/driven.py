@@ -1,4 +1,4 @@
-"""Many cases in one session of SPMD mode: a driver and four workers, forked once for a test module.
+"""Many cases in one session of SPMD mode: a driver and four workers, forked once for all tests of a folder.
 
 A test is written as the driver's program::
 
@@ -9,7 +9,7 @@ A test is written as the driver's program::
         t = torch.ones(4).to(spmd.device())
         ...
 
-and runs in the driver; what it raises fails the test. The module imports the fixture ``driver``, too.
+and runs in the driver, the fixture of its folder; what it raises fails the test.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import pytest
 import torch
 
 import spmd
+from tests.support import leftovers
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, fork_server_key
 
-__all__ = ["WORKERS", "drive", "driven", "driver"]
+__all__ = ["WORKERS", "drive", "driven"]
 
 WORKERS = 4
 _TIME_LIMIT = 120.0  # for each case
@@ -56,24 +57,20 @@ def _with_driver(body: Callable[..., None]) -> Any:
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
-@pytest.fixture(scope="module")
-def driver(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[WorkerProcess]:
-    """The process that cases run in."""
-    yield from drive(request, tmp_path_factory)
-
-
 def drive(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerProcess]:
-    """Such a process, for a fixture of another scope."""
+    """The process that cases run in."""
     runner = RunWorkers(request.config.stash[fork_server_key], tmp_path_factory.mktemp("spmd"))
     workers = runner.start([_drive] + [_serve] * WORKERS, time_limit=_TIME_LIMIT)
     workers[0].wait_for("ready")
+    pids = {worker.pid for worker in workers}
+    leftovers.SERVERS.update(pids)  # which are there while other tests begin and end
     yield workers[0]
+    workers.restart_clock()
     workers[0].tell("case", None)
     workers.results()
+    leftovers.SERVERS.difference_update(pids)
     runner.close()
 
 

@@ -11,7 +11,7 @@ import torch
 
 import rpc
 from rpc.errors import RpcError
-from tests.support.serving import first_of, in_worker0
+from tests.support.serving import first_of, in_standing_group
 from tests.support.workers import RunWorkers, Worker
 
 Int = torch.futures.Future[int]
@@ -99,7 +99,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("owner", ["worker0", "worker1"])
-@in_worker0()
+@in_standing_group()
 def test_marked_methods_through_proxies(owner: str) -> None:
     rref = rpc.remote(owner, Remote)
     assert [
@@ -202,7 +202,7 @@ FAILING: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@in_worker0()
+@in_standing_group()
 def test_failure_is_the_callers() -> None:
     for failing, error, message in FAILING:
         waits: list[Callable[[], Any]] = [

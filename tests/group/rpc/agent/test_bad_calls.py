@@ -27,7 +27,7 @@ from rpc.errors import (
     with_article,
 )
 from tests.support.refusals import refused
-from tests.support.serving import in_worker0, open_gate, serve, wait_at_gate
+from tests.support.serving import in_standing_group, in_worker0, open_gate, serve, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.workers import RunWorkers, Worker
 
@@ -41,7 +41,7 @@ def my_name(*_: Any) -> str:
 # ---- what is no call
 
 
-@in_worker0()
+@in_standing_group()
 def test_what_cannot_be_a_call_is_refused_before_anything_is_sent() -> None:
     for call in CALLS:
         for args in ("text", b"bytes", torch.ones(2), 3):
@@ -77,7 +77,7 @@ def test_what_cannot_be_a_call_is_refused_before_anything_is_sent() -> None:
     assert str(rpc.rpc_sync("worker1", my_name)) == "worker1"
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_timeout_longer_than_clocks_go_is_none() -> None:
     rref = rpc.remote("worker1", my_name, timeout=1e300)
     own = rpc.RRef("own")
@@ -106,7 +106,7 @@ class Refuses:
         raise LookupError("not me")
 
 
-@in_worker0()
+@in_standing_group()
 def test_what_cannot_be_sent_is_named_with_its_place_type_and_reason() -> None:
     lock = threading.Lock()
     cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [

@@ -10,7 +10,7 @@ import torch
 
 import rpc
 from rpc.errors import BlockingCallError
-from tests.support.serving import in_group, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import in_group, in_standing_group, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers
 
 Futures = list[torch.futures.Future[Any]]
@@ -23,7 +23,7 @@ def add(x: int, y: int) -> int:
 # ---- callbacks
 
 
-@in_worker0()
+@in_standing_group()
 def test_callbacks_may_make_blocking_calls() -> None:
     """Completed by whom: by an executor thread, by the one that waits, or done before."""
 
@@ -57,7 +57,7 @@ def test_callbacks_of_collect_all_may_make_blocking_calls() -> None:
     assert sum(each.wait() for each in collected) == 20 * (10 + 5)
 
 
-@in_worker0()
+@in_standing_group()
 def test_done_callbacks_may_make_blocking_calls() -> None:
     answers: list[int] = []
     done = rpc.Future[None]()
@@ -97,7 +97,7 @@ def fetch_value(depth: int) -> int:
 
 
 @pytest.mark.parametrize("recurse", [wait_for_value, collect_value, fetch_value], ids=lambda f: f.__name__)
-@in_worker0()
+@in_standing_group()
 def test_recursion_between_two_workers_may_be_deep(recurse: Callable[[int], int]) -> None:
     """Depth 200, so that 100 functions wait on each of two workers with 16 threads."""
     assert recurse(200) == 200
@@ -149,7 +149,7 @@ async def block_in_every_way() -> dict[str, str]:
     return raised
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_blocking_call_in_a_coroutine_is_refused() -> None:
     answer: dict[str, str] = rpc.rpc_sync("worker1", block_in_every_way)
     for rank in (0, 1):
@@ -160,7 +160,7 @@ def test_a_blocking_call_in_a_coroutine_is_refused() -> None:
 # ---- what blocks holds up nobody else
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_callee_that_blocks_does_not_hold_up_the_next_call() -> None:
     waiting = rpc.rpc_async("worker1", wait_at_gate, args=("", 3))
     for number in range(100):
@@ -179,7 +179,7 @@ class EndsAtGate:
         wait_at_gate()
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_destructor_of_what_was_returned_does_not_hold_up_the_next_call() -> None:
     for number in range(20):
         rpc.rpc_sync("worker1", add, args=(number, 1))

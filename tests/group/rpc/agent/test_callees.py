@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import rpc
-from tests.support.serving import first_of, in_worker0
+from tests.support.serving import first_of, in_standing_group
 from tests.support.workers import RunWorkers, Worker
 
 ONES = torch.ones(3)
@@ -200,13 +200,13 @@ def test_every_kind_of_callable_can_be_called_each_way(run_workers: RunWorkers) 
             assert equal, kind
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_object_is_made_on_the_callee() -> None:
     made = rpc.rpc_sync("worker1", Counter)
     assert (made.made_in == os.getpid(), made.made_in == rpc.rpc_sync("worker1", os.getpid)) == (False, True)
 
 
-@in_worker0()
+@in_standing_group()
 def test_the_object_of_a_method_is_a_copy() -> None:
     counter = Counter()
     assert [rpc.rpc_sync("worker1", counter.increase, args=(1,)) for _ in range(3)] + [counter.count] == [

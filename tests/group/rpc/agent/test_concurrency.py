@@ -11,7 +11,7 @@ import pytest
 
 import rpc
 from rpc.runtime.current import current_agent
-from tests.support.serving import WAIT_SECONDS, in_all, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import WAIT_SECONDS, in_all, in_standing_group, open_gate, wait_at_gate
 from tests.support.workers import Worker
 
 
@@ -72,7 +72,7 @@ def mixed(rref: rpc.RRef[Actor], numbers: range) -> None:
 
 
 @pytest.mark.parametrize("owner", ["worker0", "worker1"])
-@in_worker0()
+@in_standing_group()
 def test_methods_run_one_at_a_time_in_order(owner: str) -> None:
     rref = rpc.remote(owner, Actor, args=("made",), concurrency=1)
     caller = threading.Thread(target=mixed, args=(rref, range(60)))
@@ -112,7 +112,7 @@ def open_gates_when_told() -> None:
     current_agent().messages.control.on("open gate", lambda peer, name: open_gate(name))
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_call_that_waits_for_its_turn_can_be_cancelled() -> None:
     rpc.rpc_sync("worker1", open_gates_when_told)
     rref = rpc.remote("worker1", Actor, concurrency=1)
@@ -127,7 +127,7 @@ def test_a_call_that_waits_for_its_turn_can_be_cancelled() -> None:
     assert rref.rpc_sync().all() == [0, 3]
 
 
-@in_worker0()
+@in_standing_group()
 def test_as_many_as_said_run_at_a_time() -> None:
     rref = rpc.remote("worker1", Actor, concurrency=2)
     held = rref.rpc_async().wait()
@@ -136,7 +136,7 @@ def test_as_many_as_said_run_at_a_time() -> None:
     held.wait()
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_object_that_was_not_made_answers_all() -> None:
     rref: rpc.RRef[Any] = rpc.remote("worker1", int, args=("x",), concurrency=1)
     futures = [rref.rpc_async().bit_length() for _ in range(3)]

@@ -16,7 +16,7 @@ import torch
 
 import rpc
 from rpc.errors import RpcTimeoutError, SerializationError
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 from tests.support.streams import SOON
 
 _freed: dict[str, threading.Event] = {}
@@ -125,7 +125,7 @@ CALLEES: list[Callable[..., Any]] = [
 ]
 
 
-@in_worker0()
+@in_standing_group()
 def test_failed_functions_keep_no_arguments() -> None:
     rpc.rpc_sync("worker1", collects, args=(False,))
     for function in CALLEES:
@@ -137,7 +137,7 @@ def test_failed_functions_keep_no_arguments() -> None:
             assert rpc.rpc_sync("worker1", is_freed, args=(name,)), name
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_cancelled_coroutine_keeps_no_arguments() -> None:
     rpc.rpc_sync("worker1", collects, args=(False,))
     future = rpc.rpc_async("worker1", sleep_long, args=(Batch("cancelled"),))
@@ -149,7 +149,7 @@ def test_a_cancelled_coroutine_keeps_no_arguments() -> None:
     assert rpc.rpc_sync("worker1", is_freed, args=("cancelled",))
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_failed_call_keeps_no_arguments_at_its_caller() -> None:
     rref: rpc.RRef[dict[str, int]] = rpc.remote("worker1", dict)
 

@@ -150,7 +150,7 @@ def test_futures_come_as_they_are_completed() -> None:
     assert list(coming) == [held]
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_error_of_a_callback_is_in_the_log() -> None:
     said: list[str] = []
     handler = logging.Handler()

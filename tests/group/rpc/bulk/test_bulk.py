@@ -30,17 +30,18 @@ from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
 from tests.group.rpc.runtime.test_fork import in_child
 from tests.support import backend
-from tests.support.serving import in_all, in_group, in_worker0, serve
+from tests.support.serving import entering, in_standing, in_standing_group, in_worker0, serve
 from tests.support.shared_memory import echo_through_segments, mapped_segments
+from tests.support.standing import Shared
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
 MIB = 1 << 20
 SOON = 20.0
 OVER_CONNECTIONS: dict[str, dict[str, Any]] = {
-    "unix": {"transports": ["unix"], "shared_memory_bytes": 0},
-    "tcp": {"transports": ["tcp"], "shared_memory_bytes": 0},
-    "stripes": {"transports": ["tcp"], "shared_memory_bytes": 0, "tcp_stripes": 3},
+    "unix": {"transports": ("unix",), "shared_memory_bytes": 0},
+    "tcp": {"transports": ("tcp",), "shared_memory_bytes": 0},
+    "stripes": {"transports": ("tcp",), "shared_memory_bytes": 0, "tcp_stripes": 3},
 }
 if backend.NAME == "grpc":
     OVER_CONNECTIONS = {"grpc": {"shared_memory_bytes": 0}}
@@ -74,8 +75,8 @@ def send_back(tag: int, data: bytes) -> None:
 
 
 def both(run_workers: RunWorkers, task: Callable[[Worker], object], **options: Any) -> None:
-    """Run a task in two workers."""
-    run_workers(in_group(task, **options), 2)
+    """Run a task in two workers, which stay for all such tests with these options."""
+    run_workers(Shared(entering(**options), task), 2)
 
 
 SIZES = [0, 8, 64 << 10, (64 << 10) + 1, 300_000, 3 * MIB, 40 * MIB]
@@ -169,7 +170,7 @@ def test_a_buffer_whose_post_is_cancelled_while_it_is_filled_is_the_caller_s_aga
     both(run_workers, task, **options)
 
 
-@in_all()
+@in_standing(Worker.group, 2)
 def test_tags_are_independent_and_a_full_one_holds_up_no_other(worker: Worker) -> None:
     """Far more is sent than the receiver keeps; the last tag is posted first."""
     tags, count, size = (1, 2, (1 << 32) - 1), 5, WINDOW // 2
@@ -187,7 +188,7 @@ def test_tags_are_independent_and_a_full_one_holds_up_no_other(worker: Worker) -
         each.wait(SOON)
 
 
-@in_all()
+@in_standing(Worker.group, 2)
 def test_many_small_messages_run_ahead_of_their_posts(worker: Worker) -> None:
     sent = [bulk().send(other(worker), 0, n.to_bytes(8, "little")) for n in range(5_000)]
     into = bytearray(8)
@@ -197,7 +198,7 @@ def test_many_small_messages_run_ahead_of_their_posts(worker: Worker) -> None:
     assert all(each.done() for each in sent)
 
 
-@in_all()
+@in_standing(Worker.group, 2)
 def test_a_worker_can_send_to_itself(worker: Worker) -> None:
     me = current_agent().group.peers.find(f"worker{worker.rank}")
     for size in (8, 5 * MIB):
@@ -213,7 +214,7 @@ def note(seen: list[str], transfer: Transfer) -> None:
     seen.append(transfer.what)
 
 
-@in_all()
+@in_standing(Worker.group, 2)
 def test_several_threads_wait_and_callbacks_run_once(worker: Worker) -> None:
     for size in (8, 5 * MIB):
         into = torch.zeros(size, dtype=torch.uint8)
@@ -235,7 +236,7 @@ def test_several_threads_wait_and_callbacks_run_once(worker: Worker) -> None:
 # ---- mistakes, time, and the ends of things
 
 
-@in_all()
+@in_standing(Worker.group, 2)
 def test_a_message_of_another_size_is_an_error_and_the_next_one_fits(worker: Worker) -> None:
     for size in (8, 5 * MIB):
         bulk().send(other(worker), 3, numbers(size).numpy()).wait(SOON)
@@ -261,7 +262,7 @@ def test_what_cannot_be_sent_or_posted_is_an_error_at_once() -> None:
         bulk().send(peer, 1, bytes(2 * MIB))
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_timeout_leaves_a_transfer_under_way_and_cancelling_ends_it() -> None:
     peer = current_agent().group.peers.find("worker1")
     into, last = bytearray(8), bytearray(8)
@@ -282,7 +283,7 @@ def test_a_timeout_leaves_a_transfer_under_way_and_cancelling_ends_it() -> None:
     assert not posted.cancel()
 
 
-@in_worker0()
+@in_standing_group()
 def test_ctrl_c_ends_a_wait_and_leaves_the_transfer_under_way() -> None:
     into = bytearray(8)
     posted = bulk().post(peer(1), 3, into)
@@ -295,7 +296,7 @@ def test_ctrl_c_ends_a_wait_and_leaves_the_transfer_under_way() -> None:
     assert into == b"12345678"
 
 
-@in_all()
+@in_standing(Worker.group, 2)
 def test_a_message_that_waits_for_its_window_can_be_cancelled(worker: Worker) -> None:
     first = bulk().send(other(worker), 3, numbers(2 * WINDOW).numpy())
     waits = bulk().send(other(worker), 3, numbers(100).numpy())
@@ -354,7 +355,7 @@ def test_a_worker_that_leaves_ends_what_is_under_way(run_workers: RunWorkers) ->
     run_workers([task, task], 2)
 
 
-@in_all()
+@in_standing(Worker.group, 2)
 def test_in_a_forked_child_all_has_ended_and_the_parent_goes_on(worker: Worker) -> None:
     into = bytearray(8)
     posted = bulk().post(other(worker), 3, into)
@@ -373,7 +374,7 @@ def test_in_a_forked_child_all_has_ended_and_the_parent_goes_on(worker: Worker) 
     assert into == b"12345678"
 
 
-@in_all()
+@in_standing(Worker.group, 2)
 def test_the_agent_s_own_thread_must_not_wait(worker: Worker) -> None:
     posted = bulk().post(other(worker), 3, bytearray(8))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import re
 import resource
 import socket
@@ -31,10 +30,6 @@ pytestmark = backend.over_sockets
 
 PREFIX = struct.Struct("<QQIIB3x")
 """Of a frame: body length, call id, header length, segment count, kind."""
-
-
-def my_name() -> str:
-    return rpc.get_worker_info().name
 
 
 def log_lines(worker: WorkerProcess) -> list[str]:
@@ -124,78 +119,19 @@ def test_malformed_messages_close_that_connection_and_no_other(run_workers: RunW
     assert log_lines(workers[0]) == []
 
 
-def junk(chance: random.Random, depth: int = 0) -> Any:
-    """Anything that msgpack can carry."""
-    leaves = [None, True, -1, chance.getrandbits(63), 0.5, "x" * chance.randrange(4), b"y"]
-    if depth > 3 or chance.random() < 0.4:
-        return chance.choice(leaves)
-    parts = [junk(chance, depth + 1) for _ in range(chance.randrange(5))]
-    return dict.fromkeys(range(len(parts)), parts) if chance.random() < 0.2 else parts
-
-
-HEADER_KEYS = ("create", "object", "method", "type", "rref", "batch", "message", "!", "reason", "member")
-REFERENCE_MESSAGES = (
-    *("confirm", "delete", "abandon", "confirmed", "refused", "accepted"),
-    *("bereaved", "fence", "fenced", "cleared"),
-)
-
-
-def random_frame(chance: random.Random, me: int, victim: int) -> bytes:
-    """A frame that is nearly right: real ids, invented contents, perhaps a few bytes changed."""
-    ids = [[me, chance.randrange(4)], [victim, chance.randrange(4)]]
-    said = chance.choices([*ids, me, victim, "why"], k=chance.randrange(4))
-    plausible: dict[str, Any] = {
-        "rref": [[chance.choice([me, victim]), chance.choice(ids), [me, chance.randrange(4)]]],
-        "object": chance.choice(ids),
-        "create": [chance.choice(ids), [me, chance.randrange(4)]],
-        "method": "append",
-        "batch": [0, [["rref", [chance.choice(REFERENCE_MESSAGES), *said]]]],
-    }
-    header: dict[Any, Any] = {key: junk(chance) for key in chance.sample(HEADER_KEYS, chance.randrange(3))}
-    header |= {key: plausible[key] for key in chance.sample(list(plausible), chance.randrange(4))}
-    kind = chance.choice([*range(1, 10), 32, 33, 34])
-    segments = [chance.randbytes(chance.randrange(30)) for _ in range(chance.randrange(3))]
-    data = bytearray(frame(kind, header, segments, call_id=chance.randrange(100)))
-    for _ in range(chance.choice([0, 0, 1, 3])):
-        data[chance.randrange(len(data))] = chance.randrange(256)
-    return bytes(data)
-
-
-def fuzz(at: Target, seed: int, connections: int) -> None:
-    chance = random.Random(seed)
-    for number in range(connections):
-        with Hostile(at) as peer:
-            member = peer.newcomer(seed * 10_000 + number)
-            peer.join(member)
-            for _ in range(chance.randrange(1, 8)):
-                peer.say(random_frame(chance, member.incarnation, at.member.incarnation))
-            peer.socket.shutdown(1)
-            peer.hear_all()
-
-
 def memory() -> int:
     """The most that this process has ever had, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def my_name() -> str:
+    return rpc.get_worker_info().name
 
 
 def work_on_each_other() -> bool:
     rref: rpc.RRef[list[Any]] = rpc.remote("worker0", list)
     rref.rpc_sync().append(3)
     return bool(rref.to_here() == [3] and rpc.rpc_sync("worker1", my_name) == "worker1")
-
-
-def test_random_messages_of_members_are_survived_and_take_no_memory(run_workers: RunWorkers) -> None:
-    workers = start_group(run_workers)
-    at = ask(workers[1], target)
-    ask(workers[0], fuzz, at, 0, 50)
-    before = ask(workers[1], memory)
-    for seed in range(1, 6):
-        ask(workers[0], fuzz, at, seed, 100)
-        assert ask(workers[1], work_on_each_other)
-    assert ask(workers[1], memory) - before < 30
-    dismiss(workers)
-    surprises = ("deferred action", "Exception in callback", "Task exception")
-    assert not [line for line in log_lines(workers[1]) if any(each in line for each in surprises)]
 
 
 def say_that_it_ran() -> None:

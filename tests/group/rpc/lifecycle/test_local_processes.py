@@ -72,12 +72,7 @@ def run(folder: Path, what: str, starts: str = STARTS) -> subprocess.CompletedPr
     return run_program(folder, SCRIPT + starts, "program.py", what)
 
 
-@pytest.mark.nightly
-def test_spawned_workers_call_each_others_own_functions(tmp_path: Path) -> None:
-    done = run(tmp_path, "count")
-    assert (done.returncode, done.stdout) == (0, "[[1, 2, 3], 'worker1']\n"), done.stderr
-
-
+@pytest.mark.fresh_interpreter
 def test_local_group_serves_this_process_and_says_for_whom_it_waits_if_the_start_takes_long(
     tmp_path: Path,
 ) -> None:

@@ -10,18 +10,17 @@ from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from rpc.testing.faults import Fault, Faults, InjectedFaultError
 from rpc.wire.frames import Kind
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 
-calls = 0
+_calls: list[None] = []
 
 
 def count() -> int:
-    global calls
-    calls += 1
-    return calls
+    _calls.append(None)
+    return len(_calls)
 
 
-@in_worker0()
+@in_standing_group()
 def test_a_call_that_fails_says_so_and_never_comes() -> None:
     with Faults() as faults:
         rule = faults.fail("call", what="count", times=1)
@@ -31,7 +30,7 @@ def test_a_call_that_fails_says_so_and_never_comes() -> None:
     assert rule.struck == 1
 
 
-@in_worker0()
+@in_standing_group()
 def test_what_is_sent_meanwhile_overtakes_what_is_late() -> None:
     with Faults() as faults:
         faults.delay("call", seconds=0.2, times=1)
@@ -40,7 +39,7 @@ def test_what_is_sent_meanwhile_overtakes_what_is_late() -> None:
         assert late.wait() == 2
 
 
-@in_worker0()
+@in_standing_group()
 def test_large_tensors_meet_faults_too() -> None:
     large = torch.ones(1 << 20)
     with Faults() as faults:
@@ -51,7 +50,7 @@ def test_large_tensors_meet_faults_too() -> None:
     assert rule.struck == 1
 
 
-@in_worker0()
+@in_standing_group()
 def test_an_agent_has_one_set_of_faults() -> None:
     with Faults(), pytest.raises(RpcError, match="has faults already"):
         Faults().install(current_agent())

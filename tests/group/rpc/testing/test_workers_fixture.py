@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -153,7 +152,7 @@ def test_waiting_for_what_never_comes_fails_when_the_worker_ends(run_workers: Ru
 
 
 def leave_a_process(_: Worker) -> int:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+    return subprocess.Popen(["sleep", "60"]).pid
 
 
 def test_what_a_test_leaves_behind_is_a_failure(run_workers: RunWorkers) -> None:

@@ -322,6 +322,7 @@ if child:
 """
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_the_default_backend_does_not_import_grpc(tmp_path: Path) -> None:
     """In a process of its own: what the tests' workers are forked from may have imported it."""

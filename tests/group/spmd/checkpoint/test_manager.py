@@ -23,9 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import spmd
 from spmd.checkpoint import CheckpointManager
 from tests.group.spmd.checkpoint.two_layers import assert_same, on_cpu, sharded
-from tests.group.spmd.driven import driven, driver
-
-__all__ = ["driver"]
+from tests.group.spmd.driven import driven
 
 pytestmark = pytest.mark.processes
 

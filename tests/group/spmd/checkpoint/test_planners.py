@@ -15,9 +15,7 @@ from spmd.checkpoint import CheckpointManager, SPMDLoadPlanner, SPMDSavePlanner,
 from spmd.checkpoint.planners import CpuShards, sharded_cpu_state_dict
 from spmd.engine.driver.logical_tensor import alias_of
 from tests.group.spmd.checkpoint.two_layers import TwoLayers, assert_same, load, save, sharded
-from tests.group.spmd.driven import WORKERS, driven, driver
-
-__all__ = ["driver"]
+from tests.group.spmd.driven import WORKERS, driven
 
 pytestmark = pytest.mark.processes
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from spmd.collectives.errors import (
     RankLostError,
 )
 from tests.support.default_device import not_on_devices
+from tests.support.effort import EFFORT
 from tests.support.process_groups import by_messages, process_group
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
@@ -54,96 +57,155 @@ def _task(body: Callable[[Worker], Any], apart: bool, options: dict[str, Any], w
     return in_world(body, worker, apart, **options)
 
 
-# ---- mismatches
+# ---- in groups of their own
 
 
-def all_reduce_or_broadcast(worker: Worker) -> None:
-    if worker.rank == 1:
-        dist.broadcast(torch.ones(3), 0)
+class Case(NamedTuple):
+    """A fault: what ranks do in a group, what it ends in, what the error says, and at which ranks."""
+
+    do: Callable[[int, Any], Any]
+    kind: type[CollectiveError]
+    said: str
+    ranks: Sequence[int] = (0, 1, 2)
+
+    def fits(self, end: tuple[type[BaseException], str] | None) -> bool:
+        return end is not None and end[0] is self.kind and bool(re.search(self.said, end[1], re.DOTALL))
+
+
+def all_reduce_or_broadcast(rank: int, group: Any) -> None:
+    if rank == 1:
+        dist.broadcast(torch.ones(3), 0, group)
     else:
-        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3), group=group)
 
 
-def all_reduce_of_another_shape(worker: Worker) -> None:
-    dist.all_reduce(torch.ones(3 + (worker.rank == 1)))
+def all_reduce_of_another_shape(rank: int, group: Any) -> None:
+    dist.all_reduce(torch.ones(3 + (rank == 1)), group=group)
 
 
-def all_reduce_of_another_dtype(worker: Worker) -> None:
-    dist.all_reduce(torch.ones(3, dtype=torch.float64 if worker.rank == 1 else torch.float32))
+def all_reduce_of_another_dtype(rank: int, group: Any) -> None:
+    dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank == 1 else torch.float32), group=group)
 
 
-def all_reduce_by_another_reduction(worker: Worker) -> None:
-    dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX if worker.rank == 1 else dist.ReduceOp.SUM)
+def all_reduce_by_another_reduction(rank: int, group: Any) -> None:
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM, group)
 
 
-def broadcast_from_another_root(worker: Worker) -> None:
-    dist.broadcast(torch.ones(3), int(worker.rank == 1))
-    dist.barrier()
-
-
-@PATHS
-@pytest.mark.parametrize(
-    ("body", "called"),
-    [
-        (all_reduce_or_broadcast, ("all_reduce(sum, float32[3])", "broadcast(float32[3], root 0)")),
-        (all_reduce_of_another_shape, ("all_reduce(sum, float32[3])", "all_reduce(sum, float32[4])")),
-        (all_reduce_of_another_dtype, ("all_reduce(sum, float32[3])", "all_reduce(sum, float64[3])")),
-        (all_reduce_by_another_reduction, ("all_reduce(sum, float32[3])", "all_reduce(maximum, float32[3])")),
-    ],
-)
-def test_a_mismatch_tells_every_rank_what_two_ranks_have_called(
-    run_workers: RunWorkers, body: Callable[[Worker], Any], called: tuple[str, str], apart: bool
-) -> None:
-    for kind, text in all_in_world(run_workers, body, apart):
-        assert kind is CollectiveMismatchError
-        assert f"called {called[0]}, but rank 1 {called[1]}" in text
-
-
-@PATHS
-def test_ranks_that_name_another_root_all_learn_of_it_with_the_next_collective(
-    run_workers: RunWorkers, apart: bool
-) -> None:
+def broadcast_from_another_root(rank: int, group: Any) -> None:
     """By messages a root has done its part when it has sent."""
-    for kind, _ in all_in_world(run_workers, broadcast_from_another_root, apart):
-        assert kind is CollectiveMismatchError
+    dist.broadcast(torch.ones(3), int(rank == 1), group)
+    dist.barrier(group)
 
 
-def gather_other_sizes(worker: Worker, count: int) -> None:
-    outputs = [torch.empty(count) for _ in range(worker.world_size)]
-    dist.all_gather(outputs, torch.ones(count + (worker.rank == 1)))
+def gather_other_sizes(count: int, rank: int, group: Any) -> None:
+    outputs = [torch.empty(count) for _ in range(group.size())]
+    dist.all_gather(outputs, torch.ones(count + (rank == 1)), group)
+
+
+def abort_at_rank_1(rank: int, group: Any) -> None:
+    if rank == 1:
+        group.abort()
+    dist.all_reduce(torch.ones(3), group=group)
+
+
+def fail_and_go_on(rank: int, group: Any) -> None:
+    with pytest.raises(CollectiveMismatchError):
+        all_reduce_of_another_shape(rank, group)
+    dist.all_reduce(torch.ones(3), group=group)
+
+
+def receive_what_does_not_fit(rank: int, group: Any) -> None:
+    if rank == 0:
+        dist.recv(torch.ones(3), 1, group)
+    elif rank == 1:
+        dist.send(torch.ones(4), 0, group)
+
+
+def all_reduce_but_rank_1(rank: int, group: Any) -> None:
+    group.set_timeout(timedelta(seconds=1))
+    if rank != 1:
+        dist.all_reduce(torch.ones(3), group=group)
+
+
+def receive_with_a_limit(rank: int, group: Any) -> None:
+    group.set_timeout(timedelta(seconds=1))
+    if rank == 0:
+        dist.recv(torch.ones(3), 1, group, tag=4)
+
+
+def mismatch(ours: str, of_rank_1: str) -> str:
+    return re.escape(f"called {ours}, but rank 1 {of_rank_1}")
+
+
+CASES: Final[Sequence[Case]] = (
+    *(
+        Case(do, CollectiveMismatchError, mismatch("all_reduce(sum, float32[3])", other))
+        for do, other in (
+            (all_reduce_or_broadcast, "broadcast(float32[3], root 0)"),
+            (all_reduce_of_another_shape, "all_reduce(sum, float32[4])"),
+            (all_reduce_of_another_dtype, "all_reduce(sum, float64[3])"),
+            (all_reduce_by_another_reduction, "all_reduce(maximum, float32[3])"),
+        )
+    ),
+    Case(broadcast_from_another_root, CollectiveMismatchError, ""),
+    *(
+        Case(partial(gather_other_sizes, count), CollectiveError, rf"(?=.*{size}).*{size + 4} bytes")
+        for count, size in ((4, 16), (MANY, 4 * MANY))
+    ),
+    Case(abort_at_rank_1, CollectiveError, r"rank 1 \(worker 'rank1'\): abort was called"),
+    Case(fail_and_go_on, CollectiveMismatchError, r"^process group '[^']+' has failed: "),
+    Case(
+        receive_what_does_not_fit,
+        CollectiveMismatchError,
+        "rank 0 receives 12 bytes of torch.float32 with tag 0, but rank 1 has sent 16 bytes",
+        (0,),
+    ),
+    Case(
+        all_reduce_but_rank_1,
+        CollectiveTimeoutError,
+        r"all_reduce\(sum, float32\[3\]\) has timed out after 1 s.*waiting for.*rank 1 \(worker 'rank1'\)",
+        (0, 2),
+    ),
+    Case(
+        receive_with_a_limit,
+        CollectiveTimeoutError,
+        r"^receive of 12 bytes from rank 1 \(worker 'rank1'\), tag 4 has timed out after 1 s$",
+        (0,),
+    ),
+)
+
+
+def go_through_all(apart: bool, worker: Worker) -> list[tuple[type[BaseException], str] | None]:
+    """What each fault ends in at this rank."""
+    ends: list[tuple[type[BaseException], str] | None] = []
+    with process_group(worker, options=by_messages() if apart else None):
+        groups = [dist.new_group() for _ in CASES]
+        for case, group in zip(CASES, groups, strict=True):
+            dist.all_reduce(torch.ones(2), group=group)
+            dist.barrier()  # which another fault may end after its own end of the all_reduce
+            try:
+                case.do(worker.rank, group)
+            except CollectiveError as error:
+                ends.append((type(error), str(error)))
+            else:
+                ends.append(None)
+        dist.barrier()
+    return ends
 
 
 @PATHS
-@pytest.mark.parametrize("count", [4, 3_000_000], ids=["short", "long"])
-def test_a_rank_that_gives_more_than_others_expect_ends_the_gathering_everywhere(
-    run_workers: RunWorkers, apart: bool, count: int
-) -> None:
-    for kind, text in all_in_world(run_workers, partial(gather_other_sizes, count=count), apart):
-        assert kind is CollectiveError
-        assert f"{4 * count + 4} bytes" in text
-        assert str(4 * count) in text
+def test_each_fault_tells_all_ranks_what_has_happened(run_workers: RunWorkers, apart: bool) -> None:
+    ends = run_workers(partial(go_through_all, apart), 3)
+    wrong = [
+        f"{case.do} ended at rank {rank} in {ends[rank][number]}"
+        for number, case in enumerate(CASES)
+        for rank in case.ranks
+        if not case.fits(ends[rank][number])
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 # ---- ranks that leave, or do not come
-
-
-def all_reduce_but_rank_1(worker: Worker) -> None:
-    if worker.rank == 1:
-        worker.wait_for("the end")
-    else:
-        dist.all_reduce(torch.ones(3))
-
-
-@PATHS
-def test_a_rank_that_does_not_come_in_time_is_named_everywhere(run_workers: RunWorkers, apart: bool) -> None:
-    task = partial(_task, all_reduce_but_rank_1, apart, {"seconds": 1.0})
-    workers = run_workers.start([task] * 3, 3)
-    for rank in (0, 2):
-        kind, text = workers[rank].result()
-        assert kind is CollectiveTimeoutError
-        assert "all_reduce(sum, float32[3]) has timed out after 1 s" in text
-        assert "rank 1 (worker 'rank1')" in text.partition("waiting for")[2]
-    workers[1].tell("the end")
 
 
 def all_reduce_but_rank_3(worker: Worker) -> None:
@@ -171,9 +233,12 @@ def all_reduce_at_rank_0(worker: Worker) -> None:
         worker.wait_for("the end")
 
 
-def test_a_rank_that_dies_ends_a_collective_also_where_nobody_waits_for_it(run_workers: RunWorkers) -> None:
+@PATHS
+def test_a_rank_that_dies_ends_a_collective_also_where_nobody_waits_for_it(
+    run_workers: RunWorkers, apart: bool
+) -> None:
     """Rank 0 waits for rank 1, which is still to come."""
-    workers = run_workers.start([partial(_task, all_reduce_at_rank_0, True, {})] * 4, 4)
+    workers = run_workers.start([partial(_task, all_reduce_at_rank_0, apart, {})] * 4, 4)
     for each in workers:
         each.wait_for("waiting")
     workers[3].kill()
@@ -198,33 +263,6 @@ def test_a_rank_that_leaves_is_not_waited_for(run_workers: RunWorkers, apart: bo
         assert "rank 1 (worker 'rank1') is gone" in text
 
 
-def aborted_at_rank_1(worker: Worker) -> None:
-    dist.barrier()  # now all are here
-    if worker.rank == 1:
-        assert dist.group.WORLD is not None
-        dist.group.WORLD.abort()
-    dist.all_reduce(torch.ones(3))
-
-
-@PATHS
-def test_abort_ends_what_is_under_way_everywhere(run_workers: RunWorkers, apart: bool) -> None:
-    for kind, text in all_in_world(run_workers, aborted_at_rank_1, apart):
-        assert kind is CollectiveError
-        assert "rank 1 (worker 'rank1'): abort was called" in text
-
-
-def fail_and_go_on(worker: Worker) -> None:
-    with pytest.raises(CollectiveMismatchError):
-        all_reduce_of_another_shape(worker)
-    dist.all_reduce(torch.ones(3))
-
-
-def test_a_group_that_has_failed_says_why_ever_after(run_workers: RunWorkers) -> None:
-    for kind, text in all_in_world(run_workers, fail_and_go_on, False):
-        assert kind is CollectiveMismatchError
-        assert text.startswith("process group '0' has failed: ")
-
-
 def asynchronous_works_of_a_dying_world(worker: Worker) -> None:
     count = 19 if worker.rank == 1 else 20  # so that the last one cannot have ended when rank 1 dies
     works = [dist.all_reduce(torch.ones(MANY), async_op=True) for _ in range(count)]
@@ -240,55 +278,6 @@ def test_asynchronous_works_end_when_a_rank_dies(run_workers: RunWorkers) -> Non
     workers.wait_for("begun")
     workers[1].kill()
     assert [workers[rank].result()[0] for rank in (0, 2)] == [RankLostError, RankLostError]
-
-
-# ---- sends and receives
-
-
-def receive_from_rank_1(worker: Worker) -> None:
-    if worker.rank == 0:
-        worker.report("receiving")
-        dist.recv(torch.ones(3), 1)
-    else:
-        worker.wait_for("the end")
-
-
-def test_a_receive_from_a_rank_that_dies_fails(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([partial(_task, receive_from_rank_1, False, {})] * 3, 3)
-    workers[0].wait_for("receiving")
-    workers[1].kill()
-    kind, text = workers[0].result()
-    assert kind is RankLostError
-    assert "rank 1 (worker 'rank1') is gone" in text
-    workers[2].tell("the end")
-
-
-def receive_with_a_limit(worker: Worker) -> None:
-    if worker.rank == 0:
-        dist.recv(torch.ones(3), 1, tag=4)
-    worker.report("over")
-    worker.wait_for("the end")
-
-
-def test_a_receive_times_out_and_says_from_whom(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([partial(_task, receive_with_a_limit, False, {"seconds": 1.0})] * 2, 2)
-    kind, text = workers[0].result()
-    assert kind is CollectiveTimeoutError
-    assert text == "receive of 12 bytes from rank 1 (worker 'rank1'), tag 4 has timed out after 1 s"
-    workers[1].tell("the end")
-
-
-def receive_what_does_not_fit(worker: Worker) -> None:
-    if worker.rank == 0:
-        dist.recv(torch.ones(3), 1)
-    else:
-        dist.send(torch.ones(4), 0)
-
-
-def test_a_receive_of_another_size_says_what_was_sent(run_workers: RunWorkers) -> None:
-    kind, text = all_in_world(run_workers, receive_what_does_not_fit, False, 2)[0]
-    assert kind is CollectiveMismatchError
-    assert "rank 0 receives 12 bytes of torch.float32 with tag 0, but rank 1 has sent 16 bytes" in text
 
 
 # ---- fork
@@ -335,7 +324,7 @@ def many_collectives(worker: Worker) -> None:
 
     use(100)
     before = usage()
-    use(2_500)
+    use(1_000 * EFFORT)
     after = usage()
     assert after[0] - before[0] < 8 << 20, "memory"
     assert after[1] <= before[1], "descriptors"
@@ -348,5 +337,7 @@ def usage() -> tuple[int, int, int]:
     return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-def test_ten_thousand_collectives_leave_nothing_behind(run_workers: RunWorkers) -> None:
-    assert all_in_world(run_workers, many_collectives, False, 2) == [(None, "")] * 2
+@pytest.mark.timeout(90 * EFFORT)
+def test_thousands_of_collectives_leave_nothing_behind(run_workers: RunWorkers) -> None:
+    task = partial(_task, many_collectives, False, {})
+    assert run_workers(task, 2, time_limit=60.0 * EFFORT) == [(None, "")] * 2

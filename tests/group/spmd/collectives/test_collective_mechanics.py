@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 import spmd
 from rpc.errors import WorkerLostError
@@ -19,6 +20,7 @@ from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, Ran
 from tests.support.default_device import not_on_devices
 from tests.support.process_groups import by_messages, process_group
 from tests.support.serving import in_all
+from tests.support.standing import Shared
 from tests.support.workers import RunWorkers, Worker
 
 PATHS = pytest.mark.parametrize("apart", [False, True], ids=["shared memory", "messages"])
@@ -30,24 +32,34 @@ def in_world(body: Callable[[Worker], Any], apart: bool, seconds: float, worker:
         return body(worker)
 
 
+def on_hosts_of_their_own(worker: Worker) -> contextlib.AbstractContextManager[Any]:
+    return process_group(worker, options=by_messages())
+
+
 def run_in_world(
     run_workers: RunWorkers, body: Callable[[Worker], Any], world_size: int, *, apart: bool = False
-) -> Any:
-    return run_workers(partial(in_world, body, apart, 20.0), world_size)
+) -> None:
+    """Runs the body in ranks that stay for such tests of the module."""
+    run_workers(Shared(on_hosts_of_their_own if apart else process_group, body), world_size)
 
 
 # ---- tensors
 
 
 def reduce_leaves(worker: Worker) -> None:
-    leaf = torch.ones(LARGE, requires_grad=True)
-    dist.all_reduce(leaf)
-    assert leaf.is_leaf
-    assert leaf.eq(3).all()
-    output = torch.empty(4)
+    leaf, output = torch.ones(LARGE, requires_grad=True), torch.empty(4)
+    for work in (dist.all_reduce(leaf), dist.all_reduce(leaf, async_op=True)):
+        if work is not None:
+            work.wait()
+    dist.broadcast(leaf, 0)
+    gathered = [torch.empty(LARGE) for _ in range(3)]
+    dist.all_gather(gathered, leaf)
     dist.reduce_scatter_tensor(output, torch.ones(12, requires_grad=True), op=dist.ReduceOp.AVG)
+    assert leaf.is_leaf
+    assert leaf.requires_grad
+    assert all(each.eq(9).all() for each in (leaf, *gathered))
     assert output.eq(1).all()
-    assert not output.requires_grad
+    assert not any(each.requires_grad for each in (output, *gathered))
 
 
 @PATHS
@@ -57,17 +69,41 @@ def test_tensors_that_require_grad_are_reduced_in_place(run_workers: RunWorkers,
 
 def reduce_inference_tensors(worker: Worker) -> None:
     with torch.inference_mode():
-        tensors = [torch.ones(LARGE) for _ in range(3)]
-        works = [dist.all_reduce(each, async_op=True) for each in tensors]
+        tensors = [torch.ones(LARGE // 100, 100) for _ in range(4)]
+        received = torch.empty(100, LARGE // 100)
+        works = [dist.all_reduce(each, async_op=True) for each in tensors[:3]]
         for work in works:
             assert work is not None
             assert work.get_future().wait()
+    dist.all_reduce(tensors[3].t())
+    other = {0: 1, 1: 0}.get(worker.rank)
+    if other is not None:
+        for moved in (dist.isend(tensors[0], other), dist.irecv(received.t(), other)):
+            assert moved is not None
+            moved.wait()
+        tensors.append(received)
     assert all(each.eq(3).all() for each in tensors)
 
 
 @PATHS
-def test_inference_tensors_are_reduced_on_any_thread(run_workers: RunWorkers, apart: bool) -> None:
+def test_inference_tensors_are_reduced_and_moved_on_any_thread(run_workers: RunWorkers, apart: bool) -> None:
     run_in_world(run_workers, reduce_inference_tensors, 3, apart=apart)
+
+
+def use_results_in_autograd(worker: Worker) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    tensor, sparse = torch.ones(3), torch.tensor([[1.0, 0, 2]]).to_sparse()
+    dist.all_reduce(tensor)
+    dist.all_reduce(sparse)
+    assert not sparse.coalesce().values().is_inference()
+    loss = (weight * tensor).sum() + (sparse.to_dense() * weight).sum()
+    [gradient] = torch.autograd.grad(loss, [weight])
+    assert gradient.tolist() == [4.0, 2.0, 6.0]
+
+
+@PATHS
+def test_results_can_be_used_in_autograd(run_workers: RunWorkers, apart: bool) -> None:
+    run_in_world(run_workers, use_results_in_autograd, 2, apart=apart)
 
 
 def scatter_in_place(worker: Worker) -> None:
@@ -88,11 +124,12 @@ def test_the_output_of_a_reduce_scatter_may_be_a_part_of_its_input(
 
 def exchange_other_sizes(worker: Worker) -> None:
     """Rank 1 expects nothing of rank 0, which has much for it."""
+    group = dist.new_group()
     outputs = [torch.empty(1 - worker.rank), torch.empty(1)]
 
     def exchange() -> None:
-        dist.all_to_all(outputs, [torch.ones(1), torch.ones(1 if worker.rank else LARGE)])
-        dist.barrier()
+        dist.all_to_all(outputs, [torch.ones(1), torch.ones(1 if worker.rank else LARGE)], group)
+        dist.barrier(group)
 
     with pytest.raises(CollectiveError, match="rank 0 has 400000 bytes for rank 1, which expects 0"):
         exchange()
@@ -101,6 +138,25 @@ def exchange_other_sizes(worker: Worker) -> None:
 @PATHS
 def test_bytes_for_a_rank_that_expects_none_are_an_error(run_workers: RunWorkers, apart: bool) -> None:
     run_in_world(run_workers, exchange_other_sizes, 2, apart=apart)
+
+
+def profile_operations(worker: Worker) -> None:
+    tensor, other = torch.ones(3, 4), 1 - worker.rank
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        dist.all_reduce(tensor)
+        works = [dist.broadcast(tensor, 0, async_op=True), dist.isend(tensor, other)]
+        works.append(dist.irecv(torch.empty(3, 4), other))
+        for work in works:
+            assert work is not None
+            work.wait()
+    found = {event.name: event for event in profiler.events() if event.name.startswith("farcall:")}
+    assert set(found) == {f"farcall:{name}" for name in ("all_reduce", "broadcast", "send", "recv")}
+    assert all(event.input_shapes == [[3, 4]] for event in found.values())
+
+
+@PATHS
+def test_the_profiler_shows_each_operation_once(run_workers: RunWorkers, apart: bool) -> None:
+    run_in_world(run_workers, profile_operations, 2, apart=apart)
 
 
 # ---- callbacks
@@ -189,25 +245,6 @@ def test_a_receive_from_a_rank_that_has_left_before_sending_fails_at_once(run_wo
     run_workers(partial(in_world, offer_and_leave, False, 600.0), 2)
 
 
-def wait_beside_a_late_rank(worker: Worker) -> None:
-    dist.barrier()
-    if worker.rank == 0:
-        with pytest.raises(RankLostError, match="rank 2"):
-            dist.barrier()
-    else:
-        worker.report("formed")
-        worker.wait_for("the end")
-
-
-def test_a_death_is_noticed_while_another_rank_is_late(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(partial(in_world, wait_beside_a_late_rank, False, 600.0), 3)
-    workers[1].wait_for("formed")
-    workers[2].wait_for("formed")
-    workers[2].kill()
-    workers[0].result()
-    workers[1].tell("the end")
-
-
 def gather_beside_a_process_that_ends(worker: Worker) -> None:
     tensor = torch.full((4,), float(worker.rank))
     if worker.rank == 1:
@@ -226,6 +263,27 @@ def test_what_a_rank_has_sent_before_its_process_ends_is_received(run_workers: R
     workers[1].result()
     workers[0].tell("the end of rank 1")
     workers[0].result()
+
+
+def pass_monitored_barriers(worker: Worker) -> None:
+    group: Any = dist.group.WORLD
+    group.monitored_barrier()
+    if worker.rank == 2:
+        with pytest.raises(CollectiveTimeoutError):
+            dist.recv(torch.empty(1), 0)  # until the group has failed
+        return
+    words = {
+        0: r"^Rank 2 failed to pass monitoredBarrier: .* waiting for rank 2 \(",
+        1: "^Rank 1 successfully reached monitoredBarrier, but received errors .* from rank 0",
+        3: "^Rank 3 successfully reached monitoredBarrier, but received errors .* from rank 0",
+    }
+    with pytest.raises(CollectiveTimeoutError, match=words[worker.rank]):
+        group.monitored_barrier(timedelta(seconds=0.5))
+
+
+@PATHS
+def test_monitored_barrier_names_who_has_not_come(run_workers: RunWorkers, apart: bool) -> None:
+    run_workers(partial(in_world, pass_monitored_barriers, apart, 20.0), 4)
 
 
 # ---- forming

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import spmd
-from tests.group.spmd.driven import driven, driver
+from tests.group.spmd.driven import driven
 
 pytestmark = pytest.mark.processes
-__all__ = ["driver"]
 
 
 def made(seed: int = 3, device: str = "spmd") -> torch.Generator:

@@ -15,9 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import spmd
 from spmd.engine.errors import SpmdError
-from tests.group.spmd.driven import drive, driven, driver
-
-__all__ = ["drive", "driver"]
+from tests.group.spmd.driven import driven
 
 pytestmark = pytest.mark.processes
 

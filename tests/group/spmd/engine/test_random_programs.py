@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 import spmd
-from tests.group.spmd.driven import WORKERS, driven, driver
-
-__all__ = ["driver"]
+from tests.group.spmd.driven import WORKERS, driven
 
 pytestmark = [pytest.mark.processes, pytest.mark.nightly]
 

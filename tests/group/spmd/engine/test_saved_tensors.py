@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import spmd
-from tests.group.spmd.driven import driven, driver
+from tests.group.spmd.driven import driven
 
 pytestmark = pytest.mark.processes
-__all__ = ["driver"]
 
 
 def reloaded(value: object, **options: Any) -> Any:

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.spmd_models import MODELS, train
-from tests.group.spmd.driven import driven, driver
-
-__all__ = ["driver"]
+from tests.group.spmd.driven import driven
 
 pytestmark = pytest.mark.processes
 

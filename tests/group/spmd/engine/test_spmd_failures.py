@@ -30,7 +30,7 @@ from spmd.engine.errors import (
 )
 from spmd.engine.program.program import Layout, MeshKey
 from spmd.engine.worker import worker_process
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 from tests.support.workers import RunWorkers, Worker
 
 ROWS = Layout(MeshKey((0, 1), (2,)), (Shard(0),))
@@ -44,7 +44,7 @@ def there(data: Any, layout: Layout | None = None) -> Tensor:
     return tensor
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_a_failed_operation_is_raised_with_its_line_and_shapes() -> None:
     spmd.use_spmd()
     table, wrong = there([1.0, 2.0, 3.0]), there([7])
@@ -64,7 +64,7 @@ def test_a_failed_operation_is_raised_with_its_line_and_shapes() -> None:
     spmd.shutdown()
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_what_is_done_only_for_what_it_raises_is_done() -> None:
     spmd.use_spmd()
     for call in (torch.linalg.cholesky, torch.linalg.inv):
@@ -78,7 +78,7 @@ def test_what_is_done_only_for_what_it_raises_is_done() -> None:
     spmd.shutdown()
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_a_worker_that_fails_alone_does_not_leave_the_others_waiting() -> None:
     spmd.use_spmd()
     ten = there([1.0, 2.0, 3.0, 4.0], ROWS)
@@ -93,7 +93,7 @@ def test_a_worker_that_fails_alone_does_not_leave_the_others_waiting() -> None:
     spmd.shutdown()
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_after_a_program_that_could_not_go_on_the_mode_goes_on() -> None:
     spmd.use_spmd()
     kept = there([1.0, 2.0, 3.0, 4.0], ROWS)
@@ -151,7 +151,7 @@ def current_mode() -> Any:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-@in_worker0(3)
+@in_standing_group(3)
 def test_after_a_step_that_a_worker_was_not_sent_the_mode_can_be_left_and_begun_again(number: int) -> None:
     spmd.use_spmd()
     x = there([1.0, 2.0], ROWS)
@@ -197,7 +197,7 @@ def test_a_worker_that_dies_while_the_mode_begins_is_named(run_workers: RunWorke
     assert "make" not in said
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_a_second_use_spmd_is_refused_until_shutdown() -> None:
     assert not spmd.is_spmd()
     with pytest.raises(NotInSpmdModeError):
@@ -228,7 +228,7 @@ def test_a_second_use_spmd_is_refused_until_shutdown() -> None:
     spmd.shutdown()
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_workers_must_be_there() -> None:
     with pytest.raises(SpmdError, match="up to 2 workers"):
         spmd.use_spmd(workers=5)
@@ -236,7 +236,7 @@ def test_workers_must_be_there() -> None:
         spmd.use_spmd(workers=["worker0"])
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_other_distributed_libraries_are_refused() -> None:
     spmd.use_spmd()
     with pytest.raises(SpmdError, match="SPMD mode"):
@@ -245,7 +245,7 @@ def test_other_distributed_libraries_are_refused() -> None:
     spmd.shutdown()
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_what_cannot_be_mixed_says_what_to_do() -> None:
     spmd.use_spmd()
     x = there([1.0, 2.0])
@@ -262,7 +262,7 @@ def test_what_cannot_be_mixed_says_what_to_do() -> None:
     spmd.shutdown()
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_what_is_replicated_is_reported_and_strictly_an_error() -> None:
     spmd.use_spmd()
     x = there([[3.0, 1.0], [2.0, 4.0]], ROWS)

