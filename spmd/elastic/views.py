@@ -169,7 +169,7 @@ class Views:
     ) -> tuple[Any, int, tuple[int, int], tuple[int, ...]]:
         """Answer a worker that wants to take part."""
         mine, own = self.description, self.core.replica
-        if len(own) == len(replica) and own.index(self.me) != replica.index(incarnation):
+        if len(own) == len(replica) and own.index(self.core.me) != replica.index(incarnation):
             mine, description = (each.partition(STATE)[0] for each in (mine, description))
         if description != mine:
             raise JobMismatchError(
