@@ -365,7 +365,7 @@ class Views:
         """Return this member's report, or the later ballot."""
         with self.changed:
             self.losses.take_in()
-            if self.error is not None:
+            if self.error is not None and not self.core.left:
                 raise GivenUpError(f"the job has failed on worker '{self.name}'")
             try:
                 report = self.core.freeze(ballot)
