@@ -123,7 +123,7 @@ class Attempt:
             replica.abort(f"the attempt at step {self.step} has ended early on worker '{self._views.name}'")
             self._await_outcome()  # the error is a consequence
             return True
-        if self.committed and self._views.lost_mates():
+        if self.committed and self._views.mates.lost():
             return True  # likewise; this member takes part in no other step
         self.report(error)
         return False

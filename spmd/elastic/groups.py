@@ -84,6 +84,12 @@ class Groups:
             if not each.members.failed:
                 each.abort(reason)
 
+    def discard(self) -> None:
+        """Leave all groups: the view was not completed."""
+        self.close()
+        if self.replica is not None:
+            self.replica.close()
+
     def close(self) -> None:
         """Leave the groups that only the view needs. Idempotent."""
         self.votes.shutdown()

@@ -248,13 +248,16 @@ class Job:
                 is_new = core.step == NEW
                 step = view.first if is_new else core.step
                 views.outcome = None
-            self._replica.use(groups.replica)
             if view.number != self._reported:
                 self._reported = view.number
                 for callback in self._callbacks:
                     callback(self)
             if is_new and not self._load(view):
                 continue
+            if self._replica.size > 1:
+                if not views.mates.begin_together(view, step):
+                    continue
+                self._replica.use(groups.replica)
             if keep:
                 self._state.keep()
             with views.changed:

@@ -1,8 +1,9 @@
 """The replica of this worker: the workers that are lost with it, and their process group.
 
 A replica is formed once, by processes that all start at about the same time. Its process group is PyTorch's
-default one. Each view gives it connections of its own, with which an attempt begins, so that an attempt that
-has ended early on one of the workers does not disturb the next one.
+default one. All workers of a replica run the block of an attempt, or none does (``Mates.begin_together``),
+as their operations within the replica need each other. Each view gives the process group new connections, so
+that an attempt that has ended early on one of the workers does not disturb the next one.
 """
 
 from __future__ import annotations
@@ -56,40 +57,44 @@ class Replica:
         store: WorkerStore | None = None,
     ) -> None:
         self.members, self.group, self._store = members, group, store
-        self._used: list[Group] = [] if group is None else [group.group]
+        self._formed: list[Group] = [] if group is None else [group.group]
 
     @property
     def size(self) -> int:
         """Number of its workers."""
         return len(self.members)
 
+    def add(self, group: Group | None) -> None:
+        """Remember the connections of a view. On any thread."""
+        if group is not None:
+            self._formed.append(group)
+
     def use(self, group: Group | None) -> None:
-        """Have the process group use the connections of a view from now on."""
-        if self.group is None or group is None or group is self._used[-1]:
+        """Have the process group use the connections of a view from now on, as all workers of the replica do.
+        None of them uses those of earlier views any more.
+        """
+        if self.group is None or group is None or group is self.group.group:
             return
-        group.timeout = self._used[-1].timeout
+        group.timeout = self.group.group.timeout
         group.record.description = self.group.getGroupDesc()
         self.group.group = group
-        self._used.append(group)
-        # Other workers of the replica may still be in the attempt before, unless it was aborted.
-        while len(self._used) > 2:
-            self._used.pop(0).close()
+        while self._formed[0] is not group:
+            self._formed.pop(0).close()
 
     def abort(self, reason: str) -> None:
         """End what is in progress on all workers of the replica, until the next ``use``."""
-        if self._used and not self._used[-1].members.failed:
-            self._used[-1].abort(reason)
+        if self.group is not None and not self.failed:
+            self.group.group.abort(reason)
 
     @property
     def failed(self) -> bool:
         """Whether an operation of the process group has failed."""
-        return bool(self._used) and self._used[-1].members.failed
+        return self.group is not None and self.group.group.members.failed
 
     def close(self) -> None:
         """Destroy the process group."""
-        used, self._used = self._used, []
-        for each in used:
-            each.close()
+        while self._formed:
+            self._formed.pop().close()
         if self.group is not None and dist.is_initialized() and dist.group.WORLD is self.group:
             dist.destroy_process_group()
 

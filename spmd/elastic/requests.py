@@ -20,6 +20,7 @@ __all__ = [
     "poke",
     "put_out",
     "release",
+    "tell_of_begin",
     "tell_of_failure",
     "tell_of_lost_state",
     "tell_the_end",
@@ -76,6 +77,11 @@ def ask_to_install(
 def poke(to: int, ballot: Ballot) -> None:
     """See ``Views.poked``."""
     _views(to).poked(ballot)
+
+
+def tell_of_begin(to: int, member: int, ballot: Ballot, step: int) -> bool:
+    """See ``Mates.begins``."""
+    return bool(_views(to).mates.begins(member, ballot, step))
 
 
 def release(to: int) -> None:

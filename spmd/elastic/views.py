@@ -40,6 +40,7 @@ from spmd.elastic.errors import (
 )
 from spmd.elastic.groups import Groups
 from spmd.elastic.losses import FINISHED, Losses
+from spmd.elastic.mates import Mates
 from spmd.elastic.replicas import Replica
 from spmd.elastic.requests import EXTENSION, tell_of_failure
 
@@ -82,6 +83,7 @@ class Views:
         closed: whether it has left.
         newcomers: workers that want to join, by incarnation, with their ``key``.
         replicas: the replicas of these.
+        mates: the other workers of the replica.
         key: order of founders.
         losses: knows who is lost.
         suspected: a view that has failed, as a member says.
@@ -106,6 +108,7 @@ class Views:
         self.replicas: dict[int, tuple[int, ...]] = {}
         self.key = (get_worker_info().id, self.me)
         self.losses = Losses(self._agent, self.core, self.changed, self._note)
+        self.mates = Mates(self.core, self.losses, self.changed, self.ask, self._is_over)
         self._is_member = False
         self.released = threading.Event()
         self.woken = threading.Event()
@@ -166,7 +169,7 @@ class Views:
     ) -> tuple[Any, int, tuple[int, int], tuple[int, ...]]:
         """Answer a worker that wants to take part."""
         mine, own = self.description, self.core.replica
-        if len(own) == len(replica) and own.index(self.me) != replica.index(incarnation):
+        if len(own) == len(replica) and own.index(self.core.me) != replica.index(incarnation):
             mine, description = (each.partition(STATE)[0] for each in (mine, description))
         if description != mine:
             raise JobMismatchError(
@@ -302,17 +305,16 @@ class Views:
             if each in there and there.issuperset(set(self.replicas[each]) - {self.me})
         ]
 
-    def lost_mates(self) -> str:
-        """Return the names of the other workers of the replica that are lost."""
-        peers = [(each, self.losses.peer(each)) for each in self.core.replica if self.losses.is_lost(each)]
-        return ", ".join(f"'{each:x}'" if peer is None else f"'{peer.name}'" for each, peer in peers)
+    def _is_over(self) -> bool:
+        return self.error is not None or self.closed or self.core.left
 
     def check_replica(self) -> None:
         """Raise ``PutOut`` if this worker has no part in the job any more, since its replica is not whole."""
-        lost = self.lost_mates()
+        lost = self.mates.lost()
         if self.core.broken or (lost and self.core.view is None):
+            names = ", ".join(f"'{each}'" for each in lost) or "another worker"
             error = PutOut(
-                f"worker '{self.name}' cannot go on, since its replica has lost {lost or 'another worker'}. "
+                f"worker '{self.name}' cannot go on, since its replica has lost {names}. "
                 "All workers of the replica must start again to take part in the elastic job"
             )
             self.fail(error)
@@ -363,7 +365,7 @@ class Views:
         """Return this member's report, or the later ballot."""
         with self.changed:
             self.losses.take_in()
-            if self.error is not None:
+            if self.error is not None and not self.core.left:
                 raise GivenUpError(f"the job has failed on worker '{self.name}'")
             try:
                 report = self.core.freeze(ballot)
@@ -418,7 +420,7 @@ class Views:
             self._agent, [each for each in peers if each is not None], rank, len(self.core.replica), key
         )
         if not self._decide(ballot, members, reports, groups):
-            groups.close()
+            groups.discard()
             raise GivenUpError("a later ballot has begun")
         return True
 
@@ -446,6 +448,7 @@ class Views:
                 return False
             self._is_member = True
             before, self.groups = self.groups, groups
+            self.replica.add(groups.replica)
             self.suspected = None
             stay = {*members, *(each.member for each in reports if each.left)}
             lost = sorted(name for each, name in self._names.items() if each not in stay)

@@ -30,9 +30,9 @@ def init(worker: Worker) -> None:
     rpc.init_rpc(worker.name, rank=worker.rank, rpc_backend_options=options)
 
 
-def sharded_model(kind: str) -> nn.Module:
+def sharded_model(kind: str) -> Any:
     """A model whose parameters are cut over the workers of the replica."""
-    model = model_of()
+    model: Any = model_of()
     mesh = DeviceMesh.from_group(replica(PLACES), "cpu")
     if kind == "tensor parallel":
         return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -68,7 +68,8 @@ def train(worker: Worker, kind: str, *, stops: bool) -> Any:
     if kind == "fully sharded":
         for each in (model, model[0]):
             each.set_all_reduce_hook(job.all_reduce_hook)
-    place, sizes, used = job.replica.rank(), [], []
+    place, sizes = job.replica.rank(), list[int]()
+    used: list[tuple[int, list[int]]] = []
     try:
         for attempt in job.attempts():
             with attempt:
@@ -76,7 +77,7 @@ def train(worker: Worker, kind: str, *, stops: bool) -> Any:
                 if kind == "fully sharded":  # each worker has its own samples, and gradients are averaged
                     i, scale = i[place::PLACES], float(PLACES)
                 loss = nn.functional.mse_loss(model(x[i]), y[i], reduction="sum") * scale / attempt.batch_size
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 if stops and sizes.count(2) == 2:
                     worker.report("in the middle of a step")
                     signal.pause()  # until it is killed

@@ -33,19 +33,22 @@ class Workers:
         self._views: Any = SimpleNamespace(
             me=2, name="newcomer", key=(2, 2), description="", newcomers={}, min_size=1, error=None,
             core=self.core, losses=losses, changed=threading.Condition(), check_store=lambda: None,
-            living_newcomers=lambda: [1],
+            living_newcomers=lambda: [1], check_replica=lambda: None, welcome=self._welcome,
         )  # fmt: skip
         monkeypatch.setattr(entry, "monotonic", lambda: self._now)
         monkeypatch.setattr(entry, "_ASK_SECONDS", 0.0)
         monkeypatch.setattr(entry, "get_worker_infos", lambda: [SimpleNamespace(name="other")])
         monkeypatch.setattr(entry, "rpc_async", lambda *_, **__: self)
 
-    def wait(self) -> tuple[str, int, tuple[int, int]]:
+    def _welcome(self, incarnation: int, key: tuple[int, int], _: tuple[int, ...]) -> None:
+        self._views.newcomers[incarnation] = key
+
+    def wait(self) -> tuple[str, int, tuple[int, int], tuple[int, ...]]:
         self._now += 200.0
         status = self._answers[0] if len(self._answers) == 1 else self._answers.pop(0)
         if status is None:
             self.core.view = View(2, (2, 1), (1, 2), frozenset([2]), 1)
-        return status or "member", 1, (1, 1)
+        return status or "member", 1, (1, 1), (1,)
 
     def enter(self) -> None:
         entry._Entry(self._views).run(300.0)

@@ -69,7 +69,8 @@ def attempt_at(view: View, me: int, exchange: Exchange, batch: int, state: State
     views: Any = SimpleNamespace(
         me=me,
         name=NAMES[me],
-        core=Member(me, STEP, view, view.ballot, frozen=False),
+        core=Member(me, STEP, view=view, ballot=view.ballot, frozen=False),
+        replica=SimpleNamespace(failed=False),
         outcome=None,
         error=None,
     )
@@ -77,8 +78,9 @@ def attempt_at(view: View, me: int, exchange: Exchange, batch: int, state: State
     views.wants_to_grow, views.suspect = (lambda: False), (lambda: None)
     views.awaited = list
     views.fail = lambda error, tell: None
-    group: Any = Ranks(exchange, view.members.index(me))
-    return Attempt(views, view, group, STEP, Sampler(48, batch), state, [])
+    ranks = Ranks(exchange, view.members.index(me))
+    groups: Any = SimpleNamespace(votes=ranks, sums=ranks, failed=False)
+    return Attempt(views, view, groups, STEP, Sampler(48, batch), state, [])
 
 
 def round_of(

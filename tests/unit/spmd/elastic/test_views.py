@@ -17,4 +17,4 @@ def test_member_that_leaves_does_not_say_that_there_is_no_job() -> None:
     views.description = "a job"
     views.core.left = True
     with pytest.raises(GivenUpError, match="worker 'worker' is leaving the elastic job"):
-        views.greeted(2, (0, 2), "a job")
+        views.greeted(2, (0, 2), "a job", (2,))
