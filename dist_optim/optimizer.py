@@ -191,7 +191,7 @@ class DistributedOptimizer:
         for worker, optimizer in self.local_optimizers.items():
             if not isinstance(optimizer, RRef):
                 raise TypeError(
-                    f"{worker} keeps no schedulers for its optimizers: step a scheduler in a method of the object"
+                    f"{worker} has no schedulers for its optimizers: step one in a method of the object"
                 )
         made = on_all(
             self.local_optimizers,

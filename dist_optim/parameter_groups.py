@@ -17,7 +17,7 @@ __all__ = ["GivenParameters", "HostedParameter", "Parameters", "read"]
 
 
 class HostedParameter(ABC):
-    """A reference to a parameter that is no ``RRef``, as several workers have it: its host makes optimizers."""
+    """A reference to a parameter that several workers have, and whose host makes the optimizers."""
 
     @abstractmethod
     def owner_name(self) -> str:

@@ -47,15 +47,15 @@ _LONGEST_PAUSE: Final = 0.5
 
 
 class Replicated:
-    """An object of which several workers of a dynamic group have a copy each, so that it survives their deaths.
+    """An object of which several workers of a dynamic group have a copy each, so that it survives deaths.
 
-    Each worker that is to keep a copy calls this; they may be more than ``copies``, to replace those that die.
+    Each worker that is to keep a copy calls this; more than ``copies`` may, to replace those that die.
     The first one makes the object, the others copy it. Other workers get it by ``Replicated.find``, or as an
     argument of a call. It returns when the object takes calls, that is, when all copies are there.
 
-    ``rpc_sync()`` and ``rpc_async()`` call methods of the object, as those of an ``RRef`` do. Each call runs on
-    all copies, in the same order on each. If workers die, it is repeated for as long as one copy is left, and
-    it has run exactly once when it returns.
+    ``rpc_sync()`` and ``rpc_async()`` call methods of the object, as those of an ``RRef`` do. Each call runs
+    on all copies, in the same order on each. If workers die, it is repeated for as long as one copy is left,
+    and it has run exactly once when it returns.
 
     Methods must do the same on each copy: they depend on the object and their arguments only. Random numbers
     come from generators that are part of the object. They call no other workers.
@@ -101,7 +101,7 @@ class Replicated:
         host = found.by_name.get(self.name) or Host(found, self.name, description, make, copies)
         if host.description != description:
             found.survey(self.name, description)  # raises
-        with waits.waiting("elastic.Replicated", lambda: [], name=self.name):
+        with waits.waiting("elastic.Replicated", list, name=self.name):
             self._identity = host.enter(monotonic() + timeout)
 
     @classmethod
@@ -119,7 +119,7 @@ class Replicated:
         check_may_block()
         found = hosts()
         deadline, pause = _deadline(found, timeout), _FIRST_PAUSE
-        with waits.waiting("elastic.Replicated.find", lambda: [], name=name):
+        with waits.waiting("elastic.Replicated.find", list, name=name):
             while True:
                 found.check()
                 ready = [each for each in found.survey(name, None).values() if each.ready]
@@ -139,10 +139,15 @@ class Replicated:
         return RRefProxy(self, functools.partial(self._call, OBJECT), timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
-        """Like ``rpc_sync``, but each method returns a future immediately. Calls may run in another order than
-        they were made in; arguments must not be changed until the future is completed.
+        """Like ``rpc_sync``, but each method returns a future immediately. Calls may run in another order
+        than they were made in; arguments must not be changed until the future is completed.
         """
         return RRefProxy(self, functools.partial(self._start, OBJECT), timeout)
+
+    def workers(self) -> list[str]:
+        """Return the names of the workers that have copies now; the first one answers the calls."""
+        found: list[str] = self._call(WHOLE, "workers", (), {}, UNSET_TIMEOUT)
+        return found
 
     def remote_parameters(self) -> list[HostedParameter]:
         """Return references to the parameters of the object, a module, for a ``DistributedOptimizer``."""
@@ -227,8 +232,8 @@ class _Line:
             primary = max(members, key=lambda each: members[each].view, default=None)
             if primary is None and self.hosts.is_complete(statuses):
                 raise StateLostError(
-                    f"all workers that had a copy of '{self.name}' are gone: its state is lost. Make it again, "
-                    "from a checkpoint"
+                    f"all workers that had a copy of '{self.name}' are gone: its state is lost. Make it "
+                    "again, from a checkpoint"
                 )
             if primary is None or members[primary].view == 0:
                 return None
@@ -257,16 +262,17 @@ class _Calling:
         line, pause = self._line, _FIRST_PAUSE
         text = f"{self._what.name} of replicated object '{line.name}' was not answered; it may have run"
         try:
-            with waits.waiting(f"{line.name}.{self._what.name}", lambda: []):
+            with waits.waiting(f"{line.name}.{self._what.name}", list):
                 while True:
                     line.hosts.check()
                     peer = line.find()
+                    answered = None
                     if peer is not None:
                         with contextlib.suppress(*_REPEATED):
                             answered = self._send(peer).wait()
-                            if answered[0] in (VALUE, RAISED):
-                                return _value(answered)
-                        line.primary = None
+                    if answered is not None and answered[0] in (VALUE, RAISED):
+                        return _value(answered)
+                    line.primary = None
                     pause = _pause(pause, self._deadline, text)
         finally:
             line.end(self._number)

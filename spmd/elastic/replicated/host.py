@@ -11,11 +11,13 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import Context
+from dataclasses import replace
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
+from dist_autograd.api import has_context
 from dist_autograd.contexts import current
 from rpc.errors import GivenUpError, NameTakenError, RpcError, SerializationError, WorkerLostError
 from rpc.runtime.blocking import Event, wait_for_event
@@ -23,7 +25,7 @@ from rpc.runtime.current import current_agent
 from rpc.serialization.settings import allow_function
 from spmd.elastic.errors import ElasticError, PutOut
 from spmd.elastic.losses import LOG_SECONDS, Losses
-from spmd.elastic.replicated.machine import OBJECT, WHOLE, Method, ObjectMachine
+from spmd.elastic.replicated.machine import WHOLE, Method, ObjectMachine
 from spmd.elastic.replicated.order import (
     Answer,
     Apply,
@@ -34,7 +36,6 @@ from spmd.elastic.replicated.order import (
     Install,
     Message,
     OutdatedCallError,
-    Outcome,
     Refusal,
     Steps,
     Unsendable,
@@ -83,7 +84,9 @@ class Hosts:
                 "`farcall launch --dynamic`, or call init_rpc without a world_size"
             )
         if agent.options.deserialization == "safe":
-            raise ElasticError("copies of an object are pickled, which deserialization='safe' does not accept")
+            raise ElasticError(
+                "copies of an object are pickled, which deserialization='safe' does not accept"
+            )
         self.agent = agent
         self.me: int = agent.incarnation
         self.dead: set[int] = set()
@@ -344,13 +347,21 @@ class Host:
             what: Method = call.what
             call = Call(call.session, call.number, call.answered, what, ended)
             try:
-                if what.target >= 0 and what.name in ("norms", "scale"):  # about gradients, which are here only
+                if (what.target, what.name) == (WHOLE, "workers"):
+                    self._drive(copy.settle())
+                    return VALUE, self._names()
+                if what.target >= 0 and what.name in (
+                    "norms",
+                    "scale",
+                ):  # about gradients, which are here only
                     self._drive(copy.settle())
                     outcome = machine.run(self._prepared(what, is_lost))
                 else:
                     outcome = self._drive(copy.replicate(call, lambda what: self._prepared(what, is_lost)))
             except DeposedError:
                 return ELSEWHERE, None
+            except WorkerLostError as error:
+                return RAISED, error
             except OutdatedCallError:
                 return RAISED, ElasticError(
                     f"call {call.number} of '{self.name}' is not run: its caller has given it up, or was lost"
@@ -362,7 +373,7 @@ class Host:
             raise outcome.error
         if outcome.tracked and context is not None:
             if is_lost or live is None:
-                raise_lost(self.name, f"{what.name} has been run, and its value")
+                return RAISED, _lost(self.name, f"{what.name} has been run, but the graph of its value")
             return VALUE, live
         return VALUE, outcome.value
 
@@ -370,14 +381,14 @@ class Host:
         """Return what all copies run. Of a context, only the primary has the gradients."""
         if what.target >= 0 and what.name in ("step", "norms", "scale"):
             context_id = what.args[0]
-            from dist_autograd import has_context
-
             if is_lost or not has_context(context_id):
-                raise_lost(self.name, f"{what.name} has not been run, since autograd context {context_id}")
+                raise _lost(self.name, f"{what.name} has not been run, since autograd context {context_id}")
             if what.name == "step":
-                return Method(what.target, "step_with", (self.machine.gradients(what.target, context_id),), {})
+                return Method(
+                    what.target, "step_with", (self.machine.gradients(what.target, context_id),), {}
+                )
         elif is_lost and what.tracked:
-            raise_lost(self.name, f"{what.name} has not been run, since its autograd context")
+            raise _lost(self.name, f"{what.name} has not been run, since its autograd context")
         return what
 
     def _drive(self, steps: Steps) -> Any:
@@ -407,15 +418,9 @@ class Host:
             peer = hosts.losses.peer(to)
             if peer is None or peer.lost is not None:
                 continue
-            if isinstance(message, Apply):
-                sent = message.call
-                detached = Call(sent.session, sent.number, sent.answered, sent.what.detached(), sent.ended)
-                message = Apply(message.view, message.position, detached)
-            args = (self.name, self.identity, hosts.me, self._serial, to, message)
+            args = (self.name, self.identity, hosts.me, self._serial, to, _detached(message))
             try:  # outside of the caller's autograd context
-                calls[to] = Context().run(
-                    hosts.agent.call_async, peer.member.info, deliver, args, {}, 0.0
-                )
+                calls[to] = Context().run(hosts.agent.call_async, peer.member.info, deliver, args, {}, 0.0)
             except SerializationError as error:
                 answers[to] = Unsendable(error)
             except RpcError as error:
@@ -433,8 +438,8 @@ class Host:
     # ---- the host's own thread
 
     def _run(self) -> None:
-        hosts, copy = self.hosts, self.copy
-        while self.hosts.by_name.get(self.name) is self and not hosts.closed.is_set():
+        hosts = self.hosts
+        while hosts.by_name.get(self.name) is self and not hosts.closed.is_set():
             busy = False
             try:
                 hosts.check()
@@ -472,7 +477,9 @@ class Host:
                 copy.take_over()
                 self._drive(copy.settle())
             logger.warning(
-                "worker '%s' has taken over '%s', as the worker that had it is lost", self._own_name, self.name
+                "worker '%s' has taken over '%s', as the worker that had it is lost",
+                self._own_name,
+                self.name,
             )
         elif any(map(hosts.is_lost, view.members)):
             with self.lock:
@@ -490,6 +497,10 @@ class Host:
     def _members(self) -> tuple[int, ...]:
         view = self.copy.view
         return () if view is None else view.members
+
+    def _names(self) -> list[str]:
+        peers = [self.hosts.losses.peer(each) for each in self._members()]
+        return [each.name for each in peers if each is not None]
 
     def _is_elsewhere(self, candidate: int) -> bool:
         """Whether a worker is on another host than all copies."""
@@ -511,12 +522,18 @@ class Host:
             self._drive(self.copy.settle())
 
 
-def raise_lost(name: str, what: str) -> None:
-    """Raise the error of a call whose gradients are lost."""
+def _detached(message: Message) -> Message:
+    if not isinstance(message, Apply):
+        return message
+    return replace(message, call=replace(message.call, what=message.call.what.detached()))
+
+
+def _lost(name: str, what: str) -> WorkerLostError:
+    """Return the error of a call whose gradients are lost: an answer, so that the call is not repeated."""
     reason = f"the worker that had '{name}' is lost"
-    raise WorkerLostError(
-        f"{what} was lost with the worker that had '{name}': leave the autograd context, and compute again in "
-        "a new one",
+    return WorkerLostError(
+        f"{what} was lost with the worker that had '{name}': leave the autograd context, and compute again "
+        "in a new one",
         name,
         reason,
     )
@@ -555,9 +572,7 @@ def ask(name: str, description: str | None, candidate: int) -> Status:
 
 
 @allow_function
-def deliver(
-    name: str, identity: int, sender: int, serial: int, to: int, message: Message
-) -> Answer:
+def deliver(name: str, identity: int, sender: int, serial: int, to: int, message: Message) -> Answer:
     """See ``Host.receive``; ``to`` is the incarnation that is addressed."""
     host = _host(name)
     if host is None or host.hosts.me != to:

@@ -112,7 +112,9 @@ class ObjectMachine:
                     "they run one after the other"
                 )
             tensors = [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
-            tracked = any(each.requires_grad or (what.tracked and each.is_floating_point()) for each in tensors)
+            tracked = any(
+                each.requires_grad or (what.tracked and each.is_floating_point()) for each in tensors
+            )
             if tracked and current.get() is not None:
                 self.live = owned(value, tracked=True)
             return Outcome(owned(value), tracked=tracked)

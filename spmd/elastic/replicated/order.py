@@ -1,26 +1,26 @@
 """How the copies of a replicated object stay equal: pure decisions, without I/O, clocks or threads.
 
-*Views.* The copies are in an ordered list, a *view*. The first one is the *primary*, the others are *backups*.
-The primary puts the calls in order, one after the other. It sends a call to all backups, which run it; when
-each has answered, it runs the call itself and answers the caller. So each copy has run all calls that any
-caller has an answer to, and at most one more.
+*Views.* The copies are in an ordered list, a *view*. The first one is the *primary*, the others are
+*backups*. The primary puts the calls in order, one after the other. It sends a call to all backups, which run
+it; when each has answered, it runs the call itself and answers the caller. So each copy has run all calls that
+any caller has an answer to, and at most one more.
 
 *A death.* A copy leaves the view only if it is *gone for certain*: it has ended or left, as a copy knows that
-was in contact with it until then, or it was removed from the group's log, as a copy reads that is still in the
-log (``spmd/elastic/agreement.py`` says why only one of two copies can find this). The primary goes on without
-a backup that is gone. If all copies before a backup are gone, it becomes the primary: it makes the remaining
-copies equal to its own before it takes a call. A call that the old primary had not answered was run by the
-new one, or by no copy that is left. The caller repeats the call with the same number, and the new primary
-runs it or has the remembered answer.
+was in contact with it until then, or it was removed from the group's log, as a copy reads that is still in
+the log (``spmd/elastic/agreement.py`` says why only one of two copies can find this). The primary goes on
+without a backup that is gone. If all copies before a backup are gone, it becomes the primary: it makes the
+remaining copies equal to its own before it takes a call. A call that the old primary had not answered was run
+by the new one, or by no copy that is left. The caller repeats the call with the same number, and the new
+primary runs it or has the remembered answer.
 
-*Never two primaries that answer.* A primary that is cut off gets no answers from a backup that has taken over,
-and cannot go on without it, since that backup is not gone; so it answers no caller.
+*Never two primaries that answer.* A primary that is cut off gets no answers from a backup that has taken
+over, and cannot go on without it, since that backup is not gone; so it answers no caller.
 
 *Newcomers.* Between two calls, the primary adds a copy at the end of the view: the earlier backups get the
 view first, and then the newcomer gets it with the state. Until then no call is answered.
 
-*Answers* are remembered by each copy until the caller has acknowledged them, or is gone. All copies do so alike,
-since acknowledgements and ends of callers are parts of calls.
+*Answers* are remembered by each copy until the caller has acknowledged them, or is gone. All copies do so
+alike, since acknowledgements and ends of callers are parts of calls.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ __all__ = [
     "Install",
     "Machine",
     "Message",
-    "OutdatedCallError",
     "Outcome",
+    "OutdatedCallError",
     "Position",
     "Refusal",
     "Release",
@@ -281,7 +281,7 @@ class Copy:
         self.view = View(view.number + 1, members, view.ready)
 
     def receive(self, sender: int, serial: int, message: Message) -> Done | tuple[Refusal, int]:
-        """Do what a primary asks for; ``serial`` counts its messages, so that none has effect after a later one.
+        """Do what a primary asks for; ``serial`` counts its messages: none has effect after a later one.
 
         Raises:
             Exception: the state could not be taken over. This worker keeps no copy from now on.

@@ -20,8 +20,8 @@ from spmd.elastic.replicated.order import (
     Copy,
     DeposedError,
     Message,
-    OutdatedCallError,
     Outcome,
+    OutdatedCallError,
     Steps,
 )
 
@@ -172,7 +172,7 @@ class World:
         assert ran[place - 1] == call.what
         self.answered.setdefault(call.what, place)
         for what, position in self.answered.items():
-            assert len(ran) >= position and ran[position - 1] == what, "a call was lost"
+            assert what in ran[position - 1 : position], "a call was lost"
         self.open[call.session].discard(call.number)
 
     def arrive(self, sent: Sent, *, again: bool, answer_lost: bool) -> None:
