@@ -30,7 +30,8 @@ from rpc.runtime.blocking import INFINITE, Condition, Event, check_may_block, wa
 from rref.names import check_object_name
 from rref.proxy import RRefProxy
 from spmd.elastic.errors import StateLostError
-from spmd.elastic.replicated.host import RAISED, VALUE, Host, Hosts, call, hosts
+from spmd.elastic.replicated.host import RAISED, VALUE, Host, call
+from spmd.elastic.replicated.hosts import Hosts, hosts
 from spmd.elastic.replicated.machine import OBJECT, WHOLE, Method, check_not_inside
 from spmd.elastic.replicated.order import Call
 

@@ -1,9 +1,9 @@
 """How the copies of a replicated object stay equal: pure decisions, without I/O, clocks or threads.
 
 *Views.* The copies are in an ordered list, a *view*. The first one is the *primary*, the others are
-*backups*. The primary puts the calls in order, one after the other. It sends a call to all backups, which run
-it; when each has answered, it runs the call itself and answers the caller. So each copy has run all calls that
-any caller has an answer to, and at most one more.
+*backups*. The primary puts the calls in order, one after the other. It sends a call to all backups, which
+run it; when each has answered, it runs the call itself and answers the caller. So each copy has run all
+calls that any caller has an answer to, and at most one more.
 
 *A death.* A copy leaves the view only if it is *gone for certain*: it has ended or left, as a copy knows that
 was in contact with it until then, or it was removed from the group's log, as a copy reads that is still in

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -175,7 +176,7 @@ class World:
             assert what in ran[position - 1 : position], "a call was lost"
         self.open[call.session].discard(call.number)
 
-    def arrive(self, sent: Sent, *, again: bool, answer_lost: bool) -> None:
+    def arrive(self, sent: Sent, *, again: bool = False, answer_lost: bool = False) -> bool:
         if not again:
             self.sent.remove(sent)
         if sent.to in self.dead:
@@ -184,6 +185,7 @@ class World:
             answer = self.workers[sent.to].copy.receive(sent.sender, sent.serial, sent.message)
         if not again:
             self.back(sent, None if answer_lost else answer)
+        return True
 
     def back(self, sent: Sent, answer: Answer) -> None:
         """What has come of a message reaches its sender."""
@@ -205,13 +207,13 @@ class World:
         if faults and pick < 0.03 and living:
             self.excluded.add(self.random.choice(living))
             return True
-        choices: list[Callable[[], Any]] = [lambda me=me: self.learn(me) for me in living]
-        choices += [lambda me=me: self.begin(me) for me in living] * 2
+        choices: list[Callable[[], bool]] = [partial(self.learn, me) for me in living]
+        choices += [partial(self.begin, me) for me in living] * 2
         for sent in self.sent:
             if faults and pick < 0.2:
-                choices.append(lambda sent=sent: self.arrive(sent, again=True, answer_lost=False) or True)
-                choices.append(lambda sent=sent: self.arrive(sent, again=False, answer_lost=True) or True)
-            choices += [lambda sent=sent: self.arrive(sent, again=False, answer_lost=False) or True] * 3
+                choices.append(partial(self.arrive, sent, again=True))
+                choices.append(partial(self.arrive, sent, answer_lost=True))
+            choices += [partial(self.arrive, sent)] * 3
         self.random.shuffle(choices)
         return any(choice() for choice in choices)
 
