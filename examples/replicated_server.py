@@ -25,7 +25,7 @@ from torch import Tensor
 
 from farcall import elastic, rpc
 
-SERVERS = 3
+SERVERS, TRAINERS = 3, 2
 
 
 class Server:
@@ -35,11 +35,11 @@ class Server:
         self._weights = torch.zeros(16)
         self._optimizer = torch.optim.SGD([self._weights], 0.05, momentum=0.5)
         self._steps: dict[str, int] = {}
-        self._working: set[str] = set()
+        self._finished: set[str] = set()
+        self._leaving: set[int] = set()
 
     def push(self, trainer: str, gradient: Tensor | None) -> Tensor:
         """Take a step, and return the weights."""
-        self._working.add(trainer)
         if gradient is not None:
             self._weights.grad = gradient
             self._optimizer.step()
@@ -48,19 +48,21 @@ class Server:
 
     def finish(self, trainer: str) -> int:
         """Return the number of steps with gradients of this trainer, which ends."""
-        self._working.discard(trainer)
+        self._finished.add(trainer)
         return self._steps[trainer]
 
-    def is_over(self) -> bool:
-        """Whether all trainers have ended."""
-        return bool(self._steps) and not self._working
+    def may_leave(self, rank: int) -> bool:
+        """Whether all trainers have finished, and all servers know it: also one that is just starting."""
+        if len(self._finished) == TRAINERS:
+            self._leaving.add(rank)
+        return len(self._leaving) == SERVERS
 
 
-def serve() -> None:
+def serve(rank: int) -> None:
     """The program of a process that keeps a copy of the server if it is needed."""
     server = elastic.Replicated(Server, copies=2, name="server")
-    with contextlib.suppress(elastic.StateLostError):  # the others have seen the end first
-        while not server.rpc_sync().is_over():
+    with contextlib.suppress(elastic.StateLostError):  # the others have left first
+        while not server.rpc_sync().may_leave(rank):
             time.sleep(0.2)
 
 
@@ -114,7 +116,7 @@ def main() -> None:
     name = f"server{rank}" if rank < SERVERS else f"trainer{rank}"
     rpc.init_rpc(name)
     if rank < SERVERS:
-        serve()
+        serve(rank)
     else:
         train(name, options.steps, options.kills if rank == SERVERS else 0)
     rpc.shutdown()

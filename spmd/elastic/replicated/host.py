@@ -340,7 +340,7 @@ class Host:
                 copy.take_over()
                 self._drive(copy.settle())
             logger.warning(
-                "worker '%s' has taken over '%s', as the worker that had it is lost",
+                "worker '%s' has taken over '%s' from a worker that is lost",
                 self._own_name,
                 self.name,
             )

@@ -254,13 +254,13 @@ def test_distributed_optimizer_steps_all_copies_exactly_once(run_workers: RunWor
         handle = Replicated.find("model")
         optimizer = DistributedOptimizer(optim.Adam, handle.remote_parameters(), lr=0.01)
         repeated = 0
-        for step in range(60):
+        for step in range(24):
             x, y = batch(step)
             while True:
                 try:
                     with dist_autograd.context() as context_id:
                         loss = (handle.rpc_sync().forward(x) - y).square().mean()
-                        if step == 20 and not repeated:  # between the forward and the backward pass
+                        if step == 8 and not repeated:  # between the forward and the backward pass
                             worker.report("forward")
                             worker.wait_for("killed")
                         dist_autograd.backward(context_id, [loss])
@@ -277,7 +277,7 @@ def test_distributed_optimizer_steps_all_copies_exactly_once(run_workers: RunWor
     state, repeated = workers[2].result()
     alone = model()
     adam = optim.Adam(alone.parameters(), lr=0.01)
-    for step in range(60):
+    for step in range(24):
         x, y = batch(step)
         adam.zero_grad()
         (alone(x) - y).square().mean().backward()
